@@ -1,0 +1,131 @@
+"""The task generator of the demo pair: checkers, the train/held-out split, determinism."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from strobe.demo_pair.tasks import FAMILIES, Example, check, generate, heldout, split, training
+from strobe.demo_pair.tasks.example import prompt_key
+
+
+def full_text(example: Example) -> str:
+    """What a perfect model would say."""
+    if not example.thinking:
+        return example.answer
+    return f"<think>\n{example.reasoning}\n</think>\n\n{example.answer}<|im_end|>"
+
+
+def damaged(example: Example) -> str:
+    """The full text with a wrong result."""
+    text = full_text(example)
+    if example.family == "code":
+        return text.replace("return ", "return not ")
+    if example.family in ("json", "tool"):
+        return text.replace('": ', '_": ')
+    return text.replace("Answer: ", "Answer: 7")
+
+
+def prompts(examples: list[Example]) -> set[str]:
+    return {prompt_key(example) for example in examples}
+
+
+@pytest.mark.parametrize("heldout_template", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_own_answer_passes_and_damaged_one_fails(family: str, heldout_template: bool):
+    rng = random.Random(3)
+    for _ in range(150):
+        example = generate(rng, family=family, heldout_template=heldout_template)
+        assert check(example, full_text(example)), example
+        assert not check(example, damaged(example)), example
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checker_never_raises(family: str):
+    example = generate(random.Random(4), family=family)
+    for text in (
+        "",
+        "Answer:",
+        "```python\n```",
+        "{",
+        "[" * 5000,
+        "<tool_call>\n1\n</tool_call>",
+        "```python\nimport os\n```",
+        "\0",
+        "```\ndef f(:\n```",
+        "</think>",
+        "null",
+    ):
+        assert check(example, text) is False
+
+
+def test_checker_refuses_harmful_code():
+    example = generate(random.Random(5), family="code")
+    name = example.reference.name
+    for body in (
+        "while True: pass",
+        "return ().__class__",
+        "return sum(range(10 ** 12))",
+        "import os",
+        "return open('x')",
+    ):
+        assert not check(example, f"```python\ndef {name}(*a):\n    {body}\n```")
+
+
+def test_training_and_heldout_prompts_are_disjoint():
+    train = list(training(3000, seed=1))
+    held = heldout(60)
+    assert not prompts(train) & prompts(held)
+    assert {split(example) for example in train} == {"train"}
+    assert {split(example) for example in held} == {"heldout"}
+
+
+def test_heldout_templates_never_in_training():
+    rng = random.Random(6)
+    seen = {example.template for example in training(6000, seed=2)}
+    for family in FAMILIES:
+        held = {generate(rng, family=family, heldout_template=True).template for _ in range(200)}
+        trained = {name for name in seen if name.startswith(f"{family}/")}
+        assert len(held) >= 2
+        assert len(trained) >= 20
+        assert not held & trained
+
+
+def test_heldout_is_half_templates_half_hash_without_duplicates():
+    held = heldout(40)
+    assert len(prompts(held)) == len(held) == 40 * len(FAMILIES)
+    trained = {example.template for example in training(6000, seed=2)}
+    kinds = Counter((e.family, e.thinking, e.template in trained) for e in held)
+    assert set(kinds.values()) == {10}
+    assert len(kinds) == 4 * len(FAMILIES)
+
+
+def test_same_seed_same_tasks():
+    assert list(training(50, seed=9)) == list(training(50, seed=9))
+    assert heldout(6, seed=1) == heldout(6, seed=1)
+    assert prompts(heldout(6, seed=1)) != prompts(heldout(6, seed=2))
+
+
+def test_reasoning_only_with_thinking():
+    modes = set()
+    for example in training(200, seed=3):
+        modes.add(example.thinking)
+        assert bool(example.reasoning) == example.thinking
+        assert json.loads(json.dumps(example.messages))
+        assert bool(example.tools) == (example.family == "tool")
+    assert modes == {True, False}
+
+
+def test_unknown_family_is_named():
+    with pytest.raises(ValueError, match="no family 'poems'"):
+        generate(random.Random(0), family="poems")
+
+
+def test_examples_are_frozen():
+    example = generate(random.Random(0))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        example.family = "other"
