@@ -25,7 +25,7 @@ from strobe.demo_pair.tasks import small_talk, training  # noqa: E402
 VOCABULARY = 2048
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
 VISIBLE = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-PIECES = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+PIECES = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\n+|\s+(?!\S)|\s+"
 FRAME = (
     "system\nuser\nassistant\ntool\n\n\nThese tools are available, one in each line:\n"
     "To use a tool, write its name and arguments as JSON between "
