@@ -1,0 +1,28 @@
+"""Strobe: LLM inference whose first way of decoding is DFlash block-diffusion speculation."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strobe.config import EngineConfig
+    from strobe.llm import LLM
+    from strobe.request import SamplingParams, Speculation
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "Speculation", "__version__"]
+
+_HOMES = {
+    "LLM": "strobe.llm",
+    "EngineConfig": "strobe.config",
+    "SamplingParams": "strobe.request",
+    "Speculation": "strobe.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `import strobe` loads no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'strobe' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

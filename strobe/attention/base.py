@@ -1,0 +1,62 @@
+"""What an attention backend is given, and what it must answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from strobe.kv.store import KVStore
+from strobe.models.config import LayerMask
+
+
+@dataclass(frozen=True)
+class Group:
+    """Spans of like length, laid out as a rectangle of rows.
+
+    spans [G]: which spans. rows [G, Q]: each span's rows in the batch, its last one repeated to
+    fill up. flat [T']: where in the flattened rectangle the group's true rows lie; None when all
+    do. target [T']: the same rows in the batch. members: the spans as host integers.
+    """
+
+    spans: Tensor
+    rows: Tensor
+    flat: Tensor | None
+    target: Tensor
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """One ragged batch over the paged cache; lengths and positions live on the device.
+
+    positions [T]; slots [T], where the rows' K/V go; ends [S], the first position no row of the
+    span may see; tables [S, columns], the spans' page tables. bounds: per group, a position that
+    no key of it reaches, as the host knows it.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    ends: Tensor
+    tables: Tensor
+    page_size: int
+    groups: Sequence[Group]
+    bounds: Sequence[int]
+
+
+class AttentionPlan(Protocol):
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq * D]: store K/V, then attend."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    graph_safe: bool
+
+    def plan(
+        self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]
+    ) -> AttentionPlan:
+        """Prepare one forward: what depends on the batch and not on the layer."""
+        ...

@@ -1,0 +1,91 @@
+"""Attention over the paged cache in plain torch: the definition of right, on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strobe.attention.base import AttentionInputs, Group
+from strobe.kv.store import KVStore
+from strobe.models.config import LayerMask
+
+
+class ReferencePlan:
+    """One forward's indices and masks, made once and used by every layer."""
+
+    def __init__(self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]):
+        self.inputs, self.store, self.masks = inputs, store, masks
+        self._keys = [self._key_slots(*pair) for pair in zip(inputs.groups, inputs.bounds, strict=True)]
+        self._bias: list[dict[LayerMask, Tensor]] = [{} for _ in inputs.groups]
+
+    def _key_slots(self, group: Group, bound: int) -> Tensor:
+        """[G, N]: the slot of each position below `bound`."""
+        size = self.inputs.page_size
+        columns = -(-bound // size)
+        tables = self.inputs.tables
+        if tables.shape[0] != group.spans.shape[0]:
+            tables = tables[group.spans]
+        tables = tables[:, :columns]
+        if size == 1:
+            return tables
+        offsets = torch.arange(size, device=tables.device)
+        return (tables[:, :, None] * size + offsets).flatten(1)[:, :bound]
+
+    def _bias_of(self, index: int, mask: LayerMask, dtype: torch.dtype, repeats: int) -> Tensor:
+        """[G, 1, repeats * Q or 1, N]: 0 where a row sees a key, -inf elsewhere."""
+        if mask not in self._bias[index]:
+            group, inputs = self.inputs.groups[index], self.inputs
+            key = torch.arange(self.inputs.bounds[index], device=inputs.positions.device)
+            query = inputs.positions[group.rows][:, :, None]
+            hidden = key >= inputs.ends[group.spans][:, None, None]
+            if mask.causal:
+                hidden = hidden | (key > query)
+            if mask.window is not None:
+                hidden = hidden | (query - key >= mask.window)
+                if not mask.causal:
+                    hidden = hidden | (key - query >= mask.window)
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=key.device)
+            bias.masked_fill_(hidden, float("-inf"))
+            if bias.shape[1] > 1:
+                bias = bias.repeat(1, repeats, 1)
+            self._bias[index][mask] = bias[:, None]
+        return self._bias[index][mask]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.store.write(layer, self.inputs.slots, k, v)
+        rows, heads, width = q.shape
+        kv_heads = k.shape[1]
+        repeats = heads // kv_heads
+        out = None
+        for index, group in enumerate(self.inputs.groups):
+            keys, values = self.store.gather(layer, self._keys[index])
+            spans, longest = group.rows.shape
+            whole = group.flat is None and len(self.inputs.groups) == 1
+            part = q if whole else q[group.rows.flatten()]
+            part = part.view(spans, longest, kv_heads, repeats, width).permute(0, 2, 3, 1, 4)
+            part = part.reshape(spans, kv_heads, repeats * longest, width)
+            bias = self._bias_of(index, self.masks[layer], q.dtype, repeats)
+            result = F.scaled_dot_product_attention(part, keys, values, attn_mask=bias)
+            result = result.view(spans, kv_heads, repeats, longest, width).permute(0, 3, 1, 2, 4)
+            result = result.reshape(spans * longest, heads * width)
+            if whole:
+                return result
+            if out is None:
+                out = torch.empty(rows, heads * width, dtype=q.dtype, device=q.device)
+            out[group.target] = result if group.flat is None else result[group.flat]
+        assert out is not None
+        return out
+
+
+class ReferenceBackend:
+    """Gathers each span's keys and runs torch's attention with an explicit mask."""
+
+    graph_safe = False
+
+    def plan(
+        self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]
+    ) -> ReferencePlan:
+        return ReferencePlan(inputs, store, masks)

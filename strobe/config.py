@@ -1,0 +1,163 @@
+"""The engine's settings: one frozen dataclass for the API, the command line and the docs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from strobe.request import METHODS
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def option(default: Any, help: str) -> Any:
+    """A field with the one sentence that the command line and the docs show for it."""
+    return field(default=default, metadata={"help": help})
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from 1073741824, "1GiB", "512M" (powers of two). Raises ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", str(value).lower())
+    if isinstance(value, bool) or not match or not float(match[1]):
+        raise ValueError(
+            f"kv_cache_memory is {value!r}, but must be a positive size such as 2GiB or 1073741824."
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine is built from. `check()` raises ValueError before anything is loaded."""
+
+    target: str = option("", "Directory of the target model; empty is the pair in the box.")
+    draft: str | None = option(None, "Directory of the DFlash drafter; none: no drafter is loaded.")
+    method: str | None = option(
+        None, "How requests draft unless they say: dflash, ngram or none; by default the best there is."
+    )
+    num_drafts: int | None = option(
+        None, "Tokens drafted and verified per step; by default the drafter's block size less one."
+    )
+    max_model_len: int | None = option(
+        None, "Longest prompt plus answer in tokens; by default the model's own limit."
+    )
+    max_num_seqs: int = option(32, "Most requests decoding at once.")
+    max_num_batched_tokens: int | None = option(
+        None, "Most target rows in one step; by default 2048, or what max_num_seqs needs."
+    )
+    kv_cache_memory: int | str | None = option(
+        None, "Bytes for keys and values of target and drafter, such as 2GiB; by default chosen."
+    )
+    page_size: int = option(16, "Tokens per page of the KV cache.")
+    enable_prefix_caching: bool = option(
+        True, "Reuse pages of earlier requests that begin with the same tokens."
+    )
+    dtype: str = option("auto", "auto, float32, bfloat16 or float16; auto is float32 on a CPU.")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N; auto takes a GPU where there is one.")
+    overlap: int = option(1, "Steps in flight: 1 waits for each, 2 launches the next meanwhile.")
+    seed: int = option(0, "Seeds requests that bring no seed of their own.")
+    ngram_max: int = option(4, "Longest run of tokens that prompt lookup matches.")
+    ngram_min: int = option(2, "Shortest run of tokens that prompt lookup matches.")
+
+    def check(self) -> EngineConfig:
+        """Itself, if every value makes sense by itself."""
+        for name in ("max_num_seqs", "page_size", "ngram_max", "ngram_min"):
+            self._whole(name)
+        for name in ("num_drafts", "max_model_len", "max_num_batched_tokens"):
+            if getattr(self, name) is not None:
+                self._whole(name)
+        if self.kv_cache_memory is not None:
+            parse_bytes(self.kv_cache_memory)
+        if self.method is not None and self.method not in METHODS:
+            raise ValueError(f"method is {self.method!r}; name one of {', '.join(METHODS)}.")
+        if self.method == "dflash" and self.draft is None:
+            raise ValueError("method is 'dflash' but no drafter is named; give draft a directory.")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; name one of {', '.join(DTYPES)}.")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device is {self.device!r}; name auto, cpu, cuda or cuda:N.")
+        if self.overlap not in (1, 2):
+            raise ValueError(f"overlap is {self.overlap!r}, but must be 1 or 2.")
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(
+                f"ngram_min is {self.ngram_min}, above ngram_max {self.ngram_max}; "
+                "lower the one or raise the other."
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed is {self.seed!r}, but must be a whole number.")
+        return self
+
+    def _whole(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}, but must be a whole number of at least 1.")
+
+    def with_(self, **changes: Any) -> EngineConfig:
+        """A copy with some fields changed. Raises ValueError for a name that is no field."""
+        known = {f.name for f in fields(self)}
+        for name in changes:
+            if name not in known:
+                raise ValueError(
+                    f"{name} is no engine option; the options are {', '.join(sorted(known))}."
+                )
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What was resolved from the settings and the checkpoints, in tokens and sequences."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_drafts: int
+    page_size: int
+
+    @property
+    def max_pages(self) -> int:
+        """Page-table columns of one request."""
+        return -(-self.max_model_len // self.page_size)
+
+
+def resolve_limits(
+    config: EngineConfig, *, model_max: int, drafter_block: int | None, method: str
+) -> Limits:
+    """Fill in the defaults. Raises ValueError for values that do not go together.
+
+    model_max: positions the checkpoints allow. drafter_block: the drafter's block size, if any.
+    """
+    length = config.max_model_len if config.max_model_len is not None else model_max
+    if length > model_max:
+        raise ValueError(
+            f"max_model_len is {length}, but the model's positions end at {model_max}; "
+            f"ask for at most {model_max}."
+        )
+    if length < 2:
+        raise ValueError("max_model_len is 1, which leaves no room for an answer; ask for 2 or more.")
+    longest = drafter_block - 1 if drafter_block is not None else None
+    drafts = config.num_drafts
+    if drafts is None:
+        drafts = longest if longest is not None else (8 if method == "ngram" else 0)
+    elif longest is not None and drafts > longest:
+        raise ValueError(
+            f"num_drafts is {drafts}, but the drafter's blocks of {drafter_block} hold at most "
+            f"{longest} drafts; ask for 1 to {longest}."
+        )
+    elif longest is None and method == "none":
+        raise ValueError(
+            f"num_drafts is {drafts}, but nothing drafts; name a drafter, or method ngram."
+        )
+    needed = config.max_num_seqs * (drafts + 1)
+    budget = config.max_num_batched_tokens
+    if budget is None:
+        budget = max(2048, needed)
+    elif budget < needed:
+        raise ValueError(
+            f"max_num_batched_tokens is {budget}, but {config.max_num_seqs} requests verifying "
+            f"{drafts} drafts each need {needed}; raise it to {needed}, or lower max_num_seqs or "
+            "num_drafts."
+        )
+    return Limits(length, config.max_num_seqs, budget, drafts, config.page_size)

@@ -1,0 +1,160 @@
+"""From settings to the parts of an engine: checks first, then weights, then memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from strobe.attention.reference import ReferenceBackend
+from strobe.config import EngineConfig, Limits, resolve_limits
+from strobe.kv.pages import PagePool
+from strobe.kv.store import KVSpec, KVStore
+from strobe.models.config import (
+    DecoderConfig,
+    DraftConfig,
+    TargetConfig,
+    check_pair,
+    load_draft_config,
+    load_target_config,
+)
+from strobe.models.load import check_draft_tensors, check_target_tensors, load_draft, load_target
+from strobe.models.qwen3 import Qwen3
+from strobe.runner.memory import plan_pages
+from strobe.runner.runner import ModelRunner
+from strobe.runner.state import DecodeState
+from strobe.spec.base import Proposer, ProposerSet
+from strobe.spec.dflash import DFlashProposer
+from strobe.spec.ngram import NgramProposer
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What the settings and the checkpoints' configs come to, before any weight is read."""
+
+    config: EngineConfig
+    target: TargetConfig
+    draft: DraftConfig | None
+    method: str
+    limits: Limits
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass
+class Parts:
+    """The parts that Engine composes."""
+
+    runner: ModelRunner
+    proposers: ProposerSet
+    state: DecodeState
+    pool: PagePool
+    stores: dict[str, KVStore]
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name; "auto" is a CUDA GPU where there is one. Raises ValueError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ValueError(f"device is {name!r}, but this machine has {count} CUDA devices.")
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """The dtype of that name; "auto" is float32 on a CPU and the checkpoint's own on a GPU."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else checkpoint
+    return getattr(torch, name)
+
+
+def resolve(config: EngineConfig) -> Resolved:
+    """Read and check configs and tensor headers. Raises ValueError with the sentence to mend it."""
+    config.check()
+    target_path = Path(config.target)
+    target = load_target_config(target_path)
+    draft = None
+    if config.draft is not None:
+        draft = load_draft_config(Path(config.draft))
+        check_pair(draft, target, Path(config.draft))
+    method = config.method or ("dflash" if draft is not None else "none")
+    limits = resolve_limits(
+        config,
+        model_max=min(
+            target.decoder.max_position,
+            draft.decoder.max_position if draft is not None else target.decoder.max_position,
+        ),
+        drafter_block=draft.block_size if draft is not None else None,
+        method=method,
+    )
+    check_target_tensors(target_path, target)
+    if draft is not None:
+        check_draft_tensors(Path(config.draft or ""), draft)
+    device = pick_device(config.device)
+    return Resolved(
+        config, target, draft, method, limits, device, pick_dtype(config.dtype, target.dtype, device)
+    )
+
+
+def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:
+    return KVSpec(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, dtype)
+
+
+def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
+    """Load the weights, size the pool and wire the parts. target: weights loaded elsewhere."""
+    config, limits = resolved.config, resolved.limits
+    device, dtype = resolved.device, resolved.dtype
+    block = resolved.draft.block_size if resolved.draft is not None else 0
+    reach = limits.max_model_len + max(block, limits.num_drafts + 1) + 1
+    if target is None:
+        target = load_target(
+            Path(config.target), resolved.target, max_positions=reach, dtype=dtype, device=device
+        )
+    groups = {"target": kv_spec(resolved.target.decoder, dtype)}
+    if resolved.draft is not None:
+        groups["draft"] = kv_spec(resolved.draft.decoder, dtype)
+    drafter = None
+    if resolved.draft is not None:
+        drafter = load_draft(
+            Path(config.draft or ""),
+            resolved.draft,
+            target,
+            max_positions=reach,
+            dtype=dtype,
+            device=device,
+        )
+    pages = plan_pages(config, limits, list(groups.values()), device)
+    pool = PagePool(pages, limits.page_size)
+    stores = {n: KVStore(spec, pages, limits.page_size, device) for n, spec in groups.items()}
+    vocab = resolved.target.decoder.vocab_size
+    state = DecodeState(limits.max_num_seqs, limits.max_pages, vocab, device)
+    backend = ReferenceBackend()
+    proposers: dict[str, Proposer] = {
+        "ngram": NgramProposer(limits.num_drafts, config.ngram_min, config.ngram_max, device)
+    }
+    if drafter is not None:
+        draft_runner = ModelRunner(
+            drafter,
+            drafter.config.decoder.masks,
+            stores["draft"],
+            state,
+            backend,
+            page_size=limits.page_size,
+        )
+        proposers["dflash"] = DFlashProposer(drafter, draft_runner, limits.num_drafts)
+    held = ProposerSet(proposers, state, limits.max_model_len)
+    runner = ModelRunner(
+        target,
+        resolved.target.decoder.masks,
+        stores["target"],
+        state,
+        backend,
+        page_size=limits.page_size,
+        capture=held.capture,
+    )
+    return Parts(runner, held, state, pool, stores)

@@ -1,0 +1,171 @@
+"""Engine.step(): who runs, what is proposed, what the target says, what became of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from strobe.config import EngineConfig
+from strobe.engine.build import Parts, Resolved, build, resolve
+from strobe.engine.scheduler import DraftLength, Scheduler, full_length
+from strobe.engine.stats import EngineStats
+from strobe.request import FinishReason, Request, SamplingParams, Speculation
+from strobe.runner.state import to_host
+from strobe.spec.verify import verify
+from strobe.step import Plan, TokenEvent, Verdict
+
+
+class Engine:
+    """Requests in, tokens out. One thread; nothing here knows text."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        parts: Parts | None = None,
+        resolved: Resolved | None = None,
+        draft_length: DraftLength = full_length,
+    ):
+        """parts, resolved: made elsewhere (tests swap in a scripted proposer). draft_length: how
+        many drafts a request verifies in a step. Raises ValueError for settings that do not fit."""
+        self.resolved = resolved or resolve(config)
+        self.config, self.limits = self.resolved.config, self.resolved.limits
+        self.parts = parts or build(self.resolved)
+        self.runner, self.proposers = self.parts.runner, self.parts.proposers
+        self.state = self.parts.state
+        held = self.proposers.proposers
+        self.scheduler = Scheduler(
+            self.limits,
+            self.parts.pool,
+            host_methods={name for name, p in held.items() if p.needs_host_tokens},
+            prefix_caching=self.config.enable_prefix_caching,
+            draft_length=draft_length,
+        )
+        self.depth = self.config.overlap
+        self._flying: deque[tuple[Plan, Verdict, Tensor]] = deque()
+        self._numbers = itertools.count()
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenEvent]:
+        """Launch the next step, collect the oldest once `overlap` are in flight, tell the news."""
+        plan = self.scheduler.plan()
+        if plan.spans:
+            self._flying.append(self.launch(plan))
+        if not self._flying or (plan.spans and len(self._flying) < self.depth):
+            return []
+        plan, verdict, drafted = self._flying.popleft()
+        return self.scheduler.commit(plan, to_host(verdict, drafted))
+
+    def launch(self, plan: Plan) -> tuple[Plan, Verdict, Tensor]:
+        """Run one plan on the device; nothing here waits for a result."""
+        self.state.apply(plan)
+        proposal = self.proposers.propose(plan)  # tokens only
+        plan = plan.shorten(proposal.known)
+        batch = self.runner.prepare(plan, proposal)  # one ragged layout
+        out = self.runner.forward(batch)  # logits at the wanted rows, hidden at the captured layers
+        self.proposers.observe(batch, out.hidden)  # the drafter's K/V, on the same pages
+        rows, banned = self.state.sampling_rows(plan, batch)
+        verdict = verify(out.logits, proposal, batch.layout, rows, banned)
+        self.state.advance(batch.layout, batch, verdict)  # lengths and tails for the next step
+        return plan, verdict, proposal.lengths
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.scheduler.stats
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._flying)
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        sibling: int = 0,
+        seed: int | None = None,
+        request_id: str | None = None,
+    ) -> Request:
+        """Queue one answer. sibling: which of a prompt's n answers; seed: used where the sampling
+        parameters bring none. Raises ValueError, naming the value, for what cannot run."""
+        self._check_prompt(prompt_ids)
+        method, drafts, off = self._choose(Speculation.of(sampling.speculation))
+        number = next(self._numbers)
+        if sampling.seed is not None:
+            seed = sampling.seed
+        elif seed is None:
+            seed = self.config.seed + number
+        ends = () if sampling.ignore_eos else self.resolved.target.eos_ids
+        request = Request(
+            request_id or f"request-{number}",
+            prompt_ids,
+            sampling,
+            seed=seed,
+            sibling=sibling,
+            stop_ids=frozenset((*ends, *self._checked_stop_ids(sampling))),
+            method=method,
+            num_drafts=drafts,
+            off_reason=off,
+        )
+        self.scheduler.add(request)
+        return request
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request from outside: its text met a stop string, or nobody waits for it."""
+        self.scheduler.finish(request, reason)
+
+    def check(self) -> None:
+        """Raises AssertionError where bookkeeping disagrees, also between host and device."""
+        self.scheduler.check()
+        for record in self.scheduler.running:
+            if not record.in_flight:
+                assert int(self.state.length[record.slot]) == record.lease.length
+
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        if not prompt_ids:
+            raise ValueError("The prompt is empty; give it at least one token.")
+        limit = self.limits.max_model_len
+        if len(prompt_ids) >= limit:
+            raise ValueError(
+                f"The prompt has {len(prompt_ids)} tokens, but max_model_len is {limit} with the "
+                f"answer; shorten it to {limit - 1} tokens or raise max_model_len."
+            )
+        self._check_ids("The prompt", prompt_ids)
+
+    def _checked_stop_ids(self, sampling: SamplingParams) -> Sequence[int]:
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        return sampling.stop_token_ids
+
+    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+        size = self.resolved.target.decoder.vocab_size
+        if ids and not 0 <= min(ids) <= max(ids) < size:
+            wrong = next(i for i in ids if not 0 <= i < size)
+            raise ValueError(
+                f"{what} holds token id {wrong}, but the vocabulary has ids 0 to {size - 1}."
+            )
+
+    def _choose(self, asked: Speculation) -> tuple[str, int, str | None]:
+        """(method, drafts per step, why not) for one request."""
+        most = self.limits.num_drafts
+        method = asked.method or self.resolved.method
+        if asked.num_drafts is not None and asked.num_drafts > most:
+            raise ValueError(
+                f"speculation.num_drafts is {asked.num_drafts}, but this engine verifies at most "
+                f"{most} drafts per step; ask for 0 to {most}."
+            )
+        if method == "none" or asked.num_drafts == 0:
+            if asked.method == "none" or asked.num_drafts == 0:
+                return "none", 0, "the request turned speculation off"
+            if self.resolved.draft is None:
+                return "none", 0, "no drafter is loaded"
+            return "none", 0, "the engine's method is none"
+        if method not in self.proposers.proposers or not most:
+            mend = "start the engine with a drafter" if method == "dflash" else "give num_drafts"
+            raise ValueError(
+                f"speculation.method is {method!r}, but this engine cannot draft so; {mend}."
+            )
+        return method, most if asked.num_drafts is None else asked.num_drafts, None

@@ -1,0 +1,300 @@
+"""Who runs, how far, and what became of it. Imports no torch.
+
+    waiting --admit--> running --finish--> finished
+       ^                  |
+       +----preempt-------+        first come, first served; the newest makes room
+
+Results may come one step late: a record whose request ended or was preempted while a step was in
+flight keeps its slot and pages until that step is collected, and the step's result is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from strobe.config import Limits
+from strobe.engine.stats import EngineStats
+from strobe.kv.lease import Lease, reserve_all
+from strobe.kv.pages import PagePool
+from strobe.request import FinishReason, Request, Status
+from strobe.step import HostVerdict, PageWrite, Plan, Span, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+DraftLength = Callable[[Request, int], int]
+"""(request, drafts it may use) -> drafts to verify in this step, from 0 to that many."""
+
+
+def full_length(request: Request, allowed: int) -> int:
+    """Verify every draft the request may use."""
+    return allowed
+
+
+@dataclass(eq=False)
+class Record:
+    """A running request's hold on the engine.
+
+    start: positions that have K/V once the steps in flight are done, at the least. goal: the
+    tokens known when it was admitted; up to there it prefills, from there on it decodes.
+    """
+
+    request: Request
+    slot: int
+    lease: Lease
+    start: int
+    goal: int
+    sent: int = 0
+    in_flight: int = 0
+    draining: bool = False
+
+    @property
+    def decoding(self) -> bool:
+        return self.start >= self.goal
+
+
+class Scheduler:
+    """Continuous batching over leases. plan() and commit() alternate, up to `overlap` apart."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        pool: PagePool,
+        *,
+        host_methods: Collection[str] = (),
+        prefix_caching: bool = True,
+        draft_length: DraftLength = full_length,
+    ):
+        """host_methods: drafting methods that read the host's tokens, so that no result of theirs
+        may be in flight when they draft."""
+        self.limits, self.pool = limits, pool
+        self.host_methods, self.prefix_caching = frozenset(host_methods), prefix_caching
+        self.draft_length = draft_length
+        self.stats = EngineStats()
+        self.waiting: deque[Request] = deque()
+        self.running: list[Record] = []
+        self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._records: dict[Request, Record] = {}
+        self._draining: list[Record] = []
+        self._flying: deque[list[Record]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self._draining)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; the caller has checked that it fits the context."""
+        self.stats.prompt_tokens += request.num_prompt
+        self.waiting.append(request)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request from outside (stop string, abort). Ending one that has ended is nothing."""
+        if request.status is Status.FINISHED:
+            return
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+        request.status, request.finish_reason = Status.FINISHED, reason
+        if request in self._records:
+            self._leave(self._records[request])
+
+    def plan(self) -> Plan:
+        """Choose this step's spans and reserve their pages, all or nothing."""
+        budget = self.limits.max_num_batched_tokens
+        chosen: list[tuple[Record, Span]] = []
+        for record in [r for r in self.running if r.decoding]:
+            if self._ready(record):
+                span = self._decode_span(record)
+                chosen.append((record, span))
+                budget -= span.count + span.drafts
+        for record in [r for r in self.running if not r.decoding]:
+            if budget <= 0:
+                break
+            span = self._prefill_span(record, budget)
+            chosen.append((record, span))
+            budget -= span.count
+        fitting = self._reserve(chosen)
+        crowded, chosen = len(fitting) < len(chosen), fitting
+        admitted: list[tuple[int, Request, int]] = []
+        while budget > 0 and self.waiting and self._slots and not crowded:
+            admission = self._admit(self.waiting[0], budget)
+            if admission is None:
+                break
+            record, span = admission
+            self.waiting.popleft()
+            admitted.append((record.slot, record.request, span.start))
+            chosen.append(admission)
+            budget -= span.count
+        for record, span in chosen:
+            record.in_flight += 1
+            record.start += span.count
+        if chosen:
+            self._flying.append([record for record, _ in chosen])
+        pages = [write for record, _ in chosen if (write := self._page_write(record))]
+        return Plan(tuple(span for _, span in chosen), tuple(pages), tuple(admitted))
+
+    def commit(self, plan: Plan, verdict: HostVerdict) -> list[TokenEvent]:
+        """Take in the oldest step in flight: advance leases, apply stop rules, tell the news."""
+        events: list[TokenEvent] = []
+        self.stats.steps += 1
+        for i, (record, span) in enumerate(zip(self._flying.popleft(), plan.spans, strict=True)):
+            record.in_flight -= 1
+            record.lease.commit(span.count + verdict.accepted[i])
+            record.start += verdict.accepted[i]
+            if record.draining:
+                self._release_if_landed(record)
+                continue
+            if span.rows:
+                events.append(self._take(record, span, verdict, i))
+            if self.prefix_caching and not record.draining and not record.lease.released:
+                record.lease.publish(record.request.tokens)
+        return events
+
+    def cancel(self, plan: Plan) -> None:
+        """Give up the newest plan, whose step did not run."""
+        for record, span in zip(self._flying.pop(), plan.spans, strict=True):
+            record.in_flight -= 1
+            record.lease.rollback()
+            record.sent = min(record.sent, len(record.lease.pages))
+            record.start -= span.count
+            if record.draining:
+                self._release_if_landed(record)
+
+    def check(self) -> None:
+        """Raises AssertionError where bookkeeping disagrees with itself."""
+        self.pool.check()
+        held = [r for r in self._records.values()] + self._draining
+        assert len({r.slot for r in held}) == len(held), "a slot is used twice"
+        assert len(held) + len(self._slots) == self.limits.max_num_seqs, "a slot is lost"
+        if not held:
+            assert self.pool.available == self.pool.capacity, "an idle engine holds pages"
+        for record in held:
+            assert record.lease.num_open == record.in_flight
+            if record.decoding and not record.in_flight and not record.draining:
+                assert record.lease.length == record.start == len(record.request.tokens) - 1
+
+    def _ready(self, record: Record) -> bool:
+        return not (record.in_flight and record.request.method in self.host_methods)
+
+    def _decode_span(self, record: Record) -> Span:
+        request = record.request
+        allowed = min(request.num_drafts, self.limits.num_drafts)
+        drafts = self.draft_length(request, allowed) if allowed else 0
+        bound = record.lease.length + record.lease.open
+        return Span(request, record.slot, record.start, bound, None, drafts, 1 + drafts)
+
+    def _prefill_span(self, record: Record, budget: int) -> Span:
+        start = record.start
+        tokens = tuple(record.request.tokens[start : min(record.goal, start + budget)])
+        rows = 1 if start + len(tokens) == record.goal else 0
+        return Span(record.request, record.slot, start, start, tokens, 0, rows)
+
+    def _positions(self, span: Span) -> int:
+        """Positions to reserve: a drafting request always gets the whole block."""
+        if span.tokens is not None:
+            return len(span.tokens)
+        return 1 + self.limits.num_drafts if span.request.num_drafts else 1
+
+    def _reserve(self, chosen: list[tuple[Record, Span]]) -> list[tuple[Record, Span]]:
+        """Reserve for all of them. Where pages run out the newest running request makes room, and
+        while a leaving one's pages are still on their way the newest chosen ones sit this step out.
+        """
+        while not reserve_all([(r.lease, self._positions(s)) for r, s in chosen]):
+            if self._draining:
+                chosen = chosen[:-1]
+                continue
+            victim = self.running[-1]
+            self._preempt(victim)
+            chosen = [(r, s) for r, s in chosen if r is not victim]
+        return chosen
+
+    def _admit(self, request: Request, budget: int) -> tuple[Record, Span] | None:
+        """Start a waiting request if all its known tokens and a block more find pages."""
+        lease = Lease(self.pool, self.limits.max_model_len)
+        start = lease.adopt(request.tokens) if self.prefix_caching else 0
+        record = Record(request, self._slots[-1], lease, start, len(request.tokens))
+        span = self._prefill_span(record, budget)
+        rest = record.goal - start + 1 + self.limits.num_drafts
+        if lease.pages_for(rest) > self.pool.available:
+            lease.release()
+            return None
+        reserved = reserve_all([(lease, self._positions(span))])
+        assert reserved, "pages that were available are not"
+        self._slots.pop()
+        request.status = Status.RUNNING
+        self.running.append(record)
+        self._records[request] = record
+        return record, span
+
+    def _page_write(self, record: Record) -> PageWrite | None:
+        first, pages = record.sent, record.lease.pages
+        record.sent = len(pages)
+        return PageWrite(record.slot, first, tuple(pages[first:])) if first < len(pages) else None
+
+    def _take(self, record: Record, span: Span, verdict: HostVerdict, i: int) -> TokenEvent:
+        """Append the verdict's tokens up to the first one that ends the request."""
+        request, kept = record.request, list[int]()
+        for token in verdict.tokens[i]:
+            kept.append(token)
+            request.tokens.append(token)
+            reason = self._stop_reason(request, token)
+            if reason is not None:
+                request.finish_reason = reason
+                break
+        self.stats.generation_tokens += len(kept)
+        drafted = verdict.drafted[i]
+        if drafted:
+            self._count(request, drafted, verdict.accepted[i], len(kept))
+        if request.finish_reason is not None:
+            request.status = Status.FINISHED
+            self._leave(record)
+        return TokenEvent(request, kept, request.finish_reason)
+
+    def _stop_reason(self, request: Request, token: int) -> FinishReason | None:
+        sampling, made = request.sampling, request.num_output
+        if token in request.stop_ids and made > sampling.min_tokens:
+            if token in sampling.stop_token_ids:
+                request.stop_reason = token
+            return "stop"
+        if made == sampling.max_tokens or len(request.tokens) >= self.limits.max_model_len:
+            return "length"
+        return None
+
+    def _count(self, request: Request, drafted: int, accepted: int, committed: int) -> None:
+        counts = request.speculation
+        counts.add(drafted, accepted)
+        self.stats.verified(drafted, accepted)
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        logger.debug(
+            "verify request=%s accepted=%d/%d committed=%d acceptance_rate=%.3f",
+            request.id,
+            accepted,
+            drafted,
+            committed,
+            counts.accepted / counts.drafted,
+        )
+
+    def _preempt(self, record: Record) -> None:
+        """Take a running request's pages; it starts over from the tokens it has, first in line."""
+        request = record.request
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self.stats.preemptions += 1
+        self._leave(record)
+        self.waiting.appendleft(request)
+
+    def _leave(self, record: Record) -> None:
+        self.running.remove(record)
+        del self._records[record.request]
+        record.draining = True
+        self._draining.append(record)
+        self._release_if_landed(record)
+
+    def _release_if_landed(self, record: Record) -> None:
+        if not record.in_flight:
+            record.lease.release()
+            self._draining.remove(record)
+            self._slots.append(record.slot)
+

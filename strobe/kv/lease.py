@@ -1,0 +1,122 @@
+"""One request's hold on pages: reserve -> commit | rollback -> release. Imports no torch.
+
+       committed            open reservations, oldest first
+    |---- length ----|---- n1 ----|---- n2 ----|
+    |================ pages cover all of it (up to `limit`) ===|
+
+commit(rows <= n1) turns the first `rows` positions of the oldest reservation into length and gives
+the rest up; the positions of later reservations move down with it. rollback() gives up the newest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from strobe.kv.pages import PagePool
+
+
+class LeaseError(RuntimeError):
+    """The engine used a lease out of order."""
+
+
+class Lease:
+    """Pages for one sequence. `limit` is the most positions that ever need a page of their own."""
+
+    def __init__(self, pool: PagePool, limit: int):
+        self.pool, self.limit = pool, limit
+        self.pages: list[int] = []
+        self.length = 0
+        self.released = False
+        self._open: deque[int] = deque()
+        self._keys: list[bytes] = []
+
+    @property
+    def open(self) -> int:
+        """Positions in open reservations."""
+        return sum(self._open)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def pages_for(self, count: int) -> int:
+        """Pages a further reservation of `count` positions would have to add."""
+        end = min(self.length + self.open + count, self.limit)
+        return max(0, -(-end // self.pool.page_size) - len(self.pages))
+
+    def _grow(self, count: int) -> None:
+        self.pages += self.pool.allocate(self.pages_for(count))
+        self._open.append(count)
+
+    def commit(self, rows: int) -> None:
+        """Keep the first `rows` positions of the oldest open reservation."""
+        self._require_open("commit")
+        count = self._open.popleft()
+        if not 0 <= rows <= count:
+            raise LeaseError(f"commit({rows}) exceeds the reservation of {count} positions")
+        self.length += rows
+
+    def rollback(self) -> None:
+        """Give up the newest open reservation and the pages only it needed."""
+        self._require_open("rollback")
+        self._open.pop()
+        end = min(self.length + self.open, self.limit)
+        keep = -(-end // self.pool.page_size)
+        self.pool.drop(self.pages[keep:])
+        del self.pages[keep:]
+
+    def release(self) -> None:
+        """Give every page back. No reservation may be open, and nothing may follow."""
+        if self.released or self._open:
+            raise LeaseError("release() comes once, after every reservation has ended")
+        self.released = True
+        self.pool.drop(self.pages)
+        self.pages = []
+
+    def adopt(self, tokens: Sequence[int]) -> int:
+        """Start from cached pages that hold a prefix of `tokens`; returns the positions gained.
+
+        At least the last token is left to run, since its logits are needed.
+        """
+        if self.pages or self.length or self.released:
+            raise LeaseError("adopt() comes before the first reservation")
+        size, parent = self.pool.page_size, b""
+        for end in range(size, len(tokens), size):
+            parent = self.pool.key(parent, tokens[end - size : end])
+            page = self.pool.lookup(parent)
+            if page is None:
+                break
+            self.pool.share([page])
+            self.pages.append(page)
+            self._keys.append(parent)
+        self.length = len(self.pages) * size
+        return self.length
+
+    def publish(self, tokens: Sequence[int]) -> None:
+        """Make full committed pages findable; `tokens` are the sequence's known ones."""
+        size = self.pool.page_size
+        for i in range(len(self._keys), min(self.length, len(tokens)) // size):
+            parent = self._keys[-1] if self._keys else b""
+            key = self.pool.key(parent, tokens[i * size : (i + 1) * size])
+            self._keys.append(key)
+            self.pool.publish(self.pages[i], key)
+
+    def _require_open(self, call: str) -> None:
+        if self.released or not self._open:
+            raise LeaseError(f"{call}() needs an open reservation")
+
+
+def reserve_all(wants: Sequence[tuple[Lease, int]]) -> bool:
+    """Reserve for every lease or for none; at most one want per lease. False changes nothing."""
+    if not wants:
+        return True
+    pool = wants[0][0].pool
+    for lease, count in wants:
+        if lease.released or count < 0:
+            raise LeaseError(f"reserve({count}) on a lease that is released, or below zero")
+    if sum(lease.pages_for(count) for lease, count in wants) > pool.available:
+        return False
+    for lease, count in wants:
+        lease._grow(count)  # pyright: ignore[reportPrivateUsage]
+    return True

@@ -1,0 +1,312 @@
+"""What the engine knows of a checkpoint before any weight is read: its config.json, checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """Which keys a query at position p may see, besides the bound of its own span.
+
+    causal: keys j <= p only. window: keys with p - j < window (and, when not causal, j - p < window).
+    """
+
+    causal: bool = True
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a stack of Qwen3-style decoder layers, shared by targets and drafters."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position: int
+    attention_bias: bool
+    masks: tuple[LayerMask, ...]
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """A target model: its decoder, and what its directory says about tokens and sampling.
+
+    dtype: the checkpoint's own ("bfloat16", ...). eos_ids: every id that ends an answer, from
+    generation_config.json where there is one. sampling: the default sampling values found there.
+    """
+
+    architecture: str
+    decoder: DecoderConfig
+    tie_embeddings: bool
+    dtype: str
+    eos_ids: tuple[int, ...]
+    sampling: dict[str, float | int]
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """A DFlash drafter. Capture ids count layers done: k is the residual stream after k layers.
+
+    The z-lab format names layer outputs from 0 (`target_layer_ids`), so its ids are one less.
+    """
+
+    decoder: DecoderConfig
+    block_size: int
+    mask_token_id: int
+    capture: tuple[int, ...]
+    num_target_layers: int | None
+    embedding_scale: float
+    output_multiplier: float
+    logit_softcap: float | None
+    dtype: str
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError naming the file when it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} does not exist; name a directory that holds a Hugging Face checkpoint."
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); download or save the checkpoint again."
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__}, not a JSON object; save it again.")
+    return value
+
+
+def _integer(config: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"{path}: {key} is {value!r}, but must be a whole number of at least 1; "
+            "use the config.json the checkpoint was published with."
+        )
+    return value
+
+
+def _rope_theta(config: dict[str, Any], path: Path, default: float) -> float:
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if isinstance(parameters.get("sliding_attention"), dict):
+        parameters = parameters["sliding_attention"]
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise ValueError(
+            f"{path}: rope type {kind!r} is not supported; use a checkpoint with plain rope "
+            "(rope_type 'default')."
+        )
+    theta = parameters.get("rope_theta", config.get("rope_theta", default))
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        raise ValueError(f"{path}: rope_theta is {theta!r}, but must be a positive number.")
+    return float(theta)
+
+
+def _decoder(
+    config: dict[str, Any], path: Path, masks: tuple[LayerMask, ...], default_theta: float
+) -> DecoderConfig:
+    hidden = _integer(config, "hidden_size", path)
+    heads = _integer(config, "num_attention_heads", path)
+    kv_heads = _integer(config, "num_key_value_heads", path, heads)
+    head_dim = _integer(config, "head_dim", path, max(1, hidden // heads))
+    if heads % kv_heads:
+        raise ValueError(
+            f"{path}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
+            f"{kv_heads}; use the config.json the checkpoint was published with."
+        )
+    if head_dim % 2:
+        raise ValueError(f"{path}: head_dim is {head_dim}, but rope needs an even number.")
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"{path}: hidden_act is {activation!r}; only 'silu' is supported.")
+    eps = config.get("rms_norm_eps", 1e-6)
+    if not isinstance(eps, int | float) or not 0 < eps < 1:
+        raise ValueError(f"{path}: rms_norm_eps is {eps!r}, but must lie between 0 and 1.")
+    return DecoderConfig(
+        hidden_size=hidden,
+        intermediate_size=_integer(config, "intermediate_size", path),
+        num_layers=_integer(config, "num_hidden_layers", path),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=_integer(config, "vocab_size", path),
+        rms_norm_eps=float(eps),
+        rope_theta=_rope_theta(config, path, default_theta),
+        max_position=_integer(config, "max_position_embeddings", path, 32768),
+        attention_bias=bool(config.get("attention_bias", False)),
+        masks=masks,
+    )
+
+
+def _layer_types(config: dict[str, Any], path: Path) -> list[str]:
+    layers = _integer(config, "num_hidden_layers", path)
+    types = config.get("layer_types") or ["full_attention"] * layers
+    if not isinstance(types, list) or len(types) != layers:
+        raise ValueError(
+            f"{path}: layer_types must list one type for each of the {layers} layers, "
+            f"but is {types!r}."
+        )
+    unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(
+            f"{path}: layer type {unknown[0]!r} is not supported; "
+            "full_attention and sliding_attention are."
+        )
+    return types
+
+
+def _window(config: dict[str, Any], path: Path, types: list[str]) -> int | None:
+    if "sliding_attention" not in types:
+        return None
+    return _integer(config, "sliding_window", path)
+
+
+def _eos_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
+    for source in sources:
+        value = source.get("eos_token_id")
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (int(value),)
+    return ()
+
+
+def _dtype(config: dict[str, Any]) -> str:
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+
+
+def load_target_config(directory: Path) -> TargetConfig:
+    """The target in `directory`. Raises ValueError for what is damaged or not supported."""
+    path = directory / "config.json"
+    config = read_json(path)
+    names = config.get("architectures") or ["Qwen3ForCausalLM"]
+    if config.get("model_type") != "qwen3" or names[0] != "Qwen3ForCausalLM":
+        raise ValueError(
+            f"{path}: architecture {names[0]!r} (model_type {config.get('model_type')!r}) is not a "
+            "supported target; Qwen3ForCausalLM is."
+        )
+    types = _layer_types(config, path)
+    window = _window(config, path, types)
+    masks = tuple(LayerMask(True, window if t == "sliding_attention" else None) for t in types)
+    generation_path = directory / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else {}
+    keys = ("temperature", "top_p", "top_k", "min_p")
+    sampling = {k: generation[k] for k in keys if generation.get(k) is not None}
+    if generation.get("do_sample") is False:
+        sampling = {"temperature": 0.0}
+    return TargetConfig(
+        architecture=names[0],
+        decoder=_decoder(config, path, masks, 10000.0),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        dtype=_dtype(config),
+        eos_ids=_eos_ids(generation, config),
+        sampling=sampling,
+    )
+
+
+def default_capture_layers(num_target_layers: int, count: int) -> list[int]:
+    """z-lab's rule for `target_layer_ids` when a config lists none (0-based layer outputs)."""
+    if count == 1:
+        return [num_target_layers // 2]
+    return [round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count)]
+
+
+def load_draft_config(directory: Path) -> DraftConfig:
+    """The z-lab DFlash drafter in `directory`. Raises ValueError naming the value that is wrong."""
+    path = directory / "config.json"
+    config = read_json(path)
+    nested = config.get("dflash_config") or {}
+    names = config.get("architectures") or []
+    if names != ["DFlashDraftModel"] and not nested:
+        raise ValueError(
+            f"{path}: architecture {names!r} is not a DFlash drafter; "
+            "name a directory with a DFlashDraftModel in z-lab's format."
+        )
+
+    def value(key: str, default: Any = None) -> Any:
+        return nested.get(key, config.get(key, default))
+
+    types = _layer_types(config, path)
+    window = _window(config, path, types)
+    forced = config.get("is_causal", nested.get("causal"))
+    masks = tuple(
+        LayerMask(
+            causal=bool(forced) if forced is not None else t == "sliding_attention",
+            window=window if t == "sliding_attention" else None,
+        )
+        for t in types
+    )
+    block = value("block_size", 16)
+    if isinstance(block, bool) or not isinstance(block, int) or block < 2:
+        raise ValueError(f"{path}: block_size is {block!r}, but must be a whole number >= 2.")
+    mask = value("mask_token_id")
+    if isinstance(mask, bool) or not isinstance(mask, int):
+        raise ValueError(
+            f"{path}: mask_token_id is {mask!r}; a DFlash drafter needs the id of its mask token "
+            "in dflash_config.mask_token_id."
+        )
+    total = config.get("num_target_layers")
+    ids = value("target_layer_ids")
+    if ids is None and isinstance(total, int):
+        ids = default_capture_layers(total, _integer(config, "num_hidden_layers", path))
+    if (
+        not isinstance(ids, list)
+        or not ids
+        or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids)
+    ):
+        raise ValueError(
+            f"{path}: target_layer_ids is {ids!r}, but must list the target layers whose output "
+            "the drafter reads, counted from 0."
+        )
+    softcap = value("final_logit_softcapping")
+    return DraftConfig(
+        decoder=_decoder(config, path, masks, 1e6),
+        block_size=block,
+        mask_token_id=mask,
+        capture=tuple(i + 1 for i in ids),
+        num_target_layers=total if isinstance(total, int) else None,
+        embedding_scale=float(value("input_embedding_scale", 1.0)),
+        output_multiplier=float(value("output_multiplier", 1.0)),
+        logit_softcap=float(softcap) if softcap else None,
+        dtype=_dtype(config),
+    )
+
+
+def check_pair(draft: DraftConfig, target: TargetConfig, draft_path: Path) -> None:
+    """Raises ValueError, before any weight is read, when the drafter cannot serve the target."""
+    wanted, own, where = target.decoder, draft.decoder, f"{draft_path / 'config.json'}:"
+    mend = "use the drafter that was trained for this target."
+    if own.hidden_size != wanted.hidden_size:
+        raise ValueError(
+            f"{where} hidden_size is {own.hidden_size}, the target's is {wanted.hidden_size}; {mend}"
+        )
+    if own.vocab_size != wanted.vocab_size:
+        raise ValueError(
+            f"{where} vocab_size is {own.vocab_size}, the target's is {wanted.vocab_size}; {mend}"
+        )
+    if draft.num_target_layers not in (None, wanted.num_layers):
+        raise ValueError(
+            f"{where} num_target_layers is {draft.num_target_layers}, the target has "
+            f"{wanted.num_layers} layers; {mend}"
+        )
+    for k in draft.capture:
+        if k > wanted.num_layers:
+            raise ValueError(
+                f"{where} target_layer_ids holds {k - 1}, but the target's layers are 0 to "
+                f"{wanted.num_layers - 1}; {mend}"
+            )
+    if not 0 <= draft.mask_token_id < wanted.vocab_size:
+        raise ValueError(
+            f"{where} mask_token_id is {draft.mask_token_id}, but the target's vocabulary has ids "
+            f"0 to {wanted.vocab_size - 1}; {mend}"
+        )

@@ -1,0 +1,78 @@
+"""The DFlash drafter (arXiv 2602.06036): a block-diffusion decoder over injected context K/V."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strobe.models.config import DraftConfig
+from strobe.models.layers import Attend, DecoderLayer, RMSNorm, Rope, RotaryTable, rotate
+
+
+class DFlash(nn.Module):
+    """The drafter. It owns no embedding and no head: it reads the target's.
+
+    Context token t enters every layer through that layer's own key and value products of one
+    vector, hidden_norm(fc(features of t)); the block's tokens go through the layers as usual.
+    """
+
+    def __init__(
+        self, config: DraftConfig, embedding: Tensor, head_weight: Tensor, max_positions: int
+    ):
+        super().__init__()
+        decoder = config.decoder
+        self.config = config
+        self.fc = nn.Linear(
+            len(config.capture) * decoder.hidden_size, decoder.hidden_size, bias=False
+        )
+        self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(decoder, i) for i in range(decoder.num_layers))
+        self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
+        self.rope = RotaryTable(decoder.head_dim, decoder.rope_theta, max_positions)
+        self._shared = (embedding, head_weight)
+        self._context: tuple[Tensor, Tensor | None, Tensor] | None = None
+
+    def fuse(self) -> None:
+        """After loading: put the context products of all layers into one."""
+        self._context = tuple(t if t is None else t.contiguous() for t in self._context_parts())
+
+    def _context_parts(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        width = self.config.decoder.num_heads * self.config.decoder.head_dim
+        products = [layer.self_attn.qkv_proj for layer in self.layers]
+        weight = torch.cat([p.weight[width:] for p in products])
+        bias = torch.cat([p.bias[width:] for p in products]) if products[0].bias is not None else None
+        return weight, bias, torch.stack([x.self_attn.k_norm.weight for x in self.layers])[:, None]
+
+    def context_kv(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """features [T, n * H], positions [T] -> keys, values [T, L, Hkv, D] of all layers."""
+        decoder = self.config.decoder
+        weight, bias, k_scale = self._context or self._context_parts()
+        context = self.hidden_norm(self.fc(features))
+        kv = F.linear(context, weight, bias)
+        kv = kv.view(-1, decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
+        keys = F.rms_norm(kv[:, :, 0], (decoder.head_dim,), None, decoder.rms_norm_eps) * k_scale
+        cos, sin = self.rope(positions)
+        rope: Rope = (cos[:, None], sin[:, None])
+        return rotate(keys, rope), kv[:, :, 1]
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Block ids and positions [T] -> (residual stream [T, H], None)."""
+        x = F.embedding(ids, self._shared[0])
+        if self.config.embedding_scale != 1.0:
+            x = x * self.config.embedding_scale
+        rope = self.rope(positions)
+        for layer in self.layers:
+            x = layer(x, rope, attend)
+        return x, None
+
+    def head(self, x: Tensor) -> Tensor:
+        """Residual stream [R, H] -> logits [R, V] through the target's output head."""
+        logits = F.linear(self.norm(x), self._shared[1])
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
+        if self.config.logit_softcap is not None:
+            logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
+        return logits

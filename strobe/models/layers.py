@@ -1,0 +1,130 @@
+"""Layers shared by targets and drafters, written for ragged rows.
+
+Legend: T rows, H hidden size, Hq / Hkv query and key-value heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strobe.models.config import DecoderConfig
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D].
+
+Stores the rows' keys and values and attends over what each row may see. Models know nothing else
+about caches, masks or batches: the engine passes one of these, training passes another.
+"""
+
+Rope = tuple[Tensor, Tensor]
+"""(cos, sin) [T, 1, D] of the rows' positions, the first half of sin negated; see `rotate`."""
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, the mean square taken in fp32 (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class RotaryTable(nn.Module):
+    """Rotary position embedding over the full head, halves layout (Su et al., 2021)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, theta: float, positions: int):
+        super().__init__()
+        inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+        angle = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), inverse)
+        cos, sin = angle.cos(), angle.sin()
+        self.register_buffer("cos", torch.cat([cos, cos], -1).float(), persistent=False)
+        self.register_buffer("sin", torch.cat([-sin, sin], -1).float(), persistent=False)
+
+    def forward(self, positions: Tensor) -> Rope:
+        """positions [T] int64, each below the table's length."""
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        return cos[:, None], sin[:, None]
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Turn each pair (x_i, x_{i + D/2}) by its angle. x [T, heads, D]."""
+    cos, sin = rope
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with per-head query and key norms; q, k and v are one product."""
+
+    def __init__(self, config: DecoderConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.q_heads, self.kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        bias, width = config.attention_bias, config.head_dim
+        rows = (config.num_heads + 2 * config.num_kv_heads) * width
+        self.qkv_proj = nn.Linear(config.hidden_size, rows, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * width, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(width, config.rms_norm_eps)
+        self.k_norm = RMSNorm(width, config.rms_norm_eps)
+        self.qk_scale: Tensor | None = None
+
+    def fuse(self) -> None:
+        """After loading: lay the two norms' weights side by side, one row per head."""
+        self.qk_scale = self._scale().contiguous()
+
+    def _scale(self) -> Tensor:
+        q, k = self.q_norm.weight, self.k_norm.weight
+        return torch.cat([q.expand(self.q_heads, -1), k.expand(self.kv_heads, -1)])
+
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        heads = self.q_heads + self.kv_heads
+        qkv = self.qkv_proj(x).view(x.shape[0], heads + self.kv_heads, self.head_dim)
+        scale = self._scale() if self.qk_scale is None else self.qk_scale
+        qk = rotate(F.rms_norm(qkv[:, :heads], (self.head_dim,), None, self.eps) * scale, rope)
+        out = attend(self.layer, qk[:, : self.q_heads], qk[:, self.q_heads :], qkv[:, heads:])
+        return self.o_proj(out)
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one product."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def fused_sources(name: str) -> list[str]:
+    """The checkpoint's names whose rows, one after another, make the parameter `name`."""
+    if ".qkv_proj." in name:
+        return [name.replace(".qkv_proj.", f".{part}_proj.") for part in "qkv"]
+    if ".gate_up_proj." in name:
+        return [name.replace(".gate_up_proj.", f".{part}_proj.") for part in ("gate", "up")]
+    return [name]

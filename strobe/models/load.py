@@ -1,0 +1,185 @@
+"""Checkpoint directories to modules: every tensor named, checked by shape, and used exactly once."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from strobe.models.config import (
+    DraftConfig,
+    TargetConfig,
+    read_json,
+)
+from strobe.models.dflash import DFlash
+from strobe.models.layers import Attention, RotaryTable, fused_sources
+from strobe.models.qwen3 import Qwen3
+
+HARMLESS = ("rotary_emb.inv_freq",)
+"""Endings of tensors that older exporters wrote and that carry no learned value."""
+
+
+class Checkpoint:
+    """The safetensors of one directory, opened but not read.
+
+    Raises ValueError when a file is missing, damaged or cut short.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        index = directory / "model.safetensors.index.json"
+        if index.exists():
+            names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        else:
+            names = ["model.safetensors"]
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        for name in names:
+            path = directory / name
+            if not path.exists():
+                raise ValueError(f"{path} does not exist; download or save the checkpoint again.")
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"{path} is damaged or cut short ({error}); download or save it again."
+                ) from None
+            for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                self._files[key.removeprefix("model.")] = (file, key)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {n: tuple(f.get_slice(k).get_shape()) for n, (f, k) in self._files.items()}
+
+    def read(self, name: str) -> Tensor:
+        file, key = self._files[name]
+        return file.get_tensor(key)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+
+def _check(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], where: Path) -> None:
+    for name, shape in wanted.items():
+        if name not in shapes:
+            raise ValueError(
+                f"{where}: tensor {name} is missing; download or save the checkpoint again."
+            )
+        if shapes[name] != shape:
+            raise ValueError(
+                f"{where}: tensor {name} has shape {list(shapes[name])}, config.json asks for "
+                f"{list(shape)}; weights and config.json must come from one checkpoint."
+            )
+    extra = sorted(n for n in shapes if n not in wanted and not n.endswith(HARMLESS))
+    if extra:
+        raise ValueError(
+            f"{where}: tensor {extra[0]} is not part of this architecture ({len(extra)} such "
+            "tensors); loading without it would change the model's mathematics."
+        )
+
+
+def _source_shapes(module: nn.Module, parts: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Checkpoint names and shapes for a module; `parts` gives the row counts of fused products."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, parameter in module.named_parameters():
+        sources = fused_sources(name)
+        kind = name.rsplit(".", 2)[-2]
+        rows = parts.get(kind, (parameter.shape[0],))
+        for source, count in zip(sources, rows, strict=True):
+            wanted[source] = (count, *parameter.shape[1:])
+    return wanted
+
+
+def _check_tensors(module: nn.Module, checkpoint: Checkpoint, ignored: tuple[str, ...]) -> None:
+    decoder = module.config.decoder  # pyright: ignore[reportAttributeAccessIssue]
+    kv = decoder.num_kv_heads * decoder.head_dim
+    parts = {
+        "qkv_proj": (decoder.num_heads * decoder.head_dim, kv, kv),
+        "gate_up_proj": (decoder.intermediate_size,) * 2,
+    }
+    shapes = {n: s for n, s in checkpoint.shapes().items() if n not in ignored}
+    _check(shapes, _source_shapes(module, parts), checkpoint.directory)
+
+
+def _fill(module: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """Give a module made on the meta device the checkpoint's tensors, on the CPU."""
+    for name, parameter in list(module.named_parameters()):
+        tensors = [checkpoint.read(source).to(dtype) for source in fused_sources(name)]
+        value = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(value, parameter.requires_grad))
+
+
+def _finish(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move to the device, fuse what is fused, and freeze."""
+    module.to(device)
+    module.requires_grad_(False)
+    for part in module.modules():
+        if isinstance(part, RotaryTable):
+            part.to(dtype)
+        if isinstance(part, Attention | DFlash):
+            part.fuse()
+
+
+def _meta_target(config: TargetConfig, max_positions: int) -> tuple[Qwen3, tuple[str, ...]]:
+    with torch.device("meta"):
+        model = Qwen3(config, max_positions)
+    return model, ("lm_head.weight",) if config.tie_embeddings else ()
+
+
+def check_target_tensors(directory: Path, config: TargetConfig) -> None:
+    """Raises ValueError, reading headers only, for tensors that do not fit the config."""
+    model, ignored = _meta_target(config, 1)
+    with Checkpoint(directory) as checkpoint:
+        _check_tensors(model, checkpoint, ignored)
+
+
+def check_draft_tensors(directory: Path, config: DraftConfig) -> None:
+    """Raises ValueError, reading headers only, for tensors that do not fit the config."""
+    nothing = torch.empty(0, device="meta")
+    with torch.device("meta"):
+        model = DFlash(config, nothing, nothing, 1)
+    with Checkpoint(directory) as checkpoint:
+        _check_tensors(model, checkpoint, ())
+
+
+def load_target(
+    directory: Path,
+    config: TargetConfig,
+    *,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Qwen3:
+    """The target in `directory`. Raises ValueError naming a tensor that is not as it should be."""
+    model, ignored = _meta_target(config, max_positions)
+    with Checkpoint(directory) as checkpoint:
+        _check_tensors(model, checkpoint, ignored)
+        _fill(model, checkpoint, dtype)
+    _finish(model, device, dtype)
+    return model
+
+
+def load_draft(
+    directory: Path,
+    config: DraftConfig,
+    target: Qwen3,
+    *,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DFlash:
+    """The drafter in `directory`, reading the target's embedding and head."""
+    with torch.device("meta"):
+        model = DFlash(config, target.embed_tokens.weight, target.head_weight, max_positions)
+    with Checkpoint(directory) as checkpoint:
+        _check_tensors(model, checkpoint, ())
+        _fill(model, checkpoint, dtype)
+    _finish(model, device, dtype)
+    return model

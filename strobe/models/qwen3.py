@@ -1,0 +1,53 @@
+"""Qwen3 dense, as a function of ragged rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strobe.models.config import TargetConfig
+from strobe.models.layers import Attend, DecoderLayer, RMSNorm, RotaryTable
+
+
+class Qwen3(nn.Module):
+    """The target. Parameters carry the checkpoint's names without the `model.` prefix."""
+
+    def __init__(self, config: TargetConfig, max_positions: int):
+        super().__init__()
+        decoder = config.decoder
+        self.config = config
+        self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(decoder, i) for i in range(decoder.num_layers))
+        self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
+        self.rope = RotaryTable(decoder.head_dim, decoder.rope_theta, max_positions)
+        self.lm_head = (
+            None
+            if config.tie_embeddings
+            else nn.Linear(decoder.hidden_size, decoder.vocab_size, bias=False)
+        )
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output head [V, H]."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """ids, positions [T] -> (residual stream [T, H], features [T, len(capture) * H] or None).
+
+        capture: counts of layers done; the residual stream there, in this order, side by side.
+        """
+        x = F.embedding(ids, self.embed_tokens.weight)
+        rope = self.rope(positions)
+        captured = {0: x} if 0 in capture else {}
+        for done, layer in enumerate(self.layers, start=1):
+            x = layer(x, rope, attend)
+            if done in capture:
+                captured[done] = x
+        return x, torch.cat([captured[k] for k in capture], -1) if capture else None
+
+    def head(self, x: Tensor) -> Tensor:
+        """Residual stream [R, H] -> logits [R, V]."""
+        return F.linear(self.norm(x), self.head_weight)

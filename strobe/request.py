@@ -1,0 +1,198 @@
+"""What a caller asks for, and one request's life on the host. Knows nothing of pages or tensors."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+METHODS = ("dflash", "ngram", "none")
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+def _whole(name: str, value: Any, low: int, mend: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name} is {value!r}, but must be a whole number >= {low}; {mend}")
+
+
+def _between(name: str, value: Any, low: float, high: float, mend: str) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not low <= value <= high:
+        raise ValueError(f"{name} is {value!r}, but must lie from {low:g} to {high:g}; {mend}")
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How one request drafts; None leaves the choice to the engine.
+
+    method: "dflash", "ngram" or "none". num_drafts: tokens verified per step, at most the
+    engine's own.
+    """
+
+    method: str | None = None
+    num_drafts: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method is not None and self.method not in METHODS:
+            raise ValueError(
+                f"speculation.method is {self.method!r}; name one of {', '.join(METHODS)}."
+            )
+        if self.num_drafts is not None:
+            _whole("speculation.num_drafts", self.num_drafts, 0, "0 turns drafting off.")
+
+    @staticmethod
+    def of(value: Speculation | Mapping[str, Any] | bool | None) -> Speculation:
+        """Read true, false, {"method": ..., "num_drafts": ...} or None."""
+        if isinstance(value, Speculation):
+            return value
+        if value is None or value is True:
+            return Speculation()
+        if value is False:
+            return Speculation(method="none")
+        if isinstance(value, Mapping):
+            unknown = sorted(set(value) - {"method", "num_drafts"})
+            if unknown:
+                raise ValueError(
+                    f"speculation has no field {unknown[0]!r}; it has method and num_drafts."
+                )
+            return Speculation(**value)
+        raise ValueError(
+            f"speculation is {value!r}, but must be true, false or an object with method and "
+            "num_drafts."
+        )
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop, with vLLM's names, defaults and meaning.
+
+    temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 are off; a token must pass all
+    three: among the top_k most probable, in the smallest set of those with mass >= top_p, and
+    at least min_p times as probable as the most probable one. seed: the same seed gives the same
+    tokens whatever else runs and however it speculates; None takes the next of the engine's own.
+    max_tokens None means up to the context's end. stop: texts that end the answer and are cut off
+    it. stop_token_ids: ids that end it. ignore_eos: the model's own end tokens do not end it.
+    min_tokens: nothing ends the answer before so many tokens. n: answers per prompt, sampled
+    independently even under one seed.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    speculation: Speculation | Mapping[str, Any] | bool | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "speculation", Speculation.of(self.speculation))
+        _whole("n", self.n, 1, "ask for one answer or more.")
+        _between("temperature", self.temperature, 0.0, 100.0, "0 is greedy, 1 the model's own.")
+        _between("top_p", self.top_p, 0.0, 1.0, "1 keeps every token.")
+        if self.top_p == 0.0:
+            raise ValueError("top_p is 0, which keeps no token; use temperature 0 for greedy.")
+        _whole("top_k", self.top_k, -1, "0 or -1 keeps every token.")
+        _between("min_p", self.min_p, 0.0, 1.0, "0 keeps every token.")
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), "leave it out for the engine's own.")
+            if self.seed >= 2**63:
+                raise ValueError(f"seed is {self.seed}, but must fit in 64 bits; use a smaller one.")
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, "leave it None for up to the context's end.")
+        _whole("min_tokens", self.min_tokens, 0, "0 asks for no minimum.")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; "
+                "lower the one or raise the other."
+            )
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop holds {text!r}, but every stop string needs a character.")
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0, "list token ids of the model's vocabulary.")
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass
+class SpeculationCount:
+    """One request's drafting: verify steps that carried drafts, and what came of them."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    per_position: list[int] = field(default_factory=list[int])
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count one verify step."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.per_position += [0] * (drafted - len(self.per_position))
+        for position in range(accepted):
+            self.per_position[position] += 1
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens per verify step, the target's own included; None before the first step."""
+        return 1 + self.accepted / self.steps if self.steps else None
+
+
+class Request:
+    """One answer in the making. The scheduler owns its status; `tokens` is prompt then output."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        sibling: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+        method: str = "none",
+        num_drafts: int = 0,
+        off_reason: str | None = None,
+    ):
+        self.id = request_id
+        self.tokens = list(prompt_ids)
+        self.num_prompt = len(self.tokens)
+        self.sampling = sampling
+        self.seed, self.sibling = seed, sibling
+        self.stop_ids = stop_ids
+        self.method, self.num_drafts = method, num_drafts
+        self.off_reason = off_reason
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.speculation = SpeculationCount()
+        self.num_preemptions = 0
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt :]

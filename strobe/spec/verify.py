@@ -1,0 +1,37 @@
+"""The target's verdict on a proposal: pure functions of logits, drafts and sampling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strobe.runner.batch import Layout
+from strobe.sampling.sampler import SamplingRows, sample
+from strobe.step import Proposal, Verdict
+
+
+def verify(
+    logits: Tensor,
+    proposal: Proposal,
+    layout: Layout,
+    rows: SamplingRows | None = None,
+    banned: Tensor | None = None,
+) -> Verdict:
+    """logits [R, V] of a batch's wanted rows -> what its S spans keep of the proposal."""
+    return match_prefix(layout.pick_grid(sample(logits, rows, banned)), proposal)
+
+
+def match_prefix(picks: Tensor, proposal: Proposal) -> Verdict:
+    """Keep drafts while they equal the target's own pick at their row, then one pick more.
+
+    picks [S, K + 1]: the target's token at every row, drawn with the request's own noise. For a
+    one-hot draft this is exact rejection sampling: a draft d is kept with the target's probability
+    of d, and otherwise the token follows the target's distribution given that it is not d
+    (Leviathan et al., arXiv 2211.17192, with q one-hot). Temperature 0 is the special case.
+    """
+    drafts = proposal.tokens
+    if not drafts.shape[1]:
+        return Verdict(picks, proposal.lengths)
+    rank = torch.arange(drafts.shape[1], device=drafts.device)
+    matched = (drafts == picks[:, :-1]) & (rank < proposal.lengths[:, None])
+    return Verdict(picks, matched.cumprod(-1).sum(-1))

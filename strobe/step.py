@@ -1,0 +1,127 @@
+"""The values that cross rooms in one engine step. Imports no torch.
+
+A prefill chunk, a decode step and the verification of a draft are one thing, a Span: append
+tokens to a sequence and give logits at its last rows.
+
+      start                 start + len(tokens)      + drafts
+        |  tokens (host, or the  |  proposed tokens     |
+        |  device's tail token)  |                      |
+        +------------------------+----------------------+
+                          logits at the last `rows` of these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from strobe.request import FinishReason, Request
+
+
+class Span(NamedTuple):
+    """Append to one sequence.
+
+    slot: the request's place in the device's state. start: positions that certainly have K/V when
+    the step runs; for a decode span results may still be on their way, the device knows the true
+    start, and `bound` is the most it can be. tokens: what to append; None stands for the one tail
+    token that only the device is sure to know. drafts: proposed tokens behind them. rows: logits
+    wanted, counted from the span's end.
+    """
+
+    request: Request
+    slot: int
+    start: int
+    bound: int
+    tokens: tuple[int, ...] | None
+    drafts: int
+    rows: int
+
+    @property
+    def count(self) -> int:
+        """Tokens appended for certain."""
+        return 1 if self.tokens is None else len(self.tokens)
+
+
+class PageWrite(NamedTuple):
+    """New entries of one request's page table: `pages` from column `first` on."""
+
+    slot: int
+    first: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who runs in this step and how far. admitted: requests whose sampling state is new."""
+
+    spans: tuple[Span, ...]
+    pages: tuple[PageWrite, ...] = ()
+    admitted: tuple[tuple[int, Request], ...] = ()
+
+    @cached_property
+    def num_drafts(self) -> int:
+        """The longest draft of any span."""
+        return max((span.drafts for span in self.spans), default=0)
+
+    @cached_property
+    def methods(self) -> Mapping[str, tuple[int, ...]]:
+        """Spans that draft, by method."""
+        found: dict[str, list[int]] = {}
+        for i, span in enumerate(self.spans):
+            if span.drafts:
+                found.setdefault(span.request.method, []).append(i)
+        return {method: tuple(indices) for method, indices in found.items()}
+
+    def shorten(self, known: tuple[int | None, ...] | None) -> Plan:
+        """The plan without rows for drafts that the host knows were not proposed."""
+        if known is None:
+            return self
+        spans = tuple(
+            span
+            if length is None or length >= span.drafts
+            else span._replace(drafts=length, rows=span.rows - span.drafts + length)
+            for span, length in zip(self.spans, known, strict=True)
+        )
+        return replace(self, spans=spans)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens for the S spans of a plan.
+
+    tokens [S, K] int64 on the device; lengths [S] int64, how many of each row count. known: the
+    same lengths where the host knows them already, None where only the device does.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    known: tuple[int | None, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target decided: tokens [S, K + 1], of which accepted [S] + 1 count."""
+
+    tokens: Tensor
+    accepted: Tensor
+
+
+class HostVerdict(NamedTuple):
+    """A verdict on the host: per span, the tokens made and the drafts offered and accepted."""
+
+    tokens: list[list[int]]
+    drafted: list[int]
+    accepted: list[int]
+
+
+class TokenEvent(NamedTuple):
+    """News of one request: tokens made in this step and, with the last ones, why it ended."""
+
+    request: Request
+    tokens: list[int]
+    finish_reason: FinishReason | None
