@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from strobe.request import METHODS
 
+BOX = Path(__file__).parent / "demo_pair"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -94,6 +96,14 @@ class EngineConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}, but must be a whole number of at least 1.")
+
+    def located(self) -> EngineConfig:
+        """Itself with directories named: no target means the pair in the box."""
+        if self.target:
+            return self
+        drafts = self.draft is None and self.method in (None, "dflash")
+        draft = str(BOX / "draft") if drafts else self.draft
+        return replace(self, target=str(BOX / "target"), draft=draft)
 
     def with_(self, **changes: Any) -> EngineConfig:
         """A copy with some fields changed. Raises ValueError for a name that is no field."""

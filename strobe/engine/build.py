@@ -75,7 +75,7 @@ def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
 
 def resolve(config: EngineConfig) -> Resolved:
     """Read and check configs and tensor headers. Raises ValueError with the sentence to mend it."""
-    config.check()
+    config = config.check().located()
     target_path = Path(config.target)
     target = load_target_config(target_path)
     draft = None

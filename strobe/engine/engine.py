@@ -24,15 +24,15 @@ class Engine:
 
     def __init__(
         self,
-        config: EngineConfig,
+        setup: EngineConfig | Resolved,
         *,
         parts: Parts | None = None,
-        resolved: Resolved | None = None,
         draft_length: DraftLength = full_length,
     ):
-        """parts, resolved: made elsewhere (tests swap in a scripted proposer). draft_length: how
-        many drafts a request verifies in a step. Raises ValueError for settings that do not fit."""
-        self.resolved = resolved or resolve(config)
+        """setup: settings, or what they were resolved to already. parts: made elsewhere (tests swap
+        in a scripted proposer). draft_length: how many drafts a request verifies in a step. Raises
+        ValueError for settings that do not fit."""
+        self.resolved = resolve(setup) if isinstance(setup, EngineConfig) else setup
         self.config, self.limits = self.resolved.config, self.resolved.limits
         self.parts = parts or build(self.resolved)
         self.runner, self.proposers = self.parts.runner, self.parts.proposers
