@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from strobe.request import METHODS
+from strobe.request import METHODS, option
 
 BOX = Path(__file__).parent / "demo_pair"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-
-
-def option(default: Any, help: str) -> Any:
-    """A field with the one sentence that the command line and the docs show for it."""
-    return field(default=default, metadata={"help": help})
 
 
 def parse_bytes(value: int | str) -> int:
@@ -38,7 +33,8 @@ class EngineConfig:
     target: str = option("", "Directory of the target model; empty is the pair in the box.")
     draft: str | None = option(None, "Directory of the DFlash drafter; none: no drafter is loaded.")
     method: str | None = option(
-        None, "How requests draft unless they say: dflash, ngram or none; by default the best there is."
+        None,
+        "How requests draft unless they say: dflash, ngram or none; by default the best there is.",
     )
     num_drafts: int | None = option(
         None, "Tokens drafted and verified per step; by default the drafter's block size less one."
@@ -146,7 +142,9 @@ def resolve_limits(
             f"ask for at most {model_max}."
         )
     if length < 2:
-        raise ValueError("max_model_len is 1, which leaves no room for an answer; ask for 2 or more.")
+        raise ValueError(
+            "max_model_len is 1, which leaves no room for an answer; ask for 2 or more."
+        )
     longest = drafter_block - 1 if drafter_block is not None else None
     drafts = config.num_drafts
     if drafts is None:

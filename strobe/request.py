@@ -44,7 +44,7 @@ class Speculation:
             _whole("speculation.num_drafts", self.num_drafts, 0, "0 turns drafting off.")
 
     @staticmethod
-    def of(value: Speculation | Mapping[str, Any] | bool | None) -> Speculation:
+    def of(value: Any) -> Speculation:
         """Read true, false, {"method": ..., "num_drafts": ...} or None."""
         if isinstance(value, Speculation):
             return value
@@ -65,34 +65,38 @@ class Speculation:
         )
 
 
+def option(default: Any, help: str) -> Any:
+    """A field with the one sentence that the command line and the docs show for it."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens and when to stop, with vLLM's names, defaults and meaning.
 
-    temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 are off; a token must pass all
-    three: among the top_k most probable, in the smallest set of those with mass >= top_p, and
-    at least min_p times as probable as the most probable one. seed: the same seed gives the same
-    tokens whatever else runs and however it speculates; None takes the next of the engine's own.
-    max_tokens None means up to the context's end. stop: texts that end the answer and are cut off
-    it. stop_token_ids: ids that end it. ignore_eos: the model's own end tokens do not end it.
-    min_tokens: nothing ends the answer before so many tokens. n: answers per prompt, sampled
-    independently even under one seed.
+    A token must pass all three filters: be among the top_k most probable, in the smallest set of
+    those with mass >= top_p, and at least min_p times as probable as the most probable one.
+    Raises ValueError naming a value out of range.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    speculation: Speculation | Mapping[str, Any] | bool | None = None
+    n: int = option(1, "Answers per prompt, sampled independently even under one seed.")
+    temperature: float = option(1.0, "0 is greedy, 1 the model's own distribution.")
+    top_p: float = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
+    top_k: int = option(0, "Keep this many most probable tokens; 0 or -1 is off.")
+    min_p: float = option(0.0, "Drop tokens less probable than this share of the best; 0 is off.")
+    seed: int | None = option(
+        None, "The same seed gives the same tokens, whatever else runs and however it speculates."
+    )
+    max_tokens: int | None = option(16, "Most tokens to make; None: up to the context's end.")
+    min_tokens: int = option(0, "Nothing ends the answer before so many tokens.")
+    stop: str | Sequence[str] = option((), "Texts that end the answer and are cut off it.")
+    stop_token_ids: Sequence[int] = option((), "Token ids that end the answer.")
+    include_stop_str_in_output: bool = option(False, "Leave the stop text in the answer.")
+    ignore_eos: bool = option(False, "The model's own end tokens do not end the answer.")
+    skip_special_tokens: bool = option(True, "Leave special tokens out of the text.")
+    speculation: Speculation | Mapping[str, Any] | bool | None = option(
+        None, "False, or method and num_drafts for this request; None: the engine's own."
+    )
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -109,7 +113,7 @@ class SamplingParams:
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), "leave it out for the engine's own.")
             if self.seed >= 2**63:
-                raise ValueError(f"seed is {self.seed}, but must fit in 64 bits; use a smaller one.")
+                raise ValueError(f"seed is {self.seed}, but must fit 64 bits; use a smaller one.")
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, "leave it None for up to the context's end.")
         _whole("min_tokens", self.min_tokens, 0, "0 asks for no minimum.")
@@ -118,7 +122,8 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; "
                 "lower the one or raise the other."
             )
-        for text in stop:
+        texts: tuple[Any, ...] = stop
+        for text in texts:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop holds {text!r}, but every stop string needs a character.")
         for token in self.stop_token_ids:

@@ -42,7 +42,7 @@ class Span(NamedTuple):
     rows: int
 
     @property
-    def count(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens appended for certain."""
         return 1 if self.tokens is None else len(self.tokens)
 
@@ -57,11 +57,12 @@ class PageWrite(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Who runs in this step and how far. admitted: requests whose sampling state is new."""
+    """Who runs in this step and how far. admitted: slot, request and
+    positions that have K/V already, of those that are new."""
 
     spans: tuple[Span, ...]
     pages: tuple[PageWrite, ...] = ()
-    admitted: tuple[tuple[int, Request], ...] = ()
+    admitted: tuple[tuple[int, Request, int], ...] = ()
 
     @cached_property
     def num_drafts(self) -> int:

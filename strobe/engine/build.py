@@ -97,7 +97,13 @@ def resolve(config: EngineConfig) -> Resolved:
         check_draft_tensors(Path(config.draft or ""), draft)
     device = pick_device(config.device)
     return Resolved(
-        config, target, draft, method, limits, device, pick_dtype(config.dtype, target.dtype, device)
+        config,
+        target,
+        draft,
+        method,
+        limits,
+        device,
+        pick_dtype(config.dtype, target.dtype, device),
     )
 
 

@@ -107,13 +107,13 @@ class Scheduler:
             if self._ready(record):
                 span = self._decode_span(record)
                 chosen.append((record, span))
-                budget -= span.count + span.drafts
+                budget -= span.num_tokens + span.drafts
         for record in [r for r in self.running if not r.decoding]:
             if budget <= 0:
                 break
             span = self._prefill_span(record, budget)
             chosen.append((record, span))
-            budget -= span.count
+            budget -= span.num_tokens
         fitting = self._reserve(chosen)
         crowded, chosen = len(fitting) < len(chosen), fitting
         admitted: list[tuple[int, Request, int]] = []
@@ -125,10 +125,10 @@ class Scheduler:
             self.waiting.popleft()
             admitted.append((record.slot, record.request, span.start))
             chosen.append(admission)
-            budget -= span.count
+            budget -= span.num_tokens
         for record, span in chosen:
             record.in_flight += 1
-            record.start += span.count
+            record.start += span.num_tokens
         if chosen:
             self._flying.append([record for record, _ in chosen])
         pages = [write for record, _ in chosen if (write := self._page_write(record))]
@@ -140,7 +140,7 @@ class Scheduler:
         self.stats.steps += 1
         for i, (record, span) in enumerate(zip(self._flying.popleft(), plan.spans, strict=True)):
             record.in_flight -= 1
-            record.lease.commit(span.count + verdict.accepted[i])
+            record.lease.commit(span.num_tokens + verdict.accepted[i])
             record.start += verdict.accepted[i]
             if record.draining:
                 self._release_if_landed(record)
@@ -157,7 +157,7 @@ class Scheduler:
             record.in_flight -= 1
             record.lease.rollback()
             record.sent = min(record.sent, len(record.lease.pages))
-            record.start -= span.count
+            record.start -= span.num_tokens
             if record.draining:
                 self._release_if_landed(record)
 
@@ -297,4 +297,3 @@ class Scheduler:
             record.lease.release()
             self._draining.remove(record)
             self._slots.append(record.slot)
-

@@ -57,7 +57,9 @@ class EngineStats:
             Counter("vllm:spec_decode_num_drafts", self.num_drafts),
             Counter("vllm:spec_decode_num_draft_tokens", self.num_draft_tokens),
             Counter("vllm:spec_decode_num_accepted_tokens", self.num_accepted_tokens),
-            Vector("vllm:spec_decode_num_accepted_tokens_per_pos", list(self.accepted_per_position)),
+            Vector(
+                "vllm:spec_decode_num_accepted_tokens_per_pos", list(self.accepted_per_position)
+            ),
             Counter("vllm:prompt_tokens", self.prompt_tokens),
             Counter("vllm:generation_tokens", self.generation_tokens),
             Counter("vllm:num_preemptions", self.preemptions),

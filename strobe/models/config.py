@@ -12,7 +12,7 @@ from typing import Any
 class LayerMask:
     """Which keys a query at position p may see, besides the bound of its own span.
 
-    causal: keys j <= p only. window: keys with p - j < window (and, when not causal, j - p < window).
+    causal: keys j <= p only. window: keys with p - j < window and, when not causal, j - p < window.
     """
 
     causal: bool = True
@@ -50,7 +50,7 @@ class TargetConfig:
     tie_embeddings: bool
     dtype: str
     eos_ids: tuple[int, ...]
-    sampling: dict[str, float | int]
+    sampling: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class DraftConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError naming the file when it is missing or damaged."""
+    """The object in a JSON file. Raises ValueError naming a file that is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -288,7 +288,8 @@ def check_pair(draft: DraftConfig, target: TargetConfig, draft_path: Path) -> No
     mend = "use the drafter that was trained for this target."
     if own.hidden_size != wanted.hidden_size:
         raise ValueError(
-            f"{where} hidden_size is {own.hidden_size}, the target's is {wanted.hidden_size}; {mend}"
+            f"{where} hidden_size is {own.hidden_size}, the target's is {wanted.hidden_size}; "
+            f"{mend}"
         )
     if own.vocab_size != wanted.vocab_size:
         raise ValueError(

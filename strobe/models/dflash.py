@@ -27,7 +27,9 @@ class DFlash(nn.Module):
             len(config.capture) * decoder.hidden_size, decoder.hidden_size, bias=False
         )
         self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(decoder, i) for i in range(decoder.num_layers))
+        layers = [DecoderLayer(decoder, i) for i in range(decoder.num_layers)]
+        self.layers = nn.ModuleList(layers)
+        self._attentions = [layer.self_attn for layer in layers]
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.rope = RotaryTable(decoder.head_dim, decoder.rope_theta, max_positions)
         self._shared = (embedding, head_weight)
@@ -35,14 +37,18 @@ class DFlash(nn.Module):
 
     def fuse(self) -> None:
         """After loading: put the context products of all layers into one."""
-        self._context = tuple(t if t is None else t.contiguous() for t in self._context_parts())
+        self._context = self._context_parts()
 
     def _context_parts(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The key and value rows of every layer's product, its bias, and the key norms' weights."""
         width = self.config.decoder.num_heads * self.config.decoder.head_dim
-        products = [layer.self_attn.qkv_proj for layer in self.layers]
-        weight = torch.cat([p.weight[width:] for p in products])
-        bias = torch.cat([p.bias[width:] for p in products]) if products[0].bias is not None else None
-        return weight, bias, torch.stack([x.self_attn.k_norm.weight for x in self.layers])[:, None]
+        products = [attention.qkv_proj for attention in self._attentions]
+        weight = torch.cat([product.weight[width:] for product in products])
+        bias = None
+        if self.config.decoder.attention_bias:
+            bias = torch.cat([product.bias[width:] for product in products])
+        scales: list[Tensor] = [attention.k_norm.weight for attention in self._attentions]
+        return weight, bias, torch.stack(scales)[:, None]
 
     def context_kv(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """features [T, n * H], positions [T] -> keys, values [T, L, Hkv, D] of all layers."""

@@ -44,7 +44,9 @@ class RotaryTable(nn.Module):
 
     def __init__(self, head_dim: int, theta: float, positions: int):
         super().__init__()
-        inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+        inverse = theta ** (
+            -torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
+        )
         angle = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), inverse)
         cos, sin = angle.cos(), angle.sin()
         self.register_buffer("cos", torch.cat([cos, cos], -1).float(), persistent=False)

@@ -1,7 +1,8 @@
-"""Checkpoint directories to modules: every tensor named, checked by shape, and used exactly once."""
+"""Checkpoint directories to modules: every tensor named, checked by shape, used exactly once."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from strobe.models.config import (
-    DraftConfig,
-    TargetConfig,
-    read_json,
-)
+from strobe.models.config import DraftConfig, TargetConfig, read_json
 from strobe.models.dflash import DFlash
 from strobe.models.layers import Attention, RotaryTable, fused_sources
 from strobe.models.qwen3 import Qwen3
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 HARMLESS = ("rotary_emb.inv_freq",)
 """Endings of tensors that older exporters wrote and that carry no learned value."""
@@ -65,7 +64,7 @@ class Checkpoint:
         self._stack.close()
 
 
-def _check(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], where: Path) -> None:
+def _check(shapes: Shapes, wanted: Shapes, where: Path) -> None:
     for name, shape in wanted.items():
         if name not in shapes:
             raise ValueError(
@@ -84,7 +83,7 @@ def _check(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]
         )
 
 
-def _source_shapes(module: nn.Module, parts: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _source_shapes(module: nn.Module, parts: Shapes) -> Shapes:
     """Checkpoint names and shapes for a module; `parts` gives the row counts of fused products."""
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parameter in module.named_parameters():
@@ -96,8 +95,10 @@ def _source_shapes(module: nn.Module, parts: dict[str, tuple[int, ...]]) -> dict
     return wanted
 
 
-def _check_tensors(module: nn.Module, checkpoint: Checkpoint, ignored: tuple[str, ...]) -> None:
-    decoder = module.config.decoder  # pyright: ignore[reportAttributeAccessIssue]
+def _check_tensors(
+    module: Qwen3 | DFlash, checkpoint: Checkpoint, ignored: tuple[str, ...]
+) -> None:
+    decoder = module.config.decoder
     kv = decoder.num_kv_heads * decoder.head_dim
     parts = {
         "qkv_proj": (decoder.num_heads * decoder.head_dim, kv, kv),

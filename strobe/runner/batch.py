@@ -32,9 +32,9 @@ class Layout:
         """width: K. columns: of the page table, reserved one included."""
         self.device = device
         num_spans = len(spans)
-        counts = [span.count for span in spans]
-        self.row_counts = [span.count + span.drafts for span in spans]
-        num_host = sum(span.count for span in spans if span.tokens is not None)
+        counts = [span.num_tokens for span in spans]
+        self.row_counts = [span.num_tokens + span.drafts for span in spans]
+        num_host = sum(span.num_tokens for span in spans if span.tokens is not None)
         span_of_row: list[int] = []
         offset: list[int] = []
         source: list[int] = []

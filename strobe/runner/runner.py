@@ -100,7 +100,7 @@ class ModelRunner:
     def _layout(self, plan: Plan) -> Layout:
         key: tuple[object, ...] = (
             plan.num_drafts,
-            *((s.slot, s.tokens is None, s.count, s.drafts, s.rows) for s in plan.spans),
+            *((s.slot, s.tokens is None, s.num_tokens, s.drafts, s.rows) for s in plan.spans),
         )
         layout = self._layouts.get(key)
         if layout is None:

@@ -1,0 +1,167 @@
+"""The figures of docs/performance.md for one machine: plain decoding, DFlash and transformers on
+the same prompts, the engine's own work per step, and import times.
+
+    python benchmarks/cpu.py [--prompts 24] [--json out.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from strobe import LLM, EngineConfig, SamplingParams
+from strobe.config import BOX
+from strobe.demo import pick_examples, prompts_of, timed
+from strobe.engine.engine import Engine
+
+
+class Stopwatch:
+    """Adds up the time spent in wrapped calls."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return timed_call
+
+
+def own_work(pair: dict[str, str], prompts: list[list[int]], batch: int, **sampling: Any) -> dict:
+    """Milliseconds per step at `batch` requests: all of step(), and all but target, drafter, their
+    heads and attention, and observe. Medians over steps in which every request decodes."""
+    engine = Engine(EngineConfig(**pair, max_num_seqs=batch))
+    watch = Stopwatch()
+    engine.runner.forward = watch.wrap(engine.runner.forward)
+    drafter = engine.proposers.proposers.get("dflash")
+    if drafter is not None:
+        drafter.runner.forward = watch.wrap(drafter.runner.forward)
+        drafter.observe = watch.wrap(drafter.observe)
+    params = SamplingParams(max_tokens=96, ignore_eos=True, seed=1, **sampling)
+    for i in range(batch):
+        engine.add(prompts[i % len(prompts)], params)
+    own, whole = [], []
+    while engine.has_work:
+        steady = len(engine.scheduler.running) == batch and not engine.scheduler.waiting
+        steady = steady and all(r.decoding for r in engine.scheduler.running)
+        watch.seconds, began = 0.0, time.perf_counter()
+        engine.step()
+        passed = time.perf_counter() - began
+        if steady:
+            own.append(passed - watch.seconds)
+            whole.append(passed)
+    return {
+        "batch": batch,
+        "own_ms": round(1e3 * median(own), 3),
+        "step_ms": round(1e3 * median(whole), 3),
+        "steps": len(own),
+    }
+
+
+def transformers_rate(target: str, prompts: list[list[int]], tokens: int, repeats: int) -> float:
+    """tokens/s of transformers' greedy generate, one prompt at a time, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    best = 0.0
+    with torch.inference_mode():
+        for _ in range(repeats + 1):  # the first run warms up
+            made, began = 0, time.perf_counter()
+            for ids in prompts:
+                out = model.generate(
+                    torch.tensor([ids]),
+                    attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                    max_new_tokens=tokens,
+                    do_sample=False,
+                    temperature=None,
+                    top_p=None,
+                    top_k=None,
+                )
+                made += out.shape[1] - len(ids)
+            best = max(best, made / (time.perf_counter() - began))
+    return best
+
+
+def seconds_of(code: str) -> float:
+    """Wall seconds of a fresh interpreter, the best of five."""
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default=str(BOX / "target"))
+    parser.add_argument("--draft", default=str(BOX / "draft"))
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    pair = {"target": options.target, "draft": options.draft}
+    examples = pick_examples(options.prompts)
+    params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
+
+    plain = LLM(options.target, method="none")
+    prompts = prompts_of(plain, examples)
+    plain_run = timed(plain, prompts, params, options.repeats)
+    drafting = LLM(options.target, options.draft)
+    draft_run = timed(drafting, prompts, params, options.repeats)
+    steps = sum(o.outputs[0].speculation.steps for o in draft_run.outputs)
+    accepted = sum(o.outputs[0].speculation.accepted for o in draft_run.outputs)
+    generate = transformers_rate(options.target, prompts, options.max_tokens, options.repeats)
+    bare = seconds_of("import torch")
+    figures = {
+        "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "identical": [o.outputs[0].token_ids for o in plain_run.outputs]
+        == [o.outputs[0].token_ids for o in draft_run.outputs],
+        "transformers_tokens_per_s": round(generate, 1),
+        "plain_tokens_per_s": round(plain_run.rate, 1),
+        "dflash_tokens_per_s": round(draft_run.rate, 1),
+        "plain_over_transformers": round(plain_run.rate / generate, 3),
+        "dflash_over_plain": round(draft_run.rate / plain_run.rate, 3),
+        "dflash_over_transformers": round(draft_run.rate / generate, 3),
+        "acceptance_length": round(1 + accepted / max(steps, 1), 3),
+        "own_work_greedy": [own_work(pair, prompts, n, temperature=0.0) for n in (1, 32)],
+        "own_work_temperature_1": [own_work(pair, prompts, n, temperature=1.0) for n in (1, 32)],
+        "own_work_top_p_0.9": [
+            own_work(pair, prompts, n, temperature=1.0, top_p=0.9) for n in (1, 32)
+        ],
+        "import_strobe_s_beyond_torch": round(
+            seconds_of("import torch, strobe; strobe.LLM") - bare, 3
+        ),
+        "help_s": round(
+            seconds_of(
+                "import sys; sys.argv = ['strobe', '--help']; from strobe.cli import main; main()"
+            ),
+            3,
+        ),
+    }
+    print(json.dumps(figures, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""`strobe demo`: one streamed answer, then plain decoding and DFlash on the same prompts."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from strobe.config import EngineConfig
+from strobe.demo_pair.tasks import Example, heldout
+from strobe.llm import LLM
+from strobe.outputs import Prompt, RequestOutput
+from strobe.request import SamplingParams
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine over the prompts, one at a time."""
+
+    outputs: list[RequestOutput]
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(output.outputs[0].token_ids) for output in self.outputs)
+
+    @property
+    def rate(self) -> float:
+        """Tokens made per second, prefill included."""
+        return self.tokens / self.seconds
+
+
+def prompts_of(llm: LLM, examples: Sequence[Example]) -> list[Prompt]:
+    """Token ids of the examples' prompts, through the chat template."""
+    return [
+        llm.tokenizer.render_chat(
+            example.messages, tools=example.tools or None, enable_thinking=example.thinking
+        )
+        for example in examples
+    ]
+
+
+def timed(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, repeats: int) -> Run:
+    """Greedy answers one after another; the fastest of `repeats` runs after a warm-up."""
+    llm.generate([prompts[0]], params, use_tqdm=False)
+    best = None
+    for _ in range(max(repeats, 1)):
+        began = time.perf_counter()
+        outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
+        run = Run(outputs, time.perf_counter() - began)
+        best = run if best is None or run.seconds < best.seconds else best
+    assert best is not None
+    return best
+
+
+def pick_examples(count: int) -> list[Example]:
+    """Held-out examples, the families in turn, half of them with thinking."""
+    if count < 1:
+        raise ValueError(f"prompts is {count}, but the comparison needs at least 1.")
+    pool = heldout(-(-count // 6) + 1, seed=1)
+    families: dict[str, list[Example]] = {}
+    for example in pool:
+        families.setdefault(example.family, []).append(example)
+    turns = zip(*families.values(), strict=False)
+    return [example for turn in turns for example in turn][:count]
+
+
+def compare(plain: Run, drafted: Run, llm: LLM) -> dict[str, Any]:
+    """The figures of both runs side by side."""
+    reports = [output.outputs[0].speculation for output in drafted.outputs]
+    steps = sum(report.steps for report in reports if report is not None)
+    accepted = sum(report.accepted for report in reports if report is not None)
+    same = [
+        a.outputs[0].token_ids == b.outputs[0].token_ids
+        for a, b in zip(plain.outputs, drafted.outputs, strict=True)
+    ]
+    return {
+        "plain_tokens_per_s": round(plain.rate, 1),
+        "dflash_tokens_per_s": round(drafted.rate, 1),
+        "speedup": round(drafted.rate / plain.rate, 3),
+        "acceptance_length": round(1 + accepted / steps, 3) if steps else None,
+        "identical": all(same),
+        "prompts": len(same),
+        "tokens": drafted.tokens,
+        "device": str(llm.engine.resolved.device),
+        "dtype": str(llm.engine.resolved.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def run_demo(
+    config: EngineConfig, *, prompts: int, max_tokens: int, repeats: int, as_json: bool
+) -> int:
+    """Run the demo; returns 0 where both ways gave identical tokens, else 1."""
+    examples = pick_examples(prompts)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    config = replace(config, method="dflash" if config.target else None)
+    drafting = LLM(**_options(config))
+    plain = LLM(**_options(replace(config.located(), draft=None, method="none", num_drafts=None)))
+    asked = prompts_of(drafting, examples)
+    if not as_json:
+        _stream(drafting, examples[0], asked[0], params)
+        print("\nComparing plain decoding with DFlash, one request at a time ...", flush=True)
+    figures = compare(
+        timed(plain, asked, params, repeats), timed(drafting, asked, params, repeats), drafting
+    )
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        _table(figures)
+    return 0 if figures["identical"] else 1
+
+
+def _options(config: EngineConfig) -> dict[str, Any]:
+    return dict(vars(config))
+
+
+def _stream(llm: LLM, example: Example, prompt: Prompt, params: SamplingParams) -> None:
+    """Print a prompt and its answer as it comes, one colour per verify step."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    question = next(m["content"] for m in reversed(example.messages) if m["role"] == "user")
+    console.print("[bold cyan]prompt>[/bold cyan] ", end="")
+    console.print(question, markup=False)
+    console.print("[bold green]strobe>[/bold green] ", end="")
+    styles, last = ("none", "bold"), None
+    for step, delta in enumerate(llm.stream(prompt, params)):
+        console.print(delta.text, end="", markup=False, style=styles[step % 2], soft_wrap=True)
+        last = delta
+    console.print()
+    report = last.output.speculation if last is not None else None
+    if last is not None and report is not None and report.used:
+        made = len(last.output.token_ids)
+        console.print(
+            f"[dim]{made} tokens in {report.steps} verify steps "
+            f"({report.acceptance_length:.2f} tokens per step); the weight of the type changes "
+            "with each step.[/dim]"
+        )
+
+
+def _table(figures: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for name in ("", "tokens/s", "tokens per step", "speed-up"):
+        table.add_column(name, justify="left" if not name else "right")
+    table.add_row("plain decoding", f"{figures['plain_tokens_per_s']:.1f}", "1.00", "1.00x")
+    length = figures["acceptance_length"]
+    table.add_row(
+        "DFlash",
+        f"{figures['dflash_tokens_per_s']:.1f}",
+        "-" if length is None else f"{length:.2f}",
+        f"{figures['speedup']:.2f}x",
+    )
+    console = Console()
+    console.print(table)
+    same = "identical" if figures["identical"] else "[bold red]NOT identical[/bold red]"
+    console.print(
+        f"{figures['prompts']} held-out prompts, {figures['tokens']} tokens, outputs {same}; "
+        f"{figures['device']}, {figures['dtype']}, torch {figures['torch']}."
+    )

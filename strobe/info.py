@@ -1,0 +1,97 @@
+"""What a checkpoint is, read from its config and tensor headers alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from strobe.models.config import (
+    DecoderConfig,
+    check_pair,
+    load_draft_config,
+    load_target_config,
+    read_json,
+)
+from strobe.models.load import Checkpoint, check_draft_tensors, check_target_tensors
+
+
+def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
+    """Facts of a target or a drafter, and of the pair where a drafter is named.
+
+    Raises ValueError for what is damaged, not supported or does not fit.
+    """
+    if read_json(model / "config.json").get("dflash_config") is not None:
+        if draft is not None:
+            raise ValueError(f"{model} is a drafter itself; name the target first, then --draft.")
+        return _draft_facts(model)
+    config = load_target_config(model)
+    check_target_tensors(model, config)
+    facts = {
+        "path": str(model),
+        "kind": "target",
+        "architecture": config.architecture,
+        **_decoder_facts(model, config.decoder),
+        "tie_embeddings": config.tie_embeddings,
+        "dtype": config.dtype,
+        "end_token_ids": list(config.eos_ids),
+        "default_sampling": config.sampling,
+    }
+    if draft is not None:
+        check_pair(load_draft_config(draft), config, draft)
+        facts["draft"] = _draft_facts(draft)
+        facts["pair"] = "fits"
+    return facts
+
+
+def _draft_facts(path: Path) -> dict[str, Any]:
+    config = load_draft_config(path)
+    check_draft_tensors(path, config)
+    masks = [
+        f"{'causal' if mask.causal else 'bidirectional'}"
+        + (f", window {mask.window}" if mask.window is not None else "")
+        for mask in config.decoder.masks
+    ]
+    return {
+        "path": str(path),
+        "kind": "dflash drafter",
+        **_decoder_facts(path, config.decoder),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "reads_output_of_target_layers": [k - 1 for k in config.capture],
+        "attention": masks,
+        "dtype": config.dtype,
+    }
+
+
+def _decoder_facts(path: Path, decoder: DecoderConfig) -> dict[str, Any]:
+    with Checkpoint(path) as checkpoint:
+        parameters = sum(math.prod(shape) for shape in checkpoint.shapes().values())
+    kv = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
+    return {
+        "parameters": parameters,
+        "layers": decoder.num_layers,
+        "hidden_size": decoder.hidden_size,
+        "heads": f"{decoder.num_heads} query, {decoder.num_kv_heads} key-value, "
+        f"{decoder.head_dim} wide",
+        "vocabulary": decoder.vocab_size,
+        "context": decoder.max_position,
+        "kv_bytes_per_token_bf16": 2 * kv,
+    }
+
+
+def show(facts: dict[str, Any]) -> None:
+    """Print facts as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    nested = {name: value for name, value in facts.items() if isinstance(value, dict)}
+    table = Table(show_header=False, title=str(facts["path"]), title_justify="left")
+    for name, value in facts.items():
+        if name not in ("path", "draft"):
+            text = f"{value:,}" if isinstance(value, int) and value > 9999 else str(value)
+            table.add_row(name.replace("_", " "), text)
+    console.print(table)
+    if "draft" in nested:
+        show(nested["draft"])
