@@ -1,0 +1,66 @@
+"""The target's dense forward over whole sequences, for the features a drafter reads.
+
+Legend: N sequences, S positions (right-padded), H hidden size, F = captured layers * H, V
+vocabulary, Hq / Hkv query and key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strobe.models.config import LayerMask
+from strobe.models.qwen3 import Qwen3
+
+
+@dataclass(frozen=True)
+class Captured:
+    """features [N, S, F]: residual streams side by side. hidden [N, S, H]: the last of them."""
+
+    features: Tensor
+    hidden: Tensor
+
+
+class CausalAttention:
+    """An `Attend` over N sequences of S rows each, every row seeing itself and earlier rows.
+
+    Rows behind a sequence's end hold padding: they come after every true row, so that no true
+    row sees them, and what they compute themselves is never read.
+    """
+
+    def __init__(self, sequences: int, length: int, masks: tuple[LayerMask, ...]):
+        self.shape = (sequences, length)
+        self.masks = masks
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.to(v.dtype).unflatten(0, self.shape).transpose(1, 2) for x in (q, k, v))
+        window = self.masks[layer].window
+        mask = None
+        if window is not None and window < self.shape[1]:
+            at = torch.arange(self.shape[1], device=q.device)
+            behind = at[:, None] - at
+            mask = (behind >= 0) & (behind < window)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        return out.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[3])
+
+
+@torch.no_grad()
+def capture(target: Qwen3, ids: Tensor, layers: tuple[int, ...]) -> Captured:
+    """ids [N, S] -> the residual streams after `layers` layers, and after the last layer."""
+    count, length = ids.shape
+    positions = torch.arange(length, device=ids.device).repeat(count)
+    attend = CausalAttention(count, length, target.config.decoder.masks)
+    hidden, features = target(ids.flatten(), positions, attend, layers)
+    return Captured(features.unflatten(0, (count, length)), hidden.unflatten(0, (count, length)))
+
+
+@torch.no_grad()
+def target_choices(target: Qwen3, hidden: Tensor, rows: int = 16384) -> Tensor:
+    """hidden [N, S, H] -> [N, S]: the token the target would put at the next position."""
+    parts = [target.head(x).argmax(-1) for x in hidden.flatten(0, 1).split(rows)]
+    return torch.cat(parts).view(hidden.shape[:2])

@@ -1,0 +1,645 @@
+"""Drafter training: masks, anchors, loss, learning, export, resume. Tiny random models, CPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strobe.models.config import (
+    DecoderConfig,
+    LayerMask,
+    TargetConfig,
+    load_draft_config,
+    load_target_config,
+)
+from strobe.models.dflash import DFlash
+from strobe.models.load import load_draft, load_target
+from strobe.models.qwen3 import Qwen3
+from strobe.train.__main__ import train
+from strobe.train.blocks import (
+    context_kv,
+    draft_hidden,
+    every_anchor,
+    legal_anchors,
+    make_blocks,
+    random_anchors,
+    visible,
+)
+from strobe.train.capture import capture, target_choices
+from strobe.train.data import Corpus, Sample, chat_sample, epoch_order, read_samples
+from strobe.train.draft import draft_config, new_draft, save_draft, unfused
+from strobe.train.evaluate import Acceptance, answer_spans, batch_acceptance
+from strobe.train.loss import (
+    Accuracy,
+    Slots,
+    block_loss,
+    decay_weights,
+    default_gamma,
+    dpace_weights,
+    measure_slots,
+)
+from strobe.train.regenerate import prompts, regenerate
+from strobe.train.settings import DraftShape, Objective, Schedule, TrainSettings
+from strobe.train.trainer import Trainer, learning_rate, split_heldout
+
+VOCABULARY, MASK_TOKEN, BLOCK, POSITIONS = 40, 39, 4, 128
+FULL = LayerMask(causal=False)
+SLIDING = LayerMask(causal=True, window=3)
+SYMMETRIC = LayerMask(causal=False, window=3)
+
+
+def tiny_target(*, window: int | None = None, seed: int = 0) -> Qwen3:
+    torch.manual_seed(seed)
+    decoder = DecoderConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=6,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=VOCABULARY,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        max_position=POSITIONS,
+        attention_bias=False,
+        masks=(LayerMask(True, window),) * 6,
+    )
+    config = TargetConfig("Qwen3ForCausalLM", decoder, True, "float32", (1,), {})
+    target = Qwen3(config, POSITIONS)
+    return target.requires_grad_(False)
+
+
+def tiny_draft(target: Qwen3, masks: tuple[LayerMask, ...] = (FULL, FULL)) -> DFlash:
+    shape = DraftShape(layers=len(masks), block_size=BLOCK, features=2)
+    config = draft_config(shape, target.config, MASK_TOKEN)
+    config = replace(config, decoder=replace(config.decoder, masks=masks))
+    return new_draft(config, target, max_positions=POSITIONS, seed=1)
+
+
+def samples(count: int, *, seed: int = 0, prompt: int = 5, answer: int = 20) -> list[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(2, MASK_TOKEN, (count, prompt + answer), generator=generator).tolist()
+    ends = [prompt + answer - i % 5 for i in range(count)]
+    return [Sample.of(r[:prompt], r[prompt:end]) for r, end in zip(rows, ends, strict=True)]
+
+
+def settings(**changes: Any) -> TrainSettings:
+    base = TrainSettings(Path("target"), Path("data"), Path("out"))
+    schedule = Schedule(steps=6, batch_size=4, anchors=8, learning_rate=2e-3)
+    return replace(base, schedule=schedule, **changes)
+
+
+def blocks_of(sample: Sample, target: Qwen3, draft: DFlash) -> tuple[Any, Any]:
+    batch = Corpus([sample]).batch(torch.tensor([0]))
+    anchors, live = every_anchor(legal_anchors(batch.supervised))
+    blocks = make_blocks(
+        batch.ids, batch.supervised, anchors, live, size=BLOCK, mask_token=MASK_TOKEN
+    )
+    return batch, blocks
+
+
+# Features
+
+
+def saved_target(directory: Path, vocabulary: int = VOCABULARY) -> Any:
+    """A tiny Qwen3 of transformers, saved in `directory`."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+    )
+    oracle = Qwen3ForCausalLM(config).eval()
+    oracle.save_pretrained(directory)
+    return oracle
+
+
+def test_features_are_the_residual_streams_of_transformers(tmp_path: Path) -> None:
+    oracle = saved_target(tmp_path)
+    target = load_target(
+        tmp_path,
+        load_target_config(tmp_path),
+        max_positions=POSITIONS,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    ids = torch.randint(2, MASK_TOKEN, (3, 17))
+    with torch.no_grad():
+        out = oracle(ids, output_hidden_states=True)
+    got = capture(target, ids, (0, 2, 5))
+    wanted = torch.cat([out.hidden_states[k] for k in (0, 2, 5)], -1)
+    torch.testing.assert_close(got.features, wanted, atol=1e-5, rtol=1e-4)
+    assert target_choices(target, got.hidden, rows=7).equal(out.logits.argmax(-1))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_padding_and_neighbours_leave_features_alone(window: int | None) -> None:
+    target = tiny_target(window=window)
+    ids = torch.randint(2, MASK_TOKEN, (2, 20))
+    whole = capture(target, ids, (1, 3)).features
+    alone = capture(target, ids[1:, :13], (1, 3)).features
+    torch.testing.assert_close(whole[1:, :13], alone, atol=1e-5, rtol=1e-4)
+
+
+# Blocks
+
+
+def test_masks_show_what_the_formula_says() -> None:
+    anchors = torch.tensor([[2, 5]])
+    positions = anchors[..., None] + torch.arange(BLOCK)
+    length = 9
+    for mask in (FULL, SLIDING, SYMMETRIC, LayerMask(causal=True)):
+        seen = visible(mask, anchors, positions, length)[0, 0]
+        assert seen.shape == (2 * BLOCK, length + 2 * BLOCK)
+        for row in range(2 * BLOCK):
+            block, slot = divmod(row, BLOCK)
+            anchor = int(anchors[0, block])
+            p = anchor + slot
+            for column in range(length + 2 * BLOCK):
+                own = column - length - block * BLOCK
+                if column < length:
+                    j, there = column, column < anchor
+                else:
+                    j, there = anchor + own, 0 <= own < BLOCK
+                near = mask.window is None or abs(p - j) < mask.window
+                wanted = there and near and (not mask.causal or j <= p)
+                assert bool(seen[row, column]) == wanted, (mask, row, column)
+
+
+def test_anchors_are_legal_different_and_reproducible() -> None:
+    supervised = torch.zeros(2, 30, dtype=torch.bool)
+    supervised[0, 4:20] = True
+    supervised[0, 10] = False
+    supervised[1, 7:10] = True
+    legal = legal_anchors(supervised)
+    assert legal[0].nonzero().flatten().tolist() == [*range(4, 9), *range(11, 19)]
+    assert legal[1].nonzero().flatten().tolist() == [7, 8]
+    drawn, live = random_anchors(legal, 6, torch.Generator().manual_seed(3))
+    again, _ = random_anchors(legal, 6, torch.Generator().manual_seed(3))
+    other, _ = random_anchors(legal, 6, torch.Generator().manual_seed(4))
+    assert drawn.equal(again)
+    assert not drawn.equal(other)
+    assert live.sum(1).tolist() == [6, 2]
+    for row in range(2):
+        chosen = drawn[row][live[row]]
+        assert legal[row][chosen].all()
+        assert len(set(chosen.tolist())) == len(chosen)
+    every, all_live = every_anchor(legal)
+    assert every[0][all_live[0]].tolist() == legal[0].nonzero().flatten().tolist()
+
+
+def test_blocks_hold_the_anchor_and_masks_and_stop_at_the_answers_end() -> None:
+    sample = Sample.of([2, 3, 4], [10, 11, 12, 13, 14])
+    batch = Corpus([sample]).batch(torch.tensor([0]))
+    anchors, live = every_anchor(legal_anchors(batch.supervised))
+    blocks = make_blocks(
+        batch.ids, batch.supervised, anchors, live, size=BLOCK, mask_token=MASK_TOKEN
+    )
+    assert blocks.anchors.tolist() == [[3, 4, 5, 6]]
+    assert blocks.ids[0, 1].tolist() == [11, MASK_TOKEN, MASK_TOKEN, MASK_TOKEN]
+    assert blocks.positions[0, 3].tolist() == [6, 7, 8, 9]
+    assert blocks.labels[0, 0].tolist() == [11, 12, 13]
+    assert blocks.valid[0].tolist() == [
+        [True, True, True],
+        [True, True, True],
+        [True, True, False],
+        [True, False, False],
+    ]
+
+
+def one_block(draft: DFlash, features: Tensor, token: int) -> Tensor:
+    """The drafter as it is run: context [0, start) by `context_kv`, then one block."""
+    start = features.shape[0]
+    keys, values = draft.context_kv(features, torch.arange(start))
+    positions = torch.arange(start, start + BLOCK)
+    columns = torch.arange(start + BLOCK)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = draft.config.decoder.masks[layer]
+        k, v = torch.cat([keys[:, layer], k]), torch.cat([values[:, layer], v])
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        away = positions[:, None] - columns
+        seen = torch.ones_like(away, dtype=torch.bool)
+        if mask.causal:
+            seen &= away >= 0
+        if mask.window is not None:
+            seen &= away.abs() < mask.window
+        score = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+        score = score.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", score, v).flatten(1)
+
+    ids = torch.tensor([token] + [MASK_TOKEN] * (BLOCK - 1))
+    hidden, _ = draft(ids, positions, attend)
+    return draft.head(hidden[1:])
+
+
+@pytest.mark.parametrize("masks", [(FULL, FULL), (SLIDING, FULL), (SYMMETRIC, SLIDING)])
+def test_training_forward_equals_one_block_at_a_time(masks: tuple[LayerMask, ...]) -> None:
+    target = tiny_target()
+    draft = tiny_draft(target, masks)
+    sample = samples(1, answer=40)[0]
+    batch, blocks = blocks_of(sample, target, draft)
+    features = capture(target, batch.ids, draft.config.capture).features
+    keys, values = context_kv(draft, features)
+    got = draft.head(draft_hidden(draft, keys, values, blocks))[0]
+    assert got.shape[0] > 32  # more than one group of blocks
+    with torch.no_grad():
+        for i, anchor in enumerate(blocks.anchors[0].tolist()):
+            wanted = one_block(draft, features[0, :anchor], sample.ids[anchor])
+            torch.testing.assert_close(got[i], wanted, atol=1e-5, rtol=1e-5)
+
+
+# Loss
+
+
+def test_decay_weights_are_the_papers() -> None:
+    assert [default_gamma(b) for b in (16, 10, 8)] == [7.0, 5.0, 4.0]
+    weights = decay_weights(15, 7.0)
+    assert weights[0] == 1.0
+    torch.testing.assert_close(weights[7], torch.tensor(-1.0).exp())
+    ce = torch.tensor([[1.0, 2.0, 5.0]])
+    valid = torch.tensor([[True, True, False]])
+    slots = Slots(ce, torch.zeros_like(ce), valid)
+    w = float(torch.tensor(-1 / 4.0).exp())
+    got = block_loss(slots, valid, Objective(gamma=4.0))
+    assert float(got) == pytest.approx((1 + 2 * w) / (1 + w))
+    assert float(block_loss(slots, torch.zeros_like(valid), Objective())) == 0.0
+
+
+def test_dpace_weights_follow_the_formula() -> None:
+    ce = torch.tensor([[0.1, 0.7, 0.3]])
+    s = 0.5 * torch.exp(-ce[0]) + 0.5
+    p = [float(s[0]), float(s[0] * s[1]), float(s[0] * s[1] * s[2])]
+    got = dpace_weights(ce, torch.ones(1, 3), 0.5)[0]
+    assert got.tolist() == pytest.approx([sum(p), p[1] + p[2], p[2]])
+    got = dpace_weights(ce, torch.tensor([[1, 1, 0]]), 0.5)[0]
+    assert got.tolist() == pytest.approx([p[0] + p[1], p[1], 0.0])
+
+
+def test_slots_measured_piece_by_piece_are_the_same() -> None:
+    target = tiny_target()
+    hidden = torch.randn(5, 3, 32, requires_grad=True)
+    labels = torch.randint(0, VOCABULARY, (5, 3))
+    teacher = torch.randn(5, 3, VOCABULARY)
+    grads: list[Tensor] = []
+    for rows in (None, 4):
+        slots = measure_slots(target.head, hidden, labels, teacher, rows=rows)
+        loss = block_loss(slots, torch.ones(5, 3).bool(), Objective(kl=0.5))
+        grads += torch.autograd.grad(loss, hidden)
+    torch.testing.assert_close(grads[0], grads[1])
+    logits = target.head(hidden)
+    wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    torch.testing.assert_close(slots.cross_entropy.flatten(), wanted)
+    p = teacher.softmax(-1)
+    kl = (p * (p.log() - logits.log_softmax(-1))).sum(-1)
+    torch.testing.assert_close(slots.kl, kl)
+
+
+def test_expected_length_multiplies_accuracies() -> None:
+    accuracy = Accuracy(torch.tensor([8, 4]), torch.tensor([10, 8]))
+    assert (accuracy + accuracy).expected_length() == pytest.approx(1 + 0.8 + 0.8 * 0.5)
+
+
+def test_learning_rate_warms_up_and_falls_to_zero() -> None:
+    schedule = Schedule(learning_rate=1.0, warmup=0.1)
+    rates = [learning_rate(i, 100, schedule) for i in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == 1.0
+    assert rates[55] == pytest.approx(0.5)
+    assert rates[100] == pytest.approx(0.0)
+
+
+# Learning
+
+
+@pytest.mark.parametrize("objective", [Objective("data"), Objective("data", "dpace", kl=0.1)])
+def test_a_tiny_drafter_overfits_one_sequence(objective: Objective) -> None:
+    target = tiny_target()
+    draft = tiny_draft(target)
+    run = settings(objective=objective)
+    run = replace(run, schedule=replace(run.schedule, steps=120, learning_rate=4e-3, anchors=32))
+    trainer = Trainer(target, draft, run, samples(1))
+    results = [trainer.step() for _ in range(trainer.total)]
+    assert min(results[-1].accuracy.per_position()) > 0.98
+    assert float(results[-1].loss) < 0.2 * float(results[0].loss)
+    batch = trainer.corpus.batch(torch.tensor([0]))
+    acceptance = batch_acceptance(draft, target, batch)[0]
+    assert acceptance.tokens == 19  # the answer's 20 tokens, the first from the prefill
+    assert acceptance.length > 3.5
+
+
+def test_target_labels_are_its_own_choices() -> None:
+    target = tiny_target()
+    draft = tiny_draft(target)
+    sample = samples(1)[0]
+    greedy = list(sample.ids[:5])
+    for _ in range(12):
+        hidden = capture(target, torch.tensor([greedy]), (1,)).hidden
+        greedy.append(int(target_choices(target, hidden)[0, -1]))
+    losses: list[float] = []
+    for labels in ("data", "target"):
+        run = settings(objective=Objective(labels))
+        trainer = Trainer(target, draft, run, [Sample.of(greedy[:5], greedy[5:])])
+        loss, _ = trainer._loss(
+            trainer.corpus.batch(torch.tensor([0])), torch.Generator().manual_seed(0)
+        )
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def test_resume_equals_uninterrupted_training_bit_for_bit(tmp_path: Path) -> None:
+    target, data = tiny_target(), samples(18)
+    run = settings()
+    whole = Trainer(target, tiny_draft(target), run, data)
+    while whole.done < 6:
+        whole.step()
+    first = Trainer(target, tiny_draft(target), run, data)
+    for _ in range(3):
+        first.step()
+    first.save(tmp_path / "checkpoint.pt")
+    torch.manual_seed(123)
+    second = Trainer(target, tiny_draft(target), run, data)
+    second.load(tmp_path / "checkpoint.pt")
+    while second.done < 6:
+        second.step()
+    for (name, a), b in zip(whole.draft.named_parameters(), second.draft.parameters(), strict=True):
+        assert a.equal(b), name
+    with pytest.raises(ValueError, match="was written with seed = 0, not 5"):
+        Trainer(target, tiny_draft(target), replace(run, seed=5), data).load(
+            tmp_path / "checkpoint.pt"
+        )
+    with pytest.raises(ValueError, match="18 training sequences, the data now has 17"):
+        Trainer(target, tiny_draft(target), run, data[:-1]).load(tmp_path / "checkpoint.pt")
+
+
+def test_micro_batches_make_one_step() -> None:
+    target = tiny_target()
+    data = [Sample.of(s.ids[:5], s.ids[5:20]) for s in samples(4)]
+    run = settings()
+    run = replace(run, schedule=replace(run.schedule, anchors=64))  # all of them: no draw
+    small = replace(run, schedule=replace(run.schedule, micro_batch=2))
+    one, two = (Trainer(target, tiny_draft(target), r, data) for r in (run, small))
+    a, b = one.step(), two.step()
+    torch.testing.assert_close(a.norm, b.norm, rtol=1e-4, atol=1e-5)
+    assert a.accuracy.count.equal(b.accuracy.count)
+
+
+# Export
+
+
+@pytest.mark.parametrize("sliding", [0, 1])
+def test_export_loads_again_with_equal_weights_and_logits(tmp_path: Path, sliding: int) -> None:
+    target = tiny_target()
+    shape = DraftShape(
+        layers=2, block_size=BLOCK, features=2, sliding_layers=sliding, sliding_window=5
+    )
+    config = draft_config(shape, target.config, MASK_TOKEN)
+    draft = new_draft(config, target, max_positions=POSITIONS, seed=1)
+    with torch.no_grad():
+        for parameter in draft.parameters():  # what bf16 can hold
+            parameter.copy_(parameter.bfloat16().float())
+    save_draft(draft, tmp_path, {"eos_token_id": 1})
+    again_config = load_draft_config(tmp_path)
+    assert again_config == config
+    again = load_draft(
+        tmp_path,
+        again_config,
+        target,
+        max_positions=POSITIONS,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    for (name, a), b in zip(draft.named_parameters(), again.parameters(), strict=True):
+        assert a.equal(b), name
+    ids = samples(1)[0].ids
+    features = capture(target, torch.tensor([ids]), config.capture).features[0, :9]
+    with torch.no_grad():
+        wanted, got = one_block(draft, features, ids[9]), one_block(again, features, ids[9])
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-6)
+
+
+def test_export_carries_the_names_of_the_format(tmp_path: Path) -> None:
+    draft = tiny_draft(tiny_target())
+    names = {
+        "input_layernorm",
+        "post_attention_layernorm",
+        *(f"self_attn.{n}" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+        *(f"mlp.{n}" for n in ("gate_proj", "up_proj", "down_proj")),
+    }
+    wanted = {f"layers.{i}.{n}.weight" for i in range(2) for n in names}
+    assert set(unfused(draft)) == wanted | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    save_draft(draft, tmp_path, {"bos_token_id": None, "eos_token_id": 1})
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["dflash_config"] == {"mask_token_id": MASK_TOKEN, "target_layer_ids": [1, 3]}
+    assert config["num_target_layers"] == 6
+    assert config["layer_types"] == ["full_attention"] * 2
+
+
+# Data
+
+
+def test_corpus_batches_are_the_samples_padded() -> None:
+    data = samples(9)
+    corpus = Corpus(data)
+    batch = corpus.batch(torch.tensor([3, 0]))
+    assert batch.ids.shape == (2, 64)
+    for row, i in enumerate((3, 0)):
+        length = len(data[i].ids)
+        assert tuple(batch.ids[row, :length].tolist()) == data[i].ids
+        assert tuple(batch.supervised[row, :length].tolist()) == data[i].supervised
+        assert not batch.supervised[row, length:].any()
+        assert not batch.ids[row, length:].any()
+    order = epoch_order(corpus.lengths, 4, torch.Generator().manual_seed(0))
+    assert [len(b) for b in order] == [4, 4]
+    assert len(set(torch.cat(order).tolist())) == 8
+
+
+def test_walk_counts_steps_as_decoding_does() -> None:
+    result = Acceptance(3)
+    result.walk([0, 0, 2, 0, 0, 1, 0, 3, 0, 0], 2, 9)  # 2 -> 5 -> 7 -> end, cut to two drafts
+    assert (result.steps, result.tokens) == (3, 7)
+    assert result.accepted == [3, 2, 0]
+    assert answer_spans([False, True, True, False, True]) == [(1, 2), (4, 4)]
+
+
+class WordTokenizer:
+    """Words are tokens; the template marks turns with <u> and <a>, and drops old thoughts."""
+
+    words = ("pad", "<e>", "<u>", "<a>", *"abcdefghij", "<t>")
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool, **_: Any
+    ) -> str:
+        text: list[str] = []
+        for i, message in enumerate(messages):
+            content = message["content"]
+            if message["role"] == "user":
+                text += ["<u>", content]
+            else:
+                old = i < len(messages) - 1
+                text += ["<a>", content.replace("<t> ", "") if old else content, "<e>"]
+        return " ".join([*text, *(["<a>"] if add_generation_prompt else [])])
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [self.words.index(word) for word in text.split()]
+
+
+def test_chats_supervise_what_the_target_wrote() -> None:
+    chat = [
+        {"role": "user", "content": "a b"},
+        {"role": "assistant", "content": "c d"},
+        {"role": "user", "content": "e"},
+        {"role": "assistant", "content": "<t> f g"},
+    ]
+    sample = chat_sample(WordTokenizer(), {"messages": chat}, "x:1", (1,))
+    tokens = " ".join(WordTokenizer.words[i] for i in sample.ids)
+    assert tokens == "<u> a b <a> c d <e> <u> e <a> <t> f g <e>"
+    marked = [WordTokenizer.words[i] for i, m in zip(*vars(sample).values(), strict=True) if m]
+    assert marked == ["c", "d", "<e>", "<t>", "f", "g", "<e>"]
+    with pytest.raises(ValueError, match="the last message is no answer"):
+        chat_sample(WordTokenizer(), {"messages": chat[:1]}, "x:1", (1,))
+
+
+def test_damaged_data_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+
+    def read(text: str) -> list[Sample]:
+        path.write_text(text)
+        return read_samples(path, None, vocabulary=40, eos_ids=(1,), max_length=8)
+
+    good = '{"prompt_ids": [3, 4], "output_ids": [5, 6, 7]}\n'
+    assert read(good + "\n") == [Sample.of([3, 4], [5, 6, 7])]
+    with pytest.raises(ValueError, match="jsonl:2: Expecting"):
+        read(good + "{")
+    with pytest.raises(ValueError, match="output_ids must be a list of token ids from 0 to 39"):
+        read('{"prompt_ids": [3], "output_ids": [40, 2]}')
+    with pytest.raises(ValueError, match="needs either messages"):
+        read('{"text": "hello"}')
+    with pytest.raises(ValueError, match="no answer of two or more tokens within max_length 8"):
+        read('{"prompt_ids": [3], "output_ids": [4]}')
+
+
+def test_regenerate_answers_every_turn_and_continues(tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"messages": chat}) + '\n{"prompt_ids": [7, 8]}\n')
+    asked = list(prompts(source, WordTokenizer(), room=20))
+    assert [" ".join(WordTokenizer.words[i] for i in ids) for ids in asked] == [
+        "<u> a <a>",
+        "<u> a <a> b <e> <u> c <a>",
+        "d e",
+    ]
+    calls: list[int] = []
+
+    def answer(part: list[list[int]], start: int) -> list[list[int]]:
+        calls.append(start)
+        return [[len(ids), 1] for ids in part]
+
+    assert regenerate(asked[:2], answer, output, at_once=1) == 2
+    assert regenerate(asked, answer, output, at_once=1) == 3
+    assert calls == [0, 1, 2]
+    made = read_samples(output, None, vocabulary=40, eos_ids=(1,), max_length=99)
+    assert made == [Sample.of(ids, [len(ids), 1]) for ids in asked]
+    with pytest.raises(ValueError, match="answers to other prompts"):
+        regenerate(asked[1:], answer, output, at_once=1)
+    with pytest.raises(ValueError, match="has 8 tokens, but the target's context has room"):
+        list(prompts(source, WordTokenizer(), room=6))
+
+
+# The command
+
+
+def saved_tokenizer(directory: Path) -> None:
+    """Words w0, w1, ... are tokens 0, 1, ...; a chat is its contents, each closed by w1."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(MASK_TOKEN)}
+    model = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="w0", eos_token="w1")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }} w1 {% endfor %}"
+        "{% if add_generation_prompt %}{% endif %}"
+    )
+    tokenizer.save_pretrained(directory)
+
+
+def test_the_command_trains_resumes_and_writes_a_drafter(tmp_path: Path) -> None:
+    target, data, output = tmp_path / "target", tmp_path / "data.jsonl", tmp_path / "out"
+    saved_target(target)
+    saved_tokenizer(target)
+    answer = " ".join(f"w{i}" for i in range(2, 12))
+    chat = {
+        "messages": [
+            {"role": "user", "content": "w20 w21"},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+    ids = {"prompt_ids": [7, 8], "output_ids": list(range(2, 15))}
+    data.write_text("".join(json.dumps(line) + "\n" for line in [chat, ids] * 4))
+    run = TrainSettings(
+        target,
+        data,
+        output,
+        draft=DraftShape(layers=1, block_size=BLOCK, features=2),
+        schedule=Schedule(steps=4, batch_size=4, anchors=4),
+        max_length=64,
+        heldout=0.1,
+        device="cpu",
+        log_every=2,
+    )
+    train(run)
+    config = load_draft_config(output)
+    assert config.mask_token_id == MASK_TOKEN  # the first row the tokenizer does not use
+    records = [json.loads(line) for line in (output / "train.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [2, 4, 4]
+    assert records[-1]["heldout_acceptance_length"] >= 1.0
+    assert records[1]["learning_rate"] < records[0]["learning_rate"]
+    with pytest.raises(ValueError, match="pass --resume to go on from it"):
+        train(run)
+    train(replace(run, resume=True))  # nothing is left to do: the drafter is written again
+    with pytest.raises(ValueError, match=r"written with seed = 0, not 1"):
+        train(replace(run, resume=True, seed=1))
+
+
+# Settings
+
+
+def test_wrong_settings_are_sentences() -> None:
+    target = tiny_target().config
+    with pytest.raises(ValueError, match=r"draft\.block_size is 1"):
+        DraftShape(block_size=1)
+    with pytest.raises(ValueError, match="ask for 0 to 5"):
+        DraftShape(sliding_layers=6)
+    with pytest.raises(ValueError, match="micro_batch is 3, but must divide batch_size 32"):
+        Schedule(micro_batch=3)
+    with pytest.raises(ValueError, match="a target of 6 layers gives 1 to 3"):
+        draft_config(DraftShape(), target, MASK_TOKEN)
+    with pytest.raises(ValueError, match="must name different layers from 0 to 5"):
+        draft_config(DraftShape(target_layer_ids=(1, 6)), target, MASK_TOKEN)
+    with pytest.raises(ValueError, match="mask_token_id is 40, but the target's ids are 0 to 39"):
+        draft_config(DraftShape(features=2), target, 40)
+    with pytest.raises(ValueError, match="1 of them would be held out"):
+        split_heldout(samples(1), 0.5, 0)
