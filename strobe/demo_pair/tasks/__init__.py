@@ -12,14 +12,23 @@ from collections.abc import Iterator
 from strobe.demo_pair.tasks import arithmetic, dates, functions, json_fields, lists, tool_calls
 from strobe.demo_pair.tasks.example import Example, prompt_key
 
-__all__ = ["FAMILIES", "Example", "check", "generate", "heldout", "split", "training"]
+__all__ = [
+    "FAMILIES",
+    "HELDOUT_TEMPLATES",
+    "Example",
+    "check",
+    "generate",
+    "heldout",
+    "split",
+    "training",
+]
 
 _MODULES = {
     module.FAMILY: module
     for module in (arithmetic, lists, dates, functions, json_fields, tool_calls)
 }
 FAMILIES: tuple[str, ...] = tuple(_MODULES)
-_HELDOUT_TEMPLATES = frozenset[str]().union(*(module.HELDOUT for module in _MODULES.values()))
+HELDOUT_TEMPLATES = frozenset[str]().union(*(module.HELDOUT for module in _MODULES.values()))
 _HELDOUT_SHARE = 20  # one prompt in so many
 
 
@@ -47,7 +56,7 @@ def check(example: Example, text: str) -> bool:
 
 def split(example: Example) -> str:
     """`train` or `heldout`: one prompt in twenty by its hash, and every held-out template."""
-    if example.template in _HELDOUT_TEMPLATES:
+    if example.template in HELDOUT_TEMPLATES:
         return "heldout"
     return "heldout" if int(prompt_key(example)[:8], 16) % _HELDOUT_SHARE == 0 else "train"
 

@@ -87,6 +87,8 @@ SCENARIOS = (
             "many coins [remain|are left]?",
             "Each {thing} costs {p} coins. [Find|Work out] the change from {m} coins when {who} "
             "[buys|takes] {n} {things}.",
+            "With {m} coins to spend, {who} takes {n} {things} for {p} coins each. How many coins "
+            "[remain|are left] after that?",
             "With {m} coins {who} buys {n} {things}. Each {thing} costs {p} coins. How many coins "
             "[remain|are left] at the end?",
         ),
@@ -110,6 +112,10 @@ SCENARIOS = (
             "[lost|sold|given away]. How many {things} remain?",
             "{who} collects {things}. Yesterday there were {a}, today {b} new ones came, and {c} "
             "were given away. [Work out|Find] how many {things} {who} has.",
+            "{who} had {a} {things} and [found|bought] {b} more. Then {c} of them were [sold|given "
+            "away]. How many {things} are left?",
+            "{who} had {a} {things} and {other} brought {b} more. Now {c} are lost. How many "
+            "{things} does {who} have?",
             "{who} had {a} {things} and got {b} more from {other}. Then {c} were lost. How many "
             "{things} does {who} have at the end?",
         ),

@@ -35,6 +35,7 @@ TEMPLATES: dict[str, tuple[Wording, ...]] = {
             "Add {n} days to {day}. What is the [date|result]?",
             "A [meeting|trip|party] is {n} days after {day}. On [what|which] date is it?",
             "[Find|Work out] the date that comes {n} days after {day}.",
+            "The start is on {day}. [What|Which] date is {n} days later?",
             "A [trip|party] starts {n} days from {day}. [Find|Work out] the date.",
             "Today is {day}. A [meeting|trip] is in {n} days. Which date is that?",
         ),
@@ -88,6 +89,9 @@ TEMPLATES: dict[str, tuple[Wording, ...]] = {
             "Count the days from {day} to {end}.",
             "[Find|Work out] the number of days between {day} and {end}.",
             "Today is {day}. How many days are there until {end}?",
+            "A trip ends on {end} and starts on {day}. How many days later is the end?",
+            "The end is on {end} and the start is on {day}. How many days are there between them?",
+            "A [meeting|party] is on {end}. Today is {day}. How many days are left until it?",
             "A [meeting|party] is on {end} and today is {day}. How many days are there until then?",
         ),
     }.items()

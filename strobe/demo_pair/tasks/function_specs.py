@@ -173,8 +173,9 @@ SPECS = (
     Spec(
         "span",
         "list",
-        "returns the difference between the largest and the smallest number|returns the "
-        "maximum minus the minimum|returns the largest minus the smallest number",
+        "returns the difference between the largest and the smallest number|returns the maximum "
+        "minus the minimum|subtracts the smallest number from the largest|returns the largest "
+        "number minus the smallest number|returns the largest minus the smallest number",
         "Subtract min from max",
         "    return max({a}) - min({a})",
     ),
@@ -266,8 +267,8 @@ SPECS = (
     Spec(
         "first_part",
         "text",
-        "returns the first {k} letters|keeps only the first {k} letters|cuts the text after "
-        "{k} letters",
+        "returns the first {k} letters|keeps only the first {k} letters|cuts the text off after "
+        "{k} letters|returns the text cut after {k} letters|cuts the text after {k} letters",
         "Slice up to {k}",
         "    return {a}[:{k}]",
     ),

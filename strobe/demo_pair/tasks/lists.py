@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strobe.demo_pair.tasks.example import Example, chat, last_answer
-from strobe.demo_pair.tasks.wording import WORDS, pick, say, wordings
+from strobe.demo_pair.tasks.wording import WORDS, joined, pick, say, wordings
 
 FAMILY = "lists"
 Items = list[str]
@@ -15,10 +15,12 @@ Items = list[str]
 
 @dataclass(frozen=True)
 class Task:
-    """An operation on a list: `done` is the sentence before the result."""
+    """An operation on a list: `done` is the sentence before the result, `orders` fill the "
+    "frames."""
 
     name: str
     done: str
+    orders: str
     requests: tuple[str, ...]
 
 
@@ -26,6 +28,8 @@ TASKS = (
     Task(
         "up",
         "I put the numbers in order from the smallest to the largest.",
+        "sort it from the smallest to the largest|put it in ascending order|order it, the "
+        "smallest first|put the smallest number first and the largest last",
         (
             "[Sort|Order|Arrange] [these|the following] numbers from [smallest to largest|the "
             "smallest to the largest]: {list}",
@@ -39,6 +43,8 @@ TASKS = (
     Task(
         "down",
         "I put the numbers in order from the largest to the smallest.",
+        "sort it from the largest to the smallest|put it in descending order|order it, the "
+        "largest first|put the largest number first and the smallest last",
         (
             "[Sort|Order|Arrange] [these|the following] numbers from [largest to smallest|the "
             "largest to the smallest]: {list}",
@@ -52,6 +58,8 @@ TASKS = (
     Task(
         "alphabet",
         "I put the words in alphabetical order.",
+        "sort it alphabetically|put it in alphabetical order|sort the words from A to Z|order it "
+        "from A to Z",
         (
             "[Sort|Order|Arrange] [these|the following] words alphabetically: {list}",
             "Put the words {list} in alphabetical order.",
@@ -64,6 +72,7 @@ TASKS = (
     Task(
         "reverse",
         "I write the items in reverse order, the last one first.",
+        "reverse it|write it backwards|write it in reverse order|turn it around",
         (
             "[Reverse|Turn around] [this|the following] list: {list}",
             "Write the list {list} in reverse order.",
@@ -76,6 +85,8 @@ TASKS = (
     Task(
         "above",
         "I keep the numbers greater than {k}.",
+        "keep all numbers greater than {k}|write only the numbers larger than {k}|keep only the "
+        "numbers above {k}|remove all numbers that are not above {k}",
         (
             "Which of [these|the following] numbers are [greater|larger] than {k}? {list}",
             "Keep only the numbers [greater|larger] than {k}: {list}",
@@ -88,6 +99,8 @@ TASKS = (
     Task(
         "below",
         "I keep the numbers less than {k}.",
+        "keep all numbers less than {k}|write only the numbers smaller than {k}|keep only the "
+        "numbers below {k}|remove all numbers that are not below {k}",
         (
             "Which of [these|the following] numbers are [less|smaller] than {k}? {list}",
             "Keep only the numbers [less|smaller] than {k}: {list}",
@@ -100,6 +113,8 @@ TASKS = (
     Task(
         "even",
         "I keep the even numbers.",
+        "keep all even numbers|write only the even numbers|remove the odd numbers|find the even "
+        "numbers",
         (
             "Which of [these|the following] numbers are even? {list}",
             "Keep only the even numbers: {list}",
@@ -112,6 +127,8 @@ TASKS = (
     Task(
         "odd",
         "I keep the odd numbers.",
+        "keep all odd numbers|write only the odd numbers|remove the even numbers|find the odd "
+        "numbers",
         (
             "Which of [these|the following] numbers are odd? {list}",
             "Keep only the odd numbers: {list}",
@@ -124,6 +141,8 @@ TASKS = (
     Task(
         "letter",
         "I keep the words that start with the letter {k}.",
+        "keep all words that start with the letter {k}|write only the words that begin with "
+        "{k}|find the words with the first letter {k}|remove the words that do not start with {k}",
         (
             "Which of [these|the following] words [start|begin] with the letter {k}? {list}",
             "Keep only the words that [start|begin] with {k}: {list}",
@@ -136,6 +155,8 @@ TASKS = (
     Task(
         "count",
         "I count how often {k} is in the list.",
+        "count how often {k} appears in it|count how many times {k} is in it|find how often {k} "
+        "appears|count the {k} items",
         (
             "How [often|many times] [does {k} appear|is {k}] in the list {list}?",
             "Count how [often|many times] {k} appears in [this|the following] list: {list}",
@@ -148,6 +169,8 @@ TASKS = (
     Task(
         "unique",
         "I keep the first one of every item and remove the repeated ones.",
+        "remove the duplicates|remove the repeated items|keep every item only once|write it "
+        "without duplicates",
         (
             "Remove the [repeated items|duplicates] from [this|the following] list: {list}",
             "Keep every item only once: {list}",
@@ -160,6 +183,8 @@ TASKS = (
     Task(
         "ends",
         "I look for the smallest and the largest number.",
+        "find the smallest and the largest number|write only the smallest and the largest "
+        "number|find the smallest number and the largest number in it",
         (
             "What are the smallest and the largest number in the list {list}?",
             "Find the smallest and the largest of [these|the following] numbers: {list}",
@@ -170,8 +195,35 @@ TASKS = (
         ),
     ),
 )
+FRAMES = wordings(
+    f"{FAMILY}/frame",
+    "Here is a list: {list}. Please {order}.",
+    "I have the list {list}. Can you {order}?",
+    "Look at the list {list} and {order}.",
+    "List: {list}\nTask: {order}.",
+    "My list is {list}. I want you to {order}.",
+    "With the list {list}, please {order}.",
+    "There is a list: {list}. Now {order}.",
+    "{list}\nPlease take this list and {order}.",
+    "Take the list {list}, then {order}.",
+    "The list is {list}. Please {order}.",
+    "Here are the items: {list}. Now {order}.",
+    heldout=2,
+)
 TEMPLATES = {task.name: wordings(f"{FAMILY}/{task.name}", *task.requests) for task in TASKS}
-HELDOUT = frozenset(w.name for group in TEMPLATES.values() for w in group if w.heldout)
+HELDOUT = frozenset(w.name for group in (FRAMES, *TEMPLATES.values()) for w in group if w.heldout)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Items, result, the working of the thinking part, marks of the answer, and parameter `k`."""
+
+    items: Items
+    result: Items
+    work: str
+    marks: str = ""
+    k: str = ""
+
 
 _SHAPES = ("{}", "{}", "[{}]", "({})")
 
@@ -191,94 +243,102 @@ def _repeating(rng: random.Random) -> Items:
     return items
 
 
-def _filtered(
-    rng: random.Random, keep: Callable[[int], bool], question: str
-) -> tuple[Items, Items, str]:
-    """A list of numbers of which some stay and some go, and the working of that choice."""
+def _marked(items: Items, keep: Callable[[int], bool]) -> str:
+    return ", ".join(f"{item} {'yes' if keep(int(item)) else 'no'}" for item in items)
+
+
+def _filtered(rng: random.Random, keep: Callable[[int], bool], kinds: tuple[str, str]) -> Drawn:
+    """A list of numbers of which some stay and some go; `kinds` say why, in the thinking part."""
     while True:
         items = _numbers(rng)
         kept = [item for item in items if keep(int(item))]
         if 0 < len(kept) < len(items):
             break
-    marks = [f"{item} {'yes' if keep(int(item)) else 'no'}" for item in items]
-    return items, kept, f"For each number, {question}: {', '.join(marks)}."
+    reasons = [f"{item} is {kinds[0] if keep(int(item)) else kinds[1]}" for item in items]
+    return Drawn(items, kept, f"{', '.join(reasons)}.", marks=_marked(items, keep))
 
 
-def _draw(rng: random.Random, name: str) -> tuple[Items, Items, str, str]:
-    """Items, result, the parameter `k`, and the working of one task."""
-    k = ""
+def _draw(rng: random.Random, name: str) -> Drawn:
+    """One task of the kind."""
     if name in ("up", "down"):
         items = _numbers(rng)
         result = sorted(items, key=int, reverse=name == "down")
         work = f"I take the {'smallest' if name == 'up' else 'largest'} that is left each time: "
-        work += ", then ".join(result) + "."
-    elif name == "alphabet":
+        return Drawn(items, result, work + ", then ".join(result) + ".")
+    if name == "alphabet":
         items = _words(rng)
         result = sorted(items)
-        work = "By the letters: " + ", ".join(f"{word[:1]} for {word}" for word in result) + "."
-    elif name == "reverse":
+        letters = ", ".join(f"{word[:1]} for {word}" for word in result)
+        return Drawn(items, result, f"By the letters: {letters}.")
+    if name == "reverse":
         items = _words(rng) if rng.random() < 0.5 else _numbers(rng)
         result = items[::-1]
         work = f"The last item is {result[0]}. Before it: {', then '.join(result[1:])}."
-    elif name in ("above", "below"):
-        k = str(rng.randrange(15, 90, 5))
-        above, bound = name == "above", int(k)
-        items, result, work = _filtered(
-            rng,
-            lambda number: number > bound if above else number < bound,
-            f"is it {'greater' if above else 'less'} than {k}",
-        )
-    elif name in ("even", "odd"):
+        return Drawn(items, result, work)
+    if name in ("above", "below"):
+        k = rng.randrange(15, 90, 5)
+        less, greater, equal = f"less than {k}", f"greater than {k}", f"not greater than {k}"
+        if name == "above":
+            drawn = _filtered(rng, lambda number: number > k, (greater, equal))
+        else:
+            drawn = _filtered(rng, lambda number: number < k, (less, f"not {less}"))
+        return replace(drawn, k=str(k))
+    if name in ("even", "odd"):
         rest = int(name == "odd")
-        items, result, work = _filtered(rng, lambda number: number % 2 == rest, f"is it {name}")
-    elif name == "letter":
+        kinds = ("odd", "even") if rest else ("even", "odd")
+        return _filtered(rng, lambda number: number % 2 == rest, kinds)
+    if name == "letter":
         first = rng.choice(WORDS)[0]
         same = [word for word in WORDS if word[0] == first]
         others = [word for word in WORDS if word[0] != first]
         items = rng.sample(same, min(len(same), rng.randint(1, 3)))
         items += rng.sample(others, rng.randint(2, 4))
         rng.shuffle(items)
-        k, result = first, [word for word in items if word[0] == first]
         work = "The first letters are: " + ", ".join(f"{w[0]} for {w}" for w in items) + "."
-    elif name == "count":
-        items = _repeating(rng)
-        k = rng.choice(items)
-        result = [str(items.count(k))]
-        seen, marks = 0, []
-        for item in items:
-            seen += item == k
-            marks.append(f"{item} ({seen})")
-        work = f"I go through the list and count {k}: {', '.join(marks)}."
-    elif name == "unique":
-        items = _repeating(rng)
-        result = list(dict.fromkeys(items))
-        marks = [
-            f"{item} {'again' if item in items[:i] else 'new'}" for i, item in enumerate(items)
-        ]
-        work = f"I mark what is new: {', '.join(marks)}."
-    else:
+        marks = ", ".join(f"{word} {'yes' if word[0] == first else 'no'}" for word in items)
+        return Drawn(items, [word for word in items if word[0] == first], work, marks, first)
+    if name == "ends":
         items = _numbers(rng)
         result = [min(items, key=int), max(items, key=int)]
-        best, marks = items[0], []
+        best, bests = items[0], []
         for item in items[1:]:
             best = max(best, item, key=int)
-            marks.append(best)
-        work = f"The largest so far: {', '.join(marks)}. The smallest is {result[0]}."
-    return items, result, k, work
+            bests.append(best)
+        work = f"The largest so far: {', '.join(bests)}. The smallest is {result[0]}."
+        return Drawn(items, result, work)
+    items = _repeating(rng)
+    if name == "count":
+        k = rng.choice(items)
+        counts = [items[: i + 1].count(k) for i in range(len(items))]
+        marks = ", ".join(f"{item} ({n})" for item, n in zip(items, counts, strict=True))
+        places = [str(i + 1) for i, item in enumerate(items) if item == k]
+        work = f"I look for {k}. It is at number {joined(places)}."
+        return Drawn(items, [str(counts[-1])], work, marks, k)
+    marks = ", ".join(
+        f"{item} {'again' if item in items[:i] else 'new'}" for i, item in enumerate(items)
+    )
+    result = list(dict.fromkeys(items))
+    return Drawn(items, result, f"The different items are {joined(result)}.", marks)
 
 
 def make(rng: random.Random, thinking: bool, heldout: bool) -> Example:
-    """A list task whose answer repeats the list, says what is done, and gives the result."""
+    """A list task whose answer repeats the list, works through it, and gives the result."""
     task = rng.choice(TASKS)
-    wording = pick(rng, TEMPLATES[task.name], heldout)
-    items, result, k, work = _draw(rng, task.name)
-    listed = ", ".join(items)
-    request = say(rng, wording.text).format(list=rng.choice(_SHAPES).format(listed), k=k)
-    kind = "numbers" if items[0].isdigit() else "words"
-    reasoning = f"The list has {len(items)} {kind}: {listed}.\n{work}"
+    framed = rng.random() < 0.5
+    wording = pick(rng, FRAMES if framed else TEMPLATES[task.name], heldout)
+    order = rng.choice(task.orders.split("|")) if framed else ""
+    drawn = _draw(rng, task.name)
+    listed = ", ".join(drawn.items)
+    text = say(rng, wording.text).replace("{order}", order)
+    request = text.format(list=rng.choice(_SHAPES).format(listed), k=drawn.k)
+    kind = "numbers" if drawn.items[0].isdigit() else "words"
+    reasoning = f"The list has {len(drawn.items)} {kind}: {listed}.\n{drawn.work}"
     if task.name not in ("count", "ends"):
-        size = f"{len(result)} item" + "s" * (len(result) != 1)
-        reasoning += f"\nThe result has {size}."
+        size = len(drawn.result)
+        reasoning += f"\nThe result has {size} item{'s' * (size != 1)}."
+    done = task.done.format(k=drawn.k)
+    if drawn.marks:
+        done = f"{done.removesuffix('.')}: {drawn.marks}."
     return Example(
         family=FAMILY,
         template=wording.name,
@@ -286,8 +346,8 @@ def make(rng: random.Random, thinking: bool, heldout: bool) -> Example:
         tools=(),
         thinking=thinking,
         reasoning=reasoning if thinking else "",
-        answer=f"The list is {listed}.\n{task.done.format(k=k)}\nAnswer: {', '.join(result)}",
-        reference=tuple(result),
+        answer=f"The list is {listed}.\n{done}\nAnswer: {', '.join(drawn.result)}",
+        reference=tuple(drawn.result),
     )
 
 

@@ -121,6 +121,8 @@ TOOLS = (
             'Translate "{text}" to {language}.',
             'How do you say "{text}" in {language}?',
             'I need this text in {language}: "{text}"',
+            'Give me "{text}" in {language}.',
+            'Please say this in {language}: "{text}"',
             'Say "{text}" in {language}.',
         ),
     ),
