@@ -52,9 +52,10 @@ class Lease:
     def commit(self, rows: int) -> None:
         """Keep the first `rows` positions of the oldest open reservation."""
         self._require_open("commit")
-        count = self._open.popleft()
+        count = self._open[0]
         if not 0 <= rows <= count:
             raise LeaseError(f"commit({rows}) exceeds the reservation of {count} positions")
+        self._open.popleft()
         self.length += rows
 
     def rollback(self) -> None:
@@ -79,7 +80,7 @@ class Lease:
 
         At least the last token is left to run, since its logits are needed.
         """
-        if self.pages or self.length or self.released:
+        if self.pages or self.length or self._open or self.released:
             raise LeaseError("adopt() comes before the first reservation")
         size, parent = self.pool.page_size, b""
         for end in range(size, len(tokens), size):
