@@ -1,0 +1,57 @@
+"""Fixtures shared by the tests: one tiny pair on disk per session, one thread for torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+settings.register_profile("strobe", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("strobe")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tiny target: transformers' model of it, and its directory."""
+
+    hf: Any
+    path: Path
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """The tiny target that most tests share."""
+    from tiny import make_target
+
+    _one_thread()
+    path = tmp_path_factory.mktemp("target")
+    return Target(make_target(path), path)
+
+
+@pytest.fixture(scope="session")
+def draft(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Callable[..., Path]:
+    """draft(**options of make_draft) -> the directory of such a drafter, made once."""
+    from tiny import make_draft
+
+    made: dict[str, Path] = {}
+
+    def get(**options: Any) -> Path:
+        key = repr(sorted(options.items(), key=lambda item: item[0]))
+        if key not in made:
+            made[key] = make_draft(tmp_path_factory.mktemp("draft"), **options)
+        return made[key]
+
+    return get

@@ -1,0 +1,289 @@
+"""Tiny random checkpoints on disk, engines over them, and a run that distrusts every step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from strobe.config import EngineConfig
+from strobe.engine.build import Parts, build, resolve
+from strobe.engine.engine import Engine
+from strobe.request import Request, SamplingParams
+from strobe.runner.state import DecodeState
+from strobe.spec.base import Proposer, ProposerSet
+
+VOCAB = 61
+HIDDEN = 32
+LAYERS = 5
+MASK_TOKEN = VOCAB - 1
+EOS_IDS = [7, 23]
+
+
+def make_target(directory: Path, *, seed: int = 0, shards: str | None = None, **changes: Any):
+    """Write a random Qwen3 with decisive logits; returns transformers' model of it.
+
+    shards: a size such as "20KB" that splits the weights over several files.
+    """
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "eos_token_id": EOS_IDS,
+        "rope_theta": 10000.0,
+    }
+    config = Qwen3Config(**(values | changes))
+    model = Qwen3ForCausalLM(config).float().eval()
+    noise = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            scale = 0.5 if "embed" in name or "lm_head" in name else 0.3
+            parameter.data.normal_(0, scale, generator=noise)
+        elif "norm" in name:
+            parameter.data.uniform_(0.5, 1.5, generator=noise)
+        else:
+            parameter.data.normal_(0, 0.3, generator=noise)
+    model.generation_config.eos_token_id = config.eos_token_id
+    options = {"max_shard_size": shards} if shards else {}
+    model.save_pretrained(directory, **options)
+    return model
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change or, with None, delete keys of a JSON file."""
+    config = json.loads(path.read_text())
+    for key, value in changes.items():
+        if value is None:
+            config.pop(key, None)
+        else:
+            config[key] = value
+    path.write_text(json.dumps(config))
+
+
+def draft_tensors(
+    *, layers: int, captured: int, seed: int, bias: bool = False, width: int = 16
+) -> dict[str, torch.Tensor]:
+    """Random drafter weights under z-lab's names; heads 4, key-value heads 2."""
+    noise = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=noise) * 0.3
+
+    def scale(size: int) -> torch.Tensor:
+        return torch.rand(size, generator=noise) + 0.5
+
+    tensors = {
+        "fc.weight": matrix(HIDDEN, captured * HIDDEN),
+        "hidden_norm.weight": scale(HIDDEN),
+        "norm.weight": scale(HIDDEN),
+    }
+    outs = {"q_proj": 4 * width, "k_proj": 2 * width, "v_proj": 2 * width}
+    for i in range(layers):
+        layer = f"layers.{i}."
+        for name, rows in outs.items():
+            tensors[f"{layer}self_attn.{name}.weight"] = matrix(rows, HIDDEN)
+            if bias:
+                tensors[f"{layer}self_attn.{name}.bias"] = matrix(rows)
+        tensors[f"{layer}self_attn.o_proj.weight"] = matrix(HIDDEN, 4 * width)
+        if bias:
+            tensors[f"{layer}self_attn.o_proj.bias"] = matrix(HIDDEN)
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{layer}self_attn.{name}.weight"] = scale(width)
+        for name in ("gate_proj", "up_proj"):
+            tensors[f"{layer}mlp.{name}.weight"] = matrix(48, HIDDEN)
+        tensors[f"{layer}mlp.down_proj.weight"] = matrix(HIDDEN, 48)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{layer}{name}.weight"] = scale(HIDDEN)
+    return tensors
+
+
+def make_draft(
+    directory: Path,
+    *,
+    layer_types: Sequence[str] | None = None,
+    window: int | None = None,
+    block: int = 8,
+    layer_ids: Sequence[int] = (0, 1, 3),
+    mask_token: int = MASK_TOKEN,
+    target_layers: int = LAYERS,
+    seed: int = 1,
+    bias: bool = False,
+    top: Mapping[str, Any] | None = None,
+    nested: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a random DFlash drafter in z-lab's format. top, nested: more keys of the config."""
+    layers = len(layer_types) if layer_types else 2
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = draft_tensors(layers=layers, captured=len(layer_ids), seed=seed, bias=bias)
+    save_file(tensors, directory / "model.safetensors")
+    config: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": "float32",
+        "block_size": block,
+        "num_target_layers": target_layers,
+        "dflash_config": {
+            "mask_token_id": mask_token,
+            "target_layer_ids": list(layer_ids),
+            **(nested or {}),
+        },
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "attention_bias": bias,
+        "vocab_size": VOCAB,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 50000.0,
+        "max_position_embeddings": 512,
+        **({"layer_types": list(layer_types)} if layer_types else {}),
+        **({"sliding_window": window} if window else {}),
+        **(top or {}),
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def pool_bytes(pages: int, page_size: int, *, drafter_layers: int = 0) -> int:
+    """kv_cache_memory for a tiny pair that gives just so many pages besides the reserved one."""
+    per_token = 2 * 2 * 16 * 4 * (LAYERS + drafter_layers)
+    return (pages + 1) * page_size * per_token
+
+
+def make_engine(
+    config: EngineConfig,
+    replace: Callable[[Parts, str], Proposer] | None = None,
+    *,
+    names: Sequence[str] = (),
+    **options: Any,
+) -> Engine:
+    """An engine; replace(parts, name) makes the proposer that stands in for each of `names`."""
+    resolved = resolve(config)
+    parts = build(resolved)
+    if replace is not None:
+        proposers = dict(parts.proposers.proposers)
+        for name in names:
+            proposers[name] = replace(parts, name)
+        parts.proposers = ProposerSet(proposers, parts.state, resolved.limits.max_model_len)
+    return Engine(resolved, parts=parts, **options)
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams | Sequence[SamplingParams],
+    *,
+    each_step: Callable[[list[Request]], None] | None = None,
+    most_steps: int = 3000,
+) -> list[list[int]]:
+    """The outputs of all prompts run together, siblings one after another.
+
+    After every step the engine checks itself, and the events told so far must add up to the
+    outputs; at the end it must be idle with every page back.
+    """
+    params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+    requests: list[Request] = []
+    for prompt, asked in zip(prompts, params, strict=True):
+        first: Request | None = None
+        for sibling in range(asked.n):
+            seed = first.seed if first is not None else None
+            first = engine.add(prompt, asked, sibling=sibling, seed=seed)
+            requests.append(first)
+    drain(engine, requests, each_step=each_step, most_steps=most_steps)
+    return [request.output_ids for request in requests]
+
+
+def drain(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    each_step: Callable[[list[Request]], None] | None = None,
+    most_steps: int = 3000,
+) -> None:
+    """Step until the engine is idle, distrusting each step."""
+    told: dict[Request, list[int]] = {request: [] for request in requests}
+    ended: set[Request] = set()
+    steps = 0
+    while engine.has_work:
+        for request, tokens, reason in engine.step():
+            assert request not in ended, "news of a request after its end"
+            told[request] += tokens
+            assert told[request] == request.output_ids
+            assert request.finish_reason == reason
+            if reason is not None:
+                ended.add(request)
+        engine.check()
+        if each_step is not None:
+            each_step(list(requests))
+        steps += 1
+        assert steps < most_steps, "the engine does not come to an end"
+    assert all(request in ended for request in requests)
+    assert engine.parts.pool.available == engine.parts.pool.capacity
+
+
+class Scripted:
+    """A proposer that knows the answers: what it says of each is up to `mangle`.
+
+    answers: a request's whole sequence, prompt included, as the target alone would write it.
+    mangle(request, start, drafts): the drafts to propose where `drafts` are the true ones behind
+    position `start`. Reads the device's lengths, so it serves at every depth of overlap.
+    """
+
+    needs_host_tokens = False
+
+    def __init__(
+        self,
+        state: DecodeState,
+        num_drafts: int,
+        mangle: Callable[[Request, int, list[int]], list[int]],
+    ):
+        self.state, self.num_drafts, self.mangle = state, num_drafts, mangle
+        self.capture: tuple[int, ...] = ()
+        self.answers: dict[Request, list[int]] = {}
+
+    def propose(self, plan: Any, spans: Sequence[int]) -> Any:
+        from strobe.step import Proposal
+
+        rows: list[list[int]] = []
+        for i in spans:
+            span = plan.spans[i]
+            start = int(self.state.length[span.slot])
+            answer = self.answers.get(span.request, [])
+            true = answer[start + 1 : start + 1 + self.num_drafts]
+            true = true + [0] * (self.num_drafts - len(true))
+            rows.append(self.mangle(span.request, start, true))
+        lengths = torch.tensor([len(row) for row in rows])
+        padded = [row + [0] * (self.num_drafts - len(row)) for row in rows]
+        return Proposal(torch.tensor(padded).view(len(rows), self.num_drafts), lengths)
+
+    def observe(self, batch: Any, hidden: Any) -> None:
+        pass
+
+
+def oracle(request: Request, start: int, drafts: list[int]) -> list[int]:
+    """Every draft right."""
+    return drafts
+
+
+def adversary(request: Request, start: int, drafts: list[int]) -> list[int]:
+    """Every draft wrong."""
+    return [(token + 1) % VOCAB for token in drafts]
+
+
+def wavering(request: Request, start: int, drafts: list[int]) -> list[int]:
+    """Right up to a place that changes from step to step, then wrong, then right again."""
+    place = (start * 7 + request.num_prompt * 3) % (len(drafts) + 2)
+    return [(t + 1) % VOCAB if i == place else t for i, t in enumerate(drafts)]

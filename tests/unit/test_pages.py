@@ -1,0 +1,325 @@
+"""Pages and leases: a state machine with simulated K/V, and the orders of calls that raise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from strobe.kv.lease import Lease, LeaseError, reserve_all
+from strobe.kv.pages import PagePool
+
+NUM_PAGES, SIZE, LIMIT = 11, 3, 17
+GARBAGE = ("rejected",)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """What one lease should hold. length: the device's; steps: (reserved, kept) still open."""
+
+    lease: Lease
+    tokens: list[int]
+    length: int = 0
+    steps: list[tuple[int, int]] = field(default_factory=list)
+
+    def slot(self, position: int) -> tuple[int, int]:
+        return self.lease.pages[position // SIZE], position % SIZE
+
+    def pages_after(self, count: int) -> int:
+        """Pages the lease holds after a further reservation, by arithmetic of its own."""
+        covered = self.lease.length + sum(n for n, _ in self.steps) + count
+        return max(len(self.lease.pages), -(-min(covered, LIMIT) // SIZE))
+
+
+class Pages(RuleBasedStateMachine):
+    """Leases over one pool; `kv` is what the tensors would hold: each position's whole prefix."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = PagePool(NUM_PAGES, SIZE)
+        self.live: list[Sequence] = []
+        self.kv: dict[tuple[int, int], tuple[object, ...]] = {}
+
+    def held(self) -> set[int]:
+        return {page for sequence in self.live for page in sequence.lease.pages}
+
+    def pick(self, data: st.DataObject) -> Sequence:
+        return data.draw(st.sampled_from(self.live))
+
+    @rule(data=st.data(), cached=st.booleans())
+    def start(self, data: st.DataObject, cached: bool):
+        if len(self.live) >= 5:
+            return
+        tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=LIMIT - 1))
+        sequence = Sequence(Lease(self.pool, LIMIT), tokens)
+        if cached:
+            gained = sequence.lease.adopt(tokens)
+            assert gained == sequence.lease.length == len(sequence.lease.pages) * SIZE
+            assert gained < len(tokens)
+            sequence.length = gained
+        self.live.append(sequence)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject):
+        ready = [s for s in self.live if len(s.steps) < 2]
+        if not ready:
+            return
+        chosen = data.draw(st.lists(st.sampled_from(ready), unique_by=id, min_size=1))
+        wants = [(s, data.draw(st.integers(0, 7))) for s in chosen]
+        needed = sum(s.pages_after(n) - len(s.lease.pages) for s, n in wants)
+        room = NUM_PAGES - 1 - len(self.held())
+        before = [(list(s.lease.pages), s.lease.open, s.lease.num_open) for s in self.live]
+        assert self.pool.available == room
+        fits = reserve_all([(s.lease, n) for s, n in wants])
+        assert fits == (needed <= room)
+        if not fits:
+            after = [(s.lease.pages, s.lease.open, s.lease.num_open) for s in self.live]
+            assert after == before
+            assert self.pool.available == room
+            return
+        for sequence, count in wants:
+            self.run_step(data, sequence, count)
+
+    def run_step(self, data: st.DataObject, sequence: Sequence, count: int) -> None:
+        """The device runs at once: it writes every reserved position and keeps the first few."""
+        first = sequence.length
+        kept = data.draw(st.integers(0, min(count, LIMIT - first)))
+        while len(sequence.tokens) < first + kept + 1:
+            sequence.tokens.append(data.draw(st.integers(0, 1)))
+        for position in range(first, min(first + count, LIMIT)):
+            page, offset = sequence.slot(position)
+            assert self.pool.holders(page) == 1, "a shared page is written"
+            true = position < first + kept
+            self.kv[page, offset] = tuple(sequence.tokens[: position + 1]) if true else GARBAGE
+        sequence.length += kept
+        sequence.steps.append((count, kept))
+
+    @precondition(lambda self: any(s.steps for s in self.live))
+    @rule(data=st.data(), publish=st.booleans())
+    def commit(self, data: st.DataObject, publish: bool):
+        sequence = data.draw(st.sampled_from([s for s in self.live if s.steps]))
+        before = sequence.lease.length
+        _, kept = sequence.steps.pop(0)
+        sequence.lease.commit(kept)
+        assert sequence.lease.length == before + kept
+        if publish:
+            known = data.draw(st.integers(sequence.lease.length, len(sequence.tokens)))
+            sequence.lease.publish(sequence.tokens[:known])
+
+    @precondition(lambda self: any(s.steps for s in self.live))
+    @rule(data=st.data())
+    def rollback(self, data: st.DataObject):
+        sequence = data.draw(st.sampled_from([s for s in self.live if s.steps]))
+        _, kept = sequence.steps.pop()
+        sequence.length -= kept
+        sequence.lease.rollback()
+        covered = sequence.lease.length + sum(n for n, _ in sequence.steps)
+        assert len(sequence.lease.pages) == -(-min(covered, LIMIT) // SIZE)
+
+    @precondition(lambda self: any(not s.steps for s in self.live))
+    @rule(data=st.data(), resume=st.booleans())
+    def release(self, data: st.DataObject, resume: bool):
+        """Finish or preempt: a preempted sequence starts over, with what the cache still has."""
+        sequence = data.draw(st.sampled_from([s for s in self.live if not s.steps]))
+        sequence.lease.release()
+        assert sequence.lease.pages == []
+        self.live.remove(sequence)
+        if resume:
+            again = Sequence(Lease(self.pool, LIMIT), sequence.tokens)
+            again.length = again.lease.adopt(again.tokens)
+            self.live.append(again)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def calls_out_of_order_raise_and_change_nothing(self, data: st.DataObject):
+        sequence = self.pick(data)
+        lease, open_steps = sequence.lease, sequence.steps
+        wrong = []
+        if not open_steps:
+            wrong += [lambda: lease.commit(0), lease.rollback]
+        else:
+            most = open_steps[0][0]
+            wrong += [lease.release, lambda: lease.commit(most + 1), lambda: lease.commit(-1)]
+        if lease.pages or lease.length or open_steps:
+            wrong.append(lambda: lease.adopt([0] * LIMIT))
+        wrong.append(lambda: reserve_all([(lease, -1)]))
+        call = data.draw(st.sampled_from(wrong))
+        before = (list(lease.pages), lease.length, lease.open, lease.num_open, lease.released)
+        with pytest.raises(LeaseError):
+            call()
+        after = (lease.pages, lease.length, lease.open, lease.num_open, lease.released)
+        assert after == before
+
+    @invariant()
+    def the_pool_adds_up(self):
+        self.pool.check()
+        assert self.pool.available == NUM_PAGES - 1 - len(self.held())
+        holders: dict[int, int] = {}
+        for sequence in self.live:
+            for page in sequence.lease.pages:
+                holders[page] = holders.get(page, 0) + 1
+        assert all(self.pool.holders(page) == count for page, count in holders.items())
+        assert 0 not in holders, "the reserved page is held"
+
+    @invariant()
+    def every_kept_position_holds_its_own_prefix(self):
+        for sequence in self.live:
+            for position in range(sequence.length):
+                wanted = tuple(sequence.tokens[: position + 1])
+                assert self.kv[sequence.slot(position)] == wanted
+
+    @invariant()
+    def pages_still_to_be_written_are_private(self):
+        for sequence in self.live:
+            for page in sequence.lease.pages[sequence.lease.length // SIZE :]:
+                assert self.pool.holders(page) == 1
+
+    @invariant()
+    def pages_cover_what_is_reserved(self):
+        for sequence in self.live:
+            covered = sequence.lease.length + sequence.lease.open
+            assert len(sequence.lease.pages) * SIZE >= min(covered, LIMIT)
+
+    def teardown(self):
+        for sequence in self.live:
+            while sequence.steps:
+                sequence.lease.commit(sequence.steps.pop(0)[1])
+            sequence.lease.release()
+        self.pool.check()
+        assert self.pool.available == self.pool.capacity
+
+
+TestPages = Pages.TestCase
+TestPages.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def lease_with(pool: PagePool, tokens: list[int]) -> Lease:
+    """A lease that has run and published all of `tokens` but the last."""
+    lease = Lease(pool, 100)
+    done = lease.adopt(tokens)
+    assert reserve_all([(lease, len(tokens) - 1 - done)])
+    lease.commit(len(tokens) - 1 - done)
+    lease.publish(tokens)
+    return lease
+
+
+def test_nothing_may_follow_a_release():
+    pool = PagePool(5, 2)
+    lease = Lease(pool, 10)
+    assert reserve_all([(lease, 3)])
+    lease.commit(3)
+    lease.release()
+    for call in (
+        lease.release,
+        lambda: lease.commit(0),
+        lease.rollback,
+        lambda: lease.adopt([1, 2, 3]),
+        lambda: reserve_all([(lease, 1)]),
+    ):
+        with pytest.raises(LeaseError):
+            call()
+    pool.check()
+    assert pool.available == pool.capacity
+
+
+def test_a_refused_reservation_of_several_leases_changes_none_of_them():
+    pool = PagePool(4, 2)
+    first, second = Lease(pool, 10), Lease(pool, 10)
+    assert not reserve_all([(first, 4), (second, 4)])
+    assert (first.pages, second.pages, first.num_open, second.num_open) == ([], [], 0, 0)
+    assert reserve_all([(first, 4), (second, 2)])
+    assert pool.available == 0
+
+
+def test_positions_beyond_the_limit_need_no_pages():
+    pool = PagePool(4, 2)
+    lease = Lease(pool, 5)
+    assert reserve_all([(lease, 50)])
+    assert len(lease.pages) == 3
+    assert lease.open == 50
+
+
+def test_a_commit_moves_later_reservations_down_and_keeps_their_room():
+    pool = PagePool(9, 2)
+    lease = Lease(pool, 16)
+    assert reserve_all([(lease, 5)])
+    assert reserve_all([(lease, 5)])
+    assert len(lease.pages) == 5
+    lease.commit(1)
+    assert (lease.length, lease.open) == (1, 5)
+    lease.commit(5)
+    assert (lease.length, lease.open, len(lease.pages)) == (6, 0, 5)
+
+
+def test_a_full_cached_prompt_still_leaves_its_last_token_to_run():
+    pool = PagePool(9, 2)
+    lease_with(pool, [1, 2, 3, 4, 5]).release()
+    again = Lease(pool, 16)
+    assert again.adopt([1, 2, 3, 4]) == 2
+    longer = Lease(pool, 16)
+    assert longer.adopt([1, 2, 3, 4, 9]) == 4
+
+
+def test_a_page_is_found_only_behind_the_same_prefix():
+    pool = PagePool(9, 2)
+    lease_with(pool, [1, 2, 3, 4, 5]).release()
+    assert Lease(pool, 16).adopt([9, 2, 3, 4, 5]) == 0
+    assert Lease(pool, 16).adopt([3, 4, 5]) == 0
+    assert Lease(pool, 16).adopt([1, 2, 3, 9, 5]) == 2
+
+
+def test_tokens_of_eight_bytes_and_pages_of_one_token_have_keys_of_their_own():
+    pool = PagePool(9, 1)
+    keys = {pool.key(b"", [token]) for token in (0, 1, 255, 256, 2**31, 2**40)}
+    keys |= {pool.key(pool.key(b"", [0]), [0]), pool.key(b"", [0, 0])}
+    assert len(keys) == 8
+
+
+def test_the_same_content_run_twice_is_published_once():
+    pool = PagePool(9, 2)
+    one, two = Lease(pool, 16), Lease(pool, 16)
+    assert reserve_all([(one, 4), (two, 4)])
+    one.commit(4)
+    two.commit(4)
+    one.publish([1, 2, 3, 4])
+    two.publish([1, 2, 3, 4])
+    pool.check()
+    third = Lease(pool, 16)
+    third.adopt([1, 2, 3, 4, 5])
+    assert third.pages == one.pages
+    one.release()
+    two.release()
+    third.release()
+    pool.check()
+    assert pool.available == pool.capacity
+
+
+def test_the_least_recent_cached_page_goes_first_and_prefixes_outlive_their_ends():
+    pool = PagePool(5, 2)
+    lease_with(pool, [1, 2, 3, 4, 5]).release()
+    lease_with(pool, [6, 7, 8]).release()
+    lease_with(pool, [1, 2, 3]).release()
+    taken = Lease(pool, 16)
+    assert reserve_all([(taken, 4)])
+    assert Lease(pool, 16).adopt([1, 2, 3, 4, 5]) == 2
+    assert Lease(pool, 16).adopt([6, 7, 8]) == 2
+
+
+def test_pages_that_are_only_partly_committed_are_not_published():
+    pool = PagePool(9, 4)
+    lease = Lease(pool, 16)
+    assert reserve_all([(lease, 8)])
+    lease.commit(7)
+    lease.publish([1, 2, 3, 4, 5, 6, 7, 8])
+    other = Lease(pool, 16)
+    assert other.adopt([1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
+
+
+@pytest.mark.parametrize(("pages", "size"), [(1, 16), (0, 16), (2, 0)])
+def test_a_pool_that_can_hold_nothing_is_refused(pages: int, size: int):
+    with pytest.raises(ValueError, match="holds nothing"):
+        PagePool(pages, size)
