@@ -129,6 +129,11 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, "list token ids of the model's vocabulary.")
 
+    @property
+    def filters(self) -> bool:
+        """Whether sampling drops tokens before it draws."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed."""
         return replace(self, **changes)
@@ -193,6 +198,8 @@ class Request:
         self.stop_reason: int | str | None = None
         self.speculation = SpeculationCount()
         self.num_preemptions = 0
+
+        self.plainly_greedy = sampling.temperature == 0 and not sampling.min_tokens
 
     @property
     def num_output(self) -> int:

@@ -78,30 +78,38 @@ class Plan:
                 found.setdefault(span.request.method, []).append(i)
         return {method: tuple(indices) for method, indices in found.items()}
 
-    def shorten(self, known: tuple[int | None, ...] | None) -> Plan:
+    def shorten(self, known: tuple[int, ...] | None) -> Plan:
         """The plan without rows for drafts that the host knows were not proposed."""
         if known is None:
             return self
         spans = tuple(
             span
-            if length is None or length >= span.drafts
+            if length >= span.drafts
             else span._replace(drafts=length, rows=span.rows - span.drafts + length)
             for span, length in zip(self.spans, known, strict=True)
         )
         return replace(self, spans=spans)
 
 
+class Drafts(NamedTuple):
+    """What one proposer drafts for n spans: tokens [n, K'] int64 on the device; known: how many of
+    each row it means, where that is fewer than were asked for and the host knows it."""
+
+    tokens: Tensor
+    known: tuple[int, ...] | None = None
+
+
 @dataclass(frozen=True)
 class Proposal:
     """Draft tokens for the S spans of a plan.
 
-    tokens [S, K] int64 on the device; lengths [S] int64, how many of each row count. known: the
-    same lengths where the host knows them already, None where only the device does.
+    tokens [S, K] int64 on the device; lengths [S] int64, how many of each row count, None where
+    all do. known: the drafts per span that the host knows were made; None for "as planned".
     """
 
     tokens: Tensor
-    lengths: Tensor
-    known: tuple[int | None, ...] | None = None
+    lengths: Tensor | None = None
+    known: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,10 +121,9 @@ class Verdict:
 
 
 class HostVerdict(NamedTuple):
-    """A verdict on the host: per span, the tokens made and the drafts offered and accepted."""
+    """A verdict on the host: per span, the tokens made and how many of them were drafts."""
 
     tokens: list[list[int]]
-    drafted: list[int]
     accepted: list[int]
 
 

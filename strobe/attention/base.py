@@ -33,7 +33,9 @@ class AttentionInputs:
     """One ragged batch over the paged cache; lengths and positions live on the device.
 
     positions [T]; slots [T], where the rows' K/V go; ends [S], the first position no row of the
-    span may see; tables [S, columns], the spans' page tables. bounds: per group, a position that
+    span may see; tables [N, columns]: what to
+    add to a position in column position // page_size to get its slot; table_rows [S], the spans'
+    rows in it. bounds: per group, a position that
     no key of it reaches, as the host knows it.
     """
 
@@ -41,6 +43,7 @@ class AttentionInputs:
     slots: Tensor
     ends: Tensor
     tables: Tensor
+    table_rows: Tensor
     page_size: int
     groups: Sequence[Group]
     bounds: Sequence[int]

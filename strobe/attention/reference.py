@@ -18,21 +18,19 @@ class ReferencePlan:
 
     def __init__(self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]):
         self.inputs, self.store, self.masks = inputs, store, masks
-        self._keys = [self._key_slots(*pair) for pair in zip(inputs.groups, inputs.bounds, strict=True)]
+        self._keys = [
+            self._key_slots(*pair) for pair in zip(inputs.groups, inputs.bounds, strict=True)
+        ]
         self._bias: list[dict[LayerMask, Tensor]] = [{} for _ in inputs.groups]
 
     def _key_slots(self, group: Group, bound: int) -> Tensor:
         """[G, N]: the slot of each position below `bound`."""
-        size = self.inputs.page_size
+        inputs, size = self.inputs, self.inputs.page_size
         columns = -(-bound // size)
-        tables = self.inputs.tables
-        if tables.shape[0] != group.spans.shape[0]:
-            tables = tables[group.spans]
-        tables = tables[:, :columns]
-        if size == 1:
-            return tables
-        offsets = torch.arange(size, device=tables.device)
-        return (tables[:, :, None] * size + offsets).flatten(1)[:, :bound]
+        rows = inputs.table_rows if len(inputs.groups) == 1 else inputs.table_rows[group.spans]
+        entries = inputs.tables[:, :columns].index_select(0, rows)
+        positions = torch.arange(columns * size, device=entries.device).view(columns, size)
+        return (entries[:, :, None] + positions).flatten(1)[:, :bound]
 
     def _bias_of(self, index: int, mask: LayerMask, dtype: torch.dtype, repeats: int) -> Tensor:
         """[G, 1, repeats * Q or 1, N]: 0 where a row sees a key, -inf elsewhere."""

@@ -138,7 +138,7 @@ def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
     pool = PagePool(pages, limits.page_size)
     stores = {n: KVStore(spec, pages, limits.page_size, device) for n, spec in groups.items()}
     vocab = resolved.target.decoder.vocab_size
-    state = DecodeState(limits.max_num_seqs, limits.max_pages, vocab, device)
+    state = DecodeState(limits.max_num_seqs, reach, limits.page_size, vocab, device)
     backend = ReferenceBackend()
     proposers: dict[str, Proposer] = {
         "ngram": NgramProposer(limits.num_drafts, config.ngram_min, config.ngram_max, device)
@@ -150,7 +150,6 @@ def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
             stores["draft"],
             state,
             backend,
-            page_size=limits.page_size,
         )
         proposers["dflash"] = DFlashProposer(drafter, draft_runner, limits.num_drafts)
     held = ProposerSet(proposers, state, limits.max_model_len)
@@ -160,7 +159,6 @@ def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
         stores["target"],
         state,
         backend,
-        page_size=limits.page_size,
         capture=held.capture,
     )
     return Parts(runner, held, state, pool, stores)

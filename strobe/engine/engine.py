@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from strobe.config import EngineConfig
 from strobe.engine.build import Parts, Resolved, build, resolve
@@ -46,7 +45,7 @@ class Engine:
             draft_length=draft_length,
         )
         self.depth = self.config.overlap
-        self._flying: deque[tuple[Plan, Verdict, Tensor]] = deque()
+        self._flying: deque[tuple[Plan, Verdict]] = deque()
         self._numbers = itertools.count()
 
     @torch.inference_mode()
@@ -57,10 +56,10 @@ class Engine:
             self._flying.append(self.launch(plan))
         if not self._flying or (plan.spans and len(self._flying) < self.depth):
             return []
-        plan, verdict, drafted = self._flying.popleft()
-        return self.scheduler.commit(plan, to_host(verdict, drafted))
+        plan, verdict = self._flying.popleft()
+        return self.scheduler.commit(plan, to_host(verdict))
 
-    def launch(self, plan: Plan) -> tuple[Plan, Verdict, Tensor]:
+    def launch(self, plan: Plan) -> tuple[Plan, Verdict]:
         """Run one plan on the device; nothing here waits for a result."""
         self.state.apply(plan)
         proposal = self.proposers.propose(plan)  # tokens only
@@ -69,9 +68,9 @@ class Engine:
         out = self.runner.forward(batch)  # logits at the wanted rows, hidden at the captured layers
         self.proposers.observe(batch, out.hidden)  # the drafter's K/V, on the same pages
         rows, banned = self.state.sampling_rows(plan, batch)
-        verdict = verify(out.logits, proposal, batch.layout, rows, banned)
-        self.state.advance(batch.layout, batch, verdict)  # lengths and tails for the next step
-        return plan, verdict, proposal.lengths
+        verdict = verify(out.logits, proposal, batch.wanted, rows, banned)
+        self.state.advance(batch, verdict)  # lengths and tails for the next step
+        return plan, verdict
 
     @property
     def stats(self) -> EngineStats:

@@ -139,6 +139,7 @@ class Scheduler:
         events: list[TokenEvent] = []
         self.stats.steps += 1
         for i, (record, span) in enumerate(zip(self._flying.popleft(), plan.spans, strict=True)):
+            start = record.lease.length
             record.in_flight -= 1
             record.lease.commit(span.num_tokens + verdict.accepted[i])
             record.start += verdict.accepted[i]
@@ -146,8 +147,11 @@ class Scheduler:
                 self._release_if_landed(record)
                 continue
             if span.rows:
-                events.append(self._take(record, span, verdict, i))
-            if self.prefix_caching and not record.draining and not record.lease.released:
+                drafted = max(0, min(span.drafts, self.limits.max_model_len - 1 - start))
+                if drafted:
+                    self._count(record.request, drafted, verdict.accepted[i])
+                events.append(self._take(record, verdict.tokens[i]))
+            if self.prefix_caching and not record.draining:
                 record.lease.publish(record.request.tokens)
         return events
 
@@ -232,49 +236,45 @@ class Scheduler:
         record.sent = len(pages)
         return PageWrite(record.slot, first, tuple(pages[first:])) if first < len(pages) else None
 
-    def _take(self, record: Record, span: Span, verdict: HostVerdict, i: int) -> TokenEvent:
+    def _take(self, record: Record, tokens: list[int]) -> TokenEvent:
         """Append the verdict's tokens up to the first one that ends the request."""
-        request, kept = record.request, list[int]()
-        for token in verdict.tokens[i]:
-            kept.append(token)
-            request.tokens.append(token)
-            reason = self._stop_reason(request, token)
-            if reason is not None:
-                request.finish_reason = reason
-                break
-        self.stats.generation_tokens += len(kept)
-        drafted = verdict.drafted[i]
-        if drafted:
-            self._count(request, drafted, verdict.accepted[i], len(kept))
-        if request.finish_reason is not None:
-            request.status = Status.FINISHED
+        request = record.request
+        count, reason = self._ending(request, tokens)
+        kept = tokens[:count]
+        request.tokens += kept
+        self.stats.generation_tokens += count
+        if reason is not None:
+            request.status, request.finish_reason = Status.FINISHED, reason
             self._leave(record)
-        return TokenEvent(request, kept, request.finish_reason)
+        return TokenEvent(request, kept, reason)
 
-    def _stop_reason(self, request: Request, token: int) -> FinishReason | None:
+    def _ending(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
+        """How many of `tokens` the request takes, and why it ends there, if it does."""
         sampling, made = request.sampling, request.num_output
-        if token in request.stop_ids and made > sampling.min_tokens:
-            if token in sampling.stop_token_ids:
-                request.stop_reason = token
-            return "stop"
-        if made == sampling.max_tokens or len(request.tokens) >= self.limits.max_model_len:
-            return "length"
-        return None
+        room = self.limits.max_model_len - len(request.tokens)
+        if sampling.max_tokens is not None:
+            room = min(room, sampling.max_tokens - made)
+        if not request.stop_ids.isdisjoint(tokens):
+            for i, token in enumerate(tokens[:room]):
+                if token in request.stop_ids and made + i >= sampling.min_tokens:
+                    if token in sampling.stop_token_ids:
+                        request.stop_reason = token
+                    return i + 1, "stop"
+        return (room, "length") if len(tokens) >= room else (len(tokens), None)
 
-    def _count(self, request: Request, drafted: int, accepted: int, committed: int) -> None:
+    def _count(self, request: Request, drafted: int, accepted: int) -> None:
         counts = request.speculation
         counts.add(drafted, accepted)
         self.stats.verified(drafted, accepted)
-        if not logger.isEnabledFor(logging.DEBUG):
-            return
-        logger.debug(
-            "verify request=%s accepted=%d/%d committed=%d acceptance_rate=%.3f",
-            request.id,
-            accepted,
-            drafted,
-            committed,
-            counts.accepted / counts.drafted,
-        )
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "verify request=%s accepted=%d/%d committed=%d acceptance_rate=%.3f",
+                request.id,
+                accepted,
+                drafted,
+                accepted + 1,
+                counts.accepted / counts.drafted,
+            )
 
     def _preempt(self, record: Record) -> None:
         """Take a running request's pages; it starts over from the tokens it has, first in line."""

@@ -9,7 +9,7 @@ Legend: S spans, T rows, R rows whose logits are wanted, K the longest draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,32 +18,30 @@ from torch import Tensor
 from strobe.attention.base import AttentionInputs, Group
 from strobe.step import Span
 
+_KEPT = 64
+
 
 class Layout:
     """The geometry of a batch, known to the host; the same for every step of steady decoding.
 
     slots [S]; counts [S], tokens appended for certain; sizes [S], rows per span; span_of_row,
-    offset [T]: which span a row belongs to and its place there; source [T]: its token's place in
-    (host tokens | tails [S] | drafts [S * K]); wanted [R]: rows with logits; grid [S, K + 1]: each
-    span's wanted rows among the R, R itself standing for "none".
+    offset [T]: which span a row belongs to and its place there; table_row [T]: where its span's
+    page table begins in the flattened tables; source [T]: its token's place in (host tokens |
+    tails [S] | drafts [S * K]).
     """
 
     def __init__(self, spans: Sequence[Span], width: int, columns: int, device: torch.device):
-        """width: K. columns: of the page table, reserved one included."""
+        """width: K. columns: of the page table."""
         self.device = device
-        num_spans = len(spans)
-        counts = [span.num_tokens for span in spans]
+        self.num_spans = len(spans)
         self.row_counts = [span.num_tokens + span.drafts for span in spans]
         num_host = sum(span.num_tokens for span in spans if span.tokens is not None)
         span_of_row: list[int] = []
         offset: list[int] = []
         source: list[int] = []
-        wanted: list[int] = []
-        wanted_span: list[int] = []
-        grid: list[list[int]] = []
         host = 0
         for i, span in enumerate(spans):
-            first, size = len(offset), self.row_counts[i]
+            size = self.row_counts[i]
             span_of_row += [i] * size
             offset += range(size)
             if span.tokens is None:
@@ -51,27 +49,19 @@ class Layout:
             else:
                 source += range(host, host + len(span.tokens))
                 host += len(span.tokens)
-            drafts = num_host + num_spans + i * width
+            drafts = num_host + self.num_spans + i * width
             source += range(drafts, drafts + span.drafts)
-            seen = len(wanted)
-            wanted += range(first + size - span.rows, first + size)
-            wanted_span += [i] * span.rows
-            grid.append(list(range(seen, seen + span.rows)) + [-1] * (width + 1 - span.rows))
-        self.num_rows, self.num_wanted = len(offset), len(wanted)
-        grid = [[self.num_wanted if j < 0 else j for j in row] for row in grid]
-        self.slots = self._tensor([span.slot for span in spans])
-        self.counts, self.sizes = self._tensor(counts), self._tensor(self.row_counts)
-        self.span_of_row, self.offset = self._tensor(span_of_row), self._tensor(offset)
-        self.table_row = self.span_of_row * columns
-        self.source, self.wanted = self._tensor(source), self._tensor(wanted)
-        self.wanted_slots = self.slots[self._tensor(wanted_span)]
-        regular = all(span.rows == width + 1 for span in spans)
-        self.grid = None if regular else self._tensor(grid)
-        self.all_wanted = self.num_wanted == self.num_rows
-        self.plain_source = source == list(range(num_host + num_spans * (1 + width)))
+        self.num_rows = len(offset)
+        self.uniform = all(s.tokens is None and s.drafts == width for s in spans)
+        self.slots = self.tensor([span.slot for span in spans])
+        self.counts = self.tensor([span.num_tokens for span in spans])
+        self.sizes = self.tensor(self.row_counts)
+        self.span_of_row, self.offset = self.tensor(span_of_row), self.tensor(offset)
+        self.table_row = self.slots[self.span_of_row] * columns
+        self.source = self.tensor(source)
         self.groups = self._groups()
 
-    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    def tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _groups(self) -> list[Group]:
@@ -85,7 +75,9 @@ class Layout:
         groups: list[Group] = []
         for members in buckets.values():
             longest = max(self.row_counts[i] for i in members)
-            rows, flat, target = [], [], []
+            rows: list[list[int]] = []
+            flat: list[int] = []
+            target: list[int] = []
             for g, i in enumerate(members):
                 size, first = self.row_counts[i], firsts[i]
                 rows.append([first + min(j, size - 1) for j in range(longest)])
@@ -93,28 +85,82 @@ class Layout:
                 target += range(first, first + size)
             groups.append(
                 Group(
-                    spans=self._tensor(members),
-                    rows=self._tensor(rows),
-                    flat=None if len(flat) == len(members) * longest else self._tensor(flat),
-                    target=self._tensor(target),
+                    spans=self.tensor(members),
+                    rows=self.tensor(rows),
+                    flat=None if len(flat) == len(members) * longest else self.tensor(flat),
+                    target=self.tensor(target),
                     members=tuple(members),
                 )
             )
         return groups
 
-    def pick_grid(self, picks: Tensor) -> Tensor:
+
+class WantedRows:
+    """Which rows of a layout give logits: each span's last `rows`.
+
+    index [R], None where every row is wanted; slots [R]; grid [S, K + 1]: each span's wanted rows
+    among the R, R itself standing for "none"; None where they are a plain rectangle.
+    """
+
+    def __init__(self, layout: Layout, rows: Sequence[int], width: int):
+        index: list[int] = []
+        owner: list[int] = []
+        grid: list[list[int]] = []
+        total, first = sum(rows), 0
+        for i, (size, count) in enumerate(zip(layout.row_counts, rows, strict=True)):
+            seen = len(index)
+            index += range(first + size - count, first + size)
+            owner += [i] * count
+            grid.append([*range(seen, seen + count), *[total] * (width + 1 - count)])
+            first += size
+        self.num_spans = layout.num_spans
+        self.index = None if total == layout.num_rows else layout.tensor(index)
+        self.slots = layout.slots[layout.tensor(owner)]
+        self.grid = None if total and min(rows) == width + 1 else layout.tensor(grid)
+
+    def of(self, rows: Tensor) -> Tensor:
+        """The wanted ones of T rows."""
+        return rows if self.index is None else rows.index_select(0, self.index)
+
+    def by_span(self, picks: Tensor) -> Tensor:
         """Tokens of the R wanted rows -> [S, K + 1], 0 where a span has no such row."""
         if self.grid is None:
-            return picks.view(len(self.row_counts), -1)
+            return picks.view(self.num_spans, -1)
         return torch.cat([picks, picks.new_zeros(1)])[self.grid]
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where a layout's rows stand now: start [S], positions with K/V before the batch; positions,
+    slots [T]; ends [S], start plus the span's rows."""
+
+    start: Tensor
+    positions: Tensor
+    slots: Tensor
+    ends: Tensor
+
+
+class Kept:
+    """A few values by key, the oldest dropped first: layouts repeat while requests decode."""
+
+    def __init__(self) -> None:
+        self._values: dict[Hashable, object] = {}
+
+    def get(self, key: Hashable) -> object | None:
+        return self._values.get(key)
+
+    def put(self, key: Hashable, value: object) -> None:
+        if len(self._values) >= _KEPT:
+            self._values.pop(next(iter(self._values)))
+        self._values[key] = value
+
+
+@dataclass(frozen=True)
 class Batch:
-    """One forward's inputs: ids, positions, slots [T]; start [S], positions with K/V before it."""
+    """One forward's inputs: ids [T] at their places, and the rows that give logits."""
 
     layout: Layout
+    places: Places
+    wanted: WantedRows
     ids: Tensor
-    positions: Tensor
-    start: Tensor
     attention: AttentionInputs

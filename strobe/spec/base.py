@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strobe.runner.batch import Batch
 from strobe.runner.state import DecodeState
-from strobe.step import Plan, Proposal
+from strobe.step import Drafts, Plan, Proposal
 
 
 class Proposer(Protocol):
@@ -24,8 +24,8 @@ class Proposer(Protocol):
     capture: tuple[int, ...]
     needs_host_tokens: bool
 
-    def propose(self, plan: Plan, spans: Sequence[int]) -> Proposal:
-        """Drafts for `spans` of the plan: tokens [len(spans), K'] with K' >= each span's drafts."""
+    def propose(self, plan: Plan, spans: Sequence[int]) -> Drafts:
+        """Drafts for `spans` of the plan, as many as each one asks for unless `known` says."""
         ...
 
     def observe(self, batch: Batch, hidden: Tensor | None) -> None:
@@ -41,11 +41,10 @@ class NoProposer:
     needs_host_tokens = False
 
     def __init__(self, device: torch.device):
-        self.device = device
+        self.nothing = torch.zeros(1, 0, dtype=torch.int64, device=device)
 
-    def propose(self, plan: Plan, spans: Sequence[int]) -> Proposal:
-        tokens = torch.zeros(len(spans), 0, dtype=torch.int64, device=self.device)
-        return Proposal(tokens, torch.zeros(len(spans), dtype=torch.int64, device=self.device))
+    def propose(self, plan: Plan, spans: Sequence[int]) -> Drafts:
+        return Drafts(self.nothing.expand(len(spans), 0))
 
     def observe(self, batch: Batch, hidden: Tensor | None) -> None:
         pass
@@ -59,46 +58,51 @@ class ProposerSet:
         self.proposers, self.state, self.limit = proposers, state, limit
         self.plain = NoProposer(state.device)
         self.capture = next((p.capture for p in proposers.values() if p.capture), ())
-        self._allowed_key: tuple[int, ...] = ()
-        self._allowed_value = torch.zeros(0, dtype=torch.int64, device=state.device)
 
     def propose(self, plan: Plan) -> Proposal:
-        """Drafts for all S spans: tokens [S, K], K the longest draft that may count."""
-        chosen = plan.methods
-        if not chosen:
-            return self.plain.propose(plan, range(len(plan.spans)))
-        parts = [(m, self.proposers[name].propose(plan, m)) for name, m in chosen.items()]
-        proposal = parts[0][1] if len(parts[0][0]) == len(plan.spans) else self._join(plan, parts)
-        known = proposal.known
-        width = plan.shorten(known).num_drafts if known else plan.num_drafts
-        lengths = torch.minimum(proposal.lengths, self._allowed(plan))
-        if any(span.bound + span.drafts >= self.limit for span in plan.spans):
+        """Drafts for all S spans: tokens [S, K], K the longest draft that was made."""
+        parts = [
+            (members, self.proposers[name].propose(plan, members))
+            for name, members in plan.methods.items()
+        ]
+        if len(parts) == 1 and len(parts[0][0]) == len(plan.spans):
+            drafts = parts[0][1]
+        elif parts:
+            drafts = self._join(plan, parts)
+        else:
+            drafts = self.plain.propose(plan, range(len(plan.spans)))
+        counts = [span.drafts for span in plan.spans]
+        if drafts.known is not None:
+            counts = [min(pair) for pair in zip(counts, drafts.known, strict=True)]
+        width = max(counts)
+        tokens = drafts.tokens[:, :width] if drafts.tokens.shape[1] > width else drafts.tokens
+        return Proposal(tokens, self._lengths(plan, counts, width), drafts.known)
+
+    def _lengths(self, plan: Plan, counts: list[int], width: int) -> Tensor | None:
+        """[S] drafts that count, or None where every row is full."""
+        near = any(s.drafts and s.bound + s.drafts >= self.limit for s in plan.spans)
+        if not near and min(counts) == width:
+            return None
+        lengths = torch.tensor(counts, device=self.state.device)
+        if near:
             slots = torch.tensor([span.slot for span in plan.spans], device=self.state.device)
             room = self.limit - 1 - self.state.length[slots]
             lengths = torch.minimum(lengths, room.clamp_min(0))
-        return Proposal(proposal.tokens[:, :width], lengths, known)
+        return lengths
 
-    def _allowed(self, plan: Plan) -> Tensor:
-        key = tuple(span.drafts for span in plan.spans)
-        if key != self._allowed_key:
-            self._allowed_key = key
-            self._allowed_value = torch.tensor(key, device=self.state.device)
-        return self._allowed_value
-
-    def _join(self, plan: Plan, parts: Sequence[tuple[Sequence[int], Proposal]]) -> Proposal:
-        """Put the parts' rows at their spans' places, zero length elsewhere."""
-        spans, width, device = len(plan.spans), plan.num_drafts, self.state.device
-        tokens = torch.zeros(spans, width, dtype=torch.int64, device=device)
-        lengths = torch.zeros(spans, dtype=torch.int64, device=device)
-        known: list[int | None] = [None] * spans
+    def _join(self, plan: Plan, parts: Sequence[tuple[Sequence[int], Drafts]]) -> Drafts:
+        """Put the parts' rows at their spans' places, zero elsewhere."""
+        device = self.state.device
+        tokens = torch.zeros(len(plan.spans), plan.num_drafts, dtype=torch.int64, device=device)
+        known = [span.drafts for span in plan.spans]
         for members, part in parts:
+            columns = min(plan.num_drafts, part.tokens.shape[1])
             index = torch.tensor(members, device=device)
-            columns = min(width, part.tokens.shape[1])
             tokens[index, :columns] = part.tokens[:, :columns]
-            lengths[index] = part.lengths
-            for place, i in enumerate(members):
-                known[i] = part.known[place] if part.known is not None else None
-        return Proposal(tokens, lengths, tuple(known))
+            if part.known is not None:
+                for i, length in zip(members, part.known, strict=True):
+                    known[i] = length
+        return Drafts(tokens, tuple(known))
 
     def observe(self, batch: Batch, hidden: Tensor | None) -> None:
         """Show the forward to every proposer, whatever each request drafts with."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from strobe.models.dflash import DFlash
 from strobe.runner.batch import Batch
 from strobe.runner.runner import ModelRunner
-from strobe.step import Plan, Proposal, Span
+from strobe.sampling.sampler import argmax
+from strobe.step import Drafts, Plan, Proposal, Span
 
 
 class DFlashProposer:
@@ -28,29 +29,23 @@ class DFlashProposer:
         self.num_drafts = num_drafts
         self.capture = model.config.capture
         self.block = model.config.block_size
-        self._masks: dict[int, Proposal] = {}
+        shape = (runner.state.length.shape[0], self.block - 1)
+        mask, device = model.config.mask_token_id, runner.state.device
+        self._masks = torch.full(shape, mask, dtype=torch.int64, device=device)
 
-    def propose(self, plan: Plan, spans: Sequence[int]) -> Proposal:
+    def propose(self, plan: Plan, spans: Sequence[int]) -> Drafts:
         """The drafter's most probable token at each mask slot; tokens [len(spans), B - 1]."""
         drafts = self.block - 1
+        chosen = [plan.spans[i] for i in spans]
         blocks = tuple(
-            plan.spans[i]._replace(tokens=None, drafts=drafts, rows=drafts) for i in spans
+            Span(s.request, s.slot, s.start, s.bound, None, drafts, drafts) for s in chosen
         )
-        batch = self.runner.prepare(Plan(blocks), self._mask_proposal(blocks))
-        logits = self.runner.forward(batch).logits
-        tokens = logits.argmax(-1).view(len(blocks), drafts)
-        return Proposal(tokens, self._mask_proposal(blocks).lengths)
+        masks = Proposal(self._masks[: len(blocks)])
+        batch = self.runner.prepare(Plan(blocks), masks)
+        return Drafts(argmax(self.runner.forward(batch).logits).view(len(blocks), drafts))
 
     def observe(self, batch: Batch, hidden: Tensor | None) -> None:
         """Write the context K/V of every row, rejected ones included: they are never read."""
         assert hidden is not None, "the target's runner captures nothing"
-        keys, values = self.model.context_kv(hidden, batch.positions)
+        keys, values = self.model.context_kv(hidden, batch.places.positions)
         self.runner.store.write_all(batch.attention.slots, keys, values)
-
-    def _mask_proposal(self, blocks: Sequence[Span]) -> Proposal:
-        count, drafts = len(blocks), self.block - 1
-        if count not in self._masks:
-            device = self.runner.state.device
-            tokens = torch.full((count, drafts), self.model.config.mask_token_id, device=device)
-            self._masks[count] = Proposal(tokens, torch.full((count,), drafts, device=device))
-        return self._masks[count]

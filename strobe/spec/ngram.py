@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strobe.request import Request
 from strobe.runner.batch import Batch
-from strobe.step import Plan, Proposal
+from strobe.step import Drafts, Plan
 
 
 class _Index:
@@ -47,18 +47,13 @@ class NgramProposer:
         self.device = device
         self._indices: WeakKeyDictionary[Request, _Index] = WeakKeyDictionary()
 
-    def propose(self, plan: Plan, spans: Sequence[int]) -> Proposal:
+    def propose(self, plan: Plan, spans: Sequence[int]) -> Drafts:
         """tokens [len(spans), longest found]; `known` carries each one's length."""
         found = [self._find(plan.spans[i].request, plan.spans[i].drafts) for i in spans]
         width = max(len(drafts) for drafts in found)
         padded = [drafts + [0] * (width - len(drafts)) for drafts in found]
-        lengths = [len(drafts) for drafts in found]
         tokens = torch.tensor(padded, dtype=torch.int64, device=self.device)
-        return Proposal(
-            tokens.view(len(found), width),
-            torch.tensor(lengths, device=self.device),
-            tuple(lengths),
-        )
+        return Drafts(tokens.view(len(found), width), tuple(len(drafts) for drafts in found))
 
     def observe(self, batch: Batch, hidden: Tensor | None) -> None:
         pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strobe.runner.batch import Layout
+from strobe.runner.batch import WantedRows
 from strobe.sampling.sampler import SamplingRows, sample
 from strobe.step import Proposal, Verdict
 
@@ -13,12 +13,12 @@ from strobe.step import Proposal, Verdict
 def verify(
     logits: Tensor,
     proposal: Proposal,
-    layout: Layout,
+    wanted: WantedRows,
     rows: SamplingRows | None = None,
     banned: Tensor | None = None,
 ) -> Verdict:
     """logits [R, V] of a batch's wanted rows -> what its S spans keep of the proposal."""
-    return match_prefix(layout.pick_grid(sample(logits, rows, banned)), proposal)
+    return match_prefix(wanted.by_span(sample(logits, rows, banned)), proposal)
 
 
 def match_prefix(picks: Tensor, proposal: Proposal) -> Verdict:
@@ -31,7 +31,9 @@ def match_prefix(picks: Tensor, proposal: Proposal) -> Verdict:
     """
     drafts = proposal.tokens
     if not drafts.shape[1]:
-        return Verdict(picks, proposal.lengths)
-    rank = torch.arange(drafts.shape[1], device=drafts.device)
-    matched = (drafts == picks[:, :-1]) & (rank < proposal.lengths[:, None])
+        return Verdict(picks, picks.new_zeros(picks.shape[0]))
+    matched = drafts == picks[:, :-1]
+    if proposal.lengths is not None:
+        rank = torch.arange(drafts.shape[1], device=drafts.device)
+        matched = matched & (rank < proposal.lengths[:, None])
     return Verdict(picks, matched.cumprod(-1).sum(-1))
