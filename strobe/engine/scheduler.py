@@ -156,14 +156,25 @@ class Scheduler:
         return events
 
     def cancel(self, plan: Plan) -> None:
-        """Give up the newest plan, whose step did not run."""
+        """Give up the newest plan, whose step did not run: whom it admitted waits again, and the
+        next plan tells the device every page anew, since it may not have seen this one's."""
+        if not plan.spans:
+            return
+        admitted = {request for _, request, _ in plan.admitted}
+        back: list[Record] = []
         for record, span in zip(self._flying.pop(), plan.spans, strict=True):
             record.in_flight -= 1
             record.lease.rollback()
-            record.sent = min(record.sent, len(record.lease.pages))
+            record.sent = 0
             record.start -= span.num_tokens
             if record.draining:
                 self._release_if_landed(record)
+            elif record.request in admitted:
+                back.append(record)
+        for record in reversed(back):
+            record.request.status = Status.WAITING
+            self._leave(record)
+            self.waiting.appendleft(record.request)
 
     def check(self) -> None:
         """Raises AssertionError where bookkeeping disagrees with itself."""
