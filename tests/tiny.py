@@ -17,6 +17,7 @@ from strobe.engine.engine import Engine
 from strobe.request import Request, SamplingParams
 from strobe.runner.state import DecodeState
 from strobe.spec.base import Proposer, ProposerSet
+from strobe.step import Drafts
 
 VOCAB = 61
 HIDDEN = 32
@@ -255,8 +256,6 @@ class Scripted:
         self.answers: dict[Request, list[int]] = {}
 
     def propose(self, plan: Any, spans: Sequence[int]) -> Any:
-        from strobe.step import Proposal
-
         rows: list[list[int]] = []
         for i in spans:
             span = plan.spans[i]
@@ -265,9 +264,7 @@ class Scripted:
             true = answer[start + 1 : start + 1 + self.num_drafts]
             true = true + [0] * (self.num_drafts - len(true))
             rows.append(self.mangle(span.request, start, true))
-        lengths = torch.tensor([len(row) for row in rows])
-        padded = [row + [0] * (self.num_drafts - len(row)) for row in rows]
-        return Proposal(torch.tensor(padded).view(len(rows), self.num_drafts), lengths)
+        return Drafts(torch.tensor(rows).view(len(rows), self.num_drafts))
 
     def observe(self, batch: Any, hidden: Any) -> None:
         pass
