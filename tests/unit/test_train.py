@@ -45,7 +45,12 @@ from strobe.train.loss import (
     dpace_weights,
     measure_slots,
 )
-from strobe.train.regenerate import prompts, regenerate
+from strobe.train.regenerate import (
+    RegenerateSettings,
+    engine_answer,
+    prompts,
+    regenerate,
+)
 from strobe.train.settings import DraftShape, Objective, Schedule, TrainSettings
 from strobe.train.trainer import Trainer, learning_rate, split_heldout
 
@@ -622,6 +627,46 @@ def test_the_command_trains_resumes_and_writes_a_drafter(tmp_path: Path) -> None
     train(replace(run, resume=True))  # nothing is left to do: the drafter is written again
     with pytest.raises(ValueError, match=r"written with seed = 0, not 1"):
         train(replace(run, resume=True, seed=1))
+
+
+def test_the_engine_accepts_what_the_walk_counted(tmp_path: Path) -> None:
+    from strobe import LLM, SamplingParams
+
+    directory, drafter, output = tmp_path / "target", tmp_path / "draft", tmp_path / "out.jsonl"
+    saved_target(directory)
+    saved_tokenizer(directory)
+    asked = [list(s.ids[:5]) for s in samples(6)]
+    answers = engine_answer(RegenerateSettings(directory, tmp_path, output, max_tokens=24))
+    regenerate(asked, answers, output, at_once=4)
+    data = read_samples(output, None, vocabulary=VOCABULARY, eos_ids=(1,), max_length=64)
+    assert len(data) == 6
+    target = load_target(
+        directory,
+        load_target_config(directory),
+        max_positions=POSITIONS,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    draft = tiny_draft(target)
+    run = settings()
+    run = replace(run, schedule=replace(run.schedule, steps=40, batch_size=6, anchors=16))
+    trainer = Trainer(target, draft, run, data)
+    while trainer.done < trainer.total:
+        trainer.step()
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    save_draft(draft, drafter, {"eos_token_id": 1})
+    counted = batch_acceptance(draft, target, trainer.corpus.batch(torch.arange(6)))
+    llm = LLM(str(directory), str(drafter), dtype="float32")
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
+    for sample, mine, made in zip(data, counted, outputs, strict=True):
+        assert list(sample.ids[5:]) == made.outputs[0].token_ids
+        report = made.outputs[0].speculation
+        assert report is not None
+        assert (report.steps, report.accepted_per_position) == (mine.steps, mine.accepted)
+    assert sum(sum(mine.accepted) for mine in counted) > 6
 
 
 # Settings
