@@ -12,9 +12,7 @@ tokens to a sequence and give logits at its last rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -64,19 +62,19 @@ class Plan:
     pages: tuple[PageWrite, ...] = ()
     admitted: tuple[tuple[int, Request, int], ...] = ()
 
-    @cached_property
+    @property
     def num_drafts(self) -> int:
         """The longest draft of any span."""
-        return max((span.drafts for span in self.spans), default=0)
+        return max([span.drafts for span in self.spans], default=0)
 
-    @cached_property
-    def methods(self) -> Mapping[str, tuple[int, ...]]:
+    @property
+    def methods(self) -> dict[str, list[int]]:
         """Spans that draft, by method."""
         found: dict[str, list[int]] = {}
         for i, span in enumerate(self.spans):
             if span.drafts:
                 found.setdefault(span.request.method, []).append(i)
-        return {method: tuple(indices) for method, indices in found.items()}
+        return found
 
     def shorten(self, known: tuple[int, ...] | None) -> Plan:
         """The plan without rows for drafts that the host knows were not proposed."""

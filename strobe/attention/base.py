@@ -32,8 +32,8 @@ class Group:
 class AttentionInputs:
     """One ragged batch over the paged cache; lengths and positions live on the device.
 
-    positions [T]; slots [T], where the rows' K/V go; ends [S], the first position no row of the
-    span may see; tables [N, columns]: what to
+    positions [T]; slots [T], where the rows' K/V go; starts [S, 1] and sizes [S]: a
+    span's rows see no key at starts + sizes or beyond; tables [N, columns]: what to
     add to a position in column position // page_size to get its slot; table_rows [S], the spans'
     rows in it. bounds: per group, a position that
     no key of it reaches, as the host knows it.
@@ -41,7 +41,8 @@ class AttentionInputs:
 
     positions: Tensor
     slots: Tensor
-    ends: Tensor
+    starts: Tensor
+    sizes: Tensor
     tables: Tensor
     table_rows: Tensor
     page_size: int

@@ -38,9 +38,11 @@ class ReferencePlan:
             group, inputs = self.inputs.groups[index], self.inputs
             key = torch.arange(self.inputs.bounds[index], device=inputs.positions.device)
             query = inputs.positions[group.rows][:, :, None]
-            hidden = key >= inputs.ends[group.spans][:, None, None]
             if mask.causal:
-                hidden = hidden | (key > query)
+                hidden = key > query
+            else:
+                ends = (inputs.starts[:, 0] + inputs.sizes)[group.spans]
+                hidden = key >= ends[:, None, None]
             if mask.window is not None:
                 hidden = hidden | (query - key >= mask.window)
                 if not mask.causal:

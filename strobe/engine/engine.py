@@ -48,7 +48,6 @@ class Engine:
         self._flying: deque[tuple[Plan, Verdict]] = deque()
         self._numbers = itertools.count()
 
-    @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         """Launch the next step, collect the oldest once `overlap` are in flight, tell the news."""
         plan = self.scheduler.plan()
@@ -59,6 +58,7 @@ class Engine:
         plan, verdict = self._flying.popleft()
         return self.scheduler.commit(plan, to_host(verdict))
 
+    @torch.inference_mode()
     def launch(self, plan: Plan) -> tuple[Plan, Verdict]:
         """Run one plan on the device; nothing here waits for a result."""
         self.state.apply(plan)
@@ -122,7 +122,7 @@ class Engine:
         self.scheduler.check()
         for record in self.scheduler.running:
             if not record.in_flight:
-                assert int(self.state.length[record.slot]) == record.lease.length
+                assert int(self.state.cursor[record.slot, 0]) == record.lease.length
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
         if not prompt_ids:

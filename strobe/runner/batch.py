@@ -24,7 +24,7 @@ _KEPT = 64
 class Layout:
     """The geometry of a batch, known to the host; the same for every step of steady decoding.
 
-    slots [S]; counts [S], tokens appended for certain; sizes [S], rows per span; span_of_row,
+    slots [S]; counts [S, 1], tokens appended for certain; sizes [S], rows per span; span_of_row,
     offset [T]: which span a row belongs to and its place there; table_row [T]: where its span's
     page table begins in the flattened tables; source [T]: its token's place in (host tokens |
     tails [S] | drafts [S * K]).
@@ -54,12 +54,18 @@ class Layout:
         self.num_rows = len(offset)
         self.uniform = all(s.tokens is None and s.drafts == width for s in spans)
         self.slots = self.tensor([span.slot for span in spans])
-        self.counts = self.tensor([span.num_tokens for span in spans])
+        self.counts = self.tensor([span.num_tokens for span in spans])[:, None]
         self.sizes = self.tensor(self.row_counts)
         self.span_of_row, self.offset = self.tensor(span_of_row), self.tensor(offset)
         self.table_row = self.slots[self.span_of_row] * columns
         self.source = self.tensor(source)
         self.groups = self._groups()
+
+    def positions(self, start: Tensor) -> Tensor:
+        """start [S, 1] -> the rows' positions [T]."""
+        if self.uniform:
+            return (start + self.offset.view(self.num_spans, -1)).view(-1)
+        return start[:, 0].index_select(0, self.span_of_row).add_(self.offset)
 
     def tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -131,13 +137,13 @@ class WantedRows:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a layout's rows stand now: start [S], positions with K/V before the batch; positions,
-    slots [T]; ends [S], start plus the span's rows."""
+    """Where a layout's rows stand now: start [S, 1], positions with K/V before the batch; tails
+    [S, 1], the spans' newest tokens; positions, slots [T]."""
 
     start: Tensor
+    tails: Tensor
     positions: Tensor
     slots: Tensor
-    ends: Tensor
 
 
 class Kept:

@@ -12,7 +12,7 @@ from strobe.attention.base import AttentionBackend, AttentionInputs
 from strobe.kv.store import KVStore
 from strobe.models.config import LayerMask
 from strobe.models.layers import Attend
-from strobe.runner.batch import Batch, Layout, WantedRows
+from strobe.runner.batch import Batch, Layout, Places, WantedRows
 from strobe.runner.state import DecodeState
 from strobe.step import Plan, Proposal
 
@@ -61,7 +61,8 @@ class ModelRunner:
         inputs = AttentionInputs(
             positions=places.positions,
             slots=places.slots,
-            ends=places.ends,
+            starts=places.start,
+            sizes=layout.sizes,
             tables=state.table,
             table_rows=layout.slots,
             page_size=state.page_size,
@@ -71,7 +72,7 @@ class ModelRunner:
                 for group in layout.groups
             ],
         )
-        return Batch(layout, places, wanted, self._ids(plan, layout, proposal), inputs)
+        return Batch(layout, places, wanted, self._ids(plan, layout, places, proposal), inputs)
 
     def forward(self, batch: Batch) -> Output:
         """Run the model over every row and its head over the wanted ones."""
@@ -79,13 +80,12 @@ class ModelRunner:
         x, hidden = self.model(batch.ids, batch.places.positions, attend, self.capture)
         return Output(self.model.head(batch.wanted.of(x)), hidden)
 
-    def _ids(self, plan: Plan, layout: Layout, proposal: Proposal) -> Tensor:
-        tails = self.state.tail.index_select(0, layout.slots)
+    def _ids(self, plan: Plan, layout: Layout, places: Places, proposal: Proposal) -> Tensor:
         if layout.uniform:
-            return torch.cat([tails[:, None], proposal.tokens], 1).view(-1)
+            return torch.cat([places.tails, proposal.tokens], 1).view(-1)
         host = [t for span in plan.spans if span.tokens is not None for t in span.tokens]
         known = torch.tensor(host, dtype=torch.int64, device=self.state.device)
-        every = torch.cat([known, tails, proposal.tokens.reshape(-1)])
+        every = torch.cat([known, places.tails[:, 0], proposal.tokens.reshape(-1)])
         return every.index_select(0, layout.source)
 
     def _layout(self, plan: Plan) -> tuple[Layout, WantedRows]:

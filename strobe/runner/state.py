@@ -15,8 +15,8 @@ from strobe.step import HostVerdict, Plan, Verdict
 class DecodeState:
     """One row per slot: tail token, length, page table, and sampling state.
 
-    length [N]: positions with K/V. tail [N]: the newest token, which has none. table [N, columns]:
-    what to add to a position in column position // page_size to get its slot in the KV stores;
+    cursor [N, 2]: positions with K/V, and the newest token, which has none. table [N, columns]: what
+    to add to a position in column position // page_size to get its slot in the KV stores;
     columns that were never given a page lead into page 0, which is never read.
     """
 
@@ -26,8 +26,7 @@ class DecodeState:
         """reach: one more than the highest position a row can take."""
         self.device, self.page_size, self.vocab_size = device, page_size, vocab_size
         columns = -(-reach // page_size)
-        self.length = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.tail = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.cursor = torch.zeros(num_slots, 2, dtype=torch.int64, device=device)
         unmapped = torch.arange(0, -columns, -1, dtype=torch.int64, device=device) * page_size
         self.table = unmapped.repeat(num_slots, 1)
         self.key = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -56,16 +55,17 @@ class DecodeState:
         """Where a layout's rows stand now; the same for a drafter's and a target's forward."""
         places = self._places.get(layout)
         if places is None:
-            start = self.length.index_select(0, layout.slots)
-            positions = start.index_select(0, layout.span_of_row).add_(layout.offset)
+            cursor = self.cursor.index_select(0, layout.slots)
+            start, tails = cursor[:, :1], cursor[:, 1:]
+            positions = layout.positions(start)
             entry = positions.div(self.page_size, rounding_mode="floor").add_(layout.table_row)
             slots = self.table.view(-1).index_select(0, entry).add_(positions)
-            places = self._places[layout] = Places(start, positions, slots, start + layout.sizes)
+            places = self._places[layout] = Places(start, tails, positions, slots)
         return places
 
     def _admit(self, slot: int, request: Request, length: int) -> None:
         sampling = request.sampling
-        self.length[slot] = length
+        self.cursor[slot, 0] = length
         if sampling.temperature > 0:
             self.key[slot] = stream_key(request.seed, request.sibling)
             self.top_k[slot] = max(sampling.top_k, 0)
@@ -74,7 +74,7 @@ class DecodeState:
         if sampling.min_tokens or self.stop_ids is not None:
             self.earliest_stop[slot] = request.num_prompt + sampling.min_tokens
             if self.stop_ids is None:
-                shape = (self.length.shape[0], self.vocab_size)
+                shape = (self.cursor.shape[0], self.vocab_size)
                 self.stop_ids = torch.zeros(shape, dtype=torch.bool, device=self.device)
             self.stop_ids[slot] = False
             ids = torch.tensor(sorted(request.stop_ids), dtype=torch.int64, device=self.device)
@@ -109,15 +109,15 @@ class DecodeState:
 
     def advance(self, batch: Batch, verdict: Verdict) -> None:
         """Move lengths and tail tokens on by what the verdict kept."""
-        slots = batch.layout.slots
-        length = (batch.places.start + batch.layout.counts).add_(verdict.accepted)
-        self.length.index_copy_(0, slots, length)
-        tail = verdict.tokens.gather(1, verdict.accepted[:, None])
-        self.tail.index_copy_(0, slots, tail[:, 0])
+        accepted = verdict.accepted[:, None]
+        length = (batch.places.start + batch.layout.counts).add_(accepted)
+        cursor = torch.cat([length, verdict.tokens.gather(1, accepted)], 1)
+        self.cursor.index_copy_(0, batch.layout.slots, cursor)
         self._places.clear()
 
 
 def to_host(verdict: Verdict) -> HostVerdict:
-    """A verdict as lists: the step's one transfer."""
-    rows: list[list[int]] = torch.cat([verdict.accepted[:, None], verdict.tokens], 1).tolist()
-    return HostVerdict([row[1 : 2 + row[0]] for row in rows], [row[0] for row in rows])
+    """A verdict as lists: the only transfer of a step."""
+    accepted: list[int] = verdict.accepted.tolist()
+    tokens: list[list[int]] = verdict.tokens.tolist()
+    return HostVerdict([t[: a + 1] for t, a in zip(tokens, accepted, strict=True)], accepted)

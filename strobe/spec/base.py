@@ -86,7 +86,7 @@ class ProposerSet:
         lengths = torch.tensor(counts, device=self.state.device)
         if near:
             slots = torch.tensor([span.slot for span in plan.spans], device=self.state.device)
-            room = self.limit - 1 - self.state.length[slots]
+            room = self.limit - 1 - self.state.cursor[slots, 0]
             lengths = torch.minimum(lengths, room.clamp_min(0))
         return lengths
 

@@ -29,7 +29,7 @@ class DFlashProposer:
         self.num_drafts = num_drafts
         self.capture = model.config.capture
         self.block = model.config.block_size
-        shape = (runner.state.length.shape[0], self.block - 1)
+        shape = (runner.state.cursor.shape[0], self.block - 1)
         mask, device = model.config.mask_token_id, runner.state.device
         self._masks = torch.full(shape, mask, dtype=torch.int64, device=device)
 
