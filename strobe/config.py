@@ -19,11 +19,12 @@ def parse_bytes(value: int | str) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", str(value).lower())
-    if isinstance(value, bool) or not match or not float(match[1]):
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if isinstance(value, bool) or size < 1:
         raise ValueError(
             f"kv_cache_memory is {value!r}, but must be a positive size such as 2GiB or 1073741824."
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    return size
 
 
 @dataclass(frozen=True)
