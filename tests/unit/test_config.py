@@ -1,0 +1,141 @@
+"""Settings: sizes, values by themselves, and values together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from strobe.config import EngineConfig, Limits, parse_bytes, resolve_limits
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (1, 1),
+        (1073741824, 2**30),
+        ("1073741824", 2**30),
+        ("1GiB", 2**30),
+        ("1gb", 2**30),
+        ("1G", 2**30),
+        (" 512 MiB ", 512 * 2**20),
+        ("512m", 512 * 2**20),
+        ("1.5k", 1536),
+        ("2T", 2**41),
+        ("7B", 7),
+    ],
+)
+def test_sizes_are_read_in_powers_of_two(text: int | str, size: int):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [0, -1, True, False, "", "0", "0G", "0.1", "-1G", "1X", "GiB", "1 2", "1e9", "nan", None],
+)
+def test_what_is_no_positive_size_is_refused_and_named(text: object):
+    with pytest.raises(ValueError, match="kv_cache_memory is") as caught:
+        parse_bytes(text)  # pyright: ignore[reportArgumentType]
+    assert repr(text) in str(caught.value)
+
+
+def test_the_defaults_are_sound():
+    config = EngineConfig()
+    assert config.check() is config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_seqs": True}, "max_num_seqs is True"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs is 1.5"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"num_drafts": 0}, "num_drafts is 0"),
+        ({"max_model_len": -3}, "max_model_len is -3"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"kv_cache_memory": "much"}, "kv_cache_memory is 'much'"),
+        ({"method": "eagle"}, "method is 'eagle'"),
+        ({"method": "dflash"}, "no drafter is named"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"device": "cuda:x"}, "device is 'cuda:x'"),
+        ({"overlap": 0}, "overlap is 0"),
+        ({"overlap": 3}, "overlap is 3"),
+        ({"ngram_min": 3, "ngram_max": 2}, "ngram_min is 3, above ngram_max 2"),
+        ({"ngram_min": 0}, "ngram_min is 0"),
+        ({"seed": "7"}, "seed is '7'"),
+        ({"seed": True}, "seed is True"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused_and_named(changes: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig().with_(**changes).check()
+
+
+def test_a_name_that_is_no_option_is_refused_with_the_options():
+    with pytest.raises(ValueError, match="page_sise is no engine option") as caught:
+        EngineConfig().with_(page_sise=3)
+    assert "page_size" in str(caught.value)
+
+
+def test_every_option_has_a_sentence_of_help():
+    for field in dataclasses.fields(EngineConfig):
+        assert field.metadata["help"].endswith("."), field.name
+
+
+def test_without_a_target_the_pair_in_the_box_is_named():
+    located = EngineConfig().located()
+    assert located.target.endswith("demo_pair/target")
+    assert str(located.draft).endswith("demo_pair/draft")
+    assert EngineConfig(method="ngram").located().draft is None
+    assert EngineConfig(method="none").located().draft is None
+    assert EngineConfig(draft="mine").located().draft == "mine"
+    assert EngineConfig(target="mine").located() == EngineConfig(target="mine")
+
+
+def limits(
+    *, model_max: int = 100, block: int | None = None, method: str = "none", **changes: object
+) -> Limits:
+    config = EngineConfig(target="t").with_(**changes)
+    return resolve_limits(config, model_max=model_max, drafter_block=block, method=method)
+
+
+def test_the_context_is_the_models_unless_it_is_asked_shorter():
+    assert limits().max_model_len == 100
+    assert limits(max_model_len=60).max_model_len == 60
+    with pytest.raises(ValueError, match=r"max_model_len is 101.*at most 100"):
+        limits(max_model_len=101)
+    with pytest.raises(ValueError, match="no room for an answer"):
+        limits(max_model_len=1)
+    assert limits(max_model_len=2).max_model_len == 2
+
+
+def test_the_drafts_are_the_drafters_block_less_one_unless_fewer_are_asked():
+    assert limits(block=16, method="dflash").num_drafts == 15
+    assert limits(block=16, method="dflash", num_drafts=3).num_drafts == 3
+    assert limits(block=16, method="dflash", num_drafts=15).num_drafts == 15
+    with pytest.raises(ValueError, match=r"num_drafts is 16.*1 to 15"):
+        limits(block=16, method="dflash", num_drafts=16)
+
+
+def test_prompt_lookup_has_a_default_of_its_own_and_plain_decoding_none():
+    assert limits(method="ngram").num_drafts == 8
+    assert limits(method="ngram", num_drafts=40).num_drafts == 40
+    assert limits(method="none").num_drafts == 0
+    with pytest.raises(ValueError, match="nothing drafts"):
+        limits(method="none", num_drafts=4)
+
+
+def test_the_row_budget_always_lets_every_request_verify_its_block():
+    assert limits().max_num_batched_tokens == 2048
+    assert limits(block=16, method="dflash", max_num_seqs=200).max_num_batched_tokens == 3200
+    exact = limits(block=16, method="dflash", max_num_seqs=4, max_num_batched_tokens=64)
+    assert exact.max_num_batched_tokens == 64
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens is 63.*raise it to 64"):
+        limits(block=16, method="dflash", max_num_seqs=4, max_num_batched_tokens=63)
+
+
+@pytest.mark.parametrize(("length", "size", "pages"), [(100, 16, 7), (96, 16, 6), (1, 256, 1)])
+def test_page_columns_cover_the_context(length: int, size: int, pages: int):
+    assert Limits(length, 1, 1, 0, size).max_pages == pages

@@ -1,0 +1,110 @@
+"""Prompt lookup against a search that is slow and obvious."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strobe.request import Request, SamplingParams
+from strobe.spec.ngram import NgramProposer
+from strobe.step import Plan, Span
+
+
+def proposer(shortest: int = 2, longest: int = 4, num_drafts: int = 8) -> NgramProposer:
+    return NgramProposer(num_drafts, shortest, longest, torch.device("cpu"))
+
+
+def request_with(tokens: list[int]) -> Request:
+    return Request("r", tokens, SamplingParams(), seed=0, method="ngram", num_drafts=8)
+
+
+def propose(
+    by: NgramProposer, requests: list[Request], drafts: list[int] | int = 8
+) -> list[list[int]]:
+    """The drafts of all requests, cut to the lengths that the proposer says it means."""
+    counts = [drafts] * len(requests) if isinstance(drafts, int) else drafts
+    spans = tuple(
+        Span(r, i, len(r.tokens) - 1, len(r.tokens) - 1, None, n, 1 + n)
+        for i, (r, n) in enumerate(zip(requests, counts, strict=True))
+    )
+    found = by.propose(Plan(spans), range(len(spans)))
+    assert found.known is not None
+    assert found.tokens.shape == (len(spans), max(found.known))
+    assert found.tokens.dtype == torch.int64
+    return [row[:n] for row, n in zip(found.tokens.tolist(), found.known, strict=True)]
+
+
+def obvious(tokens: list[int], shortest: int, longest: int, count: int) -> list[int]:
+    """What followed the last earlier occurrence of the longest tail that has one."""
+    for n in range(longest, shortest - 1, -1):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[-n:]:
+                return tokens[end : end + count]
+    return []
+
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+
+
+@settings(max_examples=300)
+@given(st.lists(TOKENS, min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 2), st.data())
+def test_drafts_are_what_followed_the_last_longest_match(
+    texts: list[list[int]], shortest: int, more: int, data: st.DataObject
+):
+    longest = shortest + more
+    by = proposer(shortest, longest)
+    requests = [request_with(text) for text in texts]
+    for _ in range(3):
+        counts = [data.draw(st.integers(1, 9)) for _ in requests]
+        wanted = [
+            obvious(r.tokens, shortest, longest, n) for r, n in zip(requests, counts, strict=True)
+        ]
+        assert propose(by, requests, counts) == wanted
+        for request in requests:
+            request.tokens += data.draw(st.lists(st.integers(0, 2), max_size=6))
+
+
+def test_a_longer_match_wins_over_a_later_one():
+    tokens = [1, 2, 3, 7, 9, 3, 8, 1, 2, 3]
+    assert propose(proposer(1, 3), [request_with(tokens)], 2) == [[7, 9]]
+    assert propose(proposer(1, 1), [request_with(tokens)], 2) == [[8, 1]]
+
+
+def test_the_tail_does_not_match_itself():
+    assert propose(proposer(2, 4), [request_with([1, 2, 3, 4])]) == [[]]
+
+
+def test_a_draft_may_run_into_the_tail_it_matched_and_ends_with_the_text():
+    assert propose(proposer(2, 2), [request_with([5, 5, 5])]) == [[5]]
+    assert propose(proposer(2, 2), [request_with([1, 2, 1, 2])]) == [[1, 2]]
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_text_shorter_than_the_shortest_match_has_no_draft(length: int):
+    assert propose(proposer(3, 4), [request_with([1] * length)]) == [[]]
+
+
+def test_requests_that_find_nothing_sit_beside_ones_that_do():
+    requests = [request_with([1, 2, 3]), request_with([4, 4, 4, 4]), request_with([9])]
+    assert propose(proposer(1, 2), requests, 3) == [[], [4], []]
+
+
+def test_each_request_drafts_from_its_own_text_only():
+    by = proposer(2, 2)
+    first, second = request_with([1, 2, 9, 1, 2]), request_with([1, 2, 8, 1, 2])
+    assert propose(by, [first, second], 1) == [[9], [8]]
+    assert propose(by, [second, first], 1) == [[8], [9]]
+
+
+def test_indices_go_with_their_requests():
+    by = proposer()
+    request = request_with([1, 2, 3, 1, 2])
+    propose(by, [request])
+    assert len(by._indices) == 1
+    del request
+    gc.collect()
+    assert len(by._indices) == 0
