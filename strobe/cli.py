@@ -9,7 +9,7 @@ import time
 from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
@@ -55,10 +55,14 @@ def _metavar(kind: Any) -> str | None:
     return names.get(parts[0]) if len(parts) == 1 else None
 
 
-EngineFlags: Any = _flags(EngineConfig, "EngineFlags", unset=False, omit=("seed",))
-SamplingFlags: Any = _flags(
-    SamplingParams, "SamplingFlags", unset=True, omit=("speculation", "skip_special_tokens")
-)
+if TYPE_CHECKING:
+    EngineFlags = Any
+    SamplingFlags = Any
+else:
+    EngineFlags = _flags(EngineConfig, "EngineFlags", unset=False, omit=("seed",))
+    SamplingFlags = _flags(
+        SamplingParams, "SamplingFlags", unset=True, omit=("speculation", "skip_special_tokens")
+    )
 Json = Annotated[bool, arg(help="Print one JSON object on standard output.")]
 Thinking = Annotated[bool, arg(help="Let the model think before it answers.")]
 Debug = Annotated[bool, arg(help="Log every verify step on standard error.")]

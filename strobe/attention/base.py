@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from strobe.attention.mask import LayerMask
 from strobe.kv.store import KVStore
-from strobe.models.config import LayerMask
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strobe.attention.base import AttentionInputs, Group
+from strobe.attention.mask import LayerMask
 from strobe.kv.store import KVStore
-from strobe.models.config import LayerMask
 
 
 class ReferencePlan:

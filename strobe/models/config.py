@@ -7,16 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class LayerMask:
-    """Which keys a query at position p may see, besides the bound of its own span.
-
-    causal: keys j <= p only. window: keys with p - j < window and, when not causal, j - p < window.
-    """
-
-    causal: bool = True
-    window: int | None = None
+from strobe.attention.mask import LayerMask
 
 
 @dataclass(frozen=True)

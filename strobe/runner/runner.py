@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from strobe.attention.base import AttentionBackend, AttentionInputs
+from strobe.attention.mask import LayerMask
 from strobe.kv.store import KVStore
-from strobe.models.config import LayerMask
 from strobe.models.layers import Attend
 from strobe.runner.batch import Batch, Layout, Places, WantedRows
 from strobe.runner.state import DecodeState

@@ -15,8 +15,8 @@ from strobe.step import HostVerdict, Plan, Verdict
 class DecodeState:
     """One row per slot: tail token, length, page table, and sampling state.
 
-    cursor [N, 2]: positions with K/V, and the newest token, which has none. table [N, columns]: what
-    to add to a position in column position // page_size to get its slot in the KV stores;
+    cursor [N, 2]: positions with K/V, and the newest token, which has none. table [N, columns]:
+    what to add to a position in column position // page_size to get its slot in the KV stores;
     columns that were never given a page lead into page 0, which is never read.
     """
 

@@ -1,0 +1,44 @@
+# `make demo` and `make test` need Python 3.11 or newer and nothing else installed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-gpu check format bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/strobe demo
+
+test: $(VENV)/.dev check
+	$(BIN)/python -m pytest
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/cpu.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -c "import sys; sys.exit('Strobe needs Python 3.11 or newer, this is ' + sys.version.split()[0] if sys.version_info < (3, 11) else 0)"
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(PIP) -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,16 @@
+"""What a query may see, as data. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """Which keys a query at position p may see, besides the bound of its own span.
+
+    causal: keys j <= p only. window: keys with p - j < window and, when not causal, j - p < window.
+    """
+
+    causal: bool = True
+    window: int | None = None
