@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
 
 settings.register_profile("strobe", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("strobe")
@@ -25,18 +26,11 @@ class Target:
     path: Path
 
 
-def _one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """The tiny target that most tests share."""
     from tiny import make_target
 
-    _one_thread()
     path = tmp_path_factory.mktemp("target")
     return Target(make_target(path), path)
 

@@ -1,0 +1,97 @@
+"""Sampling written out in plain Python: what the fast code must agree with."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from strobe.sampling.noise import stream_key
+from strobe.sampling.sampler import SamplingRows
+
+WORD = 2**64
+
+key_of = functools.cache(stream_key)
+
+
+def softmax(logits: Sequence[float], temperature: float) -> list[float]:
+    top = max(logits)
+    weights = [math.exp((x - top) / temperature) for x in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def kept(
+    probs: Sequence[float], top_k: int, top_p: float, min_p: float, *, slack: float = 0.0
+) -> set[int]:
+    """Token ids that pass all three filters, ties at the edge included.
+
+    slack > 0 keeps more, and < 0 fewer, where a sum or a product lies just at its border.
+    """
+    ordered = sorted(probs, reverse=True)
+    inside = ordered[:top_k] if 0 < top_k < len(ordered) else ordered
+    edge = inside[-1]
+    if top_p < 1:
+        mass, goal = 0.0, top_p * sum(inside)
+        for p in inside:
+            mass += p
+            if mass >= goal + slack:
+                edge = p
+                break
+    floor = min_p * ordered[0] * (1 - slack) - (1e-300 if slack > 0 else 0)
+    return {i for i, p in enumerate(probs) if p >= edge and p >= floor}
+
+
+def law(
+    logits: Sequence[float],
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> list[float]:
+    """The probabilities that a token is drawn with."""
+    probs = softmax(logits, temperature)
+    ids = kept(probs, top_k, top_p, min_p)
+    total = sum(probs[i] for i in ids)
+    return [p / total if i in ids else 0.0 for i, p in enumerate(probs)]
+
+
+def uniform(key: int, position: int) -> float:
+    """SplitMix64 at a counter, with Python's whole numbers."""
+    x = (key + position * 0x9E3779B97F4A7C15) % WORD
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % WORD
+    return ((x ^ (x >> 31)) >> 11) / 2**53
+
+
+def rows(
+    count: int,
+    *,
+    temperature: float | Sequence[float] = 1.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
+    seeds: Sequence[int] | None = None,
+    positions: Sequence[int] | int = 0,
+    siblings: Sequence[int] | int = 0,
+    filtered: bool = True,
+) -> SamplingRows:
+    """SamplingRows of so many rows; a single value serves all of them. seeds: 0, 1, 2, ..."""
+
+    def many(value: object) -> list:
+        return list(value) if isinstance(value, Sequence) else [value] * count
+
+    keys = [
+        key_of(seed, sibling)
+        for seed, sibling in zip(seeds or range(count), many(siblings), strict=True)
+    ]
+    return SamplingRows(
+        temperature=torch.tensor(many(temperature), dtype=torch.float32),
+        top_p=torch.tensor(many(top_p), dtype=torch.float32),
+        min_p=torch.tensor(many(min_p), dtype=torch.float32),
+        top_k=torch.tensor(many(top_k), dtype=torch.int64),
+        key=torch.tensor(keys, dtype=torch.int64),
+        position=torch.tensor(many(positions), dtype=torch.int64),
+        filtered=filtered,
+    )
