@@ -95,12 +95,31 @@ class HeldOut:
         }
 
 
+def pack(samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """Sequences as three tensors: all ids, and of each its length and its prompt's."""
+    return {
+        "ids": torch.tensor([i for s in samples for i in s.ids], dtype=torch.int16),
+        "lengths": torch.tensor([len(s.ids) for s in samples]),
+        "prompts": torch.tensor([s.supervised.index(True) for s in samples]),
+    }
+
+
+def unpack(tensors: dict[str, torch.Tensor]) -> list[Sample]:
+    """What `pack` packed."""
+    ids, at, samples = tensors["ids"].tolist(), 0, []
+    sizes = zip(tensors["lengths"].tolist(), tensors["prompts"].tolist(), strict=True)
+    for length, prompt in sizes:
+        samples.append(Sample.of(ids[at : at + prompt], ids[at + prompt : at + length]))
+        at += length
+    return samples
+
+
 def answers_of_target(
     target: Qwen3, options: argparse.Namespace, log: dict[str, Any]
 ) -> list[Sample]:
     """Training sequences, made or taken from the file an earlier run left."""
     if options.data is not None and options.data.exists():
-        return [Sample(*map(tuple, s)) for s in torch.load(options.data, weights_only=True)]
+        return unpack(load_file(options.data))
     prompts = training_prompts(
         options.target, options.sequences, seed=options.seed, workers=options.workers
     )
@@ -120,7 +139,7 @@ def answers_of_target(
     }
     say(f"answers: {log['answers']}")
     if options.data is not None:
-        torch.save([(list(s.ids), list(s.supervised)) for s in samples], options.data)
+        save_file(pack(samples), options.data)
     return samples
 
 
@@ -229,7 +248,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--anchors", type=int, default=32)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--generate-batch", type=int, default=4096)
-    parser.add_argument("--most", type=int, default=448, help="tokens of an answer")
+    parser.add_argument("--most", type=int, default=320, help="tokens of an answer")
     parser.add_argument("--heldout", type=int, default=50, help="tasks per family and mode")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=14)

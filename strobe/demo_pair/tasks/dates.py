@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date, timedelta
 
 from strobe.demo_pair.tasks.example import Example, chat, last_answer
@@ -142,7 +142,7 @@ def _some_day(rng: random.Random) -> date:
     return date(2001, 1, 1) + timedelta(days=rng.randrange(14600))
 
 
-Drawn = tuple[dict[str, object], str, str, str]  # slots, thoughts, lines of the answer, result
+Drawn = tuple[Mapping[str, object], str, str, str]  # slots, thoughts, lines of the answer, result
 
 
 def _after(rng: random.Random) -> Drawn:
