@@ -186,7 +186,11 @@ def load_target_config(directory: Path) -> TargetConfig:
             f"{path}: architecture {names[0]!r} (model_type {config.get('model_type')!r}) is not a "
             "supported target; Qwen3ForCausalLM is."
         )
+    config = {"sliding_window": 4096, "max_window_layers": 28, **config}
     types = _layer_types(config, path)
+    if not config.get("layer_types") and config.get("use_sliding_window"):  # older checkpoints
+        full = config["max_window_layers"] if config["sliding_window"] else len(types)
+        types = [t if i < full else "sliding_attention" for i, t in enumerate(types)]
     window = _window(config, path, types)
     masks = tuple(LayerMask(True, window if t == "sliding_attention" else None) for t in types)
     generation_path = directory / "generation_config.json"
