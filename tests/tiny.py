@@ -61,6 +61,16 @@ def make_target(directory: Path, *, seed: int = 0, shards: str | None = None, **
     return model
 
 
+def greedy(hf: Any, prompt: Sequence[int], count: int, **options: Any) -> list[int]:
+    """What transformers generates greedily, its end token included."""
+    ids = torch.tensor([list(prompt)])
+    mask = torch.ones_like(ids)  # or it would take token 0 for padding
+    out = hf.generate(
+        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0, **options
+    )
+    return out[0, ids.shape[1] :].tolist()
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Change or, with None, delete keys of a JSON file."""
     config = json.loads(path.read_text())
