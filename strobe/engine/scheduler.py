@@ -179,7 +179,7 @@ class Scheduler:
     def check(self) -> None:
         """Raises AssertionError where bookkeeping disagrees with itself."""
         self.pool.check()
-        held = [r for r in self._records.values()] + self._draining
+        held = [*self._records.values(), *self._draining]
         assert len({r.slot for r in held}) == len(held), "a slot is used twice"
         assert len(held) + len(self._slots) == self.limits.max_num_seqs, "a slot is lost"
         if not held:

@@ -97,8 +97,9 @@ class PagePool:
         """Raises AssertionError if free + held + cached is not all, or an index disagrees."""
         free, held, cached = set(self._free), set(self._holders), set(self._cached)
         assert len(free) == len(self._free), "a page is free twice"
-        assert not (free & held or free & cached or held & cached), "a page has two states"
+        states = len(free) + len(held) + len(cached)
         assert free | held | cached == set(range(1, self.num_pages)), "a page is lost"
+        assert states == self.capacity, "a page has two states"
         assert all(count > 0 for count in self._holders.values()), "a held page has no holder"
         assert {page: key for key, page in self._page_of.items()} == self._key_of
         assert set(self._key_of) <= held | cached, "a free page is indexed"

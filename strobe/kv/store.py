@@ -33,11 +33,12 @@ class KVStore:
         shape = (spec.layers, num_pages * page_size, 2, spec.kv_heads, spec.head_dim)
         self.data = torch.zeros(shape, dtype=spec.dtype, device=device)
         self._flat = [layer.flatten(1) for layer in self.data]
+        self._keys, self._values = [list(part) for part in self.data.unbind(2)]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """keys, values [T, Hkv, D] to slots [T]."""
-        rows = torch.cat([keys, values], 1)
-        self.data[layer].index_copy_(0, slots, rows.view(-1, 2, *keys.shape[1:]))
+        self._keys[layer].index_copy_(0, slots, keys)
+        self._values[layer].index_copy_(0, slots, values)
 
     def write_all(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """keys, values [T, L, Hkv, D] of every layer to slots [T]."""

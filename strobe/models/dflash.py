@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.models.config import DraftConfig
-from strobe.models.layers import Attend, DecoderLayer, RMSNorm, Rope, RotaryTable, rotate
+from strobe.models.layers import Attend, DecoderLayer, RMSNorm, Rope, RotaryTable, rotate, unit_rms
 
 
 class DFlash(nn.Module):
@@ -33,13 +33,13 @@ class DFlash(nn.Module):
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.rope = RotaryTable(decoder.head_dim, decoder.rope_theta, max_positions)
         self._shared = (embedding, head_weight)
-        self._context: tuple[Tensor, Tensor | None, Tensor] | None = None
+        self._context: tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None = None
 
     def fuse(self) -> None:
         """After loading: put the context products of all layers into one."""
         self._context = self._context_parts()
 
-    def _context_parts(self) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _context_parts(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """The key and value rows of every layer's product, its bias, and the key norms' weights."""
         width = self.config.decoder.num_heads * self.config.decoder.head_dim
         products = [attention.qkv_proj for attention in self._attentions]
@@ -47,17 +47,19 @@ class DFlash(nn.Module):
         bias = None
         if self.config.decoder.attention_bias:
             bias = torch.cat([product.bias[width:] for product in products])
-        scales: list[Tensor] = [attention.k_norm.weight for attention in self._attentions]
-        return weight, bias, torch.stack(scales)[:, None]
+        norms = [attention.k_norm for attention in self._attentions]
+        scales = [norm.weight if norm.fused is None else norm.fused[0] for norm in norms]
+        floor = None if norms[0].fused is None else norms[0].fused[1]
+        return weight, bias, torch.stack(scales)[:, None], floor
 
     def context_kv(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """features [T, n * H], positions [T] -> keys, values [T, L, Hkv, D] of all layers."""
         decoder = self.config.decoder
-        weight, bias, k_scale = self._context or self._context_parts()
+        weight, bias, k_scale, floor = self._context or self._context_parts()
         context = self.hidden_norm(self.fc(features))
         kv = F.linear(context, weight, bias)
         kv = kv.view(-1, decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
-        keys = F.rms_norm(kv[:, :, 0], (decoder.head_dim,), None, decoder.rms_norm_eps) * k_scale
+        keys = unit_rms(kv[:, :, 0], decoder.rms_norm_eps, floor) * k_scale
         cos, sin = self.rope(positions)
         rope: Rope = (cos[:, None], sin[:, None])
         return rotate(keys, rope), kv[:, :, 1]

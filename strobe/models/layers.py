@@ -24,16 +24,42 @@ Rope = tuple[Tensor, Tensor]
 """(cos, sin) [T, 1, D] of the rows' positions, the first half of sin negated; see `rotate`."""
 
 
+def unit_rms(x: Tensor, eps: float, floor: Tensor | None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension of size n.
+
+    With floor = sqrt(n eps) it is x / sqrt(|x|^2 + floor^2), and the caller multiplies by sqrt(n):
+    the same in half the operations, without the fp32 sums that lower precisions need.
+    """
+    if floor is None:
+        return F.rms_norm(x, x.shape[-1:], None, eps)
+    return x / torch.linalg.vector_norm(x, 2, -1, True).hypot_(floor)
+
+
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, the mean square taken in fp32 (Zhang and Sennrich, 2019)."""
+    """x / rms(x) * weight (Zhang and Sennrich, 2019)."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.fused: tuple[Tensor, Tensor] | None = None
+
+    def fuse(self) -> None:
+        """After loading, on a CPU in fp32: keep sqrt(n) * weight and sqrt(n eps)."""
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
+            size = self.weight.shape[0]
+            self.fused = self.weight * size**0.5, torch.tensor((size * self.eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if self.fused is None:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return unit_rms(x, self.eps, self.fused[1]).mul_(self.fused[0])
+
+
+def add_linear(residual: Tensor, x: Tensor, linear: nn.Linear) -> Tensor:
+    """residual + linear(x), the addition inside the product."""
+    out = torch.addmm(residual, x, linear.weight.t())
+    return out if linear.bias is None else out + linear.bias
 
 
 class RotaryTable(nn.Module):
@@ -78,23 +104,28 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * width, config.hidden_size, bias=bias)
         self.q_norm = RMSNorm(width, config.rms_norm_eps)
         self.k_norm = RMSNorm(width, config.rms_norm_eps)
-        self.qk_scale: Tensor | None = None
+        self.fused: tuple[Tensor, Tensor | None] | None = None
 
     def fuse(self) -> None:
         """After loading: lay the two norms' weights side by side, one row per head."""
-        self.qk_scale = self._scale().contiguous()
+        q, k = self.q_norm, self.k_norm
+        pair = (
+            (q.weight, k.weight) if q.fused is None or k.fused is None else (q.fused[0], k.fused[0])
+        )
+        floor = None if q.fused is None else q.fused[1]
+        self.fused = self._rows(*pair).contiguous(), floor
 
-    def _scale(self) -> Tensor:
-        q, k = self.q_norm.weight, self.k_norm.weight
+    def _rows(self, q: Tensor, k: Tensor) -> Tensor:
         return torch.cat([q.expand(self.q_heads, -1), k.expand(self.kv_heads, -1)])
 
-    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        heads = self.q_heads + self.kv_heads
+    def forward(self, x: Tensor, residual: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """x, residual [T, H] -> residual + attention(x)."""
+        q_heads, heads = self.q_heads, self.q_heads + self.kv_heads
         qkv = self.qkv_proj(x).view(x.shape[0], heads + self.kv_heads, self.head_dim)
-        scale = self._scale() if self.qk_scale is None else self.qk_scale
-        qk = rotate(F.rms_norm(qkv[:, :heads], (self.head_dim,), None, self.eps) * scale, rope)
-        out = attend(self.layer, qk[:, : self.q_heads], qk[:, self.q_heads :], qkv[:, heads:])
-        return self.o_proj(out)
+        scale, floor = self.fused or (self._rows(self.q_norm.weight, self.k_norm.weight), None)
+        qk = rotate(unit_rms(qkv[:, :heads], self.eps, floor) * scale, rope)
+        out = attend(self.layer, qk[:, :q_heads], qk[:, q_heads:], qkv[:, heads:])
+        return add_linear(residual, out, self.o_proj)
 
 
 class MLP(nn.Module):
@@ -105,9 +136,10 @@ class MLP(nn.Module):
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual [T, H] -> residual + mlp(x)."""
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(F.silu(gate) * up)
+        return add_linear(residual, F.silu(gate) * up, self.down_proj)
 
 
 class DecoderLayer(nn.Module):
@@ -119,8 +151,8 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn(self.input_layernorm(x), x, rope, attend)
+        return self.mlp(self.post_attention_layernorm(x), x)
 
 
 def fused_sources(name: str) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from strobe.models.config import DraftConfig, TargetConfig, read_json
 from strobe.models.dflash import DFlash
-from strobe.models.layers import Attention, RotaryTable, fused_sources
+from strobe.models.layers import Attention, RMSNorm, RotaryTable, fused_sources
 from strobe.models.qwen3 import Qwen3
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -124,6 +124,9 @@ def _finish(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None
     for part in module.modules():
         if isinstance(part, RotaryTable):
             part.to(dtype)
+        if isinstance(part, RMSNorm):
+            part.fuse()
+    for part in module.modules():
         if isinstance(part, Attention | DFlash):
             part.fuse()
 
