@@ -122,6 +122,12 @@ class Limits:
     max_num_batched_tokens: int
     num_drafts: int
     page_size: int
+    drafter_block: int = 0
+
+    @property
+    def block(self) -> int:
+        """Positions a drafting step may write: what is verified, and the drafter's own block."""
+        return max(1 + self.num_drafts, self.drafter_block)
 
     @property
     def max_pages(self) -> int:
@@ -169,4 +175,6 @@ def resolve_limits(
             f"{drafts} drafts each need {needed}; raise it to {needed}, or lower max_num_seqs or "
             "num_drafts."
         )
-    return Limits(length, config.max_num_seqs, budget, drafts, config.page_size)
+    return Limits(
+        length, config.max_num_seqs, budget, drafts, config.page_size, drafter_block or 0
+    )

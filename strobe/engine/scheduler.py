@@ -209,7 +209,7 @@ class Scheduler:
         """Positions to reserve: a drafting request always gets the whole block."""
         if span.tokens is not None:
             return len(span.tokens)
-        return 1 + self.limits.num_drafts if span.request.num_drafts else 1
+        return self.limits.block if span.request.num_drafts else 1
 
     def _reserve(self, chosen: list[tuple[Record, Span]]) -> list[tuple[Record, Span]]:
         """Reserve for all of them. Where pages run out the newest running request makes room, and
@@ -230,7 +230,7 @@ class Scheduler:
         start = lease.adopt(request.tokens) if self.prefix_caching else 0
         record = Record(request, self._slots[-1], lease, start, len(request.tokens))
         span = self._prefill_span(record, budget)
-        rest = record.goal - start + 1 + self.limits.num_drafts
+        rest = record.goal - start + self.limits.block
         if lease.pages_for(rest) > self.pool.available:
             lease.release()
             return None
