@@ -245,6 +245,12 @@ def drain(
     assert engine.parts.pool.available == engine.parts.pool.capacity
 
 
+def cursor(state: DecodeState, slot: int) -> tuple[int, int]:
+    """(positions with K/V, tail token) of a slot, as the device knows them."""
+    length, tail = state.cursor[slot].tolist()
+    return length, tail
+
+
 class Scripted:
     """A proposer that knows the answers: what it says of each is up to `mangle`.
 
@@ -269,7 +275,7 @@ class Scripted:
         rows: list[list[int]] = []
         for i in spans:
             span = plan.spans[i]
-            start = int(self.state.length[span.slot])
+            start, _ = cursor(self.state, span.slot)
             answer = self.answers.get(span.request, [])
             true = answer[start + 1 : start + 1 + self.num_drafts]
             true = true + [0] * (self.num_drafts - len(true))

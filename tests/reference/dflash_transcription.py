@@ -1,0 +1,147 @@
+"""DFlash written out once more, from the paper and the checkpoint format, in plain torch.
+
+It reads the checkpoint itself and shares nothing with the engine: no paging, no batching, no fused
+products. A target is transformers' model; its features are taken with hooks on layer outputs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+class Transcription:
+    """One drafter with its target, for one sequence at a time."""
+
+    def __init__(self, directory: Path, target: Any):
+        self.config = json.loads((directory / "config.json").read_text())
+        self.nested = self.config.get("dflash_config", {})
+        self.w = load_file(directory / "model.safetensors")
+        self.target = target
+        self.heads = self.config["num_attention_heads"]
+        self.kv_heads = self.config["num_key_value_heads"]
+        self.width, self.eps = self.config["head_dim"], self.config["rms_norm_eps"]
+        self.layers = range(self.config["num_hidden_layers"])
+        self.block: int = self.value("block_size")
+
+    def value(self, key: str, default: Any = None) -> Any:
+        return self.nested.get(key, self.config.get(key, default))
+
+    @torch.no_grad()
+    def run_target(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """(logits [T, V], features [T, n * H]: outputs of the 0-based layers listed)."""
+        out: dict[int, Tensor] = {}
+
+        def keep(index: int) -> Any:
+            def hook(module: Any, inputs: Any, output: Any) -> None:
+                out[index] = (output if torch.is_tensor(output) else output[0])[0]
+
+            return hook
+
+        layers = self.target.model.layers
+        hooks = [layer.register_forward_hook(keep(i)) for i, layer in enumerate(layers)]
+        logits = self.target(torch.tensor([tokens])).logits[0]
+        for hook in hooks:
+            hook.remove()
+        return logits, torch.cat([out[i] for i in self.value("target_layer_ids")], -1)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        y = x @ self.w[f"{name}.weight"].T
+        return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [T, heads, D]: the pairs (i, i + D / 2) as complex numbers, turned by position."""
+        rope = self.config.get("rope_parameters") or self.config
+        half = self.width // 2
+        speed = torch.tensor([rope["rope_theta"] ** (-2 * i / self.width) for i in range(half)])
+        angle = positions[:, None].double() * speed.double()
+        turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+        z = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
+        return torch.cat([z.real, z.imag], -1).float()
+
+    def keys_values(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H] -> keys, values [T, Hkv, D]."""
+        name = f"layers.{layer}.self_attn"
+        k = self.linear(x, f"{name}.k_proj").view(-1, self.kv_heads, self.width)
+        v = self.linear(x, f"{name}.v_proj").view(-1, self.kv_heads, self.width)
+        return self.rotated(rms(k, self.w[f"{name}.k_norm.weight"], self.eps), positions), v
+
+    def context(self, features: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """features [T, n * H] of positions 0..T-1 -> every layer's context keys and values."""
+        c = rms(features @ self.w["fc.weight"].T, self.w["hidden_norm.weight"], self.eps)
+        positions = torch.arange(len(features))
+        return [self.keys_values(layer, c, positions) for layer in self.layers]
+
+    def visible(self, layer: int, start: int, count: int) -> Tensor:
+        """[count, start + count]: which positions each slot of the block sees."""
+        types = self.config.get("layer_types") or ["full_attention"] * len(self.layers)
+        sliding = types[layer] == "sliding_attention"
+        causal = self.config.get("is_causal", self.nested.get("causal", sliding))
+        p = torch.arange(start, start + count)[:, None]
+        j = torch.arange(start + count)[None]
+        seen = j <= p if causal else torch.ones(count, start + count, dtype=torch.bool)
+        return seen & ((p - j).abs() < self.config["sliding_window"]) if sliding else seen
+
+    @torch.no_grad()
+    def draft_logits(self, tail: int, features: Tensor, count: int) -> Tensor:
+        """Logits [count - 1, V] for the positions behind `tail`, whose context are `features`."""
+        start = len(features)
+        context = self.context(features)
+        ids = torch.tensor([tail] + [self.value("mask_token_id")] * (count - 1))
+        table = self.target.model.embed_tokens.weight
+        x = table[ids] * self.value("input_embedding_scale", 1.0)
+        positions = torch.arange(start, start + count)
+        group = self.heads // self.kv_heads
+        for layer in self.layers:
+            name = f"layers.{layer}"
+            h = rms(x, self.w[f"{name}.input_layernorm.weight"], self.eps)
+            q = self.linear(h, f"{name}.self_attn.q_proj").view(count, self.heads, self.width)
+            q = rms(q, self.w[f"{name}.self_attn.q_norm.weight"], self.eps)
+            q = self.rotated(q, positions)
+            k, v = self.keys_values(layer, h, positions)
+            k = torch.cat([context[layer][0], k]).repeat_interleave(group, 1)
+            v = torch.cat([context[layer][1], v]).repeat_interleave(group, 1)
+            scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(self.width)
+            scores[:, ~self.visible(layer, start, count)] = -math.inf
+            mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(count, -1)
+            x = x + self.linear(mixed, f"{name}.self_attn.o_proj")
+            m = rms(x, self.w[f"{name}.post_attention_layernorm.weight"], self.eps)
+            gate = self.linear(m, f"{name}.mlp.gate_proj")
+            up = self.linear(m, f"{name}.mlp.up_proj")
+            x = x + self.linear(gate * torch.sigmoid(gate) * up, f"{name}.mlp.down_proj")
+        x = rms(x[1:], self.w["norm.weight"], self.eps)
+        logits = x @ self.target.lm_head.weight.T * self.value("output_multiplier", 1.0)
+        cap = self.value("final_logit_softcapping")
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def generate(self, prompt: list[int], max_length: int) -> list[list[int]]:
+        """The reference loop, greedy: the tokens produced by the prefill and by each block."""
+        tokens = list(prompt)
+        logits, features = self.run_target(tokens)
+        tokens.append(int(logits[-1].argmax()))
+        produced = [tokens[-1:]]
+        while len(tokens) < max_length:
+            start = len(tokens) - 1
+            count = min(self.block, max_length - start)
+            drafts: list[int] = []
+            if count > 1:
+                logits = self.draft_logits(tokens[-1], features[:start], count)
+                drafts = logits.argmax(-1).tolist()
+            logits, features = self.run_target(tokens + drafts)
+            picks = logits[start:].argmax(-1).tolist()
+            accepted = 0
+            while accepted < len(drafts) and drafts[accepted] == picks[accepted]:
+                accepted += 1
+            produced.append(picks[: accepted + 1][: max_length - len(tokens)])
+            tokens += produced[-1]
+        return produced

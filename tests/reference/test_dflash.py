@@ -1,0 +1,328 @@
+"""The drafter in the engine against its transcription: drafts and context K/V at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dflash_transcription import Transcription
+from tiny import (
+    HIDDEN,
+    LAYERS,
+    VOCAB,
+    drain,
+    greedy,
+    make_draft,
+    make_engine,
+    make_target,
+    pool_bytes,
+    run,
+    wavering,
+)
+from watched import Watched
+
+from strobe.config import EngineConfig
+from strobe.engine.engine import Engine
+from strobe.request import Request, SamplingParams
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "sliding, causal": {"layer_types": [SLIDING, SLIDING], "window": 6},
+    "sliding and full": {"layer_types": [SLIDING, FULL], "window": 3},
+    "sliding, bidirectional": {
+        "layer_types": [SLIDING, SLIDING],
+        "window": 5,
+        "top": {"is_causal": False},
+    },
+    "full, forced causal": {"top": {"is_causal": True}},
+    "mixed, forced causal": {
+        "layer_types": [FULL, SLIDING],
+        "window": 5,
+        "nested": {"causal": True},
+    },
+    "top level before nested": {"top": {"is_causal": False}, "nested": {"causal": True}},
+    "scaled": {
+        "nested": {
+            "final_logit_softcapping": 3.0,
+            "output_multiplier": 0.7,
+            "input_embedding_scale": 1.9,
+        }
+    },
+    "scaled at the top": {
+        "top": {
+            "final_logit_softcapping": 9.0,
+            "output_multiplier": 1.3,
+            "input_embedding_scale": 0.4,
+        }
+    },
+    "biased": {"bias": True},
+    "nested block, rope parameters": {
+        "nested": {"block_size": 8},
+        "block": 99,
+        "top": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    },
+    "last and repeated layers": {"layer_ids": (4, 0, 2, 0)},
+}
+
+ANSWER = 22
+SAMPLING = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """How the engine runs. rounds: how often the same prompts come."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    rounds: int = 1
+    preempts: bool = False
+    hits: bool = False
+
+
+SCENES = {
+    "at once": Scene({"enable_prefix_caching": False}),
+    "chunks": Scene({"max_num_seqs": 2, "max_num_batched_tokens": 17, "page_size": 4}),
+    "overlap": Scene(
+        {"overlap": 2, "page_size": 1, "max_num_seqs": 4, "max_num_batched_tokens": 40}
+    ),
+    "prefix hits": Scene({"page_size": 4}, rounds=2, hits=True),
+    "preemption": Scene(
+        {"page_size": 4, "kv_cache_memory": pool_bytes(24, 4, drafter_layers=2)}, preempts=True
+    ),
+    "preemption, overlap, no cache": Scene(
+        {
+            "page_size": 1,
+            "kv_cache_memory": pool_bytes(96, 1, drafter_layers=2),
+            "overlap": 2,
+            "enable_prefix_caching": False,
+        },
+        rounds=2,
+        preempts=True,
+    ),
+    "fewer drafts": Scene({"num_drafts": 3, "page_size": 1}, rounds=2),
+    "fewer drafts, overlap": Scene(
+        {
+            "num_drafts": 2,
+            "page_size": 2,
+            "overlap": 2,
+            "enable_prefix_caching": False,
+            "kv_cache_memory": pool_bytes(60, 2, drafter_layers=2),
+        },
+        rounds=2,
+        preempts=True,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def texts(target: Any) -> list[tuple[list[int], list[int]]]:
+    """(prompt, answer) of five requests, two of which begin alike."""
+    noise = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, VOCAB, (n,), generator=noise).tolist() for n in (5, 33, 12, 1)]
+    prompts.append([*prompts[1][:21], 3, 1, 4])
+    return [(p, greedy(target.hf, p, ANSWER, eos_token_id=None)) for p in prompts]
+
+
+class Reference:
+    """The transcription over the whole texts, computed once per drafter."""
+
+    def __init__(self, path: Path, target: Any, texts: list[tuple[list[int], list[int]]]):
+        self.drafter = Transcription(path, target.hf)
+        self.features: dict[tuple[int, ...], torch.Tensor] = {}
+        for prompt, answer in texts:
+            whole = prompt + answer
+            self.features[tuple(whole)] = self.drafter.run_target(whole)[1]
+        self.contexts = {k: self.drafter.context(f) for k, f in self.features.items()}
+        self._logits: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}
+
+    def logits(self, tokens: list[int], start: int) -> torch.Tensor:
+        key = (tuple(tokens), start)
+        if key not in self._logits:
+            features = self.features[key[0]][:start]
+            self._logits[key] = self.drafter.draft_logits(
+                tokens[start], features, self.drafter.block
+            )
+        return self._logits[key]
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def reference(request: pytest.FixtureRequest, draft: Any, target: Any, texts: Any):
+    path = draft(**DRAFTERS[request.param])
+    return path, Reference(path, target, texts)
+
+
+def context_checker(engine: Engine, reference: Reference, whole: dict[Request, list[int]]) -> Any:
+    """After a step: the drafter's store holds every running request's committed context."""
+    store, size = engine.parts.stores["draft"].data, engine.limits.page_size
+
+    def check(requests: list[Request]) -> None:
+        for record in engine.scheduler.running:
+            pages = torch.tensor(record.lease.pages)
+            at = torch.arange(record.lease.length)
+            slots = pages[at // size] * size + at % size
+            for layer, (keys, values) in enumerate(
+                reference.contexts[tuple(whole[record.request])]
+            ):
+                found = store[layer, slots]
+                torch.testing.assert_close(found[:, 0], keys[at], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(found[:, 1], values[at], atol=1e-4, rtol=1e-4)
+
+    return check
+
+
+def count_hits(engine: Engine) -> list[int]:
+    """The lengths that admitted requests find in the cache."""
+    hits: list[int] = []
+    apply = engine.state.apply
+
+    def applying(plan: Any) -> None:
+        hits.extend(length for _, _, length in plan.admitted)
+        apply(plan)
+
+    engine.state.apply = applying
+    return hits
+
+
+def play(
+    engine: Engine,
+    watched: Watched,
+    reference: Reference,
+    texts: list[tuple[list[int], list[int]]],
+    sampling: list[SamplingParams] | None = None,
+) -> None:
+    """Run all texts once, checking outputs and context K/V at each step."""
+    params = sampling or [SAMPLING] * len(texts)
+    requests = [engine.add(p, s) for (p, _), s in zip(texts, params, strict=True)]
+    whole = {r: p + a for r, (p, a) in zip(requests, texts, strict=True)}
+    watched.answers.update(whole)
+    drain(engine, requests, each_step=context_checker(engine, reference, whole))
+    assert [r.tokens for r in requests] == list(whole.values())
+
+
+def check_drafts(watched: Watched, reference: Reference) -> None:
+    for made in watched.true_drafts():
+        wanted = reference.logits(made.request.tokens, made.start)
+        torch.testing.assert_close(made.logits, wanted, atol=1e-4, rtol=1e-4)
+        best = wanted.topk(2).values
+        clear = (best[:, 0] - best[:, 1]) > 1e-3
+        assert clear.sum() > len(clear) / 2
+        found = torch.tensor(made.tokens)
+        assert torch.equal(found[clear], wanted.argmax(-1)[clear])
+
+
+def config(target: Any, path: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(target=str(target.path), draft=str(path), max_model_len=96).with_(**options)
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_drafts_and_context_equal_the_transcription_at_every_step(
+    name: str, reference: tuple[Path, Reference], target: Any, texts: Any
+):
+    path, wanted = reference
+    scene = SCENES[name]
+    engine = make_engine(
+        config(target, path, **scene.options),
+        lambda parts, _: Watched(parts, wavering),
+        names=["dflash"],
+    )
+    hits = count_hits(engine)
+    watched: Any = engine.proposers.proposers["dflash"]
+    for _ in range(scene.rounds):
+        play(engine, watched, wanted, texts)
+    assert (engine.stats.preemptions > 0) == scene.preempts
+    assert any(hits) >= scene.hits
+    accepted = engine.stats.num_accepted_tokens
+    assert 0 < accepted < engine.stats.num_draft_tokens
+    assert len(watched.true_drafts()) >= 5 * 3 * scene.rounds
+    check_drafts(watched, wanted)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_requests_that_draft_otherwise_keep_the_drafters_context_too(
+    overlap: int, draft: Callable[..., Path], target: Any, texts: Any
+):
+    path = draft(**DRAFTERS["sliding and full"])
+    wanted = Reference(path, target, texts)
+    engine = make_engine(
+        config(target, path, page_size=4, overlap=overlap),
+        lambda parts, _: Watched(parts, wavering),
+        names=["dflash"],
+        draft_length=lambda request, allowed: (len(request.tokens) * 5) % (allowed + 1),
+    )
+    watched: Any = engine.proposers.proposers["dflash"]
+    asked = [None, False, {"method": "ngram"}, {"num_drafts": 3}, {"method": "dflash"}]
+    play(engine, watched, wanted, texts, [SAMPLING.clone(speculation=s) for s in asked])
+    assert {d.request.method for d in watched.drafted} == {"dflash"}
+    check_drafts(watched, wanted)
+    hits = count_hits(engine)
+    play(engine, watched, wanted, texts)
+    assert max(hits) >= 32, "a prefix of a request that did not draft is found"
+    check_drafts(watched, wanted)
+
+
+@pytest.fixture(scope="module")
+def lucky(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
+    """A pair with six tokens, so that even a random drafter is often right."""
+    root = tmp_path_factory.mktemp("lucky")
+    hf = make_target(root / "target", vocab_size=6, eos_token_id=None, seed=6)
+    path = make_draft(root / "draft", mask_token=5, top={"vocab_size": 6}, block=4, seed=0)
+    return hf, root / "target", path
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [4] * 9, [0, 3, 0, 5, 2, 1, 1]])
+def test_each_step_produces_what_the_reference_loop_produces(
+    lucky: tuple[Any, Path, Path], prompt: list[int]
+):
+    hf, target, path = lucky
+    wanted = Transcription(path, hf).generate(prompt, len(prompt) + 70)
+    engine = make_engine(EngineConfig(target=str(target), draft=str(path), max_model_len=128))
+    request = engine.add(prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    found: list[list[int]] = []
+    while engine.has_work:
+        found += [event.tokens for event in engine.step()]
+        engine.check()
+    assert sum(map(len, found)) == 60 == request.num_output
+    assert found[:-1] == wanted[: len(found) - 1]
+    assert wanted[len(found) - 1][: len(found[-1])] == found[-1]
+    assert len({len(tokens) for tokens in found}) > 1, "nothing was ever accepted"
+
+
+def test_ids_name_the_outputs_of_layers(tmp_path: Path):
+    """In this target layer i adds a constant vector and nothing else."""
+    hf = make_target(tmp_path / "target", attention_bias=True)
+    with torch.no_grad():
+        for i, layer in enumerate(hf.model.layers):
+            layer.self_attn.o_proj.weight.zero_()
+            layer.self_attn.o_proj.bias.fill_(10.0 ** (i - 2))
+            layer.mlp.down_proj.weight.zero_()
+    hf.save_pretrained(tmp_path / "target")
+    ids = (3, 0, LAYERS - 1)
+    path = make_draft(tmp_path / "draft", layer_ids=ids)
+    engine = make_engine(
+        EngineConfig(target=str(tmp_path / "target"), draft=str(path), max_model_len=32),
+        lambda parts, _: Watched(parts),
+        names=["dflash"],
+    )
+    prompt = [5, 1, 60, 2]
+    run(engine, [prompt], SamplingParams(temperature=0, max_tokens=1))
+    (hidden,) = engine.proposers.proposers["dflash"].hidden  # pyright: ignore
+    embedded = hf.model.embed_tokens.weight[prompt]
+    for place, i in enumerate(ids):
+        added = sum(10.0 ** (j - 2) for j in range(i + 1))
+        found = hidden[:, place * HIDDEN : (place + 1) * HIDDEN]
+        torch.testing.assert_close(found, embedded + added, atol=1e-4, rtol=1e-5)
+
+
+def test_default_ids_are_the_formats_own(tmp_path: Path, target: Any):
+    path = make_draft(
+        tmp_path, layer_ids=(1, 1), layer_types=[FULL, FULL], nested={"target_layer_ids": None}
+    )
+    text = (path / "config.json").read_text()
+    (path / "config.json").write_text(text.replace('"target_layer_ids": null', '"unused": 0'))
+    engine = make_engine(EngineConfig(target=str(target.path), draft=str(path), max_model_len=32))
+    assert engine.runner.capture == (2, 3)
