@@ -119,6 +119,13 @@ def test_the_drafts_are_the_drafters_block_less_one_unless_fewer_are_asked():
         limits(block=16, method="dflash", num_drafts=16)
 
 
+def test_a_drafting_step_writes_the_longer_of_block_and_verified_rows():
+    assert limits(block=16, method="dflash").block == 16
+    assert limits(block=16, method="dflash", num_drafts=3).block == 16
+    assert limits(method="ngram", num_drafts=40).block == 41
+    assert limits().block == 1
+
+
 def test_prompt_lookup_has_a_default_of_its_own_and_plain_decoding_none():
     assert limits(method="ngram").num_drafts == 8
     assert limits(method="ngram", num_drafts=40).num_drafts == 40

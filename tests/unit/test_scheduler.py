@@ -102,6 +102,8 @@ class Device:
             room = max(0, self.limits.max_model_len - 1 - start)
             offered = min(span.drafts, room)
             kept = accept(offered)
+            if span.drafts and request.method not in self.host_methods:
+                self._write(slot, start, 0, self.limits.block, known)  # the drafter's scratch
             self._write(slot, start, span.num_tokens + kept, span.drafts - kept, known)
             self._read(slot, start, known)
             self.length[slot] = start + span.num_tokens + kept
@@ -140,13 +142,14 @@ class World:
         max_num_seqs: int = 4,
         budget: int = 64,
         num_drafts: int = 3,
+        block: int = 0,
         depth: int = 1,
         prefix_caching: bool = True,
         host_methods: tuple[str, ...] = (),
         accept: Callable[[int], int] = lambda drafts: drafts,
         draft_length: Callable[[Request, int], int] | None = None,
     ):
-        self.limits = Limits(max_model_len, max_num_seqs, budget, num_drafts, page_size)
+        self.limits = Limits(max_model_len, max_num_seqs, budget, num_drafts, page_size, block)
         self.pool = PagePool(pages + 1, page_size)
         options = {"draft_length": draft_length} if draft_length else {}
         self.scheduler = Scheduler(
@@ -302,6 +305,17 @@ def test_drafting_requests_reserve_the_whole_block_and_plain_ones_one_position()
     open_positions = {r.request: r.lease.open for r in world.scheduler.running}
     assert open_positions == {drafting: 4, plain: 1}
     world.collect()
+
+
+def test_a_drafter_whose_block_is_longer_than_what_is_verified_gets_its_whole_block():
+    world = World(page_size=1, num_drafts=2, block=8)
+    world.add(2)
+    world.step()
+    plan = world.launch()
+    assert plan.spans[0].drafts == 2
+    assert world.scheduler.running[0].lease.open == 8
+    world.drain()
+    world.check_answers()
 
 
 def test_a_request_verifies_no_more_drafts_than_its_own_and_the_policy_allow():
@@ -610,6 +624,7 @@ class Scheduling(RuleBasedStateMachine):
         pages=st.integers(8, 20),
         page_size=st.sampled_from([1, 2, 3, 4]),
         num_drafts=st.sampled_from([0, 1, 3, 5]),
+        block=st.sampled_from([0, 8]),
         seqs=st.integers(1, 4),
         spare=st.integers(0, 20),
         prefix_caching=st.booleans(),
@@ -622,6 +637,7 @@ class Scheduling(RuleBasedStateMachine):
         pages: int,
         page_size: int,
         num_drafts: int,
+        block: int,
         seqs: int,
         spare: int,
         prefix_caching: bool,
@@ -636,6 +652,7 @@ class Scheduling(RuleBasedStateMachine):
             max_num_seqs=seqs,
             budget=seqs * (num_drafts + 1) + spare,
             num_drafts=num_drafts,
+            block=block,
             depth=depth,
             prefix_caching=prefix_caching,
             host_methods=("ngram",),
