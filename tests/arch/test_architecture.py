@@ -1,0 +1,138 @@
+"""The house rules that a machine can check: who may import whom, and how long things may grow."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "strobe"
+CORE = ("engine", "spec", "runner", "models", "kv", "sampling", "text")
+CORE_FILES = ("step.py", "request.py", "config.py", "parallel.py")
+
+FILE_LINES, CORE_LINES, STEP_LINES = 400, 5000, 30
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def core_files() -> list[Path]:
+    """Everything from engine/ down, without attention backends and kernels."""
+    files = [path for room in CORE for path in (PACKAGE / room).rglob("*.py")]
+    return files + [PACKAGE / name for name in CORE_FILES if (PACKAGE / name).exists()]
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The modules loaded once a statement has run in a fresh interpreter."""
+    code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return set(done.stdout.split())
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    """What imports what when the code runs; a package stands for its own __init__ only."""
+    return grimp.build_graph("strobe", exclude_type_checking_imports=True, cache_dir=None)
+
+
+def test_import_contracts_hold():
+    tool = Path(sys.executable).parent / "lint-imports"
+    done = subprocess.run(
+        [tool, "--no-cache", "--config", str(ROOT / "pyproject.toml")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def test_no_file_is_longer_than_a_reader_can_hold():
+    long = {
+        str(path.relative_to(ROOT)): lines(path)
+        for path in PACKAGE.rglob("*.py")
+        if lines(path) > FILE_LINES
+    }
+    assert not long
+
+
+def test_the_core_can_be_read_in_an_afternoon():
+    files = core_files()
+    assert len(files) > 20
+    assert sum(map(lines, files)) <= CORE_LINES
+
+
+@pytest.mark.parametrize("name", ["step", "launch"])
+def test_one_engine_step_fits_on_one_screen(name: str):
+    tree = ast.parse((PACKAGE / "engine" / "engine.py").read_text(encoding="utf-8"))
+    (engine,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Engine"]
+    (method,) = [n for n in engine.body if isinstance(n, ast.FunctionDef) and n.name == name]
+    assert method.end_lineno is not None
+    assert method.end_lineno - method.lineno + 1 <= STEP_LINES
+
+
+def test_no_modules_import_each_other_in_a_circle(graph: grimp.ImportGraph):
+    seen: dict[str, int] = {}
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        seen[module] = 1
+        for imported in sorted(graph.find_modules_directly_imported_by(module)):
+            assert seen.get(imported) != 1, " -> ".join((*path, module, imported))
+            if imported not in seen:
+                visit(imported, (*path, module))
+        seen[module] = 2
+
+    for module in sorted(graph.modules):
+        if module not in seen:
+            visit(module, ())
+    assert len(seen) > 30
+
+
+def test_importing_the_package_loads_no_torch():
+    loaded = loaded_by("import strobe")
+    assert "strobe" in loaded
+    assert not {"torch", "transformers", "numpy"} & loaded
+
+
+def test_public_names_are_found_when_they_are_first_used():
+    loaded = loaded_by("import strobe\nstrobe.SamplingParams\nstrobe.EngineConfig")
+    assert "torch" not in loaded
+    assert "strobe.llm" in loaded_by("import strobe\nstrobe.LLM")
+
+
+@pytest.mark.parametrize("outside", ["train", "bench", "demo_pair", "demo", "cli", "server"])
+def test_the_engine_does_not_know_what_is_built_around_it(graph: grimp.ImportGraph, outside: str):
+    around = {m for m in graph.modules if m.split(".")[1:2] == [outside]}
+    for room in CORE:
+        for module in {m for m in graph.modules if m.split(".")[1:2] == [room]}:
+            reached = graph.find_upstream_modules(module)
+            assert not reached & around, module
+
+
+def test_the_engine_runs_without_the_rooms_around_it():
+    loaded = loaded_by("import strobe.engine.engine")
+    rooms = {name.split(".")[1] for name in loaded if name.startswith("strobe.")}
+    assert rooms >= {"engine", "spec", "runner", "models", "kv", "sampling"}
+    assert not rooms & {"train", "bench", "demo_pair", "demo", "cli", "server", "llm", "text"}
+    assert "transformers" not in loaded
+
+
+def test_drafting_methods_are_named_only_where_they_are_made_or_chosen():
+    """`if method == "dflash"` elsewhere is how an engine grows a branch per drafter."""
+    chosen = {"config.py", "request.py", "engine/build.py", "engine/engine.py"}
+    named: set[str] = set()
+    for path in core_files():
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        words = {node.value for node in nodes if isinstance(node, ast.Constant)}
+        if words & {"dflash", "ngram"} and path.parent.name != "spec":
+            named.add(path.relative_to(PACKAGE).as_posix())
+    assert named
+    assert named <= chosen
