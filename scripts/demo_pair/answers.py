@@ -1,7 +1,8 @@
 """The demo target's own answers to its training prompts, in large batches on one GPU.
 
 The target runs through Strobe's own module with a dense cache: every row of a batch is at the same
-slot of the cache, prompts are padded on the left. fp32, as the target runs on a CPU.
+slot of the cache, prompts are padded on the left. Products are fp32; keys and values are kept in
+bf16, because attention over them in fp32 took three quarters of the time.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class DenseCache:
     def __init__(self, config: TargetConfig, padding: Tensor, slots: int):
         decoder = config.decoder
         shape = (decoder.num_layers, len(padding), decoder.num_kv_heads, slots, decoder.head_dim)
-        self.keys = torch.zeros(shape, device=padding.device)
-        self.values = torch.zeros(shape, device=padding.device)
+        self.keys = torch.zeros(shape, device=padding.device, dtype=torch.bfloat16)
+        self.values = torch.zeros_like(self.keys)
         self.padding, self.filled = padding, 0
         self._mask: Tensor | None = None
 
@@ -58,8 +59,10 @@ class DenseCache:
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        count = len(self.padding)
-        q, k, v = (x.view(count, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        count, kept = len(self.padding), q.dtype
+        q, k, v = (
+            x.to(self.keys.dtype).view(count, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
+        )
         rows, groups = q.shape[2], q.shape[1] // k.shape[1]
         start, end = self.filled - rows, self.filled
         self.keys[layer, :, :, start:end], self.values[layer, :, :, start:end] = k, v
@@ -71,7 +74,7 @@ class DenseCache:
         else:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask)
-        return out.transpose(1, 2).reshape(count * rows, -1)
+        return out.transpose(1, 2).reshape(count * rows, -1).to(kept)
 
 
 def choose(logits: Tensor, temperature: Tensor, generator: torch.Generator) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strobe.models.config import LayerMask
+from strobe.attention.mask import LayerMask
 from strobe.models.qwen3 import Qwen3
 
 
