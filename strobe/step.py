@@ -12,7 +12,7 @@ tokens to a sequence and give logits at its last rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -53,19 +53,26 @@ class PageWrite(NamedTuple):
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class Plan:
-    """Who runs in this step and how far. admitted: slot, request and
-    positions that have K/V already, of those that are new."""
+    """Who runs in this step and how far. Never changed once made.
 
-    spans: tuple[Span, ...]
-    pages: tuple[PageWrite, ...] = ()
-    admitted: tuple[tuple[int, Request, int], ...] = ()
+    pages: page-table entries the device does not know yet. admitted: slot, request and positions
+    that have K/V already, of those that are new. num_drafts: the longest draft of any span. key:
+    what the plan's layout depends on, None where a span brings tokens of its own.
+    """
 
-    @property
-    def num_drafts(self) -> int:
-        """The longest draft of any span."""
-        return max([span.drafts for span in self.spans], default=0)
+    __slots__ = ("admitted", "key", "num_drafts", "pages", "spans")
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        pages: Sequence[PageWrite] = (),
+        admitted: Sequence[tuple[int, Request, int]] = (),
+    ):
+        self.spans, self.pages, self.admitted = tuple(spans), pages, admitted
+        self.num_drafts = max([span.drafts for span in spans], default=0)
+        own_tokens = [span for span in spans if span.tokens is not None]
+        self.key = None if own_tokens else tuple([(s.slot, s.drafts) for s in spans])
 
     @property
     def methods(self) -> dict[str, list[int]]:
@@ -86,7 +93,7 @@ class Plan:
             else span._replace(drafts=length, rows=span.rows - span.drafts + length)
             for span, length in zip(self.spans, known, strict=True)
         )
-        return replace(self, spans=spans)
+        return Plan(spans, self.pages, self.admitted)
 
 
 class Drafts(NamedTuple):
@@ -97,8 +104,7 @@ class Drafts(NamedTuple):
     known: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(NamedTuple):
     """Draft tokens for the S spans of a plan.
 
     tokens [S, K] int64 on the device; lengths [S] int64, how many of each row count, None where
@@ -110,8 +116,7 @@ class Proposal:
     known: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the target decided: tokens [S, K + 1], of which accepted [S] + 1 count."""
 
     tokens: Tensor

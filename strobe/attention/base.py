@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -28,8 +28,7 @@ class Group:
     members: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class AttentionInputs:
+class AttentionInputs(NamedTuple):
     """One ragged batch over the paged cache; lengths and positions live on the device.
 
     positions [T]; slots [T], where the rows' K/V go; starts [S, 1] and sizes [S]: a

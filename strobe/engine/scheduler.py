@@ -132,7 +132,7 @@ class Scheduler:
         if chosen:
             self._flying.append([record for record, _ in chosen])
         pages = [write for record, _ in chosen if (write := self._page_write(record))]
-        return Plan(tuple(span for _, span in chosen), tuple(pages), tuple(admitted))
+        return Plan([span for _, span in chosen], pages, admitted)
 
     def commit(self, plan: Plan, verdict: HostVerdict) -> list[TokenEvent]:
         """Take in the oldest step in flight: advance leases, apply stop rules, tell the news."""

@@ -10,7 +10,7 @@ Legend: S spans, T rows, R rows whose logits are wanted, K the longest draft.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,8 +135,7 @@ class WantedRows:
         return torch.cat([picks, picks.new_zeros(1)])[self.grid]
 
 
-@dataclass(frozen=True)
-class Places:
+class Places(NamedTuple):
     """Where a layout's rows stand now: start [S, 1], positions with K/V before the batch; tails
     [S, 1], the spans' newest tokens; positions, slots [T]."""
 
@@ -161,8 +160,7 @@ class Kept:
         self._values[key] = value
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """One forward's inputs: ids [T] at their places, and the rows that give logits."""
 
     layout: Layout

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ class RowModel(Protocol):
     def head(self, x: Tensor) -> Tensor: ...
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """logits [R, V] of the wanted rows; hidden [T, n * H], the captured features of all rows."""
 
     logits: Tensor
@@ -91,17 +89,16 @@ class ModelRunner:
     def _layout(self, plan: Plan) -> tuple[Layout, WantedRows]:
         """The plan's layout and wanted rows, kept while the same requests go on decoding."""
         width, kept = plan.num_drafts, self.state.kept
-        rows = [span.rows for span in plan.spans]
-        if any(span.tokens is not None for span in plan.spans):
+        rows = tuple([span.rows for span in plan.spans])
+        if plan.key is None:
             layout = Layout(plan.spans, width, self.state.table.shape[1], self.state.device)
             return layout, WantedRows(layout, rows, width)
-        key = (width, *[(span.slot, span.drafts) for span in plan.spans])
-        layout = kept.get(key)
+        layout = kept.get(plan.key)
         if not isinstance(layout, Layout):
             layout = Layout(plan.spans, width, self.state.table.shape[1], self.state.device)
-            kept.put(key, layout)
-        wanted = kept.get((layout, *rows))
+            kept.put(plan.key, layout)
+        wanted = kept.get((layout, rows))
         if not isinstance(wanted, WantedRows):
             wanted = WantedRows(layout, rows, width)
-            kept.put((layout, *rows), wanted)
+            kept.put((layout, rows), wanted)
         return layout, wanted
