@@ -1,0 +1,44 @@
+"""A wheel built from the tree carries the pair in the box and runs it."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(out), "."]
+    subprocess.run([*command, "--no-build-isolation"], cwd=ROOT, check=True)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_it_holds_the_pair_and_no_tests(wheel: Path):
+    names = zipfile.ZipFile(wheel).namelist()
+    for name in ("target/model.safetensors", "target/chat_template.jinja", "draft/config.json"):
+        assert f"strobe/demo_pair/{name}" in names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "scripts/"))]
+
+
+def test_installed_elsewhere_it_runs_the_demo(wheel: Path, tmp_path: Path):
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    run = subprocess.run(
+        [sys.executable, "-m", "strobe.cli", "demo", "--json", "--prompts", "2", "--repeats", "1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    figures = json.loads(run.stdout)
+    assert figures["identical"] is True
+    assert figures["prompts"] == 2
