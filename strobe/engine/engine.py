@@ -52,7 +52,11 @@ class Engine:
         """Launch the next step, collect the oldest once `overlap` are in flight, tell the news."""
         plan = self.scheduler.plan()
         if plan.spans:
-            self._flying.append(self.launch(plan))
+            try:
+                self._flying.append(self.launch(plan))
+            except BaseException:
+                self.scheduler.cancel(plan)
+                raise
         if not self._flying or (plan.spans and len(self._flying) < self.depth):
             return []
         plan, verdict = self._flying.popleft()
