@@ -61,7 +61,10 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise ValueError(f"device is {name!r}, but this machine has {count} CUDA devices.")
+            mend = f"ask for cuda:0 to cuda:{count - 1}" if count else "ask for cpu"
+            raise ValueError(
+                f"device is {name!r}, but this machine has {count} CUDA devices; {mend}."
+            )
         device = torch.device("cuda", device.index or 0)
     return device
 
@@ -92,19 +95,24 @@ def resolve(config: EngineConfig) -> Resolved:
         drafter_block=draft.block_size if draft is not None else None,
         method=method,
     )
-    check_target_tensors(target_path, target)
+    values = check_target_tensors(target_path, target)
     if draft is not None:
-        check_draft_tensors(Path(config.draft or ""), draft)
+        values += check_draft_tensors(Path(config.draft or ""), draft)
     device = pick_device(config.device)
-    return Resolved(
-        config,
-        target,
-        draft,
-        method,
-        limits,
-        device,
-        pick_dtype(config.dtype, target.dtype, device),
-    )
+    dtype = pick_dtype(config.dtype, target.dtype, device)
+    groups = list(kv_groups(target, draft, dtype).values())
+    plan_pages(config, limits, groups, device, weights=values * dtype.itemsize)
+    return Resolved(config, target, draft, method, limits, device, dtype)
+
+
+def kv_groups(
+    target: TargetConfig, draft: DraftConfig | None, dtype: torch.dtype
+) -> dict[str, KVSpec]:
+    """What the pages hold: the target's keys and values, and the drafter's."""
+    decoders = {"target": target.decoder}
+    if draft is not None:
+        decoders["draft"] = draft.decoder
+    return {name: kv_spec(decoder, dtype) for name, decoder in decoders.items()}
 
 
 def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:
@@ -121,9 +129,7 @@ def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
         target = load_target(
             Path(config.target), resolved.target, max_positions=reach, dtype=dtype, device=device
         )
-    groups = {"target": kv_spec(resolved.target.decoder, dtype)}
-    if resolved.draft is not None:
-        groups["draft"] = kv_spec(resolved.draft.decoder, dtype)
+    groups = kv_groups(resolved.target, resolved.draft, dtype)
     drafter = None
     if resolved.draft is not None:
         drafter = load_draft(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from strobe.attention.mask import LayerMask
+from strobe.request import SamplingParams
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""The dtypes that a checkpoint may be in."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,13 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError naming a file that is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        missing = path if path.parent.is_dir() else path.parent
+        what = "is no directory" if missing.exists() else "does not exist"
         raise ValueError(
-            f"{path} does not exist; name a directory that holds a Hugging Face checkpoint."
+            f"{missing} {what}; name a directory that holds a Hugging Face checkpoint."
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged ({error}); download or save the checkpoint again."
         ) from None
@@ -79,30 +86,69 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _integer(config: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
+_MEND = "use the config.json the checkpoint was published with."
+
+
+def _integer(
+    config: dict[str, Any], key: str, path: Path, default: int | None = None, *, low: int = 1
+) -> int:
     value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(
-            f"{path}: {key} is {value!r}, but must be a whole number of at least 1; "
-            "use the config.json the checkpoint was published with."
+            f"{path}: {key} is {value!r}, but must be a whole number of at least {low}; {_MEND}"
         )
     return value
 
 
-def _rope_theta(config: dict[str, Any], path: Path, default: float) -> float:
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if isinstance(parameters.get("sliding_attention"), dict):
-        parameters = parameters["sliding_attention"]
+def _number(value: Any, key: str, path: Path) -> float:
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    if not real or not 0 < value < math.inf:
+        raise ValueError(f"{path}: {key} is {value!r}, but must be a positive number; {_MEND}")
+    return float(value)
+
+
+def _flag(config: dict[str, Any], key: str, path: Path) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{path}: {key} is {value!r}, but must be true or false; {_MEND}")
+    return bool(value)
+
+
+def _object(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{path}: {key} is {value!r}, but must be an object; {_MEND}")
+    return value or {}
+
+
+def _rope_theta(
+    config: dict[str, Any], path: Path, masks: tuple[LayerMask, ...], default: float
+) -> float:
+    """The base of plain rope, the same in every layer; anything else is refused."""
+    parameters = _object(config, "rope_parameters", path) or _object(config, "rope_scaling", path)
+    kinds = {"full_attention" if m.window is None else "sliding_attention" for m in masks}
+    parts = [parameters[kind] for kind in kinds if isinstance(parameters.get(kind), dict)]
+    if parts:
+        if any(part != parts[0] for part in parts):
+            raise ValueError(
+                f"{path}: rope_parameters differ between layer types, which is not supported; use "
+                "a checkpoint with one rope for all layers."
+            )
+        parameters = parts[0]
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
         raise ValueError(
             f"{path}: rope type {kind!r} is not supported; use a checkpoint with plain rope "
             "(rope_type 'default')."
         )
+    share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share not in (None, 1.0):
+        raise ValueError(
+            f"{path}: partial_rotary_factor is {share!r}, which is not supported; use a checkpoint "
+            "with rope over the whole head."
+        )
     theta = parameters.get("rope_theta", config.get("rope_theta", default))
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
-        raise ValueError(f"{path}: rope_theta is {theta!r}, but must be a positive number.")
-    return float(theta)
+    return _number(theta, "rope_theta", path)
 
 
 def _decoder(
@@ -111,20 +157,25 @@ def _decoder(
     hidden = _integer(config, "hidden_size", path)
     heads = _integer(config, "num_attention_heads", path)
     kv_heads = _integer(config, "num_key_value_heads", path, heads)
-    head_dim = _integer(config, "head_dim", path, max(1, hidden // heads))
+    head_dim = _integer(config, "head_dim", path, 128)
     if heads % kv_heads:
         raise ValueError(
             f"{path}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
-            f"{kv_heads}; use the config.json the checkpoint was published with."
+            f"{kv_heads}; {_MEND}"
         )
     if head_dim % 2:
-        raise ValueError(f"{path}: head_dim is {head_dim}, but rope needs an even number.")
+        raise ValueError(f"{path}: head_dim is {head_dim}, but rope needs an even number; {_MEND}")
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise ValueError(f"{path}: hidden_act is {activation!r}; only 'silu' is supported.")
-    eps = config.get("rms_norm_eps", 1e-6)
-    if not isinstance(eps, int | float) or not 0 < eps < 1:
-        raise ValueError(f"{path}: rms_norm_eps is {eps!r}, but must lie between 0 and 1.")
+        raise ValueError(
+            f"{path}: hidden_act is {activation!r}, but only 'silu' is supported; use a checkpoint "
+            "with that activation."
+        )
+    if config.get("quantization_config"):
+        raise ValueError(
+            f"{path}: quantization_config is set, but quantized checkpoints are not supported; use "
+            "the unquantized one."
+        )
     return DecoderConfig(
         hidden_size=hidden,
         intermediate_size=_integer(config, "intermediate_size", path),
@@ -133,10 +184,10 @@ def _decoder(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=_integer(config, "vocab_size", path),
-        rms_norm_eps=float(eps),
-        rope_theta=_rope_theta(config, path, default_theta),
+        rms_norm_eps=_number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", path),
+        rope_theta=_rope_theta(config, path, masks, default_theta),
         max_position=_integer(config, "max_position_embeddings", path, 32768),
-        attention_bias=bool(config.get("attention_bias", False)),
+        attention_bias=_flag(config, "attention_bias", path),
         masks=masks,
     )
 
@@ -164,48 +215,80 @@ def _window(config: dict[str, Any], path: Path, types: list[str]) -> int | None:
     return _integer(config, "sliding_window", path)
 
 
-def _eos_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
-    for source in sources:
-        value = source.get("eos_token_id")
-        if value is not None:
-            return tuple(value) if isinstance(value, list) else (int(value),)
-    return ()
+def _eos_ids(value: Any, vocab_size: int, path: Path) -> tuple[int, ...]:
+    """The ids in an eos_token_id: none, one or a list."""
+    ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size:
+            raise ValueError(
+                f"{path}: eos_token_id is {value!r}, but must be a token id, or a list of some, "
+                f"from 0 to {vocab_size - 1}; use the file the checkpoint was published with."
+            )
+    return tuple(ids)
 
 
-def _dtype(config: dict[str, Any]) -> str:
-    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+def _dtype(config: dict[str, Any], path: Path) -> str:
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if name not in DTYPES:
+        raise ValueError(
+            f"{path}: dtype is {name!r}, but must be one of {', '.join(DTYPES)}; use a checkpoint "
+            "saved in one of them."
+        )
+    return name
+
+
+def is_drafter(config: dict[str, Any]) -> bool:
+    """Whether a config.json says that it is a DFlash drafter's."""
+    return config.get("architectures") == ["DFlashDraftModel"] or bool(config.get("dflash_config"))
+
+
+def _default_sampling(generation: dict[str, Any], path: Path) -> dict[str, Any]:
+    keys = ("temperature", "top_p", "top_k", "min_p")
+    sampling: dict[str, Any] = {k: generation[k] for k in keys if generation.get(k) is not None}
+    if generation.get("do_sample") is False:
+        sampling = {"temperature": 0.0}
+    try:
+        SamplingParams(**sampling)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return sampling
 
 
 def load_target_config(directory: Path) -> TargetConfig:
     """The target in `directory`. Raises ValueError for what is damaged or not supported."""
     path = directory / "config.json"
     config = read_json(path)
-    names = config.get("architectures") or ["Qwen3ForCausalLM"]
-    if config.get("model_type") != "qwen3" or names[0] != "Qwen3ForCausalLM":
+    if is_drafter(config):
         raise ValueError(
-            f"{path}: architecture {names[0]!r} (model_type {config.get('model_type')!r}) is not a "
-            "supported target; Qwen3ForCausalLM is."
+            f"{path} is that of a DFlash drafter; name it as the drafter, and the model it drafts "
+            "for as the target."
+        )
+    names = config.get("architectures") or ["Qwen3ForCausalLM"]
+    if config.get("model_type") != "qwen3" or names != ["Qwen3ForCausalLM"]:
+        raise ValueError(
+            f"{path}: architectures {names!r} with model_type {config.get('model_type')!r} is not "
+            "a supported target; use a checkpoint of a Qwen3ForCausalLM."
         )
     config = {"sliding_window": 4096, "max_window_layers": 28, **config}
     types = _layer_types(config, path)
-    if not config.get("layer_types") and config.get("use_sliding_window"):  # older checkpoints
-        full = config["max_window_layers"] if config["sliding_window"] else len(types)
+    if not config.get("layer_types") and _flag(config, "use_sliding_window", path):  # older ones
+        full = _integer(config, "max_window_layers", path, low=0)
+        full = full if config["sliding_window"] else len(types)
         types = [t if i < full else "sliding_attention" for i, t in enumerate(types)]
     window = _window(config, path, types)
     masks = tuple(LayerMask(True, window if t == "sliding_attention" else None) for t in types)
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
-    keys = ("temperature", "top_p", "top_k", "min_p")
-    sampling = {k: generation[k] for k in keys if generation.get(k) is not None}
-    if generation.get("do_sample") is False:
-        sampling = {"temperature": 0.0}
+    decoder = _decoder(config, path, masks, 10000.0)
+    ends = generation if generation.get("eos_token_id") is not None else config
+    ends_path = generation_path if ends is generation else path
     return TargetConfig(
         architecture=names[0],
-        decoder=_decoder(config, path, masks, 10000.0),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        dtype=_dtype(config),
-        eos_ids=_eos_ids(generation, config),
-        sampling=sampling,
+        decoder=decoder,
+        tie_embeddings=_flag(config, "tie_word_embeddings", path),
+        dtype=_dtype(config, path),
+        eos_ids=_eos_ids(ends.get("eos_token_id"), decoder.vocab_size, ends_path),
+        sampling=_default_sampling(generation, generation_path),
     )
 
 
@@ -220,13 +303,12 @@ def load_draft_config(directory: Path) -> DraftConfig:
     """The z-lab DFlash drafter in `directory`. Raises ValueError naming the value that is wrong."""
     path = directory / "config.json"
     config = read_json(path)
-    nested = config.get("dflash_config") or {}
-    names = config.get("architectures") or []
-    if names != ["DFlashDraftModel"] and not nested:
+    if not is_drafter(config):
         raise ValueError(
-            f"{path}: architecture {names!r} is not a DFlash drafter; "
-            "name a directory with a DFlashDraftModel in z-lab's format."
+            f"{path}: architectures {config.get('architectures')!r} is not a DFlash drafter; name "
+            "a directory with a DFlashDraftModel in z-lab's format."
         )
+    nested = _object(config, "dflash_config", path)
 
     def value(key: str, default: Any = None) -> Any:
         return nested.get(key, config.get(key, default))
@@ -234,16 +316,16 @@ def load_draft_config(directory: Path) -> DraftConfig:
     types = _layer_types(config, path)
     window = _window(config, path, types)
     forced = config.get("is_causal", nested.get("causal"))
+    if forced is not None:
+        forced = _flag({"is_causal": forced}, "is_causal", path)
     masks = tuple(
         LayerMask(
-            causal=bool(forced) if forced is not None else t == "sliding_attention",
+            causal=forced if forced is not None else t == "sliding_attention",
             window=window if t == "sliding_attention" else None,
         )
         for t in types
     )
-    block = value("block_size", 16)
-    if isinstance(block, bool) or not isinstance(block, int) or block < 2:
-        raise ValueError(f"{path}: block_size is {block!r}, but must be a whole number >= 2.")
+    block = _integer({"block_size": value("block_size", 16)}, "block_size", path, low=2)
     mask = value("mask_token_id")
     if isinstance(mask, bool) or not isinstance(mask, int):
         raise ValueError(
@@ -251,8 +333,10 @@ def load_draft_config(directory: Path) -> DraftConfig:
             "in dflash_config.mask_token_id."
         )
     total = config.get("num_target_layers")
+    if total is not None:
+        total = _integer(config, "num_target_layers", path)
     ids = value("target_layer_ids")
-    if ids is None and isinstance(total, int):
+    if ids is None and total is not None:
         ids = default_capture_layers(total, _integer(config, "num_hidden_layers", path))
     if (
         not isinstance(ids, list)
@@ -261,19 +345,20 @@ def load_draft_config(directory: Path) -> DraftConfig:
     ):
         raise ValueError(
             f"{path}: target_layer_ids is {ids!r}, but must list the target layers whose output "
-            "the drafter reads, counted from 0."
+            f"the drafter reads, counted from 0; {_MEND}"
         )
     softcap = value("final_logit_softcapping")
+    scale, multiplier = value("input_embedding_scale", 1.0), value("output_multiplier", 1.0)
     return DraftConfig(
         decoder=_decoder(config, path, masks, 1e6),
         block_size=block,
         mask_token_id=mask,
         capture=tuple(i + 1 for i in ids),
-        num_target_layers=total if isinstance(total, int) else None,
-        embedding_scale=float(value("input_embedding_scale", 1.0)),
-        output_multiplier=float(value("output_multiplier", 1.0)),
-        logit_softcap=float(softcap) if softcap else None,
-        dtype=_dtype(config),
+        num_target_layers=total,
+        embedding_scale=_number(scale, "input_embedding_scale", path),
+        output_multiplier=_number(multiplier, "output_multiplier", path),
+        logit_softcap=_number(softcap, "final_logit_softcapping", path) if softcap else None,
+        dtype=_dtype(config, path),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +22,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 HARMLESS = ("rotary_emb.inv_freq",)
 """Endings of tensors that older exporters wrote and that carry no learned value."""
 
+DTYPES = ("F32", "BF16", "F16")
+"""Tensor dtypes that are read, under safetensors' names."""
+
 
 class Checkpoint:
     """The safetensors of one directory, opened but not read.
@@ -30,14 +34,9 @@ class Checkpoint:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        index = directory / "model.safetensors.index.json"
-        if index.exists():
-            names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        else:
-            names = ["model.safetensors"]
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
-        for name in names:
+        for name in _file_names(directory):
             path = directory / name
             if not path.exists():
                 raise ValueError(f"{path} does not exist; download or save the checkpoint again.")
@@ -48,7 +47,17 @@ class Checkpoint:
                     f"{path} is damaged or cut short ({error}); download or save it again."
                 ) from None
             for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                self._files[key.removeprefix("model.")] = (file, key)
+                own = key.removeprefix("model.")
+                if own in self._files:
+                    raise ValueError(
+                        f"{path}: tensor {key} is there twice; download or save the checkpoint "
+                        "again."
+                    )
+                self._files[own] = (file, key)
+
+    def dtypes(self) -> dict[str, str]:
+        """The tensors' dtypes under safetensors' names."""
+        return {n: f.get_slice(k).get_dtype() for n, (f, k) in self._files.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {n: tuple(f.get_slice(k).get_shape()) for n, (f, k) in self._files.items()}
@@ -62,6 +71,19 @@ class Checkpoint:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
+
+
+def _file_names(directory: Path) -> list[str]:
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return ["model.safetensors"]
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+        raise ValueError(
+            f"{index} is damaged (weight_map must name a file for each tensor); download or save "
+            "the checkpoint again."
+        )
+    return sorted(set(shards.values()))
 
 
 def _check(shapes: Shapes, wanted: Shapes, where: Path) -> None:
@@ -95,9 +117,8 @@ def _source_shapes(module: nn.Module, parts: Shapes) -> Shapes:
     return wanted
 
 
-def _check_tensors(
-    module: Qwen3 | DFlash, checkpoint: Checkpoint, ignored: tuple[str, ...]
-) -> None:
+def _check_tensors(module: Qwen3 | DFlash, checkpoint: Checkpoint, ignored: tuple[str, ...]) -> int:
+    """Raises ValueError for tensors that do not fit the module; returns its learned values."""
     decoder = module.config.decoder
     kv = decoder.num_kv_heads * decoder.head_dim
     parts = {
@@ -105,7 +126,16 @@ def _check_tensors(
         "gate_up_proj": (decoder.intermediate_size,) * 2,
     }
     shapes = {n: s for n, s in checkpoint.shapes().items() if n not in ignored}
-    _check(shapes, _source_shapes(module, parts), checkpoint.directory)
+    wanted = _source_shapes(module, parts)
+    _check(shapes, wanted, checkpoint.directory)
+    dtypes = checkpoint.dtypes()
+    for name in wanted:
+        if dtypes[name] not in DTYPES:
+            raise ValueError(
+                f"{checkpoint.directory}: tensor {name} holds {dtypes[name]} values, but only "
+                f"{', '.join(DTYPES)} are supported; use an unquantized checkpoint."
+            )
+    return sum(math.prod(shape) for shape in wanted.values())
 
 
 def _fill(module: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
@@ -137,20 +167,21 @@ def _meta_target(config: TargetConfig, max_positions: int) -> tuple[Qwen3, tuple
     return model, ("lm_head.weight",) if config.tie_embeddings else ()
 
 
-def check_target_tensors(directory: Path, config: TargetConfig) -> None:
-    """Raises ValueError, reading headers only, for tensors that do not fit the config."""
+def check_target_tensors(directory: Path, config: TargetConfig) -> int:
+    """How many learned values there are. Raises ValueError, reading headers only, for tensors that
+    do not fit the config."""
     model, ignored = _meta_target(config, 1)
     with Checkpoint(directory) as checkpoint:
-        _check_tensors(model, checkpoint, ignored)
+        return _check_tensors(model, checkpoint, ignored)
 
 
-def check_draft_tensors(directory: Path, config: DraftConfig) -> None:
-    """Raises ValueError, reading headers only, for tensors that do not fit the config."""
+def check_draft_tensors(directory: Path, config: DraftConfig) -> int:
+    """The same for a drafter."""
     nothing = torch.empty(0, device="meta")
     with torch.device("meta"):
         model = DFlash(config, nothing, nothing, 1)
     with Checkpoint(directory) as checkpoint:
-        _check_tensors(model, checkpoint, ())
+        return _check_tensors(model, checkpoint, ())
 
 
 def load_target(

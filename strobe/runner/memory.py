@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -18,20 +19,64 @@ def free_memory(device: torch.device) -> int:
     """Bytes that could still be allocated on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    room = _host_room()
+    return min(room, _container_room(room))
+
+
+def _host_room() -> int:
+    """What Linux says is available, caches that can be dropped included; elsewhere half of all."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _field(Path("/proc/meminfo"), "MemAvailable:", 1024, whole // 2)
+
+
+def _container_room(default: int, root: Path = Path("/sys/fs/cgroup")) -> int:
+    """What the container's limit leaves (cgroup v2), where there is one."""
+    try:
+        limit, used = [(root / f"memory.{name}").read_text().strip() for name in ("max", "current")]
+    except OSError:
+        return default
+    if limit == "max":
+        return default
+    return int(limit) - int(used) + _field(root / "memory.stat", "inactive_file", 1, 0)
+
+
+def _field(path: Path, name: str, unit: int, default: int) -> int:
+    """The number behind a name in a file of the kernel's, in bytes."""
+    try:
+        rows = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return default
+    return next((int(row[1]) * unit for row in rows if row[:1] == [name]), default)
 
 
 def plan_pages(
-    config: EngineConfig, limits: Limits, groups: Sequence[KVSpec], device: torch.device
+    config: EngineConfig,
+    limits: Limits,
+    groups: Sequence[KVSpec],
+    device: torch.device,
+    *,
+    weights: int = 0,
 ) -> int:
-    """Pages of all KV groups together, the reserved one included. Called with the weights loaded.
+    """Pages of all KV groups together, the reserved one included.
 
-    Raises ValueError when what is asked for does not fit, or holds less than one full context.
+    weights: bytes of weights that are still to be loaded. Raises ValueError when what is asked for
+    does not fit, or holds less than one full context.
     """
     per_page = sum(group.bytes_per_page(limits.page_size) for group in groups)
     useful = limits.max_num_seqs * limits.max_pages + 1
     least = limits.max_pages + 1
-    free = free_memory(device)
+    free = free_memory(device) - weights
+    if free <= 0:
+        raise ValueError(
+            f"The weights take {weights} bytes, but {device} has {free + weights} bytes free; use "
+            "a smaller model, dtype bfloat16 or another device."
+        )
+    tables = limits.max_num_seqs * limits.max_pages * 8
+    if tables > free // 2:
+        raise ValueError(
+            f"max_num_seqs is {limits.max_num_seqs}, whose page tables take {tables} bytes, but "
+            f"{device} has {free} bytes free; ask for fewer."
+        )
     if config.kv_cache_memory is not None:
         budget = parse_bytes(config.kv_cache_memory)
         if budget > free:
@@ -45,9 +90,10 @@ def plan_pages(
         budget = min(max(_CPU_DEFAULT, least * per_page), free // 2)
     pages = min(budget // per_page, useful)
     if pages < least:
+        need = least * per_page
+        more = f"raise kv_cache_memory to {need} bytes or " if need <= free else ""
         raise ValueError(
             f"{budget} bytes of KV cache hold {max(pages - 1, 0) * limits.page_size} tokens, but "
-            f"max_model_len is {limits.max_model_len}; raise kv_cache_memory to "
-            f"{least * per_page} bytes or lower max_model_len."
+            f"max_model_len is {limits.max_model_len}; {more}lower max_model_len."
         )
     return pages
