@@ -18,7 +18,7 @@ def parse_bytes(value: int | str) -> int:
     """Bytes from 1073741824, "1GiB", "512M" (powers of two). Raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", str(value).lower())
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", str(value).lower())
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if isinstance(value, bool) or size < 1:
         raise ValueError(
@@ -63,6 +63,8 @@ class EngineConfig:
 
     def check(self) -> EngineConfig:
         """Itself, if every value makes sense by itself."""
+        if self.draft is not None and not str(self.draft):
+            raise ValueError("draft is empty; name the drafter's directory, or leave draft out.")
         for name in ("max_num_seqs", "page_size", "ngram_max", "ngram_min"):
             self._whole(name)
         for name in ("num_drafts", "max_model_len", "max_num_batched_tokens"):
@@ -76,14 +78,19 @@ class EngineConfig:
             raise ValueError("method is 'dflash' but no drafter is named; give draft a directory.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; name one of {', '.join(DTYPES)}.")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", str(self.device)):
             raise ValueError(f"device is {self.device!r}; name auto, cpu, cuda or cuda:N.")
-        if self.overlap not in (1, 2):
+        if type(self.overlap) is not int or self.overlap not in (1, 2):
             raise ValueError(f"overlap is {self.overlap!r}, but must be 1 or 2.")
         if self.ngram_min > self.ngram_max:
             raise ValueError(
                 f"ngram_min is {self.ngram_min}, above ngram_max {self.ngram_max}; "
                 "lower the one or raise the other."
+            )
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(
+                f"enable_prefix_caching is {self.enable_prefix_caching!r}, but must be True or "
+                "False."
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed is {self.seed!r}, but must be a whole number.")
@@ -175,6 +182,4 @@ def resolve_limits(
             f"{drafts} drafts each need {needed}; raise it to {needed}, or lower max_num_seqs or "
             "num_drafts."
         )
-    return Limits(
-        length, config.max_num_seqs, budget, drafts, config.page_size, drafter_block or 0
-    )
+    return Limits(length, config.max_num_seqs, budget, drafts, config.page_size, drafter_block or 0)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import reprlib
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +67,7 @@ class LLM:
             self.tokenizer = Tokenizer(Path(engine.config.target))
         self.engine = engine
         self._answers: dict[Request, _Answer] = {}
+        self._inboxes: dict[str, deque[StreamDelta]] = {}
         self._numbers = itertools.count()
 
     def get_tokenizer(self) -> Any:
@@ -87,14 +94,19 @@ class LLM:
         A prompt that cannot run gets finish_reason "error" and the sentence; the others run.
         """
         jobs = self._jobs(prompts, sampling_params)
-        outputs = [self._submit(prompt, params) for prompt, params in jobs]
-        waiting = sum(not output.finished for output in outputs)
-        progress = _progress(waiting) if use_tqdm else None
+        outputs = [self._output() for _ in jobs]
+        progress = None
         try:
-            while self.engine.has_work:
-                for delta, parent in self._step():
-                    if progress is not None and delta.finished and parent.finished:
-                        progress.update(1)
+            for output, (prompt, params) in zip(outputs, jobs, strict=True):
+                self._submit(output, prompt, params)
+            waiting = {output.request_id: output for output in outputs if not output.finished}
+            progress = _progress(len(waiting)) if use_tqdm and waiting else None
+            while waiting:
+                for delta in self._step():
+                    if delta.request_id in waiting and waiting[delta.request_id].finished:
+                        del waiting[delta.request_id]
+                        if progress is not None:
+                            progress.update(1)
         finally:
             if progress is not None:
                 progress.close()
@@ -113,15 +125,21 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers to one conversation or several, through the checkpoint's chat template."""
-        several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations: Any = messages if several else [messages]
-        options = dict(
-            tools=tools,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            **(chat_template_kwargs or {}),
-        )
-        prompts: list[Prompt] = [{"messages": c, "options": options} for c in conversations]
+        options: dict[str, Any] = {
+            "tools": tools,
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        more: Any = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(more, Mapping) or any(name in options for name in more):
+            raise ValueError(
+                f"chat_template_kwargs is {reprlib.repr(more)}, but must be an object with further "
+                "options of the chat template."
+            )
+        options |= more
+        prompts: list[Prompt] = [
+            {"messages": c, "options": options} for c in _listed(messages, Mapping) or [[]]
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(
@@ -132,15 +150,19 @@ class LLM:
         Raises ValueError for a prompt that cannot run.
         """
         ((job, params),) = self._jobs([prompt], sampling_params)
-        output = self._submit(job, params)
-        if output.outputs[0].error is not None:
-            raise ValueError(output.outputs[0].error)
+        output = self._output()
+        inbox = self._inboxes[output.request_id] = deque()
         try:
-            while not output.finished:
-                for delta, parent in self._step():
-                    if parent is output:
-                        yield delta
+            self._submit(output, job, params)
+            if output.outputs[0].error is not None:
+                raise ValueError(output.outputs[0].error)
+            while inbox or not output.finished:
+                if inbox:
+                    yield inbox.popleft()
+                else:
+                    self._step()
         finally:
+            del self._inboxes[output.request_id]
             self._drop([output])
 
     def stream_chat(
@@ -157,14 +179,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[tuple[Prompt, SamplingParams]]:
-        single = isinstance(prompts, str | dict) or (
-            bool(prompts) and isinstance(prompts[0], int)
-        )
-        many: list[Any] = [prompts] if single else list(prompts)
+        many = _listed(prompts, Integral)
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [(prompt, params) for prompt in many]
+        if not isinstance(params, list | tuple):
+            raise ValueError(
+                f"sampling_params is {reprlib.repr(params)}; give SamplingParams, or a list with "
+                "one for each prompt."
+            )
         if len(params) != len(many):
             raise ValueError(
                 f"There are {len(many)} prompts and {len(params)} sampling_params; "
@@ -172,12 +196,19 @@ class LLM:
             )
         return list(zip(many, params, strict=True))
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+    def _output(self) -> RequestOutput:
+        return RequestOutput(f"request-{next(self._numbers)}", None, [], [])
+
+    def _submit(self, output: RequestOutput, prompt: Prompt, params: SamplingParams) -> None:
         """Queue a prompt's answers; what cannot run comes back finished, with the sentence."""
-        number = f"request-{next(self._numbers)}"
-        output = RequestOutput(number, None, [], [])
+        number = output.request_id
         first: Request | None = None
         try:
+            if not isinstance(params, SamplingParams):
+                raise ValueError(
+                    f"The sampling parameters of a prompt are {reprlib.repr(params)}, but must be "
+                    "SamplingParams."
+                )
             output.prompt, output.prompt_token_ids = self._encode(prompt)
             for index in range(params.n):
                 request = self.engine.add(
@@ -202,33 +233,43 @@ class LLM:
                 )
                 self._answers[request] = _Answer(request, detokenizer, answer, output)
         except ValueError as error:
+            answers = params.n if isinstance(params, SamplingParams) else 1
             output.outputs = [
-                CompletionOutput(i, finish_reason="error", error=str(error))
-                for i in range(params.n)
+                CompletionOutput(i, finish_reason="error", error=str(error)) for i in range(answers)
             ]
-        return output
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, where it has one, and its token ids. Raises ValueError."""
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
-        if isinstance(prompt, dict):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            if "prompt" in prompt:
-                return prompt["prompt"], self.tokenizer.encode(prompt["prompt"])
-            if "messages" in prompt:
-                options = prompt.get("options", {})
-                return None, self.tokenizer.render_chat(prompt["messages"], **options)
-        elif isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-            return None, list(prompt)
+        if isinstance(prompt, list | tuple):
+            return None, _token_ids(prompt)
+        given: Any = prompt
+        names: set[Any] = set(given) if isinstance(given, Mapping) else set()
+        if names == {"prompt_token_ids"} or names == {"prompt_token_ids", "prompt"}:
+            return given.get("prompt"), _token_ids(given["prompt_token_ids"])
+        if names == {"prompt"}:
+            return given["prompt"], self.tokenizer.encode(given["prompt"])
+        if names == {"messages", "options"}:
+            text = self.tokenizer.chat_text(given["messages"], **given["options"])
+            return text, self.tokenizer.encode(text, add_special_tokens=False)
         raise ValueError(
-            f"A prompt of type {type(prompt).__name__} cannot be read; give a text, a list of "
-            'token ids, {"prompt": text} or {"prompt_token_ids": ids}.'
+            f"A prompt is {reprlib.repr(prompt)}, but must be a text, a list of token ids, "
+            '{"prompt": text} or {"prompt_token_ids": ids}.'
         )
 
-    def _step(self) -> list[tuple[StreamDelta, RequestOutput]]:
-        """One engine step, and the text it made."""
-        news: list[tuple[StreamDelta, RequestOutput]] = []
+    def _step(self) -> list[StreamDelta]:
+        """One engine step, and the text it made; streams find theirs in their inboxes, too."""
+        assert self.engine.has_work, "an answer is awaited that nobody makes"
+        with _uninterrupted():
+            news = self._advance()
+            for delta in news:
+                if delta.request_id in self._inboxes:
+                    self._inboxes[delta.request_id].append(delta)
+        return news
+
+    def _advance(self) -> list[StreamDelta]:
+        news: list[StreamDelta] = []
         for request, tokens, reason in self.engine.step():
             answer = self._answers.get(request)
             if answer is None:
@@ -246,24 +287,57 @@ class LLM:
                 output.speculation = SpeculationReport.of(request)
                 del self._answers[request]
             made = tokens[: delta.num_tokens]
-            news.append(
-                (
-                    StreamDelta(answer.parent.request_id, output.index, delta.text, made, output),
-                    answer.parent,
-                )
-            )
+            parent = answer.parent.request_id
+            news.append(StreamDelta(parent, output.index, delta.text, made, output))
         return news
 
     def _drop(self, outputs: Sequence[RequestOutput]) -> None:
         """Abort what is still running of these, after an exception or an abandoned stream."""
-        mine = {id(output) for output in outputs}
-        for answer in [a for a in self._answers.values() if id(a.parent) in mine]:
+        mine = {output.request_id for output in outputs}
+        for answer in [a for a in self._answers.values() if a.parent.request_id in mine]:
             self.engine.finish(answer.request, "abort")
             answer.output.finish_reason = "abort"
             answer.output.speculation = SpeculationReport.of(answer.request)
             del self._answers[answer.request]
-        while self.engine.has_work and not self._answers:
-            self.engine.step()
+        for _ in range(self.engine.depth):  # what is in flight for nobody
+            if self.engine.has_work and not self._answers:
+                self.engine.step()
+
+
+def _listed(given: Any, part: type) -> list[Any]:
+    """Several things as a list; what begins with a `part` of one, or is no list, is one thing."""
+    items: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    return [given] if items and isinstance(items[0], part) else items
+
+
+def _token_ids(ids: Any) -> list[int]:
+    """Whole numbers as a list of int. Raises ValueError for anything else."""
+    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+        raise ValueError(f"A prompt's token ids are {reprlib.repr(ids)}, but must be a list.")
+    listed: list[Any] = list(ids)
+    for token in listed:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise ValueError(
+                f"A prompt holds {reprlib.repr(token)}, which is no token id; give whole numbers."
+            )
+    return [int(token) for token in listed]
+
+
+@contextmanager
+def _uninterrupted() -> Generator[None]:
+    """Ctrl-C waits for the end of the block, since half a step would leave half a state."""
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if pressed:
+            raise KeyboardInterrupt
 
 
 def _progress(total: int) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,16 +11,32 @@ METHODS = ("dflash", "ngram", "none")
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+MOST = 2**31 - 1
+"""The largest count that a field takes."""
 
-def _whole(name: str, value: Any, low: int, mend: str) -> None:
+MOST_ANSWERS = 16384
+"""The most answers to one prompt, vLLM's own limit."""
+
+
+def _whole(name: str, value: Any, low: int, mend: str, high: int = MOST) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name} is {value!r}, but must be a whole number >= {low}; {mend}")
+    if value > high:
+        raise ValueError(f"{name} is {value!r}, but must be at most {high}; {mend}")
 
 
 def _between(name: str, value: Any, low: float, high: float, mend: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high:
+    if not number or not low <= value <= high:
         raise ValueError(f"{name} is {value!r}, but must lie from {low:g} to {high:g}; {mend}")
+
+
+def _listed(name: str, value: Any, of: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} is {value!r}, but must be a list of {of}.")
+    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,7 @@ class Speculation:
         if value is False:
             return Speculation(method="none")
         if isinstance(value, Mapping):
-            unknown = sorted(set(value) - {"method", "num_drafts"})
+            unknown = [name for name in value if name not in ("method", "num_drafts")]
             if unknown:
                 raise ValueError(
                     f"speculation has no field {unknown[0]!r}; it has method and num_drafts."
@@ -99,11 +114,13 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop
+        stop = _listed("stop", texts, "texts, or one text")
+        ids = _listed("stop_token_ids", self.stop_token_ids, "token ids")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "speculation", Speculation.of(self.speculation))
-        _whole("n", self.n, 1, "ask for one answer or more.")
+        _whole("n", self.n, 1, f"ask for 1 to {MOST_ANSWERS} answers.", MOST_ANSWERS)
         _between("temperature", self.temperature, 0.0, 100.0, "0 is greedy, 1 the model's own.")
         _between("top_p", self.top_p, 0.0, 1.0, "1 keeps every token.")
         if self.top_p == 0.0:
@@ -111,9 +128,13 @@ class SamplingParams:
         _whole("top_k", self.top_k, -1, "0 or -1 keeps every token.")
         _between("min_p", self.min_p, 0.0, 1.0, "0 keeps every token.")
         if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), "leave it out for the engine's own.")
-            if self.seed >= 2**63:
-                raise ValueError(f"seed is {self.seed}, but must fit 64 bits; use a smaller one.")
+            seed: Any = self.seed
+            whole = isinstance(seed, int) and not isinstance(seed, bool)
+            if not whole or not -(2**63) <= seed < 2**63:
+                raise ValueError(
+                    f"seed is {seed!r}, but must be a whole number of 64 bits; "
+                    "leave it out for the engine's own."
+                )
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, "leave it None for up to the context's end.")
         _whole("min_tokens", self.min_tokens, 0, "0 asks for no minimum.")
@@ -122,12 +143,17 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; "
                 "lower the one or raise the other."
             )
-        texts: tuple[Any, ...] = stop
-        for text in texts:
+        for text in stop:
             if not isinstance(text, str) or not text:
-                raise ValueError(f"stop holds {text!r}, but every stop string needs a character.")
-        for token in self.stop_token_ids:
+                raise ValueError(
+                    f"stop holds {text!r}, but every stop string must be a text of one character "
+                    "or more."
+                )
+        for token in ids:
             _whole("stop_token_ids", token, 0, "list token ids of the model's vocabulary.")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but must be True or False.")
 
     @property
     def filters(self) -> bool:

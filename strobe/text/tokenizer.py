@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,48 +19,118 @@ class Tokenizer:
     def __init__(self, directory: Path):
         from transformers import AutoTokenizer  # slow to import, and only needed here
 
+        mend = "download or save the checkpoint again."
+        if not any((directory / name).exists() for name in ("tokenizer.json", "vocab.json")):
+            raise ValueError(f"{directory / 'tokenizer.json'} does not exist; {mend}")
         try:
-            self.hf: Any = AutoTokenizer.from_pretrained(directory)
+            self.hf: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
             self.fast: FastTokenizer = self.hf.backend_tokenizer
         except Exception as error:
             raise ValueError(
-                f"{directory} has no tokenizer that can be read ({error}); "
-                "download or save the checkpoint again."
+                f"{directory} has no tokenizer that can be read ({_line(error)}); {mend}"
             ) from error
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, special tokens as the checkpoint adds them."""
-        return list(self.hf.encode(text))
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, special tokens as the checkpoint adds them. Raises ValueError."""
+        if not isinstance(text, str):
+            raise ValueError(f"A prompt is {reprlib.repr(text)}, but must be a text.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"A prompt holds {text[error.start]!r}, half a character, at place {error.start}; "
+                "give whole Unicode characters."
+            ) from None
+        return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def render_chat(
+    def chat_text(
         self,
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         **template_options: Any,
-    ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant to answer.
+    ) -> str:
+        """A conversation as the model reads it, ready for the assistant to answer.
 
-        Raises ValueError when there is no template or the template refuses the messages.
+        Raises ValueError for messages or tools that are none, and when there is no template or it
+        refuses them.
         """
-        if not messages:
-            raise ValueError("The conversation is empty; give it at least one message.")
+        for name in ("conversation", "tokenize"):
+            if name in template_options:
+                raise ValueError(f"{name} is no option of the chat template; leave it out.")
         template_options.setdefault("add_generation_prompt", True)
+        conversation, functions = _conversation(messages), _tools(tools)
+        if chat_template is None and self.hf.chat_template is None:
+            raise ValueError("The checkpoint has no chat template; give one as chat_template.")
         try:
-            text = self.hf.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
+            return self.hf.apply_chat_template(
+                conversation,
+                tools=functions,
                 chat_template=chat_template,
                 tokenize=False,
                 **template_options,
             )
         except Exception as error:
-            raise ValueError(f"The chat template refuses these messages: {error}.") from error
-        return list(self.hf.encode(text, add_special_tokens=False))
+            raise ValueError(
+                f"The chat template refuses these messages: {_line(error)}."
+            ) from error
+
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Token ids of `chat_text`."""
+        return self.encode(self.chat_text(messages, **options), add_special_tokens=False)
+
+
+def _line(error: Exception) -> str:
+    """What a library says, on one line."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def _conversation(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list | tuple):
+        raise ValueError(
+            f"A conversation is {reprlib.repr(messages)}, but must be a list of messages."
+        )
+    if not messages:
+        raise ValueError("The conversation is empty; give it at least one message.")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message whose content is text; text parts become one text, since templates pass over what
+    is none."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(
+            f"A message is {reprlib.repr(message)}, but must be an object with role and content."
+        )
+    content = message.get("content")
+    if isinstance(content, list):
+        parts: list[Any] = content
+        for part in parts:
+            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+                raise ValueError(
+                    f"A message holds the part {reprlib.repr(part)}, but only text parts are "
+                    'supported; give {"type": "text", "text": ...}.'
+                )
+        content = "\n".join(part["text"] for part in parts)
+    stands = message.get("tool_calls") or message.get("reasoning_content")
+    if not isinstance(content, str) and not (content is None and stands):
+        raise ValueError(
+            f"The content of a message is {reprlib.repr(content)}, but must be a text, or a list "
+            "of text parts."
+        )
+    return {**message, "content": content}
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    if not tools:
+        return None
+    if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
+        raise ValueError(f"tools is {reprlib.repr(tools)}, but must be a list of objects.")
+    return [dict(tool) for tool in tools]
 
 
 class TextDelta(NamedTuple):
