@@ -89,7 +89,8 @@ def sample(logits: Tensor, rows: SamplingRows | None, banned: Tensor | None = No
     """logits [R, V] -> tokens [R]; rows None: all greedy; banned [R, V] bool: not to be picked.
 
     Greedy rows take the first maximum; the others the first token, in id order, at which the
-    cumulated weight exceeds its row's uniform share of the total.
+    cumulated weight exceeds its row's uniform share of the total. A row without any weight (all its
+    tokens banned, or logits that are not numbers) still gives a token of the vocabulary.
     """
     logits = forbid(logits, banned)
     greedy = argmax(logits)
@@ -98,4 +99,5 @@ def sample(logits: Tensor, rows: SamplingRows | None, banned: Tensor | None = No
     weights = distribution(logits.float(), rows).to(torch.float64).cumsum(-1)
     share = uniforms(rows.key, rows.position) * weights[:, -1]
     drawn = torch.searchsorted(weights, share[:, None], right=True)[:, 0]
+    drawn.clamp_max_(logits.shape[1] - 1)
     return torch.where(rows.temperature > 0, drawn, greedy)
