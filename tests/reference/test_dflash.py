@@ -267,10 +267,11 @@ def test_requests_that_draft_otherwise_keep_the_drafters_context_too(
 
 @pytest.fixture(scope="module")
 def lucky(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
-    """A pair with six tokens, so that even a random drafter is often right."""
+    """A tied pair with six tokens, so that even a random drafter is often right."""
     root = tmp_path_factory.mktemp("lucky")
-    hf = make_target(root / "target", vocab_size=6, eos_token_id=None, seed=6)
-    path = make_draft(root / "draft", mask_token=5, top={"vocab_size": 6}, block=4, seed=0)
+    changes = {"vocab_size": 6, "tie_word_embeddings": True}
+    hf = make_target(root / "target", eos_token_id=None, seed=8, **changes)
+    path = make_draft(root / "draft", mask_token=5, top={"vocab_size": 6}, block=4, seed=1)
     return hf, root / "target", path
 
 

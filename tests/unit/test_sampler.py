@@ -242,3 +242,13 @@ def test_no_rows_give_no_tokens():
     nothing = torch.zeros(0, 7)
     assert sample(nothing, None).shape == (0,)
     assert sample(nothing, rows(0)).shape == (0,)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}])
+def test_a_row_without_any_weight_gives_a_token_and_leaves_other_rows_alone(filters: dict):
+    logits = torch.tensor([[1.0, 5.0, 3.0], [math.nan] * 3, [1.0, 5.0, 3.0]])
+    banned = torch.tensor([[True] * 3, [False] * 3, [False, True, False]])
+    for temperature in (0.0, 1.0):
+        picks = sample(logits, rows(3, temperature=temperature, **filters), banned).tolist()
+        assert all(0 <= token < 3 for token in picks)
+        assert picks[2] in (0, 2)

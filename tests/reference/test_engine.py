@@ -1,0 +1,275 @@
+"""The engine as a whole: admission, slots used again, aborts, failures, memory, other dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import EOS_IDS, VOCAB, greedy, make_engine, pool_bytes, run
+
+from strobe.config import EngineConfig
+from strobe.engine.engine import Engine
+from strobe.request import SamplingParams, Speculation, Status
+
+COLD = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def config(target: Any, **options: Any) -> EngineConfig:
+    return EngineConfig(target=str(target.path), max_model_len=64, page_size=4).with_(**options)
+
+
+def alone(target: Any, prompt: list[int], sampling: SamplingParams, **options: Any) -> list[int]:
+    return run(make_engine(config(target, **options)), [prompt], sampling)[0]
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    noise = torch.Generator().manual_seed(31)
+    return [torch.randint(0, VOCAB, (n,), generator=noise).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def plain_engine(target: Any) -> Engine:
+    return make_engine(config(target))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "message"),
+    [
+        ([], {}, "prompt is empty"),
+        ([1] * 64, {}, "has 64 tokens.*shorten it to 63"),
+        ([1, VOCAB], {}, f"token id {VOCAB}.*ids 0 to {VOCAB - 1}"),
+        ([-1], {}, "token id -1"),
+        ([1], {"stop_token_ids": [3, VOCAB + 5]}, f"stop_token_ids holds token id {VOCAB + 5}"),
+        ([1], {"speculation": {"method": "dflash"}}, "cannot draft so; start the engine with"),
+        ([1], {"speculation": {"method": "ngram"}}, "cannot draft so; give num_drafts"),
+        ([1], {"speculation": {"num_drafts": 1}}, "at most 0 drafts"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_admission_and_named(
+    plain_engine: Engine, prompt: list[int], changes: dict[str, Any], message: str
+):
+    with pytest.raises(ValueError, match=message):
+        plain_engine.add(prompt, COLD.clone(**changes))
+    assert not plain_engine.has_work
+
+
+def test_the_longest_prompt_leaves_room_for_one_token(plain_engine: Engine, target: Any):
+    (prompt,) = prompts(63)
+    assert run(plain_engine, [prompt], COLD) == [greedy(target.hf, prompt, 1)]
+
+
+def test_a_request_learns_how_it_drafts_and_why_not(target: Any, draft: Callable[..., Path]):
+    engine = make_engine(config(target, draft=str(draft())))
+    asked: list[tuple[Any, tuple[str, int]]] = [
+        (None, ("dflash", 7)),
+        (True, ("dflash", 7)),
+        ({"num_drafts": 3}, ("dflash", 3)),
+        ({"method": "ngram"}, ("ngram", 7)),
+        ({"method": "ngram", "num_drafts": 2}, ("ngram", 2)),
+        (False, ("none", 0)),
+        ({"num_drafts": 0}, ("none", 0)),
+        (Speculation(method="none", num_drafts=3), ("none", 0)),
+    ]
+    for speculation, wanted in asked:
+        request = engine.add([1], COLD.clone(speculation=speculation))
+        assert (request.method, request.num_drafts) == wanted, speculation
+        assert (request.off_reason is None) == (wanted[1] > 0)
+    with pytest.raises(ValueError, match=r"num_drafts is 8.*at most 7"):
+        engine.add([1], COLD.clone(speculation={"num_drafts": 8}))
+    without = make_engine(config(target)).add([1], COLD)
+    assert (without.method, without.off_reason) == ("none", "no drafter is loaded")
+    off = make_engine(config(target, draft=str(draft()), method="none")).add([1], COLD)
+    assert (off.method, off.off_reason) == ("none", "the engine's method is none")
+
+
+def test_seeds_of_the_engines_own_differ_per_request_and_repeat_per_engine(target: Any):
+    warm = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
+    (prompt,) = prompts(5)
+    first, second, other = (
+        run(make_engine(config(target, seed=seed)), [prompt, prompt, prompt], warm)
+        for seed in (0, 0, 100)
+    )
+    assert first == second
+    assert len({tuple(out) for out in first + other}) == 6
+
+
+def test_siblings_under_one_seed_differ_and_repeat(target: Any):
+    warm = SamplingParams(temperature=1.5, max_tokens=12, seed=4, n=4, ignore_eos=True)
+    (prompt,) = prompts(5)
+    first = run(make_engine(config(target)), [prompt], warm)
+    assert len({tuple(out) for out in first}) == 4
+    assert first == run(make_engine(config(target, max_num_seqs=1)), [prompt], warm)
+
+
+def test_a_slots_former_ban_on_stopping_does_not_reach_its_next_request(target: Any):
+    """A request without min_tokens follows one with it, beside another that may not stop yet."""
+    stops = SamplingParams(
+        temperature=0, max_tokens=30, stop_token_ids=list(range(0, VOCAB, 2)), ignore_eos=True
+    )
+    texts = prompts(5, 9, 7)
+    params = [stops.clone(max_tokens=2, min_tokens=2), stops.clone(min_tokens=30), stops]
+    wanted = [alone(target, p, s) for p, s in zip(texts, params, strict=True)]
+    assert len(wanted[2]) < 10, "it is to stop while the second may not"
+    engine = make_engine(config(target, max_num_seqs=2))
+    assert run(engine, texts, params) == wanted
+
+
+def test_a_slots_former_sampling_does_not_reach_its_next_request(target: Any):
+    warm = SamplingParams(temperature=1.2, seed=3, max_tokens=9, ignore_eos=True)
+    texts = prompts(5, 9, 7, 3, 8)
+    params = [warm.clone(top_k=2), COLD, warm, warm.clone(min_p=0.3), warm.clone(top_p=0.5)]
+    wanted = [alone(target, p, s) for p, s in zip(texts, params, strict=True)]
+    assert run(make_engine(config(target, max_num_seqs=1)), texts, params) == wanted
+    assert run(make_engine(config(target, max_num_seqs=2)), texts, params) == wanted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_that_may_pick_no_token_at_all_does_not_stop_the_others(
+    target: Any, temperature: float
+):
+    """Every token is a stop token, and none may come before min_tokens."""
+    engine = make_engine(config(target))
+    hopeless = COLD.clone(
+        stop_token_ids=list(range(VOCAB)), min_tokens=5, temperature=temperature, seed=1
+    )
+    texts = prompts(6, 8)
+    made, other = run(engine, texts, [hopeless, COLD])
+    assert len(made) == 6
+    assert other == alone(target, texts[1], COLD)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_aborted_requests_give_their_pages_back_and_others_go_on(
+    overlap: int, target: Any, draft: Callable[..., Path]
+):
+    engine = make_engine(
+        config(target, draft=str(draft()), overlap=overlap, max_num_seqs=2, num_drafts=2)
+    )
+    texts = prompts(9, 20, 5, 14)
+    requests = [engine.add(prompt, COLD) for prompt in texts]
+    for _ in range(3):
+        engine.step()
+        engine.check()
+    assert requests[3].status is Status.WAITING
+    for request in (requests[0], requests[3]):
+        engine.finish(request, "abort")
+        engine.check()
+    said = list(requests[0].output_ids)
+    for _ in range(100):
+        for request, _, _ in engine.step():
+            assert request not in (requests[0], requests[3])
+        engine.check()
+    assert not engine.has_work
+    assert requests[0].output_ids == said
+    assert requests[3].output_ids == []
+    for i in (1, 2):
+        assert requests[i].output_ids == alone(target, texts[i], COLD)
+    assert engine.parts.pool.available == engine.parts.pool.capacity
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("place", ["propose", "forward", "observe"])
+def test_an_engine_whose_step_failed_goes_on_as_if_it_had_not(
+    place: str, overlap: int, target: Any, draft: Callable[..., Path]
+):
+    """Out of memory, or a user's Ctrl-C: the step is lost, the requests are not."""
+    engine = make_engine(config(target, draft=str(draft()), overlap=overlap, max_num_seqs=2))
+    owner: Any = {"forward": engine.runner}.get(place, engine.proposers)
+    true = getattr(owner, place)
+    calls = 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 1:
+            raise MemoryError("no memory")
+        return true(*args)
+
+    setattr(owner, place, failing)
+    texts = prompts(9, 20, 5)
+    requests = [engine.add(prompt, COLD) for prompt in texts]
+    failures = 0
+    for _ in range(200):
+        try:
+            engine.step()
+        except MemoryError:
+            failures += 1
+        engine.check()
+    assert not engine.has_work
+    assert failures > 3
+    assert [r.output_ids for r in requests] == [alone(target, p, COLD) for p in texts]
+    assert engine.parts.pool.available == engine.parts.pool.capacity
+
+
+def test_check_notices_when_host_and_device_disagree(target: Any):
+    engine = make_engine(config(target))
+    engine.add([1, 2, 3], COLD)
+    engine.step()
+    engine.check()
+    engine.state.cursor[engine.scheduler.running[0].slot, 0] += 1
+    with pytest.raises(AssertionError):
+        engine.check()
+
+
+def test_check_notices_a_lost_page(target: Any):
+    engine = make_engine(config(target))
+    engine.add([1, 2, 3], COLD)
+    engine.step()
+    engine.scheduler.running[0].lease.pages.pop()
+    for _ in range(20):
+        engine.step()
+    assert not engine.has_work
+    with pytest.raises(AssertionError):
+        engine.check()
+
+
+def test_the_pool_is_as_large_as_the_memory_asked_for(target: Any, draft: Callable[..., Path]):
+    asked = config(target, max_num_seqs=50, kv_cache_memory=pool_bytes(40, 4))
+    assert make_engine(asked).parts.pool.capacity == 40
+    asked = config(
+        target,
+        draft=str(draft()),
+        max_num_seqs=50,
+        kv_cache_memory=pool_bytes(40, 4, drafter_layers=2) + 17,
+    )
+    engine = make_engine(asked)
+    assert engine.parts.pool.capacity == 40
+    slots = {name: store.data.shape[1] for name, store in engine.parts.stores.items()}
+    assert slots == {"target": 41 * 4, "draft": 41 * 4}
+
+
+def test_memory_for_less_than_one_context_is_refused_with_the_size_that_serves(target: Any):
+    with pytest.raises(ValueError, match=f"raise kv_cache_memory to {pool_bytes(16, 4)} bytes"):
+        make_engine(config(target, kv_cache_memory=pool_bytes(15, 4)))
+    engine = make_engine(config(target, kv_cache_memory=pool_bytes(16, 4)))
+    (prompt,) = prompts(63)
+    assert run(engine, [prompt], COLD) == [greedy(target.hf, prompt, 1)]
+
+
+def test_the_models_own_end_tokens_end_an_answer_unless_ignored(target: Any):
+    texts = prompts(4, 6, 9, 13, 21, 30)
+    sampling = SamplingParams(temperature=1.0, seed=8, max_tokens=None)
+    engine = make_engine(config(target))
+    for prompt, made in zip(texts, run(engine, texts, sampling), strict=True):
+        ends = [i for i, token in enumerate(made) if token in EOS_IDS]
+        assert ends in ([], [len(made) - 1])
+        longer = run(engine, [prompt], sampling.clone(ignore_eos=True))[0]
+        assert longer[: len(made)] == made
+        assert len(prompt) + len(longer) == 64
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_on_a_cpu_and_picks_near_the_targets_best(
+    dtype: str, target: Any, draft: Callable[..., Path]
+):
+    engine = make_engine(config(target, draft=str(draft()), dtype=dtype))
+    assert {store.data.dtype for store in engine.parts.stores.values()} == {getattr(torch, dtype)}
+    texts = prompts(5, 17)
+    for prompt, made in zip(texts, run(engine, texts, COLD), strict=True):
+        with torch.no_grad():
+            logits = target.hf(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1]
+        regret = logits.amax(-1) - logits.gather(1, torch.tensor(made)[:, None])[:, 0]
+        assert regret.max() < 0.5  # measured: 0 with both
