@@ -2,70 +2,117 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import importlib
 import json
 import logging
+import operator
+import os
 import sys
 import time
-from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import tyro
-from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
+from tyro.conf import (
+    FlagCreatePairsOff,
+    OmitArgPrefixes,
+    Positional,
+    UseAppendAction,
+    arg,
+    subcommand,
+)
+from tyro.constructors import PrimitiveConstructorSpec
 
-from strobe.config import EngineConfig
+from strobe.config import BOX, EngineConfig
 from strobe.request import SamplingParams
 
-_TYPES: dict[str, Any] = {
-    "method": Literal["dflash", "ngram", "none"] | None,
-    "dtype": Literal["auto", "float32", "bfloat16", "float16"],
-    "kv_cache_memory": str | None,
-    "stop": tuple[str, ...] | None,
-    "stop_token_ids": tuple[int, ...] | None,
-}
+
+def _read(text: str) -> Any:
+    """A number where the text is one; the dataclass that takes it says what is wrong with it."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
-def _flags(source: type, name: str, *, unset: bool, omit: tuple[str, ...] = ()) -> Any:
+def _value(metavar: str) -> Any:
+    """How tyro reads one value of a flag."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda given: given[0] if metavar == "TEXT" else _read(given[0]),
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _flags(
+    source: type, name: str, *, omit: tuple[str, ...] = (), defaults: Mapping[str, Any] | None
+) -> Any:
     """A dataclass of command-line flags from another dataclass's fields and their help.
 
-    unset: every flag defaults to None, which stands for "not given".
+    defaults: what to say of the default of flags that are None unless given; None: flags have the
+    fields' own defaults.
     """
-    hints = get_type_hints(source) | _TYPES
+    hints = get_type_hints(source)
     made: list[Any] = []
     for f in fields(source):
         if f.name in omit:
             continue
-        kind, default = hints[f.name], f.default
-        assert default is not MISSING
-        if unset:
-            kind, default = kind | None, None
-        hint = "(default: the checkpoint's or the API's)" if unset else None
-        note = arg(help=f.metadata["help"], metavar=_metavar(kind), help_behavior_hint=hint)
-        made.append((f.name, Annotated[kind, note], field(default=default)))
+        text, default = f.metadata["help"], f.default
+        shown = default if defaults is None else defaults.get(f.name, default)
+        hint = f"(default: {shown})" if shown not in (None, "", ()) else ""
+        if hints[f.name] is bool:
+            note = arg(help=text, help_behavior_hint=hint if default else "")
+            kind = Annotated[bool, note]
+            made.append((f.name, kind if default else FlagCreatePairsOff[kind], default))
+        elif default == ():
+            note = arg(help=f"{text} Repeat it for several.", help_behavior_hint="")
+            one = Annotated[Any, _value("INT" if "ids" in f.name else "TEXT")]
+            made.append((f.name, UseAppendAction[Annotated[tuple[one, ...], note]], default))
+        else:
+            note = arg(help=text, help_behavior_hint=hint)
+            kind = Annotated[Any, note, _value(_metavar(hints[f.name]))]
+            made.append((f.name, kind, default if defaults is None else None))
     return make_dataclass(name, made, frozen=True)
 
 
-def _metavar(kind: Any) -> str | None:
-    """How a flag's value is named in the help; None leaves it to tyro."""
-    parts = [part for part in (get_args(kind) or (kind,)) if part is not NoneType]
-    names = {int: "INT", float: "FLOAT", str: "TEXT"}
-    if len(parts) == 1 and get_origin(parts[0]) is tuple:
-        return f"{names[get_args(parts[0])[0]]} ..."
-    return names.get(parts[0]) if len(parts) == 1 else None
+def _metavar(kind: Any) -> str:
+    return "TEXT" if "str" in str(kind) else "FLOAT" if kind is float else "INT"
 
 
+_SHOWN = {
+    "temperature": "the checkpoint's, else 1",
+    "top_p": "the checkpoint's, else 1",
+    "top_k": "the checkpoint's, else 0",
+    "min_p": "the checkpoint's, else 0",
+    "max_tokens": 512,
+}
+_API_ONLY = ("speculation", "skip_special_tokens")
 if TYPE_CHECKING:
-    EngineFlags = Any
-    SamplingFlags = Any
+    EngineFlags = DemoFlags = SamplingFlags = ChatFlags = Any
 else:
-    EngineFlags = _flags(EngineConfig, "EngineFlags", unset=False, omit=("seed",))
-    SamplingFlags = _flags(
-        SamplingParams, "SamplingFlags", unset=True, omit=("speculation", "skip_special_tokens")
-    )
-Json = Annotated[bool, arg(help="Print one JSON object on standard output.")]
-Thinking = Annotated[bool, arg(help="Let the model think before it answers.")]
-Debug = Annotated[bool, arg(help="Log every verify step on standard error.")]
+    EngineFlags = _flags(EngineConfig, "EngineFlags", omit=("seed",), defaults=None)
+    DemoFlags = _flags(EngineConfig, "DemoFlags", omit=("seed", "method"), defaults=None)
+    SamplingFlags = _flags(SamplingParams, "SamplingFlags", omit=_API_ONLY, defaults=_SHOWN)
+    ChatFlags = _flags(SamplingParams, "ChatFlags", omit=(*_API_ONLY, "n"), defaults=_SHOWN)
+Json = FlagCreatePairsOff[
+    Annotated[bool, arg(help="Print one JSON object on standard output.", help_behavior_hint="")]
+]
+Thinking = FlagCreatePairsOff[
+    Annotated[bool, arg(help="Let the model think before it answers.", help_behavior_hint="")]
+]
+Debug = FlagCreatePairsOff[
+    Annotated[bool, arg(help="Log every verify step on standard error.", help_behavior_hint="")]
+]
+System = Annotated[str | None, arg(help="A system message.", metavar="TEXT", help_behavior_hint="")]
 
 
 @dataclass(frozen=True)
@@ -73,11 +120,12 @@ class Generate:
     """Answer prompts and print the answers."""
 
     prompts: Annotated[
-        Positional[tuple[str, ...]], arg(help="One or more prompts.", metavar="PROMPT ...")
+        Positional[tuple[str, ...]],
+        arg(help="One or more prompts.", metavar="PROMPT ...", help_behavior_hint=""),
     ]
-    chat: Annotated[bool, arg(help="Put each prompt through the chat template.")] = True
+    chat: Annotated[bool, arg(help="Put the prompts through the chat template.")] = True
     thinking: Thinking = False
-    system: Annotated[str | None, arg(help="A system message for the chat template.")] = None
+    system: System = None
     json: Json = False
     debug: Debug = False
     sampling: OmitArgPrefixes[SamplingFlags] = field(default_factory=SamplingFlags)
@@ -86,6 +134,8 @@ class Generate:
     def run(self) -> int:
         if not self.prompts:
             raise ValueError("No prompt was given; name one or more: strobe generate 'PROMPT'.")
+        if not self.chat and (self.thinking or self.system):
+            raise ValueError("--thinking and --system need the chat template; drop --no-chat.")
         llm = _load(self.engine)
         params = _sampling(llm, self.sampling)
         if self.chat:
@@ -97,25 +147,26 @@ class Generate:
             )
         else:
             outputs = llm.generate(list(self.prompts), params, use_tqdm=False)
-        failed = [o for output in outputs for o in output.outputs if o.error is not None]
         if self.json:
             print(json.dumps({"outputs": [asdict(output) for output in outputs]}))
         else:
-            for prompt, output in zip(self.prompts, outputs, strict=True):
-                _print_answers(prompt, output, several=len(outputs) > 1)
-        for answer in failed:
-            print(f"strobe: {answer.error}", file=sys.stderr)
-        return 1 if failed else 0
+            _print_answers(self.prompts, outputs)
+        errors = [output.outputs[0].error for output in outputs]
+        for number, error in enumerate(errors, start=1):
+            if error is not None:
+                which = f"prompt {number}: " if len(outputs) > 1 else ""
+                print(f"strobe: {which}{error}", file=sys.stderr)
+        return 1 if any(errors) else 0
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Talk with a model in the terminal; answers stream. /new starts over, /exit leaves."""
+    """Talk with a model in the terminal; answers stream."""
 
     thinking: Thinking = False
-    system: Annotated[str | None, arg(help="A system message.")] = None
+    system: System = None
     debug: Debug = False
-    sampling: OmitArgPrefixes[SamplingFlags] = field(default_factory=SamplingFlags)
+    sampling: OmitArgPrefixes[ChatFlags] = field(default_factory=ChatFlags)
     engine: OmitArgPrefixes[EngineFlags] = field(default_factory=EngineFlags)
 
     def run(self) -> int:
@@ -124,53 +175,63 @@ class Chat:
         console = Console(highlight=False)
         llm = _load(self.engine)
         params = _sampling(llm, self.sampling)
-        console.print("[dim]/new starts over, /exit or Ctrl-D leaves.[/dim]")
+        if sys.stdin.isatty():
+            console.print(
+                "[dim]/new starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer.[/dim]"
+            )
         messages = _conversation(None, self.system)
         while True:
             try:
-                text = console.input("[bold cyan]you>[/bold cyan] ").strip()
+                text = _ask(console).strip()
             except (EOFError, KeyboardInterrupt):
-                console.print()
+                if sys.stdin.isatty():
+                    console.print()
                 return 0
             if text == "/exit":
                 return 0
             if text == "/new":
                 messages = _conversation(None, self.system)
+            elif text.startswith("/"):
+                console.print(f"{text} is no command; there are /new and /exit.", markup=False)
             elif text:
                 messages.append({"role": "user", "content": text})
                 self._answer(console, llm, messages, params)
 
     def _answer(self, console: Any, llm: Any, messages: list[dict[str, str]], params: Any) -> None:
         """Stream one answer and append it to the conversation."""
-        began, delta = time.perf_counter(), None
+        if sys.stdin.isatty():
+            console.print("[bold green]strobe>[/bold green] ", end="")
+        began, delta, note = time.perf_counter(), None, ""
+        stream = llm.stream_chat(messages, params, enable_thinking=self.thinking)
         try:
-            for delta in llm.stream_chat(messages, params, enable_thinking=self.thinking):
-                console.out(delta.text, end="", highlight=False)
+            with closing(stream):
+                for delta in stream:
+                    print(delta.text, end="", flush=True)
         except ValueError as error:
             messages.pop()
-            console.print(f"[red]{error}[/red]")
+            console.print(f"{error} /new starts over.", style="red", markup=False)
             return
         except KeyboardInterrupt:
-            console.print(" [dim](stopped)[/dim]", end="")
-        console.print()
+            note = " (stopped)"
+        console.print(note, style="dim")
         if delta is None:
             messages.pop()
             return
         answer = delta.output.text.split("</think>")[-1].strip()
         messages.append({"role": "assistant", "content": answer})
-        console.print(f"[dim]{_summary(delta.output, time.perf_counter() - began)}[/dim]")
+        console.print(_summary(delta.output, time.perf_counter() - began), style="dim")
 
 
 @dataclass(frozen=True)
 class Demo:
     """Stream an answer from the pair in the box, then compare plain decoding with DFlash."""
 
-    prompts: Annotated[int, arg(help="Held-out prompts to compare on.")] = 12
-    max_tokens: Annotated[int, arg(help="Most tokens per answer.")] = 256
-    repeats: Annotated[int, arg(help="Timed runs; the fastest of each counts.")] = 2
+    prompts: Annotated[Any, arg(help="Held-out prompts to compare on."), _value("INT")] = 12
+    max_tokens: Annotated[Any, arg(help="Most tokens per answer."), _value("INT")] = 256
+    repeats: Annotated[Any, arg(help="Timed runs; the fastest of each counts."), _value("INT")] = 2
     json: Json = False
     debug: Debug = False
-    engine: OmitArgPrefixes[EngineFlags] = field(default_factory=EngineFlags)
+    engine: OmitArgPrefixes[DemoFlags] = field(default_factory=DemoFlags)
 
     def run(self) -> int:
         from strobe.demo import run_demo
@@ -188,48 +249,82 @@ class Demo:
 class Info:
     """Say what a checkpoint is, what it takes to run, and whether a drafter fits it."""
 
-    model: Annotated[Positional[Path], arg(help="Directory of a target or a DFlash drafter.")]
-    draft: Annotated[Path | None, arg(help="A drafter to check against the target.")] = None
+    model: Annotated[
+        Positional[str],
+        arg(
+            help="Directory of a target or a DFlash drafter; without one, the pair in the box.",
+            metavar="DIRECTORY",
+            help_behavior_hint="",
+        ),
+    ] = ""
+    draft: Annotated[
+        str | None,
+        arg(help="A drafter to check against the target.", metavar="TEXT", help_behavior_hint=""),
+    ] = None
     json: Json = False
 
     def run(self) -> int:
         from strobe.info import describe, show
 
-        facts = describe(self.model, self.draft)
+        model, draft = self.model, self.draft
+        if not model:
+            model, draft = str(BOX / "target"), draft or str(BOX / "draft")
+        facts = describe(Path(model), Path(draft) if draft is not None else None)
         print(json.dumps(facts)) if self.json else show(facts)
         return 0
 
 
-Command = (
-    Annotated[Generate, subcommand("generate")]
-    | Annotated[Chat, subcommand("chat")]
-    | Annotated[Demo, subcommand("demo")]
-    | Annotated[Info, subcommand("info")]
+COMMANDS: dict[str, Any] = {"generate": Generate, "chat": Chat, "demo": Demo, "info": Info}
+Command: Any = functools.reduce(
+    operator.or_, [Annotated[kind, subcommand(name)] for name, kind in COMMANDS.items()]
 )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status. What a user got wrong is one sentence."""
-    command: Any = tyro.cli(
-        Command,  # pyright: ignore[reportArgumentType] (a union is a form tyro takes)
-        prog="strobe",
-        args=arguments,
-        description=(
-            "Strobe: LLM inference with DFlash block-diffusion speculation. "
-            "Without a target, commands use the pair in the box."
-        ),
-    )
-    if getattr(command, "debug", False):
-        logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
-        for noisy in ("urllib3", "filelock", "httpcore", "httpx"):
-            logging.getLogger(noisy).setLevel(logging.WARNING)
+    given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
+        if not given[0].startswith("-") and given[0] not in COMMANDS:
+            raise ValueError(f"{given[0]!r} is no command; there are {', '.join(COMMANDS)}.")
+        command, unknown = _parse(given)
+        if unknown:
+            raise ValueError(_no_option(unknown[0], command))
+        if getattr(command, "debug", False):
+            logging.basicConfig(format="%(name)s: %(message)s")
+            logging.getLogger("strobe").setLevel(logging.DEBUG)
         return command.run()
     except ValueError as error:
         print(f"strobe: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # nobody reads on; Python would say so once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parse(arguments: list[str]) -> tuple[Any, list[str]]:
+    """The subcommand with its options, and the arguments it does not take."""
+    return tyro.cli(
+        Command,
+        prog="strobe",
+        args=arguments,
+        description=(
+            "Strobe: LLM inference with DFlash block-diffusion speculation. "
+            "Without a target, commands use the pair in the box."
+        ),
+        return_unknown_args=True,
+    )
+
+
+def _no_option(given: str, command: Any) -> str:
+    """The sentence for an argument that the subcommand does not take."""
+    name = type(command).__name__.lower()
+    groups = [g for g in (getattr(command, n, None) for n in ("sampling", "engine")) if g]
+    known = [f"--{f.name.replace('_', '-')}" for g in (command, *groups) for f in fields(g)]
+    close = difflib.get_close_matches(given.split("=")[0].replace("_", "-"), known, 1)
+    mend = f"did you mean {close[0]}?" if close else f"strobe {name} --help lists what it takes."
+    return f"strobe {name} takes no {given!r}; {mend}"
 
 
 def _load(flags: Any) -> Any:
@@ -240,14 +335,23 @@ def _load(flags: Any) -> Any:
 
 def _sampling(llm: Any, flags: Any) -> SamplingParams:
     """The checkpoint's recommended sampling with what was given on the command line."""
-    given = {name: value for name, value in asdict(flags).items() if value is not None}
-    given.setdefault("max_tokens", 512)
+    given = {name: value for name, value in asdict(flags).items() if value not in (None, ())}
+    given.setdefault("max_tokens", _SHOWN["max_tokens"])
     return llm.get_default_sampling_params().clone(**given)
 
 
 def _conversation(prompt: str | None, system: str | None) -> list[dict[str, str]]:
     messages = [{"role": "system", "content": system}] if system else []
     return messages + ([{"role": "user", "content": prompt}] if prompt is not None else [])
+
+
+def _ask(console: Any) -> str:
+    """A line from the user. The prompt goes through readline, so that editing leaves it alone."""
+    if not sys.stdin.isatty():
+        return input()
+    importlib.import_module("readline")  # gives input() editing and history
+    colour = console.is_terminal and not console.no_color
+    return input("\001\033[1;36m\002you>\001\033[0m\002 " if colour else "you> ")
 
 
 def _summary(answer: Any, seconds: float) -> str:
@@ -260,12 +364,16 @@ def _summary(answer: Any, seconds: float) -> str:
     return f"{line}, plain: {report.off_reason}" if report is not None else line
 
 
-def _print_answers(prompt: str, output: Any, *, several: bool) -> None:
-    for answer in output.outputs:
-        if several:
-            print(f"> {prompt}")
-        if answer.error is None:
-            print(answer.text)
+def _print_answers(prompts: tuple[str, ...], outputs: list[Any]) -> None:
+    """The answers; several are told apart by their prompts and numbers."""
+    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        if len(outputs) > 1:
+            print(f"{chr(10) if number else ''}> {prompt}")
+        for answer in output.outputs:
+            if len(output.outputs) > 1:
+                print(f"[{answer.index + 1}]")
+            if answer.error is None:
+                print(answer.text)
 
 
 if __name__ == "__main__":

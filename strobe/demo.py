@@ -49,9 +49,12 @@ def timed(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, repeats: 
     """Greedy answers one after another; the fastest of `repeats` runs after a warm-up."""
     llm.generate([prompts[0]], params, use_tqdm=False)
     best = None
-    for _ in range(max(repeats, 1)):
+    for _ in range(repeats):
         began = time.perf_counter()
         outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
+        errors = [answer.error for output in outputs for answer in output.outputs if answer.error]
+        if errors:
+            raise ValueError(errors[0])
         run = Run(outputs, time.perf_counter() - began)
         best = run if best is None or run.seconds < best.seconds else best
     assert best is not None
@@ -60,14 +63,18 @@ def timed(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, repeats: 
 
 def pick_examples(count: int) -> list[Example]:
     """Held-out examples, the families in turn, half of them with thinking."""
-    if count < 1:
-        raise ValueError(f"prompts is {count}, but the comparison needs at least 1.")
+    _check("prompts", count)
     pool = heldout(-(-count // 6) + 1, seed=1)
     families: dict[str, list[Example]] = {}
     for example in pool:
         families.setdefault(example.family, []).append(example)
     turns = zip(*families.values(), strict=False)
     return [example for turn in turns for example in turn][:count]
+
+
+def _check(name: str, count: Any) -> None:
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} is {count!r}, but must be a whole number of at least 1.")
 
 
 def compare(plain: Run, drafted: Run, llm: LLM) -> dict[str, Any]:
@@ -100,6 +107,7 @@ def run_demo(
 ) -> int:
     """Run the demo; returns 0 where both ways gave identical tokens, else 1."""
     examples = pick_examples(prompts)
+    _check("repeats", repeats)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     config = replace(config, method="dflash" if config.target else None)
     drafting = LLM(**_options(config))
@@ -123,26 +131,27 @@ def _options(config: EngineConfig) -> dict[str, Any]:
 
 
 def _stream(llm: LLM, example: Example, prompt: Prompt, params: SamplingParams) -> None:
-    """Print a prompt and its answer as it comes, one colour per verify step."""
+    """Print a prompt and its answer as it comes; on a terminal, every other step in bold."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     question = next(m["content"] for m in reversed(example.messages) if m["role"] == "user")
     console.print("[bold cyan]prompt>[/bold cyan] ", end="")
-    console.print(question, markup=False)
+    console.out(question)
     console.print("[bold green]strobe>[/bold green] ", end="")
     styles, last = ("none", "bold"), None
     for step, delta in enumerate(llm.stream(prompt, params)):
-        console.print(delta.text, end="", markup=False, style=styles[step % 2], soft_wrap=True)
+        console.out(delta.text, end="", style=styles[step % 2])
         last = delta
     console.print()
     report = last.output.speculation if last is not None else None
     if last is not None and report is not None and report.used:
         made = len(last.output.token_ids)
-        console.print(
-            f"[dim]{made} tokens in {report.steps} verify steps "
-            f"({report.acceptance_length:.2f} tokens per step); the weight of the type changes "
-            "with each step.[/dim]"
+        weight = "; normal and bold take turns with the steps" if console.is_terminal else ""
+        console.out(
+            f"{made} tokens in {report.steps} verify steps, {report.acceptance_length:.2f} per "
+            f"step{weight}.",
+            style="dim",
         )
 
 
@@ -161,10 +170,11 @@ def _table(figures: dict[str, Any]) -> None:
         "-" if length is None else f"{length:.2f}",
         f"{figures['speedup']:.2f}x",
     )
-    console = Console()
+    console = Console(highlight=False)
     console.print(table)
     same = "identical" if figures["identical"] else "[bold red]NOT identical[/bold red]"
     console.print(
         f"{figures['prompts']} held-out prompts, {figures['tokens']} tokens, outputs {same}; "
-        f"{figures['device']}, {figures['dtype']}, torch {figures['torch']}."
+        f"{figures['device']}, {figures['dtype']}, torch {figures['torch']}.",
+        soft_wrap=True,
     )

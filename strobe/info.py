@@ -9,6 +9,7 @@ from typing import Any
 from strobe.models.config import (
     DecoderConfig,
     check_pair,
+    is_drafter,
     load_draft_config,
     load_target_config,
     read_json,
@@ -21,7 +22,7 @@ def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
 
     Raises ValueError for what is damaged, not supported or does not fit.
     """
-    if read_json(model / "config.json").get("dflash_config") is not None:
+    if is_drafter(read_json(model / "config.json")):
         if draft is not None:
             raise ValueError(f"{model} is a drafter itself; name the target first, then --draft.")
         return _draft_facts(model)
@@ -85,13 +86,28 @@ def show(facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    nested = {name: value for name, value in facts.items() if isinstance(value, dict)}
-    table = Table(show_header=False, title=str(facts["path"]), title_justify="left")
+    console = Console(markup=False, emoji=False, highlight=False)
+    table = Table(show_header=False)
     for name, value in facts.items():
         if name not in ("path", "draft"):
-            text = f"{value:,}" if isinstance(value, int) and value > 9999 else str(value)
-            table.add_row(name.replace("_", " "), text)
+            table.add_row(name.replace("_", " "), _text(value))
+    console.out(facts["path"])
     console.print(table)
-    if "draft" in nested:
-        show(nested["draft"])
+    if "draft" in facts:
+        show(facts["draft"])
+
+
+def _text(value: Any) -> str:
+    """A fact as people write it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {item}" for name, item in value.items()) or "none"
+    if isinstance(value, list):
+        items: list[Any] = value
+        if len(items) > 1 and len(set(items)) == 1:
+            return f"{items[0]} in all {len(items)} layers"
+        return ", ".join(map(str, items)) or "none"
+    return str(value)
