@@ -1,0 +1,359 @@
+"""Configs and weights: published ones are read as their authors mean them, wrong ones refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import LAYERS, VOCAB, edit_json, make_draft
+
+from strobe.attention.mask import LayerMask
+from strobe.config import EngineConfig
+from strobe.engine.build import resolve
+from strobe.models.config import default_capture_layers, load_draft_config, load_target_config
+
+QWEN3_8B_DFLASH: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "block_size": 16,
+    "num_target_layers": 36,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "max_position_embeddings": 40960,
+    "layer_types": ["full_attention"] * 5,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 5,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 151936,
+    "transformers_version": "4.57.1",
+}
+"""The config.json published with z-lab/Qwen3-8B-DFlash-b16."""
+
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""The config.json published with Qwen/Qwen3-8B."""
+
+MIXED = ["sliding_attention"] * 4 + ["full_attention"]
+
+
+def written(directory: Path, config: dict[str, Any], name: str = "config.json") -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(json.dumps(config))
+    return directory
+
+
+def test_a_published_target_config_is_read(tmp_path: Path):
+    written(tmp_path, QWEN3_8B)
+    generation = {"eos_token_id": [151645, 151643], "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    written(tmp_path, {**generation, "do_sample": True}, "generation_config.json")
+    found = load_target_config(tmp_path)
+    decoder = found.decoder
+    assert (decoder.num_layers, decoder.hidden_size, decoder.head_dim) == (36, 4096, 128)
+    assert (decoder.rope_theta, decoder.max_position) == (1e6, 40960)
+    assert decoder.masks == (LayerMask(),) * 36
+    assert (found.eos_ids, found.tie_embeddings) == ((151645, 151643), False)
+    assert found.dtype == "bfloat16"
+    assert found.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+def test_a_published_drafter_config_is_read(tmp_path: Path):
+    found = load_draft_config(written(tmp_path, QWEN3_8B_DFLASH))
+    assert found.capture == (2, 10, 18, 26, 34), "layers done, one more than the file's ids"
+    assert (found.block_size, found.mask_token_id, found.num_target_layers) == (16, 151669, 36)
+    assert found.decoder.masks == (LayerMask(causal=False),) * 5
+    assert (found.embedding_scale, found.output_multiplier) == (1.0, 1.0)
+    assert found.logit_softcap is None
+    assert found.decoder.rope_theta == 1e6
+
+
+FULL, CAUSAL_WINDOW = LayerMask(causal=False), LayerMask(causal=True, window=2048)
+
+
+@pytest.mark.parametrize(
+    ("top", "nested", "masks"),
+    [
+        ({}, {}, (CAUSAL_WINDOW,) * 4 + (FULL,)),
+        ({"is_causal": False}, {}, (LayerMask(False, 2048),) * 4 + (FULL,)),
+        ({"is_causal": True}, {}, (CAUSAL_WINDOW,) * 4 + (LayerMask(),)),
+        ({}, {"causal": True}, (CAUSAL_WINDOW,) * 4 + (LayerMask(),)),
+        ({"is_causal": False}, {"causal": True}, (LayerMask(False, 2048),) * 4 + (FULL,)),
+        ({"layer_types": ["full_attention"] * 5}, {}, (FULL,) * 5),
+        ({"layer_types": None}, {}, (FULL,) * 5),
+    ],
+)
+def test_what_a_block_sees_follows_layer_types_and_overrides(
+    tmp_path: Path, top: dict[str, Any], nested: dict[str, Any], masks: tuple[LayerMask, ...]
+):
+    config = {**QWEN3_8B_DFLASH, "layer_types": MIXED, "sliding_window": 2048, **top}
+    config["dflash_config"] = {**config["dflash_config"], **nested}
+    assert load_draft_config(written(tmp_path, config)).decoder.masks == masks
+
+
+def test_keys_may_stand_nested_or_at_the_top(tmp_path: Path):
+    flat = {k: v for k, v in QWEN3_8B_DFLASH.items() if k not in ("dflash_config", "block_size")}
+    keys = {
+        "block_size": 8,
+        "mask_token_id": 7,
+        "target_layer_ids": [3, 1],
+        "final_logit_softcapping": 30.0,
+        "output_multiplier": 0.196,
+        "input_embedding_scale": 2.0,
+    }
+    top = load_draft_config(written(tmp_path, {**flat, **keys}))
+    nested = load_draft_config(written(tmp_path, {**flat, "dflash_config": keys}))
+    assert top == nested
+    assert (top.block_size, top.mask_token_id, top.capture) == (8, 7, (4, 2))
+    assert (top.logit_softcap, top.output_multiplier, top.embedding_scale) == (30.0, 0.196, 2.0)
+    both = load_draft_config(
+        written(tmp_path, {**flat, **keys, "dflash_config": {"block_size": 5}})
+    )
+    assert both.block_size == 5
+    del keys["block_size"]
+    assert load_draft_config(written(tmp_path, {**flat, **keys})).block_size == 16
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "ids"),
+    [
+        (36, 5, [1, 9, 17, 25, 33]),
+        (32, 5, [1, 8, 15, 22, 29]),
+        (48, 5, [1, 12, 23, 34, 45]),
+        (24, 5, [1, 6, 11, 16, 21]),
+        (64, 5, [1, 16, 31, 46, 61]),
+        (40, 5, [1, 10, 19, 28, 37]),
+        (61, 6, [1, 12, 24, 35, 47, 58]),
+        (60, 6, [1, 12, 23, 35, 46, 57]),
+        (48, 8, [1, 7, 14, 20, 26, 32, 39, 45]),
+        (36, 1, [18]),
+    ],
+)
+def test_default_layer_ids_are_those_of_the_published_drafters(
+    layers: int, count: int, ids: list[int]
+):
+    assert default_capture_layers(layers, count) == ids
+
+
+def test_rope_theta_is_found_wherever_it_is_written(tmp_path: Path):
+    forms = [
+        {"rope_theta": 500.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 3.0},
+        {"rope_scaling": {"type": "default", "rope_theta": 500.0}},
+        {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 500.0}}},
+    ]
+    bare = {k: v for k, v in QWEN3_8B_DFLASH.items() if not k.startswith("rope")}
+    for form in forms:
+        found = load_draft_config(written(tmp_path, {**bare, **form}))
+        assert found.decoder.rope_theta == 500.0, form
+    assert load_draft_config(written(tmp_path, bare)).decoder.rope_theta == 1e6
+
+
+BAD_DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
+    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 64}}, "rope type 'yarn'"),
+    "no mask token": ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is None"),
+    "no layers": ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": []}}, "layer_ids is"),
+    "negative layer": (
+        {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [-1]}},
+        r"target_layer_ids is \[-1\]",
+    ),
+    "block of one": ({"block_size": 1}, "block_size is 1"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "layer types": ({"layer_types": ["full_attention"]}, "layer_types must list"),
+    "unknown layer": ({"layer_types": ["mamba"] * 5}, "layer type 'mamba'"),
+    "no window": ({"layer_types": MIXED}, "sliding_window is None"),
+    "heads": ({"num_key_value_heads": 5}, "not a multiple"),
+    "odd head": ({"head_dim": 127}, "head_dim is 127"),
+    "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    "causal": ({"is_causal": "yes"}, "is_causal is 'yes'"),
+    "softcap": ({"final_logit_softcapping": -3}, "final_logit_softcapping is -3"),
+    "another model": (
+        {"architectures": ["Eagle3"], "dflash_config": None},
+        "not a DFlash drafter",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DRAFTS)
+def test_a_drafter_config_that_cannot_be_honoured_is_refused_by_name(tmp_path: Path, name: str):
+    changes, message = BAD_DRAFTS[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        load_draft_config(written(tmp_path, {**QWEN3_8B_DFLASH, **changes}))
+    assert "config.json" in str(caught.value)
+
+
+BAD_TARGETS: dict[str, tuple[dict[str, Any], str]] = {
+    "another family": ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+    "another type": ({"model_type": "qwen3_moe"}, "qwen3_moe"),
+    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+    "eos": ({"eos_token_id": [151645, 151936]}, "eos_token_id is"),
+    "vocabulary": ({"vocab_size": None}, "vocab_size is None"),
+    "epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "a drafter": (QWEN3_8B_DFLASH, "DFlash drafter"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TARGETS)
+def test_a_target_config_that_cannot_be_honoured_is_refused_by_name(tmp_path: Path, name: str):
+    changes, message = BAD_TARGETS[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        load_target_config(written(tmp_path, {**QWEN3_8B, **changes}))
+    assert "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "\x00", '{"a": 1'])
+def test_a_damaged_config_is_refused_with_its_path(tmp_path: Path, text: str):
+    (tmp_path / "config.json").write_text(text)
+    for load in (load_target_config, load_draft_config):
+        with pytest.raises(ValueError, match=r"config\.json"):
+            load(tmp_path)
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        load_target_config(tmp_path / "nowhere")
+
+
+WRONG_PAIRS: dict[str, tuple[dict[str, Any], str]] = {
+    "hidden size": ({"hidden_size": 64}, "hidden_size is 64, the target's is 32"),
+    "vocabulary": ({"vocab_size": 99}, "vocab_size is 99"),
+    "target layers": ({"num_target_layers": 9}, "num_target_layers is 9"),
+    "a layer too far": ({"num_target_layers": None}, f"target_layer_ids holds {LAYERS}"),
+    "mask token": ({"mask_token_id": VOCAB}, f"mask_token_id is {VOCAB}"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PAIRS)
+def test_a_drafter_of_another_target_is_refused_before_weights_are_read(
+    tmp_path: Path, target: Any, name: str
+):
+    changes, message = WRONG_PAIRS[name]
+    ids = (0, LAYERS) if name == "a layer too far" else (0, 1)
+    path = make_draft(tmp_path, layer_ids=ids)
+    if name == "mask token":
+        changes = {"dflash_config": {"mask_token_id": VOCAB, "target_layer_ids": [0, 1]}}
+    edit_json(path / "config.json", **changes)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=message):
+        resolve(EngineConfig(target=str(target.path), draft=str(path)))
+
+
+def without(name: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        tensors = load_file(path)
+        del tensors[name]
+        save_file(tensors, path)
+
+    return change
+
+
+def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        save_file({**load_file(path), name: value}, path)
+
+    return change
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing tensor": (without("norm.weight"), "tensor norm.weight is missing"),
+    "another tensor": (
+        with_tensor("layers.0.self_attn.attention_sink_bias", torch.zeros(4)),
+        "attention_sink_bias is not part of this architecture",
+    ),
+    "another shape": (with_tensor("norm.weight", torch.zeros(7)), r"norm.weight has shape \[7\]"),
+    "whole numbers": (
+        with_tensor("norm.weight", torch.zeros(32, dtype=torch.int8)),
+        "norm.weight holds I8 values",
+    ),
+    "cut short": (cut_short, "damaged or cut short"),
+    "empty": (lambda path: path.write_bytes(b""), "damaged or cut short"),
+    "no file": (Path.unlink, "does not exist"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("kind", ["target", "draft"])
+def test_damaged_weights_are_refused_by_tensor_or_file(
+    tmp_path: Path, target: Any, draft: Callable[..., Path], kind: str, name: str
+):
+    change, message = DAMAGES[name]
+    paths = {"target": tmp_path / "target", "draft": tmp_path / "draft"}
+    shutil.copytree(target.path, paths["target"])
+    shutil.copytree(draft(), paths["draft"])
+    weights = paths[kind] / "model.safetensors"
+    if kind == "target":
+        renamed = {k.removeprefix("model."): v for k, v in load_file(weights).items()}
+        save_file(renamed, weights)
+    change(weights)
+    with pytest.raises(ValueError, match=message) as caught:
+        resolve(EngineConfig(target=str(paths["target"]), draft=str(paths["draft"])))
+    assert str(paths[kind]) in str(caught.value)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path, target: Any):
+    index = {"weight_map": {"norm.weight": "model-00001-of-00002.safetensors"}}
+    written(tmp_path, json.loads((target.path / "config.json").read_text()))
+    written(tmp_path, index, "model.safetensors.index.json")
+    with pytest.raises(ValueError, match=r"model-00001-of-00002\.safetensors does not exist"):
+        resolve(EngineConfig(target=str(tmp_path)))
+
+
+def test_tensors_without_a_learned_value_are_passed_over(tmp_path: Path, target: Any):
+    shutil.copytree(target.path, tmp_path / "target")
+    with_tensor("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(8))(
+        tmp_path / "target" / "model.safetensors"
+    )
+    assert resolve(EngineConfig(target=str(tmp_path / "target"))).limits.max_model_len == 512

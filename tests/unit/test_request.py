@@ -1,0 +1,93 @@
+"""Sampling parameters and what a request counts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from strobe.request import Request, SamplingParams, Speculation, SpeculationCount
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"n": 0}, "n is 0"),
+    ({"n": True}, "n is True"),
+    ({"temperature": -0.1}, "temperature is -0.1"),
+    ({"temperature": math.nan}, "temperature is nan"),
+    ({"temperature": math.inf}, "temperature is inf"),
+    ({"temperature": "1"}, "temperature is '1'"),
+    ({"top_p": 0.0}, "top_p is 0"),
+    ({"top_p": 1.1}, "top_p is 1.1"),
+    ({"top_k": -2}, "top_k is -2"),
+    ({"top_k": 1.5}, "top_k is 1.5"),
+    ({"min_p": -0.1}, "min_p is -0.1"),
+    ({"min_p": 1.01}, "min_p is 1.01"),
+    ({"seed": 2**63}, "seed is"),
+    ({"seed": -(2**63) - 1}, "seed is"),
+    ({"seed": 1.0}, "seed is 1.0"),
+    ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"min_tokens": -1}, "min_tokens is -1"),
+    ({"max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, above max_tokens 3"),
+    ({"stop": ["a", ""]}, "stop holds ''"),
+    ({"stop": [3]}, "stop holds 3"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids is -1"),
+    ({"stop_token_ids": "12"}, "stop_token_ids"),
+    ({"speculation": "dflash"}, "speculation is 'dflash'"),
+    ({"speculation": {"method": "eagle"}}, "speculation.method is 'eagle'"),
+    ({"speculation": {"num_drafts": -1}}, "speculation.num_drafts is -1"),
+    ({"speculation": {"k": 1}}, "speculation has no field 'k'"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG, ids=[str(v) for v, _ in WRONG])
+def test_a_value_out_of_range_is_refused_and_named(values: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        SamplingParams(**values)
+
+
+def test_edges_of_the_ranges_are_allowed():
+    SamplingParams(temperature=0, top_p=1, top_k=-1, min_p=1, seed=2**63 - 1, max_tokens=None)
+    SamplingParams(temperature=100, top_p=1e-9, top_k=0, min_p=0, seed=-(2**63), min_tokens=16)
+    SamplingParams(max_tokens=None, min_tokens=1000)
+
+
+def test_lists_and_single_texts_become_tuples():
+    params = SamplingParams(stop="end", stop_token_ids=[1, 2])
+    assert (params.stop, params.stop_token_ids) == (("end",), (1, 2))
+    assert SamplingParams(stop=None, stop_token_ids=None).stop == ()  # pyright: ignore
+    assert params.clone(stop=["a", "b"]).stop == ("a", "b")
+    assert params.clone().stop_token_ids == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (None, Speculation()),
+        (True, Speculation()),
+        (False, Speculation(method="none")),
+        ({}, Speculation()),
+        ({"method": "ngram"}, Speculation("ngram")),
+        ({"num_drafts": 0}, Speculation(None, 0)),
+        (Speculation("dflash", 3), Speculation("dflash", 3)),
+    ],
+)
+def test_speculation_is_read_from_the_forms_a_caller_writes(value: Any, wanted: Speculation):
+    assert SamplingParams(speculation=value).speculation == wanted
+
+
+def test_a_request_keeps_prompt_and_output_apart():
+    prompt = [3, 1, 4]
+    request = Request("r", prompt, SamplingParams(), seed=0)
+    request.tokens += [1, 5]
+    assert (request.num_prompt, request.num_output, request.output_ids) == (3, 2, [1, 5])
+    assert prompt == [3, 1, 4]
+
+
+def test_speculation_is_counted_by_position():
+    counts = SpeculationCount()
+    assert counts.acceptance_length is None
+    for drafted, accepted in ((3, 1), (5, 5), (2, 0)):
+        counts.add(drafted, accepted)
+    assert (counts.steps, counts.drafted, counts.accepted) == (3, 10, 6)
+    assert counts.per_position == [2, 1, 1, 1, 1]
+    assert counts.acceptance_length == 3.0
