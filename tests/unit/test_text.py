@@ -1,0 +1,302 @@
+"""Text token by token: whole characters, stop strings cut exactly, and chat templates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import edit_json
+
+from strobe.text.tokenizer import Detokenizer, Tokenizer
+
+END, START = 2, 1  # <|im_end|> and <|im_start|>, both special
+TEXT = "naïve café 日本語 🚀🚀 end\n\tx = [1, 2]"
+
+
+def split(ids: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
+    """ids in chunks that begin at the cuts."""
+    places = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
+    return [list(ids[a:b]) for a, b in pairwise(places)]
+
+
+def feed(
+    tokenizer: Tokenizer, chunks: Sequence[Sequence[int]], **options: Any
+) -> tuple[Detokenizer, list[str], int, str | None]:
+    """Push chunks until the stop string or the end: (detokenizer, deltas, tokens used, stop)."""
+    made = Detokenizer(tokenizer, **options)
+    deltas: list[str] = []
+    used = 0
+    for i, chunk in enumerate(chunks):
+        text, count, stop = made.push(chunk, last=i == len(chunks) - 1)
+        deltas.append(text)
+        used += count
+        if stop is not None:
+            return made, deltas, used, stop
+        assert count == len(chunk)
+    return made, deltas, used, None
+
+
+def singly(ids: Sequence[int]) -> list[list[int]]:
+    return [[token] for token in ids]
+
+
+def decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The whole characters that ids make."""
+    return tokenizer.decode(ids).rstrip("\ufffd")
+
+
+def expected(
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    stops: Sequence[str],
+    *,
+    min_tokens: int,
+    include: bool,
+) -> tuple[str, int, bool]:
+    """(text, tokens, stopped), by decoding every prefix anew."""
+    free = len(decoded(tokenizer, ids[:min_tokens]))
+    for count in range(min_tokens + 1, len(ids) + 1):
+        text = decoded(tokenizer, ids[:count])
+        found = [(text.find(stop, free), stop) for stop in stops]
+        found = [(at, stop) for at, stop in found if at >= 0]
+        if found:
+            at, stop = min(found, key=lambda pair: pair[0])
+            return text[: at + len(stop) if include else at], count, True
+    return tokenizer.decode(ids), len(ids), False
+
+
+def test_characters_of_several_tokens_come_out_whole(tokenizer: Tokenizer):
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) > len(TEXT)
+    made, deltas, _, _ = feed(tokenizer, singly(ids))
+    assert "".join(deltas) == made.text == TEXT
+    assert "" in deltas, "no character was spread over tokens"
+    assert not any("\ufffd" in delta for delta in deltas)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_the_text_does_not_depend_on_how_tokens_are_grouped(tokenizer: Tokenizer, size: int):
+    ids = tokenizer.encode(TEXT)
+    _, deltas, _, _ = feed(tokenizer, split(ids, range(0, len(ids), size)))
+    assert "".join(deltas) == TEXT
+
+
+@given(
+    ids=st.lists(st.one_of(st.integers(0, 2047), st.integers(4, 260)), min_size=1, max_size=40),
+    cuts=st.lists(st.integers(0, 40), max_size=10),
+    skip=st.booleans(),
+)
+def test_any_tokens_in_any_chunks_read_as_decoded_at_once(
+    tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip: bool
+):
+    made, deltas, used, _ = feed(tokenizer, split(ids, cuts), skip_special_tokens=skip)
+    assert "".join(deltas) == made.text == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert used == len(ids)
+
+
+@settings(max_examples=200)
+@given(
+    text=st.text(alphabet="ab é🚀\n", min_size=1, max_size=30),
+    stops=st.lists(st.text(alphabet="ab é🚀\n", min_size=1, max_size=4), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 60), max_size=12),
+    min_tokens=st.integers(0, 12),
+    include=st.booleans(),
+)
+def test_stop_strings_cut_text_and_tokens_as_decoding_every_prefix_would(
+    tokenizer: Tokenizer,
+    text: str,
+    stops: list[str],
+    cuts: list[int],
+    min_tokens: int,
+    include: bool,
+):
+    ids = tokenizer.encode(text)
+    made, deltas, used, stop = feed(
+        tokenizer, split(ids, cuts), stop=stops, include_stop=include, min_tokens=min_tokens
+    )
+    want = expected(tokenizer, ids, stops, min_tokens=min_tokens, include=include)
+    assert (made.text, used, stop is not None) == want
+    assert "".join(deltas) == made.text, "a streamed text was taken back or forgotten"
+
+
+def test_a_stop_string_over_several_tokens_is_found_and_never_shown(tokenizer: Tokenizer):
+    ids = tokenizer.encode("one zwölf two")
+    made, deltas, used, stop = feed(tokenizer, singly(ids), stop=["zwölf"])
+    assert (made.text, stop) == ("one ", "zwölf")
+    assert "".join(deltas) == "one "
+    assert "zwölf" in tokenizer.decode(ids[:used])
+    assert "zwölf" not in tokenizer.decode(ids[: used - 1])
+
+
+def test_what_may_begin_a_stop_string_waits_until_it_is_certain(tokenizer: Tokenizer):
+    made = Detokenizer(tokenizer, stop=["END!"])
+    assert made.push(tokenizer.encode("so EN")).text == "so "
+    assert made.push(tokenizer.encode("D")).text == ""
+    assert made.push(tokenizer.encode("?")).text == "END?"
+    assert made.push(tokenizer.encode("END"), last=True).text == "END"
+
+
+def test_the_earliest_of_several_stop_strings_wins(tokenizer: Tokenizer):
+    ids = tokenizer.encode("first then second")
+    for stops in (["second", "then"], ["then", "second"]):
+        made, _, _, stop = feed(tokenizer, [ids], stop=stops)
+        assert (made.text, stop) == ("first ", "then")
+
+
+def test_the_stop_string_may_stay_in_the_text(tokenizer: Tokenizer):
+    ids = tokenizer.encode("a b stop c")
+    made, deltas, _, _ = feed(tokenizer, singly(ids), stop=["stop"], include_stop=True)
+    assert made.text == "".join(deltas) == "a b stop"
+
+
+def test_before_min_tokens_no_stop_string_counts_even_when_it_ends_later(tokenizer: Tokenizer):
+    ids = tokenizer.encode("xy xy xy")
+    places = [i for i in range(len(ids)) if tokenizer.decode(ids[: i + 1]).endswith("xy")]
+    first = places[0] + 1
+    made, _, used, _ = feed(tokenizer, singly(ids), stop=["xy"], min_tokens=first)
+    assert (made.text, used) == ("xy ", places[1] + 1)
+    made, _, used, stop = feed(tokenizer, singly(ids), stop=["xy"], min_tokens=len(ids))
+    assert (made.text, used, stop) == ("xy xy xy", len(ids), None)
+
+
+def test_special_tokens_are_left_out_unless_asked_for(tokenizer: Tokenizer):
+    ids = [START, *tokenizer.encode("hello"), END]
+    assert feed(tokenizer, singly(ids))[0].text == "hello"
+    shown = feed(tokenizer, singly(ids), skip_special_tokens=False)[0].text
+    assert shown == "<|im_start|>hello<|im_end|>"
+
+
+def test_the_token_that_ends_an_answer_counts_but_leaves_no_text(tokenizer: Tokenizer):
+    ids = [*tokenizer.encode("hello"), END]
+    made, deltas, used, _ = feed(
+        tokenizer, singly(ids), silent_ids=frozenset([END]), skip_special_tokens=False
+    )
+    assert ("".join(deltas), made.text, used) == ("hello", "hello", len(ids))
+    assert made.ids == ids
+
+
+def test_the_same_token_inside_an_answer_is_text(tokenizer: Tokenizer):
+    ids = [*tokenizer.encode("a"), END, *tokenizer.encode("b")]
+    made = feed(tokenizer, [ids], silent_ids=frozenset([END]), skip_special_tokens=False)[0]
+    assert made.text == "a<|im_end|>b"
+
+
+def test_a_character_cut_off_by_the_end_shows_as_decoding_at_once_shows_it(tokenizer: Tokenizer):
+    ids = tokenizer.encode("ok 🚀")[:-1]
+    whole = tokenizer.decode(ids)
+    assert whole.endswith("\ufffd")
+    made, deltas, _, _ = feed(tokenizer, singly(ids))
+    assert "".join(deltas) == made.text == whole
+
+
+def test_a_prompt_of_half_a_character_is_refused(tokenizer: Tokenizer):
+    with pytest.raises(ValueError, match=r"holds '\\ud83d'.*at place 2.*whole Unicode"):
+        tokenizer.encode("ab\ud83d")
+
+
+def test_a_long_prompt_makes_no_noise(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tokenizer.hf, "model_max_length", 10)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert len(tokenizer.encode("hello there " * 50)) > 50
+    assert not caplog.records
+
+
+def test_a_conversation_becomes_the_templates_text(tokenizer: Tokenizer):
+    hello = {"role": "user", "content": "hello"}
+    text = tokenizer.chat_text([hello], enable_thinking=False)
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert tokenizer.chat_text([hello]).endswith("<|im_start|>assistant\n")
+    assert tokenizer.chat_text([hello], add_generation_prompt=False).endswith("hello<|im_end|>\n")
+    assert tokenizer.decode(tokenizer.render_chat([hello]), skip_special_tokens=False) == (
+        tokenizer.chat_text([hello])
+    )
+
+
+def test_tools_reach_the_template(tokenizer: Tokenizer):
+    tool = {"type": "function", "function": {"name": "weigh_apples"}}
+    hello = [{"role": "user", "content": "hello"}]
+    assert "weigh_apples" in tokenizer.chat_text(hello, tools=[tool])
+    assert tokenizer.chat_text(hello, tools=[]) == tokenizer.chat_text(hello)
+
+
+def test_text_parts_are_one_text(tokenizer: Tokenizer):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    whole = [{"role": "user", "content": "one\ntwo"}]
+    assert tokenizer.chat_text([{"role": "user", "content": parts}]) == tokenizer.chat_text(whole)
+
+
+def test_a_tool_call_needs_no_content(tokenizer: Tokenizer):
+    call = {"type": "function", "function": {"name": "weigh", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "3 kg"},
+    ]
+    assert '"name": "weigh"' in tokenizer.chat_text(messages)
+
+
+HELLO = {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        ([], "conversation is empty"),
+        (None, "conversation is None, but must be a list"),
+        ("hello", "conversation is 'hello', but must be a list"),
+        (HELLO, "conversation is {.*}, but must be a list"),
+        ([HELLO, 5], "message is 5, but must be an object with role and content"),
+        ([{"content": "hello"}], "must be an object with role and content"),
+        ([{"role": 3, "content": "hello"}], "must be an object with role and content"),
+        ([{"role": "user"}], "content of a message is None, but must be a text"),
+        ([{"role": "user", "content": 5}], "content of a message is 5, but must be a text"),
+        ([{"role": "user", "content": {"a": 1}}], "but must be a text, or a list of text parts"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            "only text parts are supported",
+        ),
+        ([{"role": "user", "content": ["hello"]}], "the part 'hello', but only text parts"),
+    ],
+)
+def test_messages_that_are_none_are_refused(tokenizer: Tokenizer, messages: Any, sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        tokenizer.render_chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"tools": "weigh"}, "tools is 'weigh', but must be a list of objects"),
+        ({"tools": ["weigh"]}, r"tools is \['weigh'\], but must be a list of objects"),
+        ({"tokenize": True}, "tokenize is no option of the chat template"),
+        ({"chat_template": "{{ nope"}, "chat template refuses these messages: unexpected end"),
+        (
+            {"chat_template": "{{ raise_exception('No tools here.') }}"},
+            r"refuses these messages: No tools here\.$",
+        ),
+    ],
+)
+def test_options_of_the_template_that_cannot_be_are_refused(
+    tokenizer: Tokenizer, options: dict[str, Any], sentence: str
+):
+    with pytest.raises(ValueError, match=sentence):
+        tokenizer.render_chat([HELLO], **options)
+
+
+def test_a_checkpoint_without_a_template_says_so(pair: Any, tmp_path: Path):
+    target = pair.copied(tmp_path).target
+    (target / "chat_template.jinja").unlink()
+    edit_json(target / "tokenizer_config.json", chat_template=None)
+    bare = Tokenizer(target)
+    with pytest.raises(ValueError, match="has no chat template; give one as chat_template"):
+        bare.render_chat([HELLO])
+    given = bare.chat_text([HELLO], chat_template="{{ messages[0].content }}")
+    assert given == "hello"
