@@ -322,7 +322,7 @@ def _no_option(given: str, command: Any) -> str:
     name = type(command).__name__.lower()
     groups = [g for g in (getattr(command, n, None) for n in ("sampling", "engine")) if g]
     known = [f"--{f.name.replace('_', '-')}" for g in (command, *groups) for f in fields(g)]
-    close = difflib.get_close_matches(given.split("=")[0].replace("_", "-"), known, 1)
+    close = difflib.get_close_matches(given.split("=")[0].replace("_", "-"), known, 1, 0.7)
     mend = f"did you mean {close[0]}?" if close else f"strobe {name} --help lists what it takes."
     return f"strobe {name} takes no {given!r}; {mend}"
 

@@ -78,7 +78,7 @@ class EngineConfig:
             raise ValueError("method is 'dflash' but no drafter is named; give draft a directory.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; name one of {', '.join(DTYPES)}.")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", str(self.device)):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,9})?", str(self.device)):
             raise ValueError(f"device is {self.device!r}; name auto, cpu, cuda or cuda:N.")
         if type(self.overlap) is not int or self.overlap not in (1, 2):
             raise ValueError(f"overlap is {self.overlap!r}, but must be 1 or 2.")

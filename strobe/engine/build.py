@@ -57,16 +57,14 @@ def pick_device(name: str) -> torch.device:
     """The device of that name; "auto" is a CUDA GPU where there is one. Raises ValueError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            mend = f"ask for cuda:0 to cuda:{count - 1}" if count else "ask for cpu"
-            raise ValueError(
-                f"device is {name!r}, but this machine has {count} CUDA devices; {mend}."
-            )
-        device = torch.device("cuda", device.index or 0)
-    return device
+    kind, _, number = name.partition(":")
+    if kind == "cpu":
+        return torch.device(kind)
+    index, count = int(number or 0), torch.cuda.device_count()
+    if index >= count:
+        mend = f"ask for cuda:0 to cuda:{count - 1}" if count else "ask for cpu"
+        raise ValueError(f"device is {name!r}, but this machine has {count} CUDA devices; {mend}.")
+    return torch.device(kind, index)
 
 
 def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:

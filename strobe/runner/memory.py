@@ -93,7 +93,8 @@ def plan_pages(
         need = least * per_page
         more = f"raise kv_cache_memory to {need} bytes or " if need <= free else ""
         raise ValueError(
-            f"{budget} bytes of KV cache hold {max(pages - 1, 0) * limits.page_size} tokens, but "
-            f"max_model_len is {limits.max_model_len}; {more}lower max_model_len."
+            f"{budget} bytes of KV cache hold {max(pages - 1, 0) * limits.page_size} tokens in "
+            f"pages of {limits.page_size}, but max_model_len is {limits.max_model_len}; {more}"
+            "lower max_model_len or page_size."
         )
     return pages
