@@ -1,6 +1,6 @@
 """Train the drafter of the demo pair on the target's own answers, save it, and measure it.
 
-    python scripts/demo_pair/train_draft.py --minutes 8 --out OUT/draft --log OUT/draft.json
+    python scripts/demo_pair/train_draft.py --compile --minutes 9.25
 
 Training itself is `strobe.train`; here are the box's prompts, its answers and its measurement.
 """
@@ -236,7 +236,7 @@ def train(
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=8.0, help="until training ends")
+    parser.add_argument("--minutes", type=float, default=9.25, help="until training ends")
     parser.add_argument("--steps", type=int, help="so many in place of filling the time")
     parser.add_argument("--target", type=Path, default=ROOT / "strobe/demo_pair/target")
     parser.add_argument("--out", type=Path, default=ROOT / "strobe/demo_pair/draft")
@@ -244,15 +244,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--start", type=Path, help="fp32 weights of an earlier run to go on from")
     parser.add_argument("--data", type=Path, help="keep the target's answers here, or take them")
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--weighting", choices=("decay", "dpace"), default="dpace")
+    parser.add_argument("--weighting", choices=("decay", "dpace"), default="decay")
     parser.add_argument("--kl", type=float, default=0.0)
-    parser.add_argument("--sequences", type=int, default=120_000)
+    parser.add_argument("--sequences", type=int, default=100_000)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--anchors", type=int, default=32)
-    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--generate-batch", type=int, default=4096)
     parser.add_argument("--most", type=int, default=320, help="tokens of an answer")
-    parser.add_argument("--heldout", type=int, default=50, help="tasks per family and mode")
+    parser.add_argument("--heldout", type=int, default=100, help="tasks per family and mode")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--compile", action="store_true")

@@ -51,15 +51,11 @@ class CausalAttention:
 
 @torch.no_grad()
 def capture(target: Qwen3, ids: Tensor, layers: tuple[int, ...]) -> Captured:
-    """ids [N, S] -> the residual streams after `layers` layers, and after the last layer.
-
-    The target runs in its own dtype, as it does when it serves, whatever autocast says.
-    """
+    """ids [N, S] -> the residual streams after `layers` layers, and after the last layer."""
     count, length = ids.shape
     positions = torch.arange(length, device=ids.device).repeat(count)
     attend = CausalAttention(count, length, target.config.decoder.masks)
-    with torch.autocast(ids.device.type, enabled=False):
-        hidden, features = target(ids.flatten(), positions, attend, layers)
+    hidden, features = target(ids.flatten(), positions, attend, layers)
     return Captured(features.unflatten(0, (count, length)), hidden.unflatten(0, (count, length)))
 
 

@@ -65,10 +65,13 @@ class Acceptance:
 def matched_drafts(draft: DFlash, target: Qwen3, batch: Batch, *, at_once: int = 64) -> Tensor:
     """[N, S]: how many drafts in a row meet the sequence's own tokens, for a block at each place.
 
-    Places where no block may start hold 0.
+    Places where no block may start hold 0. The target runs in its own dtype, as it does when it
+    serves, whatever autocast says.
     """
     config = draft.config
-    keys, values = context_kv(draft, capture(target, batch.ids, config.capture).features)
+    with torch.autocast(batch.ids.device.type, enabled=False):
+        features = capture(target, batch.ids, config.capture).features
+    keys, values = context_kv(draft, features)
     anchors, live = every_anchor(legal_anchors(batch.supervised))
     blocks = make_blocks(
         batch.ids,
