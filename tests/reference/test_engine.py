@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from slow_sampling import law, uniform
 from tiny import EOS_IDS, VOCAB, greedy, make_engine, pool_bytes, run
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.request import SamplingParams, Speculation, Status
+from strobe.sampling.noise import stream_key
 
 COLD = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -85,6 +89,26 @@ def test_a_request_learns_how_it_drafts_and_why_not(target: Any, draft: Callable
     assert (off.method, off.off_reason) == ("none", "the engine's method is none")
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_prompt_lookup_that_finds_nothing_verifies_nothing(
+    beside: bool, target: Any, draft: Callable[..., Path]
+):
+    engine = make_engine(config(target, draft=str(draft())))
+    lookup = COLD.clone(speculation={"method": "ngram"}, max_tokens=4)
+    none = engine.add([1, 2, 3, 4, 5, 6], lookup)
+    rows: list[int] = []
+    forward = engine.runner.forward
+    engine.runner.forward = lambda batch: rows.append(len(batch.ids)) or forward(batch)
+    if beside:
+        engine.add([9, 8, 7], COLD.clone(max_tokens=4))
+    while engine.has_work:
+        engine.step()
+    pairs = list(itertools.pairwise(none.tokens[:-1]))
+    assert len(set(pairs)) == len(pairs), "or there would be something to find"
+    assert none.speculation.drafted == 0
+    assert rows == ([9, 9, 9, 9] if beside else [6, 1, 1, 1])
+
+
 def test_seeds_of_the_engines_own_differ_per_request_and_repeat_per_engine(target: Any):
     warm = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
     (prompt,) = prompts(5)
@@ -94,6 +118,54 @@ def test_seeds_of_the_engines_own_differ_per_request_and_repeat_per_engine(targe
     )
     assert first == second
     assert len({tuple(out) for out in first + other}) == 6
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.4, "seed": -3},
+    {"temperature": 2.5, "ignore_eos": True},
+    {"temperature": 1.5, "top_k": 3},
+    {"temperature": 1.5, "top_p": 0.6},
+    {"temperature": 1.5, "min_p": 0.3},
+    {"temperature": 3.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "n": 2},
+    {"temperature": 2.0, "min_tokens": 25},
+    {"temperature": 1.0, "top_k": -1, "stop_token_ids": [3, 4, 5]},
+]
+
+
+def test_sampled_text_is_what_the_noise_draws_from_transformers_logits(
+    target: Any, draft: Callable[..., Path]
+):
+    """Token for token, through plain Python's filters, noise and inverse distribution."""
+    base = SamplingParams(seed=17, max_tokens=30)
+    params = [base.clone(**changes) for changes in SAMPLED]
+    texts = prompts(*range(2, 2 + len(params)))
+    engine = make_engine(config(target, draft=str(draft()), max_num_seqs=3))
+    outputs = iter(run(engine, texts, params))
+    unsure = total = 0
+    for prompt, asked in zip(texts, params, strict=True):
+        ends = {*asked.stop_token_ids, *(() if asked.ignore_eos else EOS_IDS)}
+        for sibling in range(asked.n):
+            made = next(outputs)
+            key = stream_key(asked.seed or 0, sibling) % 2**64
+            with torch.no_grad():
+                logits = target.hf(torch.tensor([prompt + made])).logits[0]
+            for i, token in enumerate(made):
+                row = logits[len(prompt) + i - 1].tolist()
+                if i < asked.min_tokens:
+                    row = [-math.inf if t in ends else x for t, x in enumerate(row)]
+                how = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
+                shares = list(itertools.accumulate(law(row, *how)))
+                noise = uniform(key, len(prompt) + i)
+                total += 1
+                if min(abs(share - noise) for share in shares) < 1e-4:
+                    unsure += 1
+                else:
+                    assert token == sum(share < noise for share in shares), (asked, i)
+                assert (token in ends and i >= asked.min_tokens) <= (i == len(made) - 1)
+            assert made[-1] in ends or len(made) == 30
+    assert unsure < total / 20
+    assert total > 100
 
 
 def test_siblings_under_one_seed_differ_and_repeat(target: Any):

@@ -258,10 +258,11 @@ def engine_for(c: Combination, target: Any, drafter: Path) -> Any:
     return make_engine(config, **policy(c))
 
 
-def check_script(c: Combination, requests: list[Request]) -> None:
+def check_counts(c: Combination, requests: list[Request]) -> None:
     """The oracle's drafts are all kept up to the answer's end, the adversary's never."""
     for request in requests:
         counts = request.speculation
+        assert 0 <= counts.accepted <= counts.drafted
         if c.proposer == "adversary":
             assert counts.accepted == 0
         if c.proposer == "oracle":
@@ -290,7 +291,7 @@ def test_outputs_equal_plain_decoding(
             engine.scheduler.waiting.reverse()
         drain(engine, requests)
         assert [r.output_ids for r in requests] == wanted
-        check_script(c, requests)
+        check_counts(c, requests)
     assert (engine.stats.preemptions > 0) >= c.preempts
     if c.proposer not in ("none", "per request") and c.lengths == "full":
         assert engine.stats.num_draft_tokens > 0
@@ -355,7 +356,7 @@ def test_the_end_of_the_context_cuts_a_draft_and_not_the_answer(target: Any):
     """For every distance of the last block from the end."""
     for length in range(20, 29):
         prompt = prompts()[2]
-        answer = greedy(target.hf, prompt, length - len(prompt), eos_token_id=None)
+        answer = greedy(target.hf, prompt, 30, eos_token_id=None)
         config = EngineConfig(
             target=str(target.path), method="ngram", num_drafts=6, max_model_len=length, page_size=4
         )
@@ -367,6 +368,6 @@ def test_the_end_of_the_context_cuts_a_draft_and_not_the_answer(target: Any):
         request = engine.add(prompt, sampling)
         script.answers[request] = prompt + answer
         drain(engine, [request])
-        assert request.output_ids == answer
+        assert request.output_ids == answer[: length - len(prompt)]
         assert request.finish_reason == "length"
-        assert request.speculation.drafted - request.speculation.accepted <= 1
+        assert request.speculation.accepted == request.speculation.drafted

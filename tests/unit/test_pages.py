@@ -309,6 +309,14 @@ def test_the_least_recent_cached_page_goes_first_and_prefixes_outlive_their_ends
     assert Lease(pool, 16).adopt([6, 7, 8]) == 2
 
 
+def test_of_one_sequence_the_end_is_given_up_before_the_beginning():
+    pool = PagePool(5, 2)
+    lease_with(pool, [1, 2, 3, 4, 5]).release()
+    taken = Lease(pool, 16)
+    assert reserve_all([(taken, 6)])
+    assert Lease(pool, 16).adopt([1, 2, 3, 4, 5]) == 2
+
+
 def test_pages_that_are_only_partly_committed_are_not_published():
     pool = PagePool(9, 4)
     lease = Lease(pool, 16)

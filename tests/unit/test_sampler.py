@@ -108,6 +108,20 @@ def test_a_draw_is_the_first_token_whose_cumulated_weight_exceeds_the_noise(
     assert below - 1e-9 <= goal <= above + 1e-9
 
 
+@pytest.mark.parametrize(("noise", "token"), [(0.0, 1), (1 - 2**-53, 3)])
+def test_the_ends_of_the_noise_draw_the_first_and_last_token_kept(
+    monkeypatch: pytest.MonkeyPatch, noise: float, token: int
+):
+    monkeypatch.setattr(
+        "strobe.sampling.sampler.uniforms",
+        lambda keys, positions: torch.full(keys.shape, noise, dtype=torch.float64),
+    )
+    logits = (
+        torch.tensor([[-9.0, 1.0, 1.5, 1.2, -9.0]]).repeat(20, 1) * torch.arange(1, 21)[:, None]
+    )
+    assert sample(logits, rows(20, top_k=3)).tolist() == [token] * 20
+
+
 COUNT = 40_000
 
 
