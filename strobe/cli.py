@@ -172,7 +172,7 @@ class Chat:
     def run(self) -> int:
         from rich.console import Console
 
-        console = Console(highlight=False)
+        console = Console(highlight=False, emoji=False)
         llm = _load(self.engine)
         params = _sampling(llm, self.sampling)
         if sys.stdin.isatty():
@@ -192,7 +192,7 @@ class Chat:
             if text == "/new":
                 messages = _conversation(None, self.system)
             elif text.startswith("/"):
-                console.print(f"{text} is no command; there are /new and /exit.", markup=False)
+                _say(console, f"{text} is no command; there are /new and /exit.")
             elif text:
                 messages.append({"role": "user", "content": text})
                 self._answer(console, llm, messages, params)
@@ -209,17 +209,17 @@ class Chat:
                     print(delta.text, end="", flush=True)
         except ValueError as error:
             messages.pop()
-            console.print(f"{error} /new starts over.", style="red", markup=False)
+            _say(console, f"{error} /new starts over.", style="red")
             return
         except KeyboardInterrupt:
             note = " (stopped)"
-        console.print(note, style="dim")
+        _say(console, note, style="dim")
         if delta is None:
             messages.pop()
             return
         answer = delta.output.text.split("</think>")[-1].strip()
         messages.append({"role": "assistant", "content": answer})
-        console.print(_summary(delta.output, time.perf_counter() - began), style="dim")
+        _say(console, _summary(delta.output, time.perf_counter() - began), style="dim")
 
 
 @dataclass(frozen=True)
@@ -352,6 +352,11 @@ def _ask(console: Any) -> str:
     importlib.import_module("readline")  # gives input() editing and history
     colour = console.is_terminal and not console.no_color
     return input("\001\033[1;36m\002you>\001\033[0m\002 " if colour else "you> ")
+
+
+def _say(console: Any, text: str, style: str | None = None) -> None:
+    """A line of the program's own, wrapped between words on a terminal only."""
+    console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
 
 
 def _summary(answer: Any, seconds: float) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from strobe.config import EngineConfig
-from strobe.demo_pair.tasks import Example, heldout
+from strobe.demo_pair.tasks import FAMILIES, Example, heldout
 from strobe.llm import LLM
 from strobe.outputs import Prompt, RequestOutput
 from strobe.request import SamplingParams
@@ -62,14 +62,14 @@ def timed(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, repeats: 
 
 
 def pick_examples(count: int) -> list[Example]:
-    """Held-out examples, the families in turn, half of them with thinking."""
+    """Held-out examples, the families in turn; of every 24, half with thinking and half from
+    templates that training never saw."""
     _check("prompts", count)
-    pool = heldout(-(-count // 6) + 1, seed=1)
-    families: dict[str, list[Example]] = {}
-    for example in pool:
-        families.setdefault(example.family, []).append(example)
-    turns = zip(*families.values(), strict=False)
-    return [example for turn in turns for example in turn][:count]
+    rounds = range(-(-count // len(FAMILIES)))
+    each = len(rounds) + -len(rounds) % 4
+    pool = heldout(each, seed=1)  # by family; with and without thinking in pairs
+    turns = [4 * (n // 4) + (0, 3, 2, 1)[n % 4] for n in rounds]
+    return [pool[f * each + turn] for turn in turns for f in range(len(FAMILIES))][:count]
 
 
 def _check(name: str, count: Any) -> None:
@@ -133,11 +133,12 @@ def _options(config: EngineConfig) -> dict[str, Any]:
 def _stream(llm: LLM, example: Example, prompt: Prompt, params: SamplingParams) -> None:
     """Print a prompt and its answer as it comes; on a terminal, every other step in bold."""
     from rich.console import Console
+    from rich.text import Text
 
     console = Console(highlight=False, emoji=False)
     question = next(m["content"] for m in reversed(example.messages) if m["role"] == "user")
-    console.print("[bold cyan]prompt>[/bold cyan] ", end="")
-    console.out(question)
+    asked = Text.assemble(("prompt>", "bold cyan"), " ", question)
+    console.print(asked, soft_wrap=not console.is_terminal)
     console.print("[bold green]strobe>[/bold green] ", end="")
     styles, last = ("none", "bold"), None
     for step, delta in enumerate(llm.stream(prompt, params)):
@@ -147,11 +148,10 @@ def _stream(llm: LLM, example: Example, prompt: Prompt, params: SamplingParams) 
     report = last.output.speculation if last is not None else None
     if last is not None and report is not None and report.used:
         made = len(last.output.token_ids)
-        weight = "; normal and bold take turns with the steps" if console.is_terminal else ""
-        console.out(
-            f"{made} tokens in {report.steps} verify steps, {report.acceptance_length:.2f} per "
-            f"step{weight}.",
-            style="dim",
+        weight = " (normal and bold take turns)" if console.is_terminal else ""
+        console.print(
+            f"[dim]{made} tokens in {report.steps} verify steps{weight}, "
+            f"{report.acceptance_length:.2f} per step.[/dim]"
         )
 
 
@@ -176,5 +176,5 @@ def _table(figures: dict[str, Any]) -> None:
     console.print(
         f"{figures['prompts']} held-out prompts, {figures['tokens']} tokens, outputs {same}; "
         f"{figures['device']}, {figures['dtype']}, torch {figures['torch']}.",
-        soft_wrap=True,
+        soft_wrap=not console.is_terminal,
     )

@@ -1,49 +1,28 @@
-"""A tiny pair that reads text: random weights under the tokenizer of the pair in the box."""
+"""Fixtures of the tests that read and write text."""
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from strobe.config import BOX
-from strobe.text.tokenizer import Tokenizer
+if TYPE_CHECKING:
+    from textpair import Pair
 
-VOCAB = 2048
-MASK_TOKEN = 3
-EOS_IDS = [2, 0]
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Directories of a target and of a drafter that fits it."""
-
-    target: Path
-    draft: Path
-
-    def copied(self, directory: Path) -> Pair:
-        """A copy that a test may damage."""
-        shutil.copytree(self.target, directory / "target")
-        shutil.copytree(self.draft, directory / "draft")
-        return Pair(directory / "target", directory / "draft")
+    from strobe.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A random pair; not to be changed."""
-    from tiny import make_draft, make_target
+    """A random pair that reads text; not to be changed."""
+    from textpair import make_pair
 
-    root = tmp_path_factory.mktemp("pair")
-    make_target(root / "target", vocab_size=VOCAB, eos_token_id=EOS_IDS)
-    for name in TEXT_FILES:
-        shutil.copy(BOX / "target" / name, root / "target")
-    make_draft(root / "draft", mask_token=MASK_TOKEN, top={"vocab_size": VOCAB})
-    return Pair(root / "target", root / "draft")
+    return make_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
+    from strobe.config import BOX
+    from strobe.text.tokenizer import Tokenizer
+
     return Tokenizer(BOX / "target")

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Pair  # tests/unit/conftest.py
 from safetensors.torch import load_file, save_file
+from textpair import Pair
 from tiny import edit_json, make_target
 
 from strobe import LLM, SamplingParams, cli

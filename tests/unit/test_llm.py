@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Pair  # tests/unit/conftest.py
+from textpair import Pair
 from tiny import Scripted, edit_json, make_engine, wavering
 
 from strobe import LLM, EngineConfig, SamplingParams
@@ -537,7 +537,8 @@ def test_the_report_adds_up(knowing: LLM):
     assert len(got.accepted_per_position) <= 7
     assert sum(got.accepted_per_position) == got.accepted
     assert got.accepted_per_position == sorted(got.accepted_per_position, reverse=True)
-    assert got.accepted + got.steps + 1 == 24  # each step's own token, and the prefill's
+    made = 1 + got.steps + got.accepted  # the prefill's token, each step's own, and the drafts
+    assert 24 <= made < 24 + 7  # what the last step accepts beyond the end counts, too
 
 
 @pytest.mark.parametrize(

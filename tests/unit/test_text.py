@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from textpair import Pair
 from tiny import edit_json
 
 from strobe.text.tokenizer import Detokenizer, Tokenizer
@@ -291,7 +292,7 @@ def test_options_of_the_template_that_cannot_be_are_refused(
         tokenizer.render_chat([HELLO], **options)
 
 
-def test_a_checkpoint_without_a_template_says_so(pair: Any, tmp_path: Path):
+def test_a_checkpoint_without_a_template_says_so(pair: Pair, tmp_path: Path):
     target = pair.copied(tmp_path).target
     (target / "chat_template.jinja").unlink()
     edit_json(target / "tokenizer_config.json", chat_template=None)

@@ -1,0 +1,489 @@
+"""The command line as a new user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textpair import Pair
+
+from strobe import LLM, EngineConfig, SamplingParams, cli, demo
+from strobe.demo_pair.tasks import FAMILIES
+from strobe.models.load import Checkpoint
+from strobe.outputs import CompletionOutput, RequestOutput
+
+ROOT = Path(__file__).parents[2]
+RUN = [sys.executable, "-m", "strobe.cli"]
+GREEDY = ["--temperature=0", "--max-tokens=8"]
+
+ENGINE_FIELDS = [
+    "target", "draft", "method", "num_drafts", "max_model_len", "max_num_seqs",
+    "max_num_batched_tokens", "kv_cache_memory", "page_size", "enable_prefix_caching", "dtype",
+    "device", "overlap", "seed", "ngram_max", "ngram_min",
+]  # fmt: skip
+SAMPLING_FIELDS = [
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop",
+    "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+    "speculation",
+]  # fmt: skip
+SAMPLING_FLAGS = [
+    "--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--max-tokens", "--min-tokens",
+    "--stop", "--stop-token-ids", "--include-stop-str-in-output", "--ignore-eos",
+]  # fmt: skip
+ENGINE_FLAGS = [
+    "--target", "--draft", "--num-drafts", "--max-model-len", "--max-num-seqs",
+    "--max-num-batched-tokens", "--kv-cache-memory", "--page-size", "--enable-prefix-caching",
+    "--no-enable-prefix-caching", "--dtype", "--device", "--overlap", "--ngram-max", "--ngram-min",
+]  # fmt: skip
+FLAGS = {
+    "generate": [
+        "--chat", "--no-chat", "--thinking", "--system", "--json", "--debug", "--n",
+        *SAMPLING_FLAGS, *ENGINE_FLAGS, "--method",
+    ],
+    "chat": ["--thinking", "--system", "--debug", *SAMPLING_FLAGS, *ENGINE_FLAGS, "--method"],
+    "demo": ["--prompts", "--max-tokens", "--repeats", "--json", "--debug", *ENGINE_FLAGS],
+    "info": ["--draft", "--json"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def main(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """main(*arguments) -> (exit status, standard output, standard error)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = cli.main([str(argument) for argument in arguments])
+        except SystemExit as exit:
+            status = int(exit.code or 0)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+# options
+
+
+def test_the_settings_and_sampling_fields_are_these():
+    assert [field.name for field in fields(EngineConfig)] == ENGINE_FIELDS
+    assert [field.name for field in fields(SamplingParams)] == SAMPLING_FIELDS
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_options_of_each_command_are_these(main: Callable[..., Any], command: str):
+    status, out, err = main(command, "--help")
+    assert (status, err) == (0, "")
+    rows = [line.strip("│| ") for line in out.splitlines()]
+    found = [flag for row in rows if row[:1] == "-" for flag in re.findall(r"--[a-z][a-z-]*", row)]
+    assert sorted(found) == sorted(["--help", *FLAGS[command]])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_the_help_names_the_commands(main: Callable[..., Any], arguments: list[str]):
+    status, out, err = main(*arguments)
+    assert (status, err) == (0, "")
+    for command in FLAGS:
+        assert f"• {command}" in out
+
+
+def test_the_help_speaks_of_defaults_that_there_are(main: Callable[..., Any]):
+    out = re.sub(r"[\s│|]+", " ", main("generate", "--help")[1])
+    assert "None)" not in out
+    assert "(default: )" not in out
+    assert "(default: 512)" in out  # what --max-tokens is without being given
+
+
+def test_the_help_loads_no_torch():
+    code = (
+        "import sys\n"
+        "from strobe import cli\n"
+        "try:\n    cli.main(['generate', '--help'])\n"
+        "except SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'safetensors'}\n"
+        "print('loaded', sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert run.stderr == "loaded []\n"
+
+
+def test_every_option_reaches_the_settings_and_the_sampling(
+    main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    asked: dict[str, Any] = {}
+
+    class Stub:
+        def __init__(self, **options: Any):
+            asked.update(options)
+
+        def get_default_sampling_params(self) -> SamplingParams:
+            return SamplingParams(temperature=0.6, top_k=20)
+
+        def generate(self, prompts: list[str], params: SamplingParams, **options: Any) -> Any:
+            asked.update(prompts=prompts, params=params)
+            return [RequestOutput("r", p, [1], [CompletionOutput(0, "fine")]) for p in prompts]
+
+    monkeypatch.setattr("strobe.llm.LLM", Stub)
+    status, out, _ = main(
+        "generate", "one", "two", "--no-chat", "--n=2", "--top-p=.9", "--min-p=0.1", "--seed=5",
+        "--max-tokens=9", "--min-tokens=3", "--stop", "a b", "--stop=c", "--stop-token-ids=7",
+        "--stop-token-ids", "8", "--include-stop-str-in-output", "--ignore-eos", "--target=t",
+        "--draft=d", "--method=ngram", "--num-drafts=4", "--max-model-len=99", "--max-num-seqs=3",
+        "--max-num-batched-tokens=77", "--kv-cache-memory=1GiB", "--page-size=8",
+        "--no-enable-prefix-caching", "--dtype=bfloat16", "--device=cpu", "--overlap=2",
+        "--ngram-max=6", "--ngram-min=1",
+    )  # fmt: skip
+    assert status == 0
+    assert asked.pop("prompts") == ["one", "two"]
+    assert asked.pop("params") == SamplingParams(
+        n=2, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, seed=5, max_tokens=9, min_tokens=3,
+        stop=["a b", "c"], stop_token_ids=[7, 8], include_stop_str_in_output=True,
+        ignore_eos=True,
+    )  # fmt: skip
+    assert EngineConfig(**asked) == EngineConfig(
+        target="t", draft="d", method="ngram", num_drafts=4, max_model_len=99, max_num_seqs=3,
+        max_num_batched_tokens=77, kv_cache_memory="1GiB", page_size=8,
+        enable_prefix_caching=False, dtype="bfloat16", device="cpu", overlap=2, ngram_max=6,
+        ngram_min=1,
+    )  # fmt: skip
+    assert out == "> one\nfine\n\n> two\nfine\n"
+    main("generate", "one", "--no-chat", "--temperature=0", "--top-k=0")
+    assert asked["params"] == SamplingParams(temperature=0, top_k=0, max_tokens=512)
+
+
+# generate
+
+
+def test_one_prompt_prints_one_answer_and_nothing_else(main: Callable[..., Any], pair: Pair):
+    llm = LLM(pair.target, pair.draft)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    ((want,),) = [o.outputs for o in llm.generate("hello", params, use_tqdm=False)]
+    flags = [f"--target={pair.target}", f"--draft={pair.draft}", *GREEDY]
+    assert main("generate", "hello", "--no-chat", *flags) == (0, want.text + "\n", "")
+    messages = [{"role": "system", "content": "Brief!"}, {"role": "user", "content": "hello"}]
+    thinking = {"enable_thinking": True}
+    ((want,),) = [
+        o.outputs for o in llm.chat(messages, params, use_tqdm=False, chat_template_kwargs=thinking)
+    ]
+    given = main("generate", "hello", "--system=Brief!", "--thinking", *flags)
+    assert given == (0, want.text + "\n", "")
+
+
+def test_several_prompts_and_answers_are_told_apart(main: Callable[..., Any], pair: Pair):
+    status, out, err = main(
+        "generate", "hello [b]there[/b]", "bye", "--n=2", "--seed=1", f"--target={pair.target}",
+        "--max-tokens=3",
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    heads = [line for line in out.splitlines() if line[:1] in (">", "[")]
+    assert heads == ["> hello [b]there[/b]", "[1]", "[2]", "> bye", "[1]", "[2]"]
+
+
+def test_json_is_one_object_on_standard_output_and_debug_goes_to_the_other(pair: Pair):
+    run = subprocess.run(
+        [*RUN, "generate", "hello", "bye", "--json", "--debug", f"--target={pair.target}",
+         f"--draft={pair.draft}", *GREEDY],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert run.stdout.count("\n") == 1
+    outputs = json.loads(run.stdout)["outputs"]
+    assert len(outputs) == 2
+    for output in outputs:
+        assert list(output) == ["request_id", "prompt", "prompt_token_ids", "outputs"]
+        (answer,) = output["outputs"]
+        assert list(answer) == [
+            "index", "text", "token_ids", "finish_reason", "stop_reason", "speculation", "error",
+        ]  # fmt: skip
+        assert len(answer["token_ids"]) == 8
+        assert list(answer["speculation"]) == [
+            "used", "method", "steps", "drafted", "accepted", "acceptance_length",
+            "accepted_per_position", "off_reason",
+        ]  # fmt: skip
+    lines = run.stderr.splitlines()
+    assert len(lines) == sum(o["outputs"][0]["speculation"]["steps"] for o in outputs)
+    assert all(line.startswith("strobe.engine.scheduler: verify request=") for line in lines)
+
+
+def test_a_reader_that_leaves_early_is_no_error(pair: Pair):
+    run = subprocess.run(
+        f"{sys.executable} -m strobe.cli generate --help | head -1; exit ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.stdout.startswith("usage: strobe generate")
+    assert run.stderr == ""
+
+
+# chat
+
+
+def test_a_piped_chat_is_plain_text(pair: Pair):
+    llm = LLM(pair.target)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    off = {"enable_thinking": False}
+    first = {"role": "user", "content": "hello [b]x[/b] :smile:"}
+    (output,) = llm.chat([first], params, use_tqdm=False, chat_template_kwargs=off)
+    text = output.outputs[0].text
+    said = {"role": "assistant", "content": text.strip()}
+    second = [first, said, {"role": "user", "content": "and?"}]
+    (output,) = llm.chat(second, params, use_tqdm=False, chat_template_kwargs=off)
+    more = output.outputs[0].text
+    lines = ["hello [b]x[/b] :smile:", "", "  ", "word " * 600, "and?", "/new"]
+    lines += ["hello [b]x[/b] :smile:", "/help", "/exit", "too late"]
+    run = subprocess.run(
+        [*RUN, "chat", f"--target={pair.target}", *GREEDY[:1], "--max-tokens=6"],
+        cwd=ROOT, input="\n".join(lines), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert run.stderr == ""
+    shown = run.stdout.splitlines()
+    assert shown.pop(len(text.splitlines()) + 1).endswith("/new starts over.")
+    assert [line for line in shown if not line.startswith("6 tokens, ")] == (
+        f"{text}\n{more}\n{text}\n/help is no command; there are /new and /exit.".splitlines()
+    )
+    assert run.stdout.count("tokens/s, plain: no drafter is loaded") == 3
+
+
+class Terminal:
+    """A program behind a pseudo-terminal of 80 columns."""
+
+    def __init__(self, arguments: list[str]):
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.environ.update(COLUMNS="80", TERM="xterm-256color")
+            os.chdir(ROOT)
+            os.execv(arguments[0], arguments)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def until(self, wanted: str, seconds: float = 60) -> str:
+        """What appears up to and with `wanted`."""
+        end = time.monotonic() + seconds
+        while wanted not in self.seen:
+            assert time.monotonic() < end, f"{wanted!r} did not appear in {self.seen!r}"
+            if select.select([self.fd], [], [], 1)[0]:
+                try:
+                    self.seen += os.read(self.fd, 4096).decode(errors="replace")
+                except OSError:
+                    raise AssertionError(f"the program ended: {self.seen!r}") from None
+        at = self.seen.index(wanted) + len(wanted)
+        shown, self.seen = self.seen[:at], self.seen[at:]
+        return shown
+
+    def leave(self, key: str, seconds: float = 60) -> int:
+        """The exit status after `key`, pressed again until the cursor moves to a new line."""
+        end = time.monotonic() + seconds
+        self.seen = ""
+        while "\n" not in self.seen:
+            assert time.monotonic() < end, f"the program did not end: {self.seen!r}"
+            self.type(key)
+            while select.select([self.fd], [], [], 1)[0] and "\n" not in self.seen:
+                self.seen += os.read(self.fd, 4096).decode(errors="replace")
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.fixture
+def terminal(pair: Pair) -> Iterator[Terminal]:
+    """A chat that would talk for long."""
+    chat = Terminal(
+        [*RUN, "chat", f"--target={pair.target}", f"--draft={pair.draft}", "--ignore-eos",
+         "--max-tokens=450", "--temperature=0"]
+    )  # fmt: skip
+    yield chat
+    try:
+        os.kill(chat.pid, signal.SIGKILL)
+        os.waitpid(chat.pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass
+    os.close(chat.fd)
+
+
+def test_a_chat_in_a_terminal_streams_stops_and_goes_on(terminal: Terminal):
+    assert "/new starts over, /exit or Ctrl-D leaves" in terminal.until("you>")
+    terminal.type("hello\n")
+    terminal.until("strobe>\x1b[0m ")
+    terminal.until(" ")  # the answer has begun
+    terminal.type("\x03")
+    stopped = terminal.until("you>")
+    assert "(stopped)" in stopped
+    assert "tokens/s, dflash: " in stopped
+    assert "450 tokens" not in stopped
+    terminal.type("again\n")
+    whole = terminal.until("you>")
+    assert "tokens/s, dflash: " in whole
+    assert "Traceback" not in whole
+    terminal.type("/new\n")
+    terminal.until("you>")
+    assert terminal.leave("\x03") == 0
+
+
+# info
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a tensor fails the test."""
+
+    def read(self: Checkpoint, name: str) -> None:
+        raise AssertionError(f"{name} was read")
+
+    monkeypatch.setattr(Checkpoint, "read", read)
+
+
+def test_info_describes_a_target_a_drafter_and_a_pair(
+    main: Callable[..., Any], pair: Pair, no_weights: None
+):
+    status, out, err = main("info", pair.target, "--json")
+    assert (status, err) == (0, "")
+    target = json.loads(out)
+    assert target == {
+        "path": str(pair.target), "kind": "target", "architecture": "Qwen3ForCausalLM",
+        "parameters": 185_344, "layers": 5, "hidden_size": 32,
+        "heads": "4 query, 2 key-value, 16 wide", "vocabulary": 2048, "context": 512,
+        "kv_bytes_per_token_bf16": 2 * 5 * 2 * 16 * 2, "tie_embeddings": False,
+        "dtype": "float32", "end_token_ids": [2, 0], "default_sampling": {},
+    }  # fmt: skip
+    draft = json.loads(main("info", pair.draft, "--json")[1])
+    assert draft["kind"] == "dflash drafter"
+    assert draft["block_size"] == 8
+    assert draft["mask_token_id"] == 3
+    assert draft["reads_output_of_target_layers"] == [0, 1, 3]
+    assert draft["parameters"] == 24_832
+    both = json.loads(main("info", pair.target, "--draft", pair.draft, "--json")[1])
+    assert both == {**target, "draft": draft, "pair": "fits"}
+
+
+def test_info_prints_a_table(
+    main: Callable[..., Any], pair: Pair, tmp_path: Path, no_weights: None
+):
+    odd = pair.copied(tmp_path / "[b]:smile:")
+    status, out, err = main("info", odd.target, "--draft", odd.draft)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"{odd.target}\n")
+    assert f"\n{odd.draft}\n" in out
+    for fact in ("185,344", "fits", "0, 1, 3", "bidirectional in all 2 layers"):
+        assert fact in out
+    assert "\x1b" not in out
+
+
+def test_info_alone_is_about_the_pair_in_the_box(main: Callable[..., Any], no_weights: None):
+    facts = json.loads(main("info", "--json")[1])
+    assert facts["path"].endswith("demo_pair/target")
+    assert facts["draft"]["path"].endswith("demo_pair/draft")
+    assert facts["pair"] == "fits"
+
+
+def test_info_refuses_what_does_not_fit_and_what_is_none(
+    main: Callable[..., Any], pair: Pair, tmp_path: Path
+):
+    for arguments, sentence in [
+        ((tmp_path,), f"{tmp_path / 'config.json'} does not exist; name a directory that holds"),
+        ((pair.draft, "--draft", pair.draft), f"{pair.draft} is a drafter itself; name the target"),
+        ((pair.target, "--draft", pair.target), "is not a DFlash drafter"),
+        (("", "--draft", pair.draft), "hidden_size is 32, the target's is 192"),
+    ]:
+        status, out, err = main("info", *arguments)
+        assert (status, out) == (2, "")
+        assert err.startswith("strobe: ")
+        assert sentence in err
+        assert err.count("\n") == 1
+
+
+# demo
+
+
+DEMO_KEYS = [
+    "plain_tokens_per_s", "dflash_tokens_per_s", "speedup", "acceptance_length", "identical",
+    "prompts", "tokens", "device", "dtype", "threads", "torch", "python",
+]  # fmt: skip
+
+
+@pytest.fixture
+def short_demo(pair: Pair) -> list[str]:
+    """The demo on a random pair."""
+    flags = ["--prompts=2", "--max-tokens=6", "--repeats=1"]
+    return ["demo", f"--target={pair.target}", f"--draft={pair.draft}", *flags]
+
+
+def test_the_demo_prints_one_object_of_these_keys(main: Callable[..., Any], short_demo: list[str]):
+    status, out, err = main(*short_demo, "--json")
+    assert (status, err) == (0, "")
+    assert out.count("\n") == 1
+    figures = json.loads(out)
+    assert list(figures) == DEMO_KEYS
+    assert figures["identical"] is True
+    assert (figures["prompts"], figures["tokens"], figures["device"]) == (2, 12, "cpu")
+    assert figures["speedup"] > 0
+    assert 1 <= figures["acceptance_length"] <= 8
+
+
+def test_the_demo_shows_an_answer_and_a_table(main: Callable[..., Any], short_demo: list[str]):
+    status, out, err = main(*short_demo)
+    assert (status, err) == (0, "")
+    assert "\x1b" not in out
+    lines = out.splitlines()
+    assert lines[0].startswith("prompt> ")
+    assert len(lines[0]) > 80, "the question was wrapped"
+    assert lines[1].startswith("strobe> ")
+    assert any(line.startswith("│ DFlash ") for line in lines)
+    assert lines[-1].startswith("2 held-out prompts, 12 tokens, outputs identical; cpu, float32")
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_the_demo_fails_where_the_outputs_differ(
+    main: Callable[..., Any],
+    short_demo: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+):
+    timed = demo.timed
+
+    def wrong(llm: LLM, *arguments: Any) -> demo.Run:
+        run = timed(llm, *arguments)
+        if llm.engine.resolved.draft is not None:
+            run.outputs[1].outputs[0].token_ids[-1] += 1
+        return run
+
+    monkeypatch.setattr(demo, "timed", wrong)
+    status, out, _ = main(*short_demo, *flags)
+    assert status == 1
+    if flags:
+        assert json.loads(out)["identical"] is False
+    else:
+        assert "outputs NOT identical" in out
+
+
+def test_the_demo_says_which_prompt_cannot_run(main: Callable[..., Any], short_demo: list[str]):
+    status, out, err = main(*short_demo, "--json", "--max-model-len=16")
+    assert (status, out) == (2, "")
+    assert err.startswith("strobe: The prompt has ")
+    assert "max_model_len is 16" in err
+
+
+def test_the_demos_prompts_come_from_all_families_held_out():
+    examples = demo.pick_examples(12)
+    assert len(examples) == 12
+    assert {example.family for example in examples} == set(FAMILIES)
+    assert {example.thinking for example in examples} == {True, False}
+    assert demo.pick_examples(1)[0] == examples[0]
+
+
+def test_the_demo_of_the_pair_in_the_box_drafts_well(main: Callable[..., Any]):
+    status, out, err = main("demo", "--json", "--prompts=1", "--repeats=1", "--max-tokens=20")
+    assert (status, err) == (0, "")
+    figures = json.loads(out)
+    assert figures["identical"] is True
+    assert figures["acceptance_length"] > 2  # measured 9.5
