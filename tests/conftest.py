@@ -35,6 +35,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target(make_target(path), path)
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests mean the CPU, on a machine with a GPU too, unless they are marked otherwise."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
 @pytest.fixture(scope="session")
 def draft(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Callable[..., Path]:
     """draft(**options of make_draft) -> the directory of such a drafter, made once."""
