@@ -22,8 +22,9 @@ import torch
 
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.config import BOX
-from strobe.demo import pick_examples, prompts_of, timed
+from strobe.demo import Answer, answerer, compare, pick_examples, prompts_of, race
 from strobe.engine.engine import Engine
+from strobe.outputs import CompletionOutput, RequestOutput
 
 
 class Stopwatch:
@@ -74,28 +75,27 @@ def own_work(pair: dict[str, str], prompts: list[list[int]], batch: int, **sampl
     }
 
 
-def transformers_rate(target: str, prompts: list[list[int]], tokens: int, repeats: int) -> float:
-    """tokens/s of transformers' greedy generate, one prompt at a time, in fp32."""
+def transformers_answerer(target: str, tokens: int) -> Answer:
+    """transformers' greedy generate in fp32, with the engine's kind of output."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    best = 0.0
-    with torch.inference_mode():
-        for _ in range(repeats + 1):  # the first run warms up
-            made, began = 0, time.perf_counter()
-            for ids in prompts:
-                out = model.generate(
-                    torch.tensor([ids]),
-                    attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-                    max_new_tokens=tokens,
-                    do_sample=False,
-                    temperature=None,
-                    top_p=None,
-                    top_k=None,
-                )
-                made += out.shape[1] - len(ids)
-            best = max(best, made / (time.perf_counter() - began))
-    return best
+
+    @torch.inference_mode()
+    def answer(prompt: Any) -> RequestOutput:
+        made = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+        )
+        answer = CompletionOutput(0, token_ids=made[0, len(prompt) :].tolist())
+        return RequestOutput("", None, prompt, [answer])
+
+    return answer
 
 
 def seconds_of(code: str) -> float:
@@ -121,28 +121,36 @@ def main() -> None:
     examples = pick_examples(options.prompts)
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
 
-    plain = LLM(options.target, method="none")
+    plain = LLM(options.target, method="none", enable_prefix_caching=False)
+    drafting = LLM(options.target, options.draft, enable_prefix_caching=False)
     prompts = prompts_of(plain, examples)
-    plain_run = timed(plain, prompts, params, options.repeats)
-    drafting = LLM(options.target, options.draft)
-    draft_run = timed(drafting, prompts, params, options.repeats)
-    steps = sum(o.outputs[0].speculation.steps for o in draft_run.outputs)
-    accepted = sum(o.outputs[0].speculation.accepted for o in draft_run.outputs)
-    generate = transformers_rate(options.target, prompts, options.max_tokens, options.repeats)
+    ways = {
+        "transformers": transformers_answerer(options.target, options.max_tokens),
+        "plain": answerer(plain, params),
+        "dflash": answerer(drafting, params),
+    }
+    runs = race(ways, prompts, options.repeats)
+    rate = {name: run.rate for name, run in runs.items()}
+    tokens = {
+        name: [output.outputs[0].token_ids for output in run.outputs] for name, run in runs.items()
+    }
+    figures = compare(runs["plain"], runs["dflash"], drafting)
     bare = seconds_of("import torch")
     figures = {
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
-        "identical": [o.outputs[0].token_ids for o in plain_run.outputs]
-        == [o.outputs[0].token_ids for o in draft_run.outputs],
-        "transformers_tokens_per_s": round(generate, 1),
-        "plain_tokens_per_s": round(plain_run.rate, 1),
-        "dflash_tokens_per_s": round(draft_run.rate, 1),
-        "plain_over_transformers": round(plain_run.rate / generate, 3),
-        "dflash_over_plain": round(draft_run.rate / plain_run.rate, 3),
-        "dflash_over_transformers": round(draft_run.rate / generate, 3),
-        "acceptance_length": round(1 + accepted / max(steps, 1), 3),
+        "identical": figures["identical"],
+        "same_as_transformers": tokens["transformers"] == tokens["plain"],
+        "prompts": len(prompts),
+        "tokens": figures["tokens"],
+        "transformers_tokens_per_s": round(rate["transformers"], 1),
+        "plain_tokens_per_s": round(rate["plain"], 1),
+        "dflash_tokens_per_s": round(rate["dflash"], 1),
+        "plain_over_transformers": round(rate["plain"] / rate["transformers"], 3),
+        "dflash_over_plain": round(rate["dflash"] / rate["plain"], 3),
+        "dflash_over_transformers": round(rate["dflash"] / rate["transformers"], 3),
+        "acceptance_length": figures["acceptance_length"],
         "own_work_greedy": [own_work(pair, prompts, n, temperature=0.0) for n in (1, 32)],
         "own_work_temperature_1": [own_work(pair, prompts, n, temperature=1.0) for n in (1, 32)],
         "own_work_top_p_0.9": [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from strobe.request import SamplingParams
 
 @dataclass(frozen=True)
 class Run:
-    """One engine over the prompts, one at a time."""
+    """One way of answering over the prompts, one at a time."""
 
     outputs: list[RequestOutput]
     seconds: float
@@ -35,6 +35,9 @@ class Run:
         return self.tokens / self.seconds
 
 
+Answer = Callable[[Prompt], RequestOutput]
+
+
 def prompts_of(llm: LLM, examples: Sequence[Example]) -> list[Prompt]:
     """Token ids of the examples' prompts, through the chat template."""
     return [
@@ -45,20 +48,33 @@ def prompts_of(llm: LLM, examples: Sequence[Example]) -> list[Prompt]:
     ]
 
 
-def timed(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, repeats: int) -> Run:
-    """Greedy answers one after another; the fastest of `repeats` runs after a warm-up."""
-    llm.generate([prompts[0]], params, use_tqdm=False)
-    best = None
-    for _ in range(repeats):
-        began = time.perf_counter()
-        outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
-        errors = [answer.error for output in outputs for answer in output.outputs if answer.error]
-        if errors:
-            raise ValueError(errors[0])
-        run = Run(outputs, time.perf_counter() - began)
-        best = run if best is None or run.seconds < best.seconds else best
-    assert best is not None
-    return best
+def answerer(llm: LLM, params: SamplingParams) -> Answer:
+    """A function that answers one prompt with `llm`; it raises ValueError where that fails."""
+
+    def answer(prompt: Prompt) -> RequestOutput:
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        if output.outputs[0].error is not None:
+            raise ValueError(output.outputs[0].error)
+        return output
+
+    return answer
+
+
+def race(answers: Mapping[str, Answer], prompts: Sequence[Prompt], repeats: int) -> dict[str, Run]:
+    """Answer every prompt with every way in turn, so that all of them meet the same machine.
+
+    A prompt's time is the fastest of `repeats`, after one turn that warms up.
+    """
+    seconds = {name: [float("inf")] * len(prompts) for name in answers}
+    outputs: dict[str, list[Any]] = {name: [None] * len(prompts) for name in answers}
+    for turn in range(repeats + 1):
+        for i, prompt in enumerate(prompts if turn else prompts[:1]):
+            for name, answer in answers.items():
+                began = time.perf_counter()
+                outputs[name][i] = answer(prompt)
+                if turn:
+                    seconds[name][i] = min(seconds[name][i], time.perf_counter() - began)
+    return {name: Run(outputs[name], sum(seconds[name])) for name in answers}
 
 
 def pick_examples(count: int) -> list[Example]:
@@ -109,16 +125,18 @@ def run_demo(
     examples = pick_examples(prompts)
     _check("repeats", repeats)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    config = replace(config, method="dflash" if config.target else None)
+    config = replace(
+        config, method="dflash" if config.target else None, enable_prefix_caching=False
+    )
     drafting = LLM(**_options(config))
     plain = LLM(**_options(replace(config.located(), draft=None, method="none", num_drafts=None)))
     asked = prompts_of(drafting, examples)
     if not as_json:
         _stream(drafting, examples[0], asked[0], params)
         print("\nComparing plain decoding with DFlash, one request at a time ...", flush=True)
-    figures = compare(
-        timed(plain, asked, params, repeats), timed(drafting, asked, params, repeats), drafting
-    )
+    ways = {"plain": answerer(plain, params), "dflash": answerer(drafting, params)}
+    runs = race(ways, asked, repeats)
+    figures = compare(runs["plain"], runs["dflash"], drafting)
     if as_json:
         print(json.dumps(figures))
     else:
