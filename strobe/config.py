@@ -82,6 +82,11 @@ class EngineConfig:
             raise ValueError(f"device is {self.device!r}; name auto, cpu, cuda or cuda:N.")
         if type(self.overlap) is not int or self.overlap not in (1, 2):
             raise ValueError(f"overlap is {self.overlap!r}, but must be 1 or 2.")
+        if self.ngram_max > 32:
+            raise ValueError(
+                f"ngram_max is {self.ngram_max}, but must be at most 32; every run of up to so "
+                "many tokens is remembered."
+            )
         if self.ngram_min > self.ngram_max:
             raise ValueError(
                 f"ngram_min is {self.ngram_min}, above ngram_max {self.ngram_max}; "
@@ -171,6 +176,10 @@ def resolve_limits(
     elif longest is None and method == "none":
         raise ValueError(
             f"num_drafts is {drafts}, but nothing drafts; name a drafter, or method ngram."
+        )
+    elif longest is None and drafts >= length:
+        raise ValueError(
+            f"num_drafts is {drafts}, but max_model_len is {length}; ask for at most {length - 1}."
         )
     needed = config.max_num_seqs * (drafts + 1)
     budget = config.max_num_batched_tokens

@@ -75,7 +75,8 @@ def read_json(path: Path) -> dict[str, Any]:
         missing = path if path.parent.is_dir() else path.parent
         what = "is no directory" if missing.exists() else "does not exist"
         raise ValueError(
-            f"{missing} {what}; name a directory that holds a Hugging Face checkpoint."
+            f"{missing} {what}; name a directory that holds a Hugging Face checkpoint, such as "
+            "'hf download' makes."
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(

@@ -444,6 +444,7 @@ def test_a_tokenizer_that_is_missing_or_damaged(
         ({"method": "eagle"}, "method is 'eagle'; name one of dflash, ngram, none"),
         ({"overlap": 3}, "overlap is 3"),
         ({"ngram_min": 5}, "ngram_min is 5, above ngram_max 4"),
+        ({"ngram_max": 33}, "ngram_max is 33, but must be at most 32"),
     ],
 )
 def test_settings_that_cannot_be(
@@ -457,6 +458,7 @@ def test_settings_that_cannot_be(
     [
         ({"method": "dflash"}, "no drafter is named; give draft a directory"),
         ({"num_drafts": 3}, "num_drafts is 3, but nothing drafts"),
+        ({"num_drafts": 512, "method": "ngram"}, "num_drafts is 512, but max_model_len is 512"),
     ],
 )
 def test_settings_that_need_a_drafter(
@@ -640,7 +642,7 @@ def test_sampling_values_out_of_range_on_the_command_line(
 
 @pytest.fixture(scope="module")
 def llm(pair: Pair) -> LLM:
-    return LLM(pair.target, pair.draft, max_model_len=64)
+    return LLM(pair.target, pair.draft, max_model_len=64, device="cpu")
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)

@@ -27,13 +27,13 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def llm(pair: Pair) -> LLM:
     """A target with its drafter; tests leave it idle."""
-    return LLM(pair.target, pair.draft)
+    return LLM(pair.target, pair.draft, device="cpu")
 
 
 @pytest.fixture(scope="module")
 def plain(pair: Pair) -> LLM:
     """The target alone."""
-    return LLM(pair.target)
+    return LLM(pair.target, device="cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -446,7 +446,7 @@ def test_without_max_tokens_the_answer_fills_the_context(pair: Pair):
 def knowing(pair: Pair, plain: LLM) -> LLM:
     """An engine whose drafter knows the greedy answers and errs at places that change."""
     engine = make_engine(
-        EngineConfig(target=str(pair.target), draft=str(pair.draft)),
+        EngineConfig(target=str(pair.target), draft=str(pair.draft), device="cpu"),
         lambda parts, name: Scripted(parts.state, 7, wavering),
         names=["dflash"],
     )
