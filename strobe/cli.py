@@ -292,7 +292,9 @@ def main(arguments: list[str] | None = None) -> int:
         if getattr(command, "debug", False):
             logging.basicConfig(format="%(name)s: %(message)s")
             logging.getLogger("strobe").setLevel(logging.DEBUG)
-        return command.run()
+        status = command.run()
+        sys.stdout.flush()
+        return status
     except ValueError as error:
         print(f"strobe: {error}", file=sys.stderr)
         return 2

@@ -227,6 +227,16 @@ def test_a_reader_that_leaves_early_is_no_error(pair: Pair):
     assert run.stderr == ""
 
 
+def test_control_c_ends_a_command_quietly(
+    main: Callable[..., Any], pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "chat", interrupted)
+    assert main("generate", "hello", f"--target={pair.target}") == (130, "", "")
+
+
 # chat
 
 
