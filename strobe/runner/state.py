@@ -104,6 +104,7 @@ class DecodeState:
             key=self.key[slots],
             position=position,
             filtered=any(p.filters for p in params),
+            mixed=any(p.temperature == 0 for p in params),
         )
         return rows, banned
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,4 +37,12 @@ def match_prefix(picks: Tensor, proposal: Proposal) -> Verdict:
     if proposal.lengths is not None:
         rank = torch.arange(drafts.shape[1], device=drafts.device)
         matched = matched & (rank < proposal.lengths[:, None])
-    return Verdict(picks, matched.cumprod(-1).sum(-1))
+    return Verdict(picks, leading(matched))
+
+
+def leading(matched: Tensor) -> Tensor:
+    """matched [S, K] bool -> [S] int64, how many of each row are true before the first that is not.
+    On a CPU through NumPy, whose small operations cost a third of torch's."""
+    if matched.device.type == "cpu":
+        return torch.from_numpy(np.logical_and.accumulate(matched.numpy(), 1).sum(1))
+    return matched.cumprod(-1).sum(-1)
