@@ -147,10 +147,12 @@ class Scheduler:
                 self._release_if_landed(record)
                 continue
             if span.rows:
+                event = self._take(record, verdict.tokens[i])
                 drafted = max(0, min(span.drafts, self.limits.max_model_len - 1 - start))
                 if drafted:
-                    self._count(record.request, drafted, verdict.accepted[i])
-                events.append(self._take(record, verdict.tokens[i]))
+                    kept = min(verdict.accepted[i], len(event.tokens))
+                    self._count(record.request, drafted, kept)
+                events.append(event)
             if self.prefix_caching and not record.draining:
                 record.lease.publish(record.request.tokens)
         return events
@@ -274,6 +276,7 @@ class Scheduler:
         return (room, "length") if len(tokens) >= room else (len(tokens), None)
 
     def _count(self, request: Request, drafted: int, accepted: int) -> None:
+        """accepted: drafts that the answer keeps, which ends at a stop token or a limit."""
         counts = request.speculation
         counts.add(drafted, accepted)
         self.stats.verified(drafted, accepted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from strobe.request import SamplingParams
 
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that a checkpoint may be in."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -248,6 +251,8 @@ def _default_sampling(generation: dict[str, Any], path: Path) -> dict[str, Any]:
     sampling: dict[str, Any] = {k: generation[k] for k in keys if generation.get(k) is not None}
     if generation.get("do_sample") is False:
         sampling = {"temperature": 0.0}
+    if generation.get("repetition_penalty", 1.0) != 1.0:
+        logger.warning("%s: repetition_penalty is not supported yet and is left out.", path)
     try:
         SamplingParams(**sampling)
     except ValueError as error:
