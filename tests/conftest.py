@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,26 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target(make_target(path), path)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def without_gpu() -> Iterator[Callable[[], bool]]:
+    """Tests mean the CPU, on a machine with a GPU too; yields what really asks for one."""
+    import torch
+
+    real = torch.cuda.is_available
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        yield real
+
+
 @pytest.fixture(autouse=True)
-def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests mean the CPU, on a machine with a GPU too, unless they are marked otherwise."""
-    if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+def with_gpu_where_marked(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    without_gpu: Callable[[], bool],
+) -> None:
+    """Tests marked `gpu` see the machine as it is."""
+    if request.node.get_closest_marker("gpu") is not None:
+        monkeypatch.setattr("torch.cuda.is_available", without_gpu)
 
 
 @pytest.fixture(scope="session")
