@@ -352,13 +352,19 @@ def test_the_oracle_divides_the_steps_by_its_block(target: Any, drafts: int, ove
     assert request.speculation.accepted >= blocks * drafts - short
 
 
-def test_the_end_of_the_context_cuts_a_draft_and_not_the_answer(target: Any):
-    """For every distance of the last block from the end."""
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_the_end_of_the_context_cuts_a_draft_and_not_the_answer(overlap: int, target: Any):
+    """For every distance of the last block from the end, where drafts beyond it are true too."""
     for length in range(20, 29):
         prompt = prompts()[2]
         answer = greedy(target.hf, prompt, 30, eos_token_id=None)
         config = EngineConfig(
-            target=str(target.path), method="ngram", num_drafts=6, max_model_len=length, page_size=4
+            target=str(target.path),
+            method="ngram",
+            num_drafts=6,
+            max_model_len=length,
+            page_size=4,
+            overlap=overlap,
         )
         engine = make_engine(
             config, lambda parts, _: Scripted(parts.state, 6, oracle), names=["ngram"]

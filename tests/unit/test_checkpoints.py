@@ -351,6 +351,22 @@ def test_a_missing_shard_is_named(tmp_path: Path, target: Any):
         resolve(EngineConfig(target=str(tmp_path)))
 
 
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path, target: Any):
+    """Under both spellings of its name, or in two shards: which one is meant is a guess."""
+    for place in ("one", "two"):
+        path = tmp_path / place
+        shutil.copytree(target.path, path)
+        weights = path / "model.safetensors"
+        if place == "one":
+            with_tensor("norm.weight", torch.zeros(32))(weights)
+        else:
+            save_file({"model.norm.weight": torch.zeros(32)}, path / "other.safetensors")
+            index = {"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}
+            written(path, index, "model.safetensors.index.json")
+        with pytest.raises(ValueError, match=r"norm\.weight is there twice"):
+            resolve(EngineConfig(target=str(path)))
+
+
 def test_tensors_without_a_learned_value_are_passed_over(tmp_path: Path, target: Any):
     shutil.copytree(target.path, tmp_path / "target")
     with_tensor("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(8))(

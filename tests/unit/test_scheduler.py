@@ -443,6 +443,25 @@ def test_a_preempted_request_in_flight_keeps_its_pages_until_collected():
     world.check_answers()
 
 
+def test_others_wait_for_the_pages_of_a_preempted_request_in_flight_and_stay():
+    """Its pages are on their way: preempting one more would throw work away for nothing."""
+    world = World(pages=12, page_size=2, max_model_len=24, max_num_seqs=4, depth=2, num_drafts=1)
+    for _ in range(4):
+        world.add(4, max_tokens=20)
+    waited = 0
+    while world.scheduler.has_work or world.flying:
+        before = world.scheduler.stats.preemptions
+        plan = world.launch()
+        lost = world.scheduler.stats.preemptions - before
+        assert lost <= 1
+        waited += bool(lost) and len(plan.spans) < len(world.scheduler.running)
+        if world.flying and (not plan.spans or len(world.flying) == 2):
+            world.collect()
+    assert world.scheduler.stats.preemptions
+    assert waited, "nobody ever had to wait"
+    world.check_answers()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_finish_ends_waiting_running_and_flying_requests_once(depth: int):
     world = World(max_num_seqs=2, depth=depth)
