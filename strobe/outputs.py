@@ -31,11 +31,12 @@ class SpeculationReport:
         counts = request.speculation
         reason = request.off_reason
         if reason is None and not counts.steps:
-            reason = (
-                "no earlier text matched the newest tokens"
-                if request.method == "ngram"
-                else "the answer ended before the first draft"
-            )
+            if request.num_output < 2:
+                reason = "the answer ended before the first draft"
+            elif request.method == "ngram":
+                reason = "no earlier text matched the newest tokens"
+            else:
+                reason = "no step was given drafts to verify"
         return SpeculationReport(
             used=counts.steps > 0,
             method=request.method,

@@ -95,7 +95,9 @@ class SamplingParams:
     """
 
     n: int = option(1, "Answers per prompt, sampled independently even under one seed.")
-    temperature: float = option(1.0, "0 is greedy, 1 the model's own distribution.")
+    temperature: float = option(
+        1.0, "0 is greedy, and so is all below 1e-6; 1 is the model's own distribution."
+    )
     top_p: float = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
     top_k: int = option(0, "Keep this many most probable tokens; 0 or -1 is off.")
     min_p: float = option(0.0, "Drop tokens less probable than this share of the best; 0 is off.")
@@ -123,6 +125,8 @@ class SamplingParams:
         _whole("n", self.n, 1, f"ask for 1 to {MOST_ANSWERS} answers.", MOST_ANSWERS)
         _between("temperature", self.temperature, 0.0, 100.0, "0 is greedy, 1 the model's own.")
         _between("top_p", self.top_p, 0.0, 1.0, "1 keeps every token.")
+        if self.temperature < 1e-6:
+            object.__setattr__(self, "temperature", 0.0)
         if self.top_p == 0.0:
             raise ValueError("top_p is 0, which keeps no token; use temperature 0 for greedy.")
         _whole("top_k", self.top_k, -1, "0 or -1 keeps every token.")
@@ -191,7 +195,8 @@ class SpeculationCount:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens per verify step, the target's own included; None before the first step."""
+        """1 + accepted / steps, vLLM's formula: tokens per verify step, the target's own included,
+        or a little more where an answer ended on a draft. None before the first step."""
         return 1 + self.accepted / self.steps if self.steps else None
 
 

@@ -28,16 +28,18 @@ from strobe.outputs import RequestOutput, SpeculationReport
 
 
 def acceptance(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Pooled over verify steps: length, and the share of steps that accept each position."""
+    """Pooled over verify steps: tokens per step (all but each answer's first token, which the
+    prompt's forward makes), and the share of steps that accept each position."""
     reports = [o.outputs[0].speculation for o in outputs]
     known: list[SpeculationReport] = [r for r in reports if r is not None and r.steps]
     steps = sum(r.steps for r in known)
+    made = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
     positions = [0] * max(len(r.accepted_per_position) for r in known)
     for report in known:
         for i, count in enumerate(report.accepted_per_position):
             positions[i] += count
     return {
-        "acceptance_length": round(1 + sum(r.accepted for r in known) / steps, 3),
+        "acceptance_length": round(made / steps, 3),
         "verify_steps": steps,
         "rate_per_position": [round(count / steps, 3) for count in positions],
     }
@@ -61,7 +63,17 @@ def by_family(examples: Sequence[Example], outputs: Sequence[RequestOutput]) -> 
     return figures
 
 
-def main() -> None:
+def meets_the_bars(figures: dict[str, Any]) -> bool:
+    """90 % right overall and 75 % in each family; 5 tokens per step overall, 3 in each family."""
+    return all(
+        row["right"] >= (0.90 if family == "all" else 0.75)
+        and row["acceptance_length"] >= (5.0 if family == "all" else 3.0)
+        for family, row in figures.items()
+    )
+
+
+def main() -> int:
+    """Print the tables; returns 1 where the pair misses its bars at temperature 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=40, help="held-out prompts per family")
     parser.add_argument("--max-tokens", type=int, default=400)
@@ -94,7 +106,8 @@ def main() -> None:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0 if meets_the_bars(figures["temperature_0"]) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

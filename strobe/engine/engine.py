@@ -59,8 +59,10 @@ class Engine:
                 raise
         if not self._flying or (plan.spans and len(self._flying) < self.depth):
             return []
-        plan, verdict = self._flying.popleft()
-        return self.scheduler.commit(plan, to_host(verdict))
+        plan, verdict = self._flying[0]
+        result = to_host(verdict)
+        self._flying.popleft()
+        return self.scheduler.commit(plan, result)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> tuple[Plan, Verdict]:

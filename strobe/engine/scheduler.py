@@ -150,8 +150,7 @@ class Scheduler:
                 event = self._take(record, verdict.tokens[i])
                 drafted = max(0, min(span.drafts, self.limits.max_model_len - 1 - start))
                 if drafted:
-                    kept = min(verdict.accepted[i], len(event.tokens))
-                    self._count(record.request, drafted, kept)
+                    self._count(record.request, drafted, verdict.accepted[i], len(event.tokens))
                 events.append(event)
             if self.prefix_caching and not record.draining:
                 record.lease.publish(record.request.tokens)
@@ -197,7 +196,7 @@ class Scheduler:
     def _decode_span(self, record: Record) -> Span:
         request = record.request
         allowed = min(request.num_drafts, self.limits.num_drafts)
-        drafts = self.draft_length(request, allowed) if allowed else 0
+        drafts = min(max(self.draft_length(request, allowed), 0), allowed) if allowed else 0
         bound = record.lease.length + record.lease.open
         return Span(request, record.slot, record.start, bound, None, drafts, 1 + drafts)
 
@@ -275,8 +274,10 @@ class Scheduler:
                     return i + 1, "stop"
         return (room, "length") if len(tokens) >= room else (len(tokens), None)
 
-    def _count(self, request: Request, drafted: int, accepted: int) -> None:
-        """accepted: drafts that the answer keeps, which ends at a stop token or a limit."""
+    def _count(self, request: Request, drafted: int, accepted: int, committed: int) -> None:
+        """Drafts count as accepted up to the token that ended the answer; a stop string, which is
+        found later in the text, takes nothing back."""
+        accepted = min(accepted, committed)
         counts = request.speculation
         counts.add(drafted, accepted)
         self.stats.verified(drafted, accepted)
@@ -286,7 +287,7 @@ class Scheduler:
                 request.id,
                 accepted,
                 drafted,
-                accepted + 1,
+                committed,
                 counts.accepted / counts.drafted,
             )
 
