@@ -102,6 +102,6 @@ def same_behaviour(
             found = run_function(name, code, [arguments])[0]
             if type(found) is not type(expected) or found != expected:
                 return False
-    except Exception:
+    except Exception:  # the model wrote this code: whatever it raises, the answer is wrong
         return False
     return True
