@@ -1,0 +1,140 @@
+"""Request ids and the access log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from strobe.server.logs import Fields, timestamp
+
+CLIENT_CLOSED = 499  # nginx's number for a client that left before its answer was whole
+LONGEST_PATH = 256
+
+_log = logging.getLogger("strobe.access")
+_visible = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class RequestId:
+    """Names each request: the client's X-Request-Id if it is 1 to 128 visible ASCII characters,
+    else a new id. Handlers find it in scope["state"]["request_id"], the client in the response."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+        fits = len(given) == 1 and _visible.fullmatch(given[0])
+        name = given[0] if fits else b"req-" + secrets.token_hex(16).encode()
+        _state(scope)["request_id"] = name.decode("ascii")
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kept = [h for h in message.get("headers", ()) if h[0].lower() != b"x-request-id"]
+                message = {**message, "headers": [*kept, (b"x-request-id", name)]}
+            await send(message)
+
+        await self.app(scope, receive, named)
+
+
+class AccessLog:
+    """One line per request on the logger "strobe.access", when its response has ended.
+
+    Fields: time (of its arrival), request_id, client, method, path (without the query, its first
+    256 characters), status, duration_ms, bytes (of the body sent), error (the exception's type,
+    if one was raised), and what the handler put in scope["state"]["log"], which must be no text
+    of the user's. status is 499 where the client left first, 500 where the handler failed.
+    """
+
+    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.perf_counter):
+        self.app = app
+        self.clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        arrived, began = time.time(), self.clock()
+        _state(scope)["log"] = {}
+        seen = _Exchange()
+
+        async def watched() -> Message:
+            message = await receive()
+            # After the response's end servers say "disconnect" too; then nobody has left.
+            if message["type"] == "http.disconnect" and not seen.whole:
+                seen.gone = True
+            return message
+
+        async def counted(message: Message) -> None:
+            try:
+                await send(message)
+            except OSError:  # ASGI 2.4: sending to a client that left
+                seen.gone = True
+                raise
+            seen.add(message)
+
+        try:
+            await self.app(scope, watched, counted)
+        except ClientDisconnect as caught:
+            if not seen.gone:
+                seen.error = type(caught).__name__
+                raise
+        except BaseException as caught:
+            seen.error = type(caught).__name__
+            raise
+        finally:
+            self._write(scope, seen, arrived, self.clock() - began)
+
+    def _write(self, scope: Scope, seen: _Exchange, arrived: float, seconds: float) -> None:
+        state, client = _state(scope), scope.get("client")
+        line: dict[str, Any] = {
+            "time": timestamp(arrived),
+            "request_id": state.get("request_id"),
+            "client": f"{client[0]}:{client[1]}" if client else None,
+            "method": scope["method"],
+            "path": scope["path"][:LONGEST_PATH],
+            "status": seen.outcome,
+            "duration_ms": round(seconds * 1e3, 3),
+            "bytes": 0 if scope["method"] == "HEAD" else seen.sent,
+        }
+        if seen.error is not None:
+            line["error"] = seen.error
+        _log.info(Fields(line | state["log"] | line))  # ours first, and ours where both have it
+
+
+@dataclass
+class _Exchange:
+    """What went past the access log: a response's status, its body's bytes, how it ended."""
+
+    status: int = 500
+    sent: int = 0
+    whole: bool = False
+    gone: bool = False
+    error: str | None = None
+
+    def add(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        elif message["type"] == "http.response.body" and not self.gone:
+            self.sent += len(message.get("body", b""))
+            self.whole = not message.get("more_body", False)
+
+    @property
+    def outcome(self) -> int:
+        if self.gone:
+            return CLIENT_CLOSED
+        return self.status if self.whole and self.error is None else 500
+
+
+def _state(scope: Scope) -> dict[str, Any]:
+    return scope.setdefault("state", {})

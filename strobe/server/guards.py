@@ -1,0 +1,194 @@
+"""What a request must pass: the key, a server that is not stopping, the body's limit.
+
+A refusal is OpenAI's error object; who counts refusals is told its status and one fixed word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+Refused = Callable[[int, str], None]
+"""Told of each refusal; `ServerMetrics.refused` is one."""
+
+READS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+_digits = re.compile(rb"[0-9]{1,4000}")  # int() reads no more
+
+
+@dataclass
+class Drain:
+    """Set `stopping` once the server is told to stop; `retry_after` seconds are advised then."""
+
+    stopping: bool = False
+    retry_after: int = 30
+
+
+class ApiKey:
+    """Asks for `Authorization: Bearer KEY` on every path but the open ones; else 401.
+
+    The comparison takes equally long for every key of the client's. OPTIONS passes, because
+    browsers ask without a key first; no handler runs for it.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Collection[str], open_paths: Collection[str], refused: Refused
+    ):
+        self.app = app
+        self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self.open_paths = frozenset(open_paths)
+        self.refused = refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})  # no key is read there
+            return
+        if scope["type"] != "http" or scope["method"] == "OPTIONS" or self._opens(scope):
+            await self.app(scope, receive, send)
+            return
+        self.refused(401, "api_key")
+        await refuse(
+            send,
+            401,
+            "The API key is missing or wrong; send the header Authorization: Bearer KEY.",
+            code="invalid_api_key",
+            headers=[(b"www-authenticate", b"Bearer")],
+        )
+
+    def _opens(self, scope: Scope) -> bool:
+        if _route(scope) in self.open_paths:
+            return True
+        given = _values(scope, b"authorization")
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        # Digests have one length, and every key is compared, whichever fits.
+        digest = hashlib.sha256(key.strip()).digest()
+        fits = [hmac.compare_digest(digest, own) for own in self.digests]
+        return scheme.lower() == b"bearer" and any(fits)
+
+
+class Draining:
+    """While the server stops, what is more than a read gets 503 and when to try again; requests
+    that are already in run on."""
+
+    def __init__(self, app: ASGIApp, drain: Drain, refused: Refused):
+        self.app, self.drain, self.refused = app, drain, refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self.drain.stopping or scope["method"] in READS:
+            await self.app(scope, receive, send)
+            return
+        self.refused(503, "stopping")
+        await refuse(
+            send,
+            503,
+            "The server is stopping; send the request again to another, or later to this one.",
+            kind="server_error",
+            code="server_stopping",
+            headers=[
+                (b"retry-after", str(self.drain.retry_after).encode()),
+                (b"connection", b"close"),
+            ],
+        )
+
+
+class _TooLong(BaseException):
+    """Leaves the application's reading of a body. No Exception, so that no handler answers it."""
+
+
+class BodyLimit:
+    """Refuses bodies above `limit` bytes with 413: at once where the length is announced, else
+    when they pass it. A length that is no number, or several that differ, are a 400."""
+
+    def __init__(self, app: ASGIApp, limit: int, refused: Refused):
+        self.app, self.limit, self.refused = app, limit, refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        lengths = set(_values(scope, b"content-length"))
+        if len(lengths) > 1 or not all(_digits.fullmatch(length) for length in lengths):
+            self.refused(400, "content_length")
+            await refuse(
+                send,
+                400,
+                "Content-Length is not one whole number; send the body's length in bytes.",
+                code="invalid_content_length",
+                headers=[(b"connection", b"close")],
+            )
+        elif lengths and int(lengths.pop()) > self.limit:
+            await self._too_large(send)
+        elif _values(scope, b"content-length") and not _values(scope, b"transfer-encoding"):
+            await self.app(scope, receive, send)  # the HTTP parser holds it to its length
+        else:
+            await self._counting(scope, receive, send)
+
+    async def _counting(self, scope: Scope, receive: Receive, send: Send) -> None:
+        got, started = 0, False
+
+        async def limited() -> Message:
+            nonlocal got
+            message = await receive()
+            if message["type"] == "http.request":
+                got += len(message.get("body", b""))
+                if got > self.limit:
+                    raise _TooLong
+            return message
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, limited, watched)
+        except _TooLong:
+            if started:  # too late for a status: the server closes the connection
+                raise RuntimeError("A body passed its limit after the response began.") from None
+            await self._too_large(send)
+
+    async def _too_large(self, send: Send) -> None:
+        self.refused(413, "body_too_large")
+        await refuse(
+            send,
+            413,
+            f"The body is longer than this server's limit of {self.limit} bytes; send less.",
+            code="request_too_large",
+            headers=[(b"connection", b"close")],
+        )
+
+
+async def refuse(
+    send: Send,
+    status: int,
+    message: str,
+    *,
+    kind: str = "invalid_request_error",
+    code: str,
+    headers: Collection[tuple[bytes, bytes]] = (),
+) -> None:
+    """Answer with OpenAI's error object and end the response."""
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    body = json.dumps({"error": error}).encode()
+    length = str(len(body)).encode()
+    start = [(b"content-type", b"application/json"), (b"content-length", length), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": start})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _values(scope: Scope, name: bytes) -> list[bytes]:
+    """All values of a header, in order; ASGI's header names are lower case."""
+    return [value for key, value in scope["headers"] if key == name]
+
+
+def _route(scope: Scope) -> str:
+    """The path that the application's router sees: without the prefix of a proxy."""
+    path: str = scope["path"]
+    prefix: str = scope.get("root_path", "")
+    return path[len(prefix) :] if prefix and path.startswith(f"{prefix}/") else path

@@ -1,0 +1,130 @@
+"""How the server's processes log: one line per record on stderr, JSON or plain, without the text
+that users send unless it is asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+TOKENS_ONLY = ("strobe.engine",)
+"""Loggers of code that sees token ids and never text: their exceptions keep their messages."""
+
+
+class Fields(dict[str, Any]):
+    """A record's content as named values: `logger.info(Fields(status=200))`.
+
+    It becomes part of a JSON record, and is written as a JSON object where records are plain.
+    """
+
+    def __str__(self) -> str:
+        return json.dumps(self, default=str)
+
+
+def shown(text: str, show: bool) -> str:
+    """`text` for the log where `show` is set, else how long it is."""
+    return text if show else f"<{len(text)} characters>"
+
+
+def timestamp(seconds: float) -> str:
+    """A moment, in seconds since 1970, as ISO 8601 in UTC to the millisecond."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record: time, level, logger, and its message or its fields."""
+
+    def __init__(self, *, show_text: bool = False):
+        super().__init__()
+        self.show_text = show_text
+
+    def format(self, record: logging.LogRecord) -> str:
+        content: Any = record.msg
+        fields = Fields(time=timestamp(record.created), level=record.levelname, logger=record.name)
+        if isinstance(content, Fields):
+            fields.update(content)
+        else:
+            fields["message"] = _message(record, self.show_text)
+        trace = _trace(record, self.show_text)
+        if trace:
+            fields["exception"] = trace
+        return str(fields)
+
+
+class PlainFormatter(logging.Formatter):
+    """Time, level, logger and message; further lines of a record are indented, so that no text
+    in it passes for a record."""
+
+    def __init__(self, *, show_text: bool = False):
+        super().__init__()
+        self.show_text = show_text
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = f"{timestamp(record.created)} {record.levelname} {record.name}: "
+        trace = _trace(record, self.show_text)
+        text = head + _message(record, self.show_text) + (f"\n{trace}" if trace else "")
+        return "\n    ".join(text.splitlines())
+
+
+def configure_logging(
+    level: str = "info", *, as_json: bool = False, show_text: bool = False
+) -> None:
+    """Send this process's records to stderr; for programs, not for libraries.
+
+    level: of Strobe's and uvicorn's records ("debug", "info", "warning", "error"); other libraries
+    speak from "warning" on. show_text: exceptions keep their messages, which may quote a prompt.
+    uvicorn's own access log is off: `strobe.access` has it. Raises ValueError for an unknown level.
+    """
+    levels = logging.getLevelNamesMapping()
+    number = levels.get(level.upper())
+    if not number:
+        raise ValueError(
+            f"The log level is {level!r}, but must be debug, info, warning, error or critical."
+        )
+    make = JsonFormatter if as_json else PlainFormatter
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(make(show_text=show_text))
+    logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
+    for name in ("strobe", "uvicorn"):
+        logging.getLogger(name).setLevel(number)
+    access = logging.getLogger("uvicorn.access")
+    access.handlers.clear()
+    access.propagate = False
+
+
+def _message(record: logging.LogRecord, show_text: bool) -> str:
+    message = record.getMessage()
+    if record.name == "asyncio" and record.exc_info and not show_text:
+        return message.partition("\n")[0]  # the lines below quote the exception
+    return message
+
+
+def _trace(record: logging.LogRecord, show_text: bool) -> str:
+    error = record.exc_info[1] if record.exc_info else None
+    if error is None:
+        return ""
+    whole = show_text or any(
+        record.name == name or record.name.startswith(f"{name}.") for name in TOKENS_ONLY
+    )
+    if whole:
+        return "".join(traceback.format_exception(error)).rstrip()
+    return "\n".join(_without_messages(error, set()))
+
+
+def _without_messages(error: BaseException, seen: set[int]) -> Iterator[str]:
+    """A traceback, causes first, with the length of each message in place of the message."""
+    seen.add(id(error))
+    before = [error.__cause__, None if error.__suppress_context__ else error.__context__]
+    if isinstance(error, BaseExceptionGroup):
+        before += error.exceptions
+    for other in before:
+        if other is not None and id(other) not in seen:
+            yield from _without_messages(other, seen)
+    yield "Traceback (most recent call last):"
+    yield from "".join(traceback.format_tb(error.__traceback__)).splitlines()
+    name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+    yield f"{name}: {shown(str(error), False)}"

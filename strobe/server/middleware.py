@@ -1,0 +1,105 @@
+"""What holds for every request, whatever it asks: ids, the access log, keys, limits, stopping.
+
+Each class is a plain ASGI application around another. None buffers, and `http.disconnect` always
+reaches the handlers, because stopping an abandoned answer depends on it.
+
+    RequestId > AccessLog > CORS > ApiKey > Draining > BodyLimit > the application
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from strobe.server.access import AccessLog, RequestId
+from strobe.server.guards import ApiKey, BodyLimit, Drain, Draining, Refused, refuse
+
+__all__ = [
+    "OPEN_PATHS",
+    "AccessLog",
+    "ApiKey",
+    "BodyLimit",
+    "Drain",
+    "Draining",
+    "MiddlewareSettings",
+    "RequestId",
+    "refuse",
+    "wrap",
+]
+
+OPEN_PATHS = frozenset(
+    {"/", "/page.css", "/page.js", "/favicon.ico", "/health", "/metrics", "/version"}
+)
+
+_origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+
+
+@dataclass(frozen=True)
+class MiddlewareSettings:
+    """What the operator chose. Raises ValueError with the sentence that mends it.
+
+    api_keys: any of them opens; none: no key is asked for. open_paths: need no key. max_body_bytes:
+    of one request. cors_origins: pages of these origins may call; "*" is all, none: CORS is off.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    open_paths: frozenset[str] = OPEN_PATHS
+    max_body_bytes: int = 32 << 20
+    cors_origins: tuple[str, ...] = ()
+    access_log: bool = True
+
+    def __post_init__(self) -> None:
+        for place, key in enumerate(self.api_keys, 1):
+            if not key.isprintable() or not key or key != key.strip():
+                raise ValueError(
+                    f"API key {place} is empty, begins or ends with a space or holds a character "
+                    "that no header carries; give visible characters."
+                )
+        if self.max_body_bytes < 1:
+            raise ValueError(
+                f"max_body_bytes is {self.max_body_bytes}, but must be at least 1; no request "
+                "could be read."
+            )
+        for origin in self.cors_origins:
+            if origin != "*" and not _origin.fullmatch(origin):
+                raise ValueError(
+                    f"The CORS origin {origin!r} matches no page; write scheme, host and port as "
+                    "browsers send them, such as https://example.com:8443 without a path, or *."
+                )
+
+
+def wrap(
+    app: ASGIApp,
+    settings: MiddlewareSettings,
+    *,
+    drain: Drain | None = None,
+    refused: Refused | None = None,
+) -> ASGIApp:
+    """The application with all of this room's classes around it, in the order above.
+
+    A refusal has an id, a line in the log and, for a page that may call, its CORS headers.
+    """
+    tell: Refused = _untold if refused is None else refused
+    app = BodyLimit(app, settings.max_body_bytes, tell)
+    if drain is not None:
+        app = Draining(app, drain, tell)
+    if settings.api_keys:
+        app = ApiKey(app, settings.api_keys, settings.open_paths, tell)
+    if settings.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST", "OPTIONS"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+    if settings.access_log:
+        app = AccessLog(app)
+    return RequestId(app)
+
+
+def _untold(status: int, reason: str) -> None:
+    pass

@@ -1,0 +1,163 @@
+"""What reaches stderr: its form, its level, and no text that a user sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from strobe.server.logs import (
+    Fields,
+    JsonFormatter,
+    PlainFormatter,
+    configure_logging,
+    shown,
+)
+
+SECRET = "the prompt of a user"
+
+
+@pytest.fixture
+def stderr(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
+    """What was written since the last call; the process's logging is put back afterwards."""
+    names = (None, "strobe", "uvicorn", "uvicorn.access")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    yield lambda: capsys.readouterr().err
+    for logger, (level, propagate) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.propagate = propagate
+    for handler in logging.root.handlers[:]:
+        if isinstance(handler.formatter, JsonFormatter | PlainFormatter):
+            logging.root.removeHandler(handler)
+
+
+def raised() -> BaseException:
+    """An exception with causes and parts, each of which quotes a prompt."""
+    try:
+        try:
+            raise KeyError(SECRET)
+        except KeyError as error:
+            parts = [ValueError(SECRET), TypeError(SECRET)]
+            raise ExceptionGroup(SECRET, parts) from error
+    except ExceptionGroup as error:
+        return error
+
+
+def test_json_records_are_one_object_a_line(stderr: Callable[[], str]):
+    configure_logging("info", as_json=True)
+    logging.getLogger("strobe.server").info("listening on %s", "port\n8000")
+    logging.getLogger("strobe.access").info(Fields(time="earlier", status=200, path="/a\nb"))
+    plain, access = map(json.loads, stderr().splitlines())
+    assert plain.pop("time").endswith("+00:00")
+    assert plain == {
+        "level": "INFO",
+        "logger": "strobe.server",
+        "message": "listening on port\n8000",
+    }
+    assert access == {
+        "time": "earlier",
+        "level": "INFO",
+        "logger": "strobe.access",
+        "status": 200,
+        "path": "/a\nb",
+    }
+
+
+def test_plain_records_begin_a_line_and_the_access_log_is_json_in_them(stderr: Callable[[], str]):
+    configure_logging("info")
+    logging.getLogger("strobe.server").info("a\n2026 INFO strobe.server: forged")
+    logging.getLogger("strobe.access").info(Fields(status=200))
+    first, forged, access = stderr().splitlines()
+    assert first.endswith(" INFO strobe.server: a")
+    assert forged.startswith("    ")
+    assert json.loads(access.partition("strobe.access: ")[2]) == {"status": 200}
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_exceptions_keep_their_frames_and_lose_their_messages(
+    stderr: Callable[[], str], as_json: bool
+):
+    configure_logging("info", as_json=as_json)
+    logging.getLogger("uvicorn.error").error("Exception in application", exc_info=raised())
+    text = stderr()
+    assert SECRET not in text
+    for name in ("KeyError", "ValueError", "TypeError", "ExceptionGroup"):
+        assert f"{name}: <" in text
+    assert f"ValueError: <{len(SECRET)} characters>" in text
+    assert "in raised" in text
+
+
+def test_messages_are_kept_where_they_are_asked_for_and_in_the_engine(stderr: Callable[[], str]):
+    configure_logging("info")
+    logging.getLogger("strobe.engine.engine").error("failed", exc_info=raised())
+    assert SECRET in stderr()
+    logging.getLogger("strobe.engineering").error("failed", exc_info=raised())
+    assert SECRET not in stderr()
+    configure_logging("info", show_text=True)
+    logging.getLogger("uvicorn.error").error("failed", exc_info=raised())
+    assert SECRET in stderr()
+
+
+def test_a_task_that_nobody_awaited_is_told_without_its_text(stderr: Callable[[], str]):
+    configure_logging("info")
+
+    async def fails() -> None:
+        raise ValueError(SECRET)
+
+    async def forget() -> None:
+        task = asyncio.create_task(fails())
+        await asyncio.wait([task])
+        del task
+
+    asyncio.run(forget())
+    text = stderr()
+    assert "Task exception was never retrieved" in text
+    assert f"ValueError: <{len(SECRET)} characters>" in text
+    assert SECRET not in text
+
+
+def test_levels_are_ours_for_us_and_warnings_for_other_libraries(stderr: Callable[[], str]):
+    configure_logging("debug")
+    for name in ("strobe.x", "uvicorn.error", "transformers"):
+        logging.getLogger(name).debug("debug of %s", name)
+        logging.getLogger(name).warning("warning of %s", name)
+    text = stderr()
+    assert ["debug of " + n in text for n in ("strobe.x", "uvicorn.error")] == [True, True]
+    assert "debug of transformers" not in text
+    assert text.count("warning of") == 3
+    configure_logging("ERROR")
+    logging.getLogger("strobe.x").warning("quiet")
+    logging.getLogger("other").warning("quiet")
+    assert "quiet" not in stderr()
+
+
+def test_configuring_twice_writes_once_and_uvicorns_access_log_is_off(stderr: Callable[[], str]):
+    configure_logging()
+    configure_logging()
+    logging.getLogger("strobe.x").info("once")
+    logging.getLogger("uvicorn.access").info("GET /?key=secret")
+    text = stderr()
+    assert text.count("once") == 1
+    assert "secret" not in text
+    assert not logging.getLogger("uvicorn.access").hasHandlers(), "uvicorn asks this"
+
+
+@pytest.mark.parametrize("level", ["loud", "notset", ""])
+def test_an_unknown_level_is_refused(level: str, stderr: Callable[[], str]):
+    with pytest.raises(ValueError, match=f"The log level is '{level}'"):
+        configure_logging(level)
+
+
+def test_text_is_shown_only_if_asked():
+    assert shown("Who am I?", False) == "<9 characters>"
+    assert shown("Who am I?", True) == "Who am I?"
+
+
+def test_what_json_does_not_know_is_written_as_text():
+    value: Any = {1}
+    assert json.loads(str(Fields(a=value))) == {"a": "{1}"}

@@ -1,0 +1,477 @@
+"""What every request meets before a route: ids, the log, keys, stopping, limits, CORS."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from asgi import Answer, call, echo, untouched
+from starlette.requests import ClientDisconnect, Request
+
+from strobe.server.access import AccessLog, RequestId
+from strobe.server.guards import ApiKey, BodyLimit, Drain, Draining
+from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
+
+Lines = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Lines:
+    """The access log so far, parsed."""
+    caplog.set_level(logging.INFO, logger="strobe.access")
+    return lambda: [json.loads(r.getMessage()) for r in caplog.records if r.name == "strobe.access"]
+
+
+class Refusals(list[tuple[int, str]]):
+    def __call__(self, status: int, reason: str) -> None:
+        self.append((status, reason))
+
+
+def is_envelope(answer: Answer) -> bool:
+    return (
+        answer.header("content-type") == "application/json"
+        and answer.header("content-length") == str(len(answer.body))
+        and list(answer.error) == ["message", "type", "param", "code"]
+    )
+
+
+# Request ids
+
+
+@pytest.mark.parametrize("given", ["a", "trace/4f-2:{x}~", "x" * 128])
+def test_a_well_formed_request_id_is_kept_for_handler_and_client(given: str):
+    answer = call(RequestId(echo), headers=[("X-Request-Id", given)])
+    assert answer.scope["state"]["request_id"] == given == answer.header("x-request-id")
+
+
+@pytest.mark.parametrize("given", ["", "x" * 129, "two words", "tab\t", "line\n", "caf\u00e9"])
+def test_another_request_id_is_replaced_by_a_new_one(given: str):
+    one = call(RequestId(echo), headers=[("X-Request-Id", given)])
+    two = call(RequestId(echo), headers=[("X-Request-Id", given)])
+    made = one.scope["state"]["request_id"]
+    assert made.startswith("req-")
+    assert len(made) == 36
+    assert made == one.header("x-request-id")
+    assert made != two.header("x-request-id")
+
+
+def test_two_request_ids_are_none_and_the_handlers_own_header_does_not_double_it():
+    async def own(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"X-Request-Id", b"handler"), (b"x-other", b"1")]
+        await send({"type": "http.response.start", "status": 204, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    answer = call(RequestId(own), headers=[("X-Request-Id", "a"), ("X-Request-Id", "b")])
+    assert answer.header("x-request-id") == answer.scope["state"]["request_id"]
+    assert answer.header("x-request-id") not in ("a", "b", "handler")
+    assert answer.header("x-other") == "1"
+
+
+# The access log
+
+
+def test_one_line_tells_of_a_request_without_its_query_key_or_text(lines: Lines):
+    async def handler(scope: Any, receive: Any, send: Any) -> None:
+        scope["state"]["log"] |= {"model": "m", "prompt_tokens": 3, "status": "forged"}
+        await echo(scope, receive, send)
+
+    ticks = iter([100.0, 100.25])
+    answer = call(
+        RequestId(AccessLog(handler, clock=lambda: next(ticks))),
+        "/v1/chat/completions",
+        query=b"api_key=s3cret",
+        headers=[("Authorization", "Bearer s3cret")],
+        body=[b"my private ", b"prompt"],
+    )
+    (line,) = lines()
+    assert line.pop("time").endswith("+00:00")
+    assert line == {
+        "request_id": answer.header("x-request-id"),
+        "client": "192.0.2.7:40000",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "status": 200,
+        "duration_ms": 250.0,
+        "bytes": len(b"my private prompt"),
+        "model": "m",
+        "prompt_tokens": 3,
+    }
+
+
+def test_what_a_handler_sets_through_starlettes_request_is_logged(lines: Lines):
+    async def handler(scope: Any, receive: Any, send: Any) -> None:
+        Request(scope).state.log = {"stream": True, "acceptance_length": 4.5}
+        await echo(scope, receive, send)
+
+    call(AccessLog(handler))
+    assert (lines()[0]["stream"], lines()[0]["acceptance_length"]) == (True, 4.5)
+
+
+def test_a_stream_is_logged_at_its_end_and_passes_part_by_part(lines: Lines):
+    at_first: list[tuple[int, int]] = []
+    answer = Answer({})
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in (b"data: 1\n\n", b"data: 2\n\n"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            at_first.append((len(answer.messages), len(lines())))
+        await send({"type": "http.response.body", "body": b""})
+
+    call(wrap(stream, MiddlewareSettings(cors_origins=("*",))), answer=answer)
+    assert at_first == [(2, 0), (3, 0)], "a part was held back, or the line came early"
+    assert (lines()[0]["status"], lines()[0]["bytes"]) == (200, 18)
+
+
+def test_a_client_that_left_is_499_and_its_handler_sees_it(lines: Lines):
+    heard: list[str] = []
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"abc", "more_body": True})
+        heard.extend([(await receive())["type"], (await receive())["type"]])
+        await send({"type": "http.response.body", "body": b"to nobody"})
+
+    app = wrap(stream, MiddlewareSettings(), drain=Drain())
+    for length in (True, False):  # the body's limit watches only one of them
+        call(app, gone=True, length=length)
+    assert heard == ["http.request", "http.disconnect"] * 2
+    assert [(line["status"], line["bytes"]) for line in lines()] == [(499, 3), (499, 3)]
+
+
+def test_a_disconnect_after_the_last_part_is_no_client_that_left(lines: Lines):
+    async def thorough(scope: Any, receive: Any, send: Any) -> None:
+        await echo(scope, receive, send)
+        assert (await receive())["type"] == "http.disconnect"
+
+    call(AccessLog(thorough))
+    assert lines()[0]["status"] == 200
+
+
+def test_a_send_that_fails_because_the_client_left_is_499_and_ends_quietly(lines: Lines):
+    async def broken(message: Any) -> None:
+        raise OSError("closed")
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        except OSError:
+            raise ClientDisconnect from None
+
+    async def closed(scope: Any, receive: Any, send: Any) -> None:
+        await AccessLog(stream)(scope, receive, broken)
+
+    call(closed)
+    assert lines()[0]["status"] == 499
+    assert "error" not in lines()[0]
+
+
+def test_an_exception_is_logged_as_500_by_its_type_and_goes_on(lines: Lines):
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise LookupError("my private prompt")
+
+    with pytest.raises(LookupError):
+        call(AccessLog(fails))
+    assert (lines()[0]["status"], lines()[0]["error"]) == (500, "LookupError")
+    assert "private" not in json.dumps(lines())
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_a_handler_that_does_not_finish_its_answer_is_500(lines: Lines, start: bool):
+    async def forgets(scope: Any, receive: Any, send: Any) -> None:
+        if start:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    call(AccessLog(forgets))
+    assert lines()[0]["status"] == 500
+
+
+def test_a_path_cannot_forge_a_line_and_a_long_one_is_cut(
+    lines: Lines, caplog: pytest.LogCaptureFixture
+):
+    call(AccessLog(echo), '/v1\n{"status": 200}\u2028' + "x" * 1000)
+    assert len(lines()[0]["path"]) == 256
+    assert caplog.records[-1].getMessage().splitlines() == [caplog.records[-1].getMessage()]
+
+
+def test_a_head_request_sends_no_bytes(lines: Lines):
+    call(AccessLog(echo), method="HEAD", body=[b"abc"])
+    assert lines()[0]["bytes"] == 0
+
+
+# Keys
+
+
+def keyed(app: Any = echo, keys: tuple[str, ...] = ("k-one", "schl\u00fcssel two")) -> Any:
+    return ApiKey(app, keys, OPEN_PATHS, Refusals())
+
+
+@pytest.mark.parametrize(
+    "value", ["Bearer k-one", "bearer k-one", "BEARER  k-one ", "Bearer schl\u00fcssel two"]
+)
+def test_any_of_the_keys_opens(value: str):
+    assert call(keyed(), headers=[("Authorization", value)]).status == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [("Authorization", "Bearer")],
+        [("Authorization", "Bearer ")],
+        [("Authorization", "k-one")],
+        [("Authorization", "Basic k-one")],
+        [("Authorization", "Bearer k-on")],
+        [("Authorization", "Bearer k-one2")],
+        [("Authorization", "Bearer k-one, k-one")],
+        [("Authorization", "Bearer schlussel two")],
+        [("Authorization", "Bearer k-one"), ("Authorization", "Bearer k-one")],
+        [("X-Api-Key", "k-one")],
+    ],
+)
+def test_no_key_or_a_wrong_one_is_a_401_in_openais_form(headers: list[tuple[str, str]]):
+    refused = Refusals()
+    answer = call(ApiKey(untouched, ("k-one",), OPEN_PATHS, refused), headers=headers)
+    assert answer.status == 401
+    assert is_envelope(answer)
+    assert answer.error["code"] == "invalid_api_key"
+    assert answer.header("www-authenticate") == "Bearer"
+    assert "k-one" not in answer.body.decode()
+    assert refused == [(401, "api_key")]
+
+
+def test_every_key_is_compared_in_constant_time_whichever_fits(monkeypatch: pytest.MonkeyPatch):
+    pairs: list[tuple[int, int]] = []
+
+    def compare(one: bytes, two: bytes) -> bool:
+        pairs.append((len(one), len(two)))
+        return one == two
+
+    monkeypatch.setattr("strobe.server.guards.hmac.compare_digest", compare)
+    for key in ("k-one", "k", "a much longer key than any"):
+        call(keyed(), headers=[("Authorization", f"Bearer {key}")])
+    assert pairs == [(32, 32)] * 6
+
+
+@pytest.mark.parametrize("path", sorted(OPEN_PATHS))
+def test_open_paths_need_no_key_under_a_proxys_prefix_too(path: str):
+    assert call(keyed(), path, method="GET").status == 200
+    assert call(keyed(), "/proxy" + path, method="GET", root_path="/proxy").status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "root_path"),
+    [
+        ("/health/", ""),
+        ("/health/../v1/models", ""),
+        ("//health", ""),
+        ("/HEALTH", ""),
+        ("/v1/models", "/v1"),
+        ("/v1x/health", "/v1"),
+        ("/health/v1/models", "/health"),
+        ("", ""),
+    ],
+)
+def test_what_only_looks_like_an_open_path_is_closed(path: str, root_path: str):
+    assert call(keyed(untouched), path, root_path=root_path).status == 401
+
+
+def test_preflight_passes_without_a_key():
+    assert call(keyed(), method="OPTIONS").status == 200
+
+
+def test_a_websocket_does_not_get_around_the_key():
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        sent: list[dict[str, Any]] = []
+
+        async def keep(message: Any) -> None:
+            sent.append(message)
+
+        await keyed(untouched)({**scope, "type": "websocket"}, receive, keep)
+        assert sent == [{"type": "websocket.close", "code": 1008}]
+        await echo(scope, receive, send)
+
+    assert call(run).status == 200
+
+
+# Stopping
+
+
+def test_a_stopping_server_refuses_new_work_and_still_answers_reads():
+    drain, refused = Drain(retry_after=7), Refusals()
+    app = Draining(echo, drain, refused)
+    assert call(app).status == 200
+    drain.stopping = True
+    answer = call(app)
+    assert answer.status == 503
+    assert is_envelope(answer)
+    assert answer.error["type"] == "server_error"
+    assert (answer.header("retry-after"), answer.header("connection")) == ("7", "close")
+    assert [call(app, "/health", method=m).status for m in ("GET", "HEAD")] == [200, 200]
+    assert refused == [(503, "stopping")]
+
+
+def test_a_request_that_is_in_when_the_server_stops_runs_on():
+    drain = Drain()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        drain.stopping = True
+        await echo(scope, receive, send)
+
+    assert call(Draining(slow, drain, Refusals()), body=[b"abc"]).body == b"abc"
+
+
+# The body's limit
+
+
+def test_an_announced_length_over_the_limit_is_refused_before_anything_is_read():
+    refused = Refusals()
+    answer = call(BodyLimit(untouched, 10, refused), body=[b"x" * 11])
+    assert answer.status == 413
+    assert is_envelope(answer)
+    assert "10 bytes" in answer.error["message"]
+    assert (answer.header("connection"), answer.reads) == ("close", 0)
+    assert refused == [(413, "body_too_large")]
+
+
+@pytest.mark.parametrize("length", [True, False])
+def test_a_body_of_just_the_limit_passes_whole(length: bool):
+    answer = call(BodyLimit(echo, 10, Refusals()), body=[b"12345", b"67890"], length=length)
+    assert (answer.status, answer.body) == (200, b"1234567890")
+
+
+@pytest.mark.parametrize("headers", [[], [("Transfer-Encoding", "chunked")]])
+def test_a_streamed_body_is_cut_when_it_passes_the_limit(headers: list[tuple[str, str]]):
+    refused = Refusals()
+
+    async def forgiving(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await echo(scope, receive, send)
+        except Exception:
+            await send({"type": "http.response.start", "status": 400, "headers": []})
+
+    # With Transfer-Encoding a Content-Length that promises less is not believed.
+    headers = headers and [*headers, ("Content-Length", "4")]
+    parts = [b"12345", b"67890", b"1", b"never read"]
+    answer = call(BodyLimit(forgiving, 10, refused), body=parts, length=False, headers=headers)
+    assert answer.status == 413
+    assert is_envelope(answer)
+    assert (answer.header("connection"), answer.reads) == ("close", 3)
+    assert refused == [(413, "body_too_large")]
+
+
+def test_a_body_that_grows_after_the_response_began_breaks_it_off():
+    async def eager(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await echo(scope, receive, send)
+
+    with pytest.raises(RuntimeError, match="after the response began"):
+        call(BodyLimit(eager, 3, Refusals()), body=[b"1234"], length=False)
+
+
+@pytest.mark.parametrize("value", ["", "-1", "+5", "1e3", "0x10", "5 5", "\u0665", "9" * 5000])
+def test_a_malformed_length_is_a_400(value: str):
+    refused = Refusals()
+    headers = [("Content-Length", value)]
+    answer = call(BodyLimit(untouched, 10, refused), headers=headers, length=False)
+    assert answer.status == 400
+    assert is_envelope(answer)
+    assert answer.header("connection") == "close"
+    assert refused == [(400, "content_length")]
+
+
+def test_lengths_that_differ_are_a_400_and_a_huge_one_is_a_413():
+    two = [("Content-Length", "3"), ("Content-Length", "4")]
+    huge = [("Content-Length", "9" * 40)]
+    app = BodyLimit(untouched, 10, Refusals())
+    assert call(app, headers=two, length=False).status == 400
+    assert call(app, headers=huge, length=False).status == 413
+
+
+# All of it
+
+
+def test_a_refusal_has_an_id_a_line_and_cors_headers_a_page_can_read(lines: Lines):
+    settings = MiddlewareSettings(api_keys=("k",), cors_origins=("https://a.example",))
+    refused = Refusals()
+    app = wrap(untouched, settings, refused=refused)
+    answer = call(app, headers=[("Origin", "https://a.example")])
+    assert answer.status == 401
+    assert answer.header("access-control-allow-origin") == "https://a.example"
+    assert "X-Request-Id" in (answer.header("access-control-expose-headers") or "")
+    assert lines()[0]["request_id"] == answer.header("x-request-id")
+    assert lines()[0]["status"] == 401
+    assert refused == [(401, "api_key")]
+
+
+def test_a_browsers_preflight_is_answered_without_a_key():
+    settings = MiddlewareSettings(api_keys=("k",), cors_origins=("https://a.example",))
+    asked = [
+        ("Origin", "https://a.example"),
+        ("Access-Control-Request-Method", "POST"),
+        ("Access-Control-Request-Headers", "authorization, content-type, x-stainless-os"),
+    ]
+    answer = call(wrap(untouched, settings), method="OPTIONS", headers=asked)
+    assert answer.status == 200
+    assert answer.header("access-control-allow-headers") == asked[2][1]
+    other = [("Origin", "https://b.example"), *asked[1:]]
+    assert call(wrap(untouched, settings), method="OPTIONS", headers=other).status == 400
+
+
+def test_without_options_there_is_neither_key_nor_cors_nor_stopping():
+    answer = call(wrap(echo, MiddlewareSettings()), headers=[("Origin", "https://a.example")])
+    assert answer.status == 200
+    assert answer.header("access-control-allow-origin") is None
+
+
+def test_the_key_is_asked_before_a_stopping_server_or_a_body_says_anything():
+    settings = MiddlewareSettings(api_keys=("k",), max_body_bytes=3)
+    app = wrap(untouched, settings, drain=Drain(stopping=True))
+    key = [("Authorization", "Bearer k")]
+    assert call(app, body=[b"1234"]).status == 401
+    assert call(app, body=[b"1234"], headers=key).status == 503
+
+
+def test_the_access_log_can_be_left_out(lines: Lines):
+    assert call(wrap(echo, MiddlewareSettings(access_log=False))).status == 200
+    assert lines() == []
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"api_keys": ("good", "")}, "API key 2 is empty"),
+        ({"api_keys": (" padded",)}, "API key 1"),
+        ({"api_keys": ("two\nlines",)}, "API key 1"),
+        ({"max_body_bytes": 0}, "max_body_bytes is 0"),
+        ({"cors_origins": ("https://a.example/",)}, "https://a.example/"),
+        ({"cors_origins": ("a.example",)}, "a.example"),
+        ({"cors_origins": ("",)}, "CORS origin ''"),
+    ],
+)
+def test_settings_that_could_not_work_are_refused(values: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message) as refused:
+        MiddlewareSettings(**values)
+    assert "padded" not in str(refused.value)
+    assert "lines" not in str(refused.value)
+
+
+def test_lifespan_passes_all_of_it():
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["type"])
+
+    settings = MiddlewareSettings(api_keys=("k",), cors_origins=("*",))
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        wrapped = wrap(app, settings, drain=Drain(stopping=True))
+        await wrapped({"type": "lifespan", "asgi": {}, "state": {}}, receive, send)
+        await echo(scope, receive, send)
+
+    call(run)
+    assert seen == ["lifespan"]
