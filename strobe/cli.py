@@ -93,9 +93,18 @@ _SHOWN = {
     "top_p": "the checkpoint's, else 1",
     "top_k": "the checkpoint's, else 0",
     "min_p": "the checkpoint's, else 0",
+    "repetition_penalty": "the checkpoint's, else 1",
     "max_tokens": 512,
 }
-_API_ONLY = ("speculation", "skip_special_tokens")
+_API_ONLY = (
+    "speculation",
+    "skip_special_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "logprobs",
+    "prompt_logprobs",
+    "structured_outputs",
+)
 if TYPE_CHECKING:
     EngineFlags = DemoFlags = SamplingFlags = ChatFlags = Any
 else:

@@ -9,11 +9,11 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from strobe.answers import Answer, News, named
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
@@ -26,17 +26,7 @@ from strobe.outputs import (
     StreamDelta,
 )
 from strobe.request import Request, SamplingParams
-from strobe.text.tokenizer import Detokenizer, Message, Tokenizer
-
-
-@dataclass
-class _Answer:
-    """One answer being made: the engine's request and its text."""
-
-    request: Request
-    detokenizer: Detokenizer
-    output: CompletionOutput
-    parent: RequestOutput
+from strobe.text.tokenizer import Message, Tokenizer
 
 
 class LLM:
@@ -66,7 +56,7 @@ class LLM:
         else:
             self.tokenizer = Tokenizer(Path(engine.config.target))
         self.engine = engine
-        self._answers: dict[Request, _Answer] = {}
+        self._answers: dict[Request, tuple[Answer, RequestOutput]] = {}
         self._inboxes: dict[str, deque[StreamDelta]] = {}
         self._numbers = itertools.count()
 
@@ -219,19 +209,15 @@ class LLM:
                     request_id=number if params.n == 1 else f"{number}-{index}",
                 )
                 first = first or request
-                answer = CompletionOutput(index)
-                output.outputs.append(answer)
-                detokenizer = Detokenizer(
+                answer = Answer(
                     self.tokenizer,
-                    stop=params.stop,
-                    include_stop=params.include_stop_str_in_output,
-                    min_tokens=params.min_tokens,
-                    skip_special_tokens=params.skip_special_tokens,
-                    silent_ids=(
-                        frozenset() if params.include_stop_str_in_output else request.stop_ids
-                    ),
+                    params,
+                    request_id=number,
+                    index=index,
+                    stop_ids=request.stop_ids,
                 )
-                self._answers[request] = _Answer(request, detokenizer, answer, output)
+                output.outputs.append(answer.output)
+                self._answers[request] = (answer, output)
         except ValueError as error:
             answers = params.n if isinstance(params, SamplingParams) else 1
             output.outputs = [
@@ -270,35 +256,51 @@ class LLM:
 
     def _advance(self) -> list[StreamDelta]:
         news: list[StreamDelta] = []
-        for request, tokens, reason in self.engine.step():
-            answer = self._answers.get(request)
-            if answer is None:
+        for event in self.engine.step():
+            request = event.request
+            if request not in self._answers:
                 continue
-            output = answer.output
-            delta = answer.detokenizer.push(tokens, last=reason is not None)
-            output.token_ids += tokens[: delta.num_tokens]
-            output.text = answer.detokenizer.text
-            if delta.stop is not None:
-                self.engine.finish(request, "stop")
-                output.finish_reason, output.stop_reason = "stop", delta.stop
-            elif reason is not None:
-                output.finish_reason, output.stop_reason = reason, request.stop_reason
-            if output.finish_reason is not None:
-                output.speculation = SpeculationReport.of(request)
+            answer, parent = self._answers[request]
+            delta = answer.push(
+                News(
+                    event.tokens,
+                    event.finish_reason,
+                    request.stop_reason,
+                    event.drafted,
+                    event.accepted,
+                    event.logprobs,
+                    request.error,
+                )
+            )
+            self._note_prompt(request, parent)
+            if delta.finished:
+                if event.finish_reason is None:
+                    self.engine.finish(request, "stop")
+                answer.output.speculation = SpeculationReport.of(request)
                 del self._answers[request]
-            made = tokens[: delta.num_tokens]
-            parent = answer.parent.request_id
-            news.append(StreamDelta(parent, output.index, delta.text, made, output))
+            news.append(delta)
         return news
+
+    def _note_prompt(self, request: Request, output: RequestOutput) -> None:
+        """What the engine found out about the prompt, once per prompt."""
+        if output.num_cached_tokens is None:
+            output.num_cached_tokens = request.num_cached
+        if request.scores_prompt and output.prompt_logprobs is None:
+            output.prompt_logprobs = [
+                None if found is None else named(found, self.tokenizer)
+                for found in request.prompt_logprobs
+            ]
 
     def _drop(self, outputs: Sequence[RequestOutput]) -> None:
         """Abort what is still running of these, after an exception or an abandoned stream."""
         mine = {output.request_id for output in outputs}
-        for answer in [a for a in self._answers.values() if a.parent.request_id in mine]:
-            self.engine.finish(answer.request, "abort")
+        for request, (answer, _) in list(self._answers.items()):
+            if answer.request_id not in mine:
+                continue
+            self.engine.finish(request, "abort")
             answer.output.finish_reason = "abort"
-            answer.output.speculation = SpeculationReport.of(answer.request)
-            del self._answers[answer.request]
+            answer.output.speculation = SpeculationReport.of(request)
+            del self._answers[request]
         for _ in range(self.engine.depth):  # what is in flight for nobody
             if self.engine.has_work and not self._answers:
                 self.engine.step()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 METHODS = ("dflash", "ngram", "none")
 
@@ -16,6 +17,9 @@ MOST = 2**31 - 1
 
 MOST_ANSWERS = 16384
 """The most answers to one prompt, vLLM's own limit."""
+
+MOST_LOGPROBS = 1000
+"""The most top log probabilities per token."""
 
 
 def _whole(name: str, value: Any, low: int, mend: str, high: int = MOST) -> None:
@@ -80,6 +84,82 @@ class Speculation:
         )
 
 
+STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """What an answer must look like; exactly one of the first five is given.
+
+    json: a JSON schema, as an object or its text. json_object: any JSON object. regex: a regular
+    expression the whole answer matches. choice: the answer is one of these texts. grammar: Lark, or
+    EBNF in llama.cpp's form. after: token ids behind which the constraint begins (the end of a
+    model's thinking); before them the answer is free. Raises ValueError.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    after: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            said = f"gives {' and '.join(given)}" if given else "gives none"
+            raise ValueError(
+                f"structured_outputs {said} of {', '.join(STRUCTURES)}; give exactly one."
+            )
+        if self.json is not None and not isinstance(self.json, str | Mapping):
+            raise ValueError(
+                f"structured_outputs.json is {reprlib.repr(self.json)}, but must be a JSON schema."
+            )
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ValueError(
+                    f"structured_outputs.{name} is {reprlib.repr(getattr(self, name))}, but must "
+                    "be a text."
+                )
+        if self.choice is not None:
+            choice = _listed("structured_outputs.choice", self.choice, "texts")
+            if not choice or not all(isinstance(text, str) for text in choice):
+                raise ValueError(
+                    f"structured_outputs.choice is {reprlib.repr(self.choice)}, but must be a list "
+                    "of one or more texts."
+                )
+            object.__setattr__(self, "choice", choice)
+        object.__setattr__(self, "after", tuple(self.after))
+
+    @staticmethod
+    def of(value: Any) -> StructuredOutputs | None:
+        """Read an object with these fields, or None."""
+        if value is None or isinstance(value, StructuredOutputs):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"structured_outputs is {reprlib.repr(value)}, but must be an object with one of "
+                f"{', '.join(STRUCTURES)}."
+            )
+        known = (*STRUCTURES, "after")
+        unknown = [name for name in value if name not in known]
+        if unknown:
+            raise ValueError(
+                f"structured_outputs has no field {unknown[0]!r}; it has {', '.join(known)}."
+            )
+        return StructuredOutputs(**value)
+
+
+class TokenLogprob(NamedTuple):
+    """What the model itself gave a token: its natural log probability before temperature, penalties
+    and masks, its rank from 1, and the most probable tokens with theirs."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
 def option(default: Any, help: str) -> Any:
     """A field with the one sentence that the command line and the docs show for it."""
     return field(default=default, metadata={"help": help})
@@ -106,6 +186,26 @@ class SamplingParams:
     )
     max_tokens: int | None = option(16, "Most tokens to make; None: up to the context's end.")
     min_tokens: int = option(0, "Nothing ends the answer before so many tokens.")
+    presence_penalty: float = option(
+        0.0, "Taken off the logit of every token the answer has already; -2 to 2."
+    )
+    frequency_penalty: float = option(
+        0.0, "Taken off a token's logit for each time the answer has it already; -2 to 2."
+    )
+    repetition_penalty: float = option(
+        1.0, "Divides the positive logits of tokens in prompt or answer, multiplies negative ones."
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None, "Added to the logits of these token ids; -100 to 100."
+    )
+    allowed_token_ids: Sequence[int] | None = option(None, "Only these token ids may be made.")
+    logprobs: int | None = option(
+        None, "Log probabilities: of each token made, and so many of the most probable."
+    )
+    prompt_logprobs: int | None = option(None, "The same of the prompt's tokens.")
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = option(
+        None, "What the answer must look like: json, json_object, regex, choice or grammar."
+    )
     stop: str | Sequence[str] = option((), "Texts that end the answer and are cut off it.")
     stop_token_ids: Sequence[int] = option((), "Token ids that end the answer.")
     include_stop_str_in_output: bool = option(False, "Leave the stop text in the answer.")
@@ -139,8 +239,12 @@ class SamplingParams:
                     f"seed is {seed!r}, but must be a whole number of 64 bits; "
                     "leave it out for the engine's own."
                 )
+        self._check_logit_rules()
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, "leave it None for none.", MOST_LOGPROBS)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, "leave it None for up to the context's end.")
+            _whole("max_tokens", self.max_tokens, 0, "leave it None for up to the context's end.")
         _whole("min_tokens", self.min_tokens, 0, "0 asks for no minimum.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -158,6 +262,44 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but must be True or False.")
+
+    def _check_logit_rules(self) -> None:
+        structured = StructuredOutputs.of(self.structured_outputs)
+        object.__setattr__(self, "structured_outputs", structured)
+        if structured is not None and self.ignore_eos:
+            raise ValueError(
+                "ignore_eos is True beside structured_outputs, whose end is the answer's end; "
+                "leave one of them out."
+            )
+        _between("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is off.")
+        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is off.")
+        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "1 is off.")
+        if self.repetition_penalty == 0.0:
+            raise ValueError("repetition_penalty is 0, but must be above 0; 1 is off.")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise ValueError(
+                    f"logit_bias is {reprlib.repr(self.logit_bias)}, but must map token ids to "
+                    "numbers."
+                )
+            for token, value in self.logit_bias.items():
+                _whole("logit_bias", token, 0, "name token ids of the model's vocabulary.")
+                _between(f"logit_bias[{token}]", value, -100.0, 100.0, "0 changes nothing.")
+        if self.allowed_token_ids is not None:
+            ids = _listed("allowed_token_ids", self.allowed_token_ids, "token ids")
+            if not ids:
+                raise ValueError(
+                    "allowed_token_ids is empty, which allows no token; leave it out to allow all."
+                )
+            for token in ids:
+                _whole("allowed_token_ids", token, 0, "list ids of the model's vocabulary.")
+            object.__setattr__(self, "allowed_token_ids", ids)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        plain = self.presence_penalty == 0 == self.frequency_penalty
+        return not plain or self.repetition_penalty != 1
 
     @property
     def filters(self) -> bool:
@@ -226,11 +368,27 @@ class Request:
         self.off_reason = off_reason
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
         self.stop_reason: int | str | None = None
         self.speculation = SpeculationCount()
         self.num_preemptions = 0
+        self.num_cached: int | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] = []
+        self.scores_prompt = sampling.prompt_logprobs is not None and not sibling
+        self.structured = StructuredOutputs.of(sampling.structured_outputs)
+        self.biased = bool(sampling.logit_bias) or sampling.allowed_token_ids is not None
+        self.edited = (
+            sampling.penalizes
+            or self.biased
+            or bool(sampling.min_tokens)
+            or self.structured is not None
+        )
+        self.special = sampling.temperature > 0 or self.edited or sampling.logprobs is not None
 
-        self.plainly_greedy = sampling.temperature == 0 and not sampling.min_tokens
+    @property
+    def needs_host_tokens(self) -> bool:
+        """Whether each step needs the host to know all tokens before it: a grammar does."""
+        return self.structured is not None
 
     @property
     def num_output(self) -> int:

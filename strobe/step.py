@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from strobe.request import FinishReason, Request
+    from strobe.request import FinishReason, Request, TokenLogprob
 
 
 class Span(NamedTuple):
@@ -28,7 +28,8 @@ class Span(NamedTuple):
     the step runs; for a decode span results may still be on their way, the device knows the true
     start, and `bound` is the most it can be. tokens: what to append; None stands for the one tail
     token that only the device is sure to know. drafts: proposed tokens behind them. rows: logits
-    wanted, counted from the span's end.
+    wanted, counted from the span's end. scored: how many of its first rows give the log probability
+    of the prompt token that follows them.
     """
 
     request: Request
@@ -38,6 +39,7 @@ class Span(NamedTuple):
     tokens: tuple[int, ...] | None
     drafts: int
     rows: int
+    scored: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -116,23 +118,50 @@ class Proposal(NamedTuple):
     known: tuple[int, ...] | None = None
 
 
+class Scores(NamedTuple):
+    """Log probabilities of A rows as the model gave them: of the token that followed [A] float32,
+    its rank [A] int64 from 1, and the k most probable tokens' values and ids [A, k]."""
+
+    values: Tensor
+    ranks: Tensor
+    top_values: Tensor
+    top_ids: Tensor
+
+
 class Verdict(NamedTuple):
-    """What the target decided: tokens [S, K + 1], of which accepted [S] + 1 count."""
+    """What the target decided: tokens [S, K + 1], of which accepted [S] + 1 count.
+
+    scores: of the wanted rows of requests that asked; prompt_scores: of prompt tokens; both in the
+    spans' order.
+    """
 
     tokens: Tensor
     accepted: Tensor
+    scores: Scores | None = None
+    prompt_scores: Scores | None = None
 
 
 class HostVerdict(NamedTuple):
-    """A verdict on the host: per span, the tokens made and how many of them were drafts."""
+    """A verdict on the host: per span, the tokens made and how many of them were drafts; and, where
+    asked for, log probabilities by span."""
 
     tokens: list[list[int]]
     accepted: list[int]
+    logprobs: dict[int, list[TokenLogprob]] = {}  # noqa: RUF012
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # noqa: RUF012
 
 
 class TokenEvent(NamedTuple):
-    """News of one request: tokens made in this step and, with the last ones, why it ended."""
+    """News of one request: tokens made in this step and, with the last ones, why it ended.
+
+    drafted: drafts verified in this step; accepted: how many of `tokens`, from the first on, were
+    drafts; logprobs: one per token where asked for; context: positions before this step.
+    """
 
     request: Request
     tokens: list[int]
     finish_reason: FinishReason | None
+    drafted: int = 0
+    accepted: int = 0
+    logprobs: list[TokenLogprob] = []  # noqa: RUF012
+    context: int = 0

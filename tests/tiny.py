@@ -229,7 +229,7 @@ def drain(
     ended: set[Request] = set()
     steps = 0
     while engine.has_work:
-        for request, tokens, reason in engine.step():
+        for request, tokens, reason, *_ in engine.step():
             assert request not in ended, "news of a request after its end"
             told[request] += tokens
             assert told[request] == request.output_ids

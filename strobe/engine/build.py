@@ -22,8 +22,10 @@ from strobe.models.config import (
 from strobe.models.load import check_draft_tensors, check_target_tensors, load_draft, load_target
 from strobe.models.qwen3 import Qwen3
 from strobe.runner.memory import plan_pages
+from strobe.runner.picking import PickingState
 from strobe.runner.runner import ModelRunner
 from strobe.runner.state import DecodeState
+from strobe.sampling.grammar import Grammars
 from strobe.spec.base import Proposer, ProposerSet
 from strobe.spec.dflash import DFlashProposer
 from strobe.spec.ngram import NgramProposer
@@ -49,6 +51,7 @@ class Parts:
     runner: ModelRunner
     proposers: ProposerSet
     state: DecodeState
+    picking: PickingState
     pool: PagePool
     stores: dict[str, KVStore]
 
@@ -142,7 +145,10 @@ def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
     pool = PagePool(pages, limits.page_size)
     stores = {n: KVStore(spec, pages, limits.page_size, device) for n, spec in groups.items()}
     vocab = resolved.target.decoder.vocab_size
-    state = DecodeState(limits.max_num_seqs, reach, limits.page_size, vocab, device)
+    state = DecodeState(limits.max_num_seqs, reach, limits.page_size, device)
+    tokenizer = Path(config.target) / "tokenizer.json"
+    grammars = Grammars(tokenizer, vocab, resolved.target.eos_ids)
+    picking = PickingState(limits.max_num_seqs, vocab, device, grammars)
     backend = ReferenceBackend()
     proposers: dict[str, Proposer] = {
         "ngram": NgramProposer(limits.num_drafts, config.ngram_min, config.ngram_max, device)
@@ -165,4 +171,4 @@ def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
         backend,
         capture=held.capture,
     )
-    return Parts(runner, held, state, pool, stores)
+    return Parts(runner, held, state, picking, pool, stores)

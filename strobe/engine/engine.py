@@ -13,7 +13,7 @@ from strobe.engine.build import Parts, Resolved, build, resolve
 from strobe.engine.scheduler import DraftLength, Scheduler, full_length
 from strobe.engine.stats import EngineStats
 from strobe.request import FinishReason, Request, SamplingParams, Speculation
-from strobe.runner.state import to_host
+from strobe.runner.collect import to_host
 from strobe.spec.verify import verify
 from strobe.step import Plan, TokenEvent, Verdict
 
@@ -35,7 +35,7 @@ class Engine:
         self.config, self.limits = self.resolved.config, self.resolved.limits
         self.parts = parts or build(self.resolved)
         self.runner, self.proposers = self.parts.runner, self.parts.proposers
-        self.state = self.parts.state
+        self.state, self.picking = self.parts.state, self.parts.picking
         held = self.proposers.proposers
         self.scheduler = Scheduler(
             self.limits,
@@ -44,6 +44,7 @@ class Engine:
             prefix_caching=self.config.enable_prefix_caching,
             draft_length=draft_length,
         )
+        self.grammars = self.parts.picking.grammars
         self.depth = self.config.overlap
         self._flying: deque[tuple[Plan, Verdict]] = deque()
         self._numbers = itertools.count()
@@ -60,7 +61,7 @@ class Engine:
         if not self._flying or (plan.spans and len(self._flying) < self.depth):
             return []
         plan, verdict = self._flying[0]
-        result = to_host(verdict)
+        result = to_host(plan, verdict)
         self._flying.popleft()
         return self.scheduler.commit(plan, result)
 
@@ -68,15 +69,17 @@ class Engine:
     def launch(self, plan: Plan) -> tuple[Plan, Verdict]:
         """Run one plan on the device; nothing here waits for a result."""
         self.state.apply(plan)
+        self.picking.apply(plan)
         proposal = self.proposers.propose(plan)  # tokens only
         plan = plan.shorten(proposal.known)
         batch = self.runner.prepare(plan, proposal)  # one ragged layout
         out = self.runner.forward(batch)  # logits at the wanted rows, hidden at the captured layers
         self.proposers.observe(batch, out.hidden)  # the drafter's K/V, on the same pages
-        rows, banned = self.state.sampling_rows(plan, batch)
-        verdict = verify(out.logits, proposal, batch.wanted, rows, banned)
+        picking = self.picking.of(plan, batch, proposal)  # rules, noise and filters of each row
+        verdict = verify(out.logits, proposal, batch.wanted, picking)
         self.state.advance(batch, verdict)  # lengths and tails for the next step
-        return plan, verdict
+        self.picking.advance(plan, batch, verdict)
+        return plan, verdict._replace(prompt_scores=out.prompt_scores)
 
     @property
     def stats(self) -> EngineStats:
@@ -98,6 +101,8 @@ class Engine:
         """Queue one answer. sibling: which of a prompt's n answers; seed: used where the sampling
         parameters bring none. Raises ValueError, naming the value, for what cannot run."""
         self._check_prompt(prompt_ids)
+        self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
+        self._check_ids("logit_bias", list(sampling.logit_bias or ()))
         method, drafts, off = self._choose(Speculation.of(sampling.speculation))
         number = next(self._numbers)
         if sampling.seed is not None:
@@ -105,6 +110,8 @@ class Engine:
         elif seed is None:
             seed = self.config.seed + number
         ends = () if sampling.ignore_eos else self.resolved.target.eos_ids
+        if sampling.structured_outputs is not None:
+            ends = (*ends, *self.grammars.tokenizer.eos_tokens)
         request = Request(
             request_id or f"request-{number}",
             prompt_ids,
@@ -116,6 +123,7 @@ class Engine:
             num_drafts=drafts,
             off_reason=off,
         )
+        self.grammars.follow(request)
         self.scheduler.add(request)
         return request
 

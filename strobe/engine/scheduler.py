@@ -19,7 +19,7 @@ from strobe.config import Limits
 from strobe.engine.stats import EngineStats
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
-from strobe.request import FinishReason, Request, Status
+from strobe.request import FinishReason, Request, Status, TokenLogprob
 from strobe.step import HostVerdict, PageWrite, Plan, Span, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -146,12 +146,11 @@ class Scheduler:
             if record.draining:
                 self._release_if_landed(record)
                 continue
+            if span.scored:
+                self._score_prompt(span, verdict.prompt_logprobs[i])
             if span.rows:
-                event = self._take(record, verdict.tokens[i])
                 drafted = max(0, min(span.drafts, self.limits.max_model_len - 1 - start))
-                if drafted:
-                    self._count(record.request, drafted, verdict.accepted[i], len(event.tokens))
-                events.append(event)
+                events.append(self._take(record, start, drafted, i, verdict))
             if self.prefix_caching and not record.draining:
                 record.lease.publish(record.request.tokens)
         return events
@@ -191,7 +190,10 @@ class Scheduler:
                 assert record.lease.length == record.start == len(record.request.tokens) - 1
 
     def _ready(self, record: Record) -> bool:
-        return not (record.in_flight and record.request.method in self.host_methods)
+        """Whether its next step may be planned while results of it are on their way."""
+        request = record.request
+        by_host = request.needs_host_tokens or request.method in self.host_methods
+        return not (record.in_flight and by_host)
 
     def _decode_span(self, record: Record) -> Span:
         request = record.request
@@ -204,7 +206,11 @@ class Scheduler:
         start = record.start
         tokens = tuple(record.request.tokens[start : min(record.goal, start + budget)])
         rows = 1 if start + len(tokens) == record.goal else 0
-        return Span(record.request, record.slot, start, start, tokens, 0, rows)
+        scored = 0
+        if record.request.scores_prompt:
+            last = record.request.num_prompt - 1
+            scored = max(0, min(start + len(tokens), last) - start)
+        return Span(record.request, record.slot, start, start, tokens, 0, rows, scored)
 
     def _positions(self, span: Span) -> int:
         """Positions to reserve: a drafting request always gets the whole block."""
@@ -228,7 +234,9 @@ class Scheduler:
     def _admit(self, request: Request, budget: int) -> tuple[Record, Span] | None:
         """Start a waiting request if all its known tokens and a block more find pages."""
         lease = Lease(self.pool, self.limits.max_model_len)
-        start = lease.adopt(request.tokens) if self.prefix_caching else 0
+        start = 0
+        if self.prefix_caching and not request.scores_prompt:
+            start = lease.adopt(request.tokens)
         record = Record(request, self._slots[-1], lease, start, len(request.tokens))
         span = self._prefill_span(record, budget)
         rest = record.goal - start + self.limits.block
@@ -238,6 +246,10 @@ class Scheduler:
         reserved = reserve_all([(lease, self._positions(span))])
         assert reserved, "pages that were available are not"
         self._slots.pop()
+        if request.num_cached is None:
+            request.num_cached = start
+            self.stats.prefix_queries += len(request.tokens)
+            self.stats.prefix_hits += start
         request.status = Status.RUNNING
         self.running.append(record)
         self._records[request] = record
@@ -248,20 +260,33 @@ class Scheduler:
         record.sent = len(pages)
         return PageWrite(record.slot, first, tuple(pages[first:])) if first < len(pages) else None
 
-    def _take(self, record: Record, tokens: list[int]) -> TokenEvent:
+    def _take(
+        self, record: Record, start: int, drafted: int, i: int, verdict: HostVerdict
+    ) -> TokenEvent:
         """Append the verdict's tokens up to the first one that ends the request."""
-        request = record.request
+        request, tokens = record.request, verdict.tokens[i]
         count, reason = self._ending(request, tokens)
         kept = tokens[:count]
         request.tokens += kept
         self.stats.generation_tokens += count
+        if drafted:
+            self._count(request, drafted, verdict.accepted[i], count)
         if reason is not None:
             request.status, request.finish_reason = Status.FINISHED, reason
             self._leave(record)
-        return TokenEvent(request, kept, reason)
+        accepted, logprobs = min(verdict.accepted[i], count), verdict.logprobs.get(i, [])[:count]
+        return TokenEvent(request, kept, reason, drafted, accepted, logprobs, start)
+
+    def _score_prompt(self, span: Span, found: list[TokenLogprob]) -> None:
+        """Take in the log probabilities of prompt tokens; the first one has none."""
+        known = span.request.prompt_logprobs
+        known[span.start + 1 :] = [] if known else [None] * (span.start + 1)
+        known += found
 
     def _ending(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
         """How many of `tokens` the request takes, and why it ends there, if it does."""
+        if request.error is not None:
+            return 0, "error"
         sampling, made = request.sampling, request.num_output
         room = self.limits.max_model_len - len(request.tokens)
         if sampling.max_tokens is not None:

@@ -26,12 +26,15 @@ Metric = Counter | Vector
 
 @dataclass
 class EngineStats:
-    """Verify steps that carried drafts, tokens drafted and accepted, and what else was counted."""
+    """Verify steps that carried drafts, tokens drafted and accepted, and what else was counted.
+    prefix_queries, prefix_hits: tokens of admitted requests, and those found in cached pages."""
 
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -63,5 +66,7 @@ class EngineStats:
             Counter("vllm:prompt_tokens", self.prompt_tokens),
             Counter("vllm:generation_tokens", self.generation_tokens),
             Counter("vllm:num_preemptions", self.preemptions),
+            Counter("vllm:prefix_cache_queries", self.prefix_queries),
+            Counter("vllm:prefix_cache_hits", self.prefix_hits),
             Counter("strobe:engine_steps", self.steps),
         ]

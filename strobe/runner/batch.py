@@ -9,6 +9,7 @@ Legend: S spans, T rows, R rows whose logits are wanted, K the longest draft.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -27,7 +28,8 @@ class Layout:
     slots [S]; counts [S, 1], tokens appended for certain; sizes [S], rows per span; span_of_row,
     offset [T]: which span a row belongs to and its place there; table_row [T]: where its span's
     page table begins in the flattened tables; source [T]: its token's place in (host tokens |
-    tails [S] | drafts [S * K]).
+    tails [S] | drafts [S * K]). scored: rows [A] whose next prompt token is scored, those tokens
+    [A], and how many of the most probable to name; None where there are none.
     """
 
     def __init__(self, spans: Sequence[Span], width: int, columns: int, device: torch.device):
@@ -60,6 +62,19 @@ class Layout:
         self.table_row = self.slots[self.span_of_row] * columns
         self.source = self.tensor(source)
         self.groups = self._groups()
+        self.scored = self._scored(spans) if any([span.scored for span in spans]) else None
+
+    def _scored(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor, int]:
+        rows: list[int] = []
+        following: list[int] = []
+        first, most = 0, 0
+        for span, size in zip(spans, self.row_counts, strict=True):
+            if span.scored:
+                rows += range(first, first + span.scored)
+                following += span.request.tokens[span.start + 1 : span.start + 1 + span.scored]
+                most = max(most, span.request.sampling.prompt_logprobs or 0)
+            first += size
+        return self.tensor(rows), self.tensor(following), most
 
     def positions(self, start: Tensor) -> Tensor:
         """start [S, 1] -> the rows' positions [T]."""
@@ -104,7 +119,7 @@ class Layout:
 class WantedRows:
     """Which rows of a layout give logits: each span's last `rows`.
 
-    index [R], None where every row is wanted; slots [R]; grid [S, K + 1]: each span's wanted rows
+    rows: how many of each span; index [R], None where every row is wanted; slots [R]; grid [S, K + 1]: each span's wanted rows
     among the R, R itself standing for "none"; None where they are a plain rectangle.
     """
 
@@ -119,10 +134,19 @@ class WantedRows:
             owner += [i] * count
             grid.append([*range(seen, seen + count), *[total] * (width + 1 - count)])
             first += size
-        self.num_spans = layout.num_spans
+        self.num_spans, self.rows = layout.num_spans, tuple(rows)
+        self.device = layout.device
         self.index = None if total == layout.num_rows else layout.tensor(index)
         self.slots = layout.slots[layout.tensor(owner)]
         self.grid = None if total and min(rows) == width + 1 else layout.tensor(grid)
+
+    def places(self, spans: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """For all wanted rows of some spans: which of the R they are, their span, and their place
+        in it; [A] each."""
+        firsts = [0, *itertools.accumulate(self.rows)]
+        found = [(firsts[i] + rank, i, rank) for i in spans for rank in range(self.rows[i])]
+        columns = torch.tensor(found, dtype=torch.int64, device=self.device).view(-1, 3)
+        return columns[:, 0], columns[:, 1], columns[:, 2]
 
     def of(self, rows: Tensor) -> Tensor:
         """The wanted ones of T rows."""

@@ -13,7 +13,11 @@ from strobe.kv.store import KVStore
 from strobe.models.layers import Attend
 from strobe.runner.batch import Batch, Layout, Places, WantedRows
 from strobe.runner.state import DecodeState
-from strobe.step import Plan, Proposal
+from strobe.sampling.logprobs import joined, score
+from strobe.step import Plan, Proposal, Scores
+
+
+_SCORED_ROWS = 256
 
 
 class RowModel(Protocol):
@@ -27,10 +31,12 @@ class RowModel(Protocol):
 
 
 class Output(NamedTuple):
-    """logits [R, V] of the wanted rows; hidden [T, n * H], the captured features of all rows."""
+    """logits [R, V] of the wanted rows; hidden [T, n * H], the captured features of all rows;
+    prompt_scores: of the rows whose next prompt token is scored, where there are any."""
 
     logits: Tensor
     hidden: Tensor | None
+    prompt_scores: Scores | None = None
 
 
 class ModelRunner:
@@ -76,7 +82,21 @@ class ModelRunner:
         """Run the model over every row and its head over the wanted ones."""
         attend = self.backend.plan(batch.attention, self.store, self.masks)
         x, hidden = self.model(batch.ids, batch.places.positions, attend, self.capture)
-        return Output(self.model.head(batch.wanted.of(x)), hidden)
+        scores = self._score_prompt(x, batch) if batch.layout.scored is not None else None
+        return Output(self.model.head(batch.wanted.of(x)), hidden, scores)
+
+    def _score_prompt(self, x: Tensor, batch: Batch) -> Scores:
+        """Log probabilities of the prompt tokens behind the scored rows, a few rows at a time."""
+        assert batch.layout.scored is not None
+        rows, following, top = batch.layout.scored
+        return joined(
+            [
+                score(self.model.head(x.index_select(0, part)), tokens, top)
+                for part, tokens in zip(
+                    rows.split(_SCORED_ROWS), following.split(_SCORED_ROWS), strict=True
+                )
+            ]
+        )
 
     def _ids(self, plan: Plan, layout: Layout, places: Places, proposal: Proposal) -> Tensor:
         if layout.uniform:

@@ -7,19 +7,22 @@ import torch
 from torch import Tensor
 
 from strobe.runner.batch import WantedRows
-from strobe.sampling.sampler import SamplingRows, sample
+from strobe.runner.picking import PLAIN, Picking
+from strobe.sampling.logprobs import score
+from strobe.sampling.sampler import sample
 from strobe.step import Proposal, Verdict
 
 
 def verify(
-    logits: Tensor,
-    proposal: Proposal,
-    wanted: WantedRows,
-    rows: SamplingRows | None = None,
-    banned: Tensor | None = None,
+    logits: Tensor, proposal: Proposal, wanted: WantedRows, picking: Picking = PLAIN
 ) -> Verdict:
     """logits [R, V] of a batch's wanted rows -> what its S spans keep of the proposal."""
-    return match_prefix(wanted.by_span(sample(logits, rows, banned)), proposal)
+    picks = sample(logits, picking.draws, picking.edits)
+    verdict = match_prefix(wanted.by_span(picks), proposal)
+    if picking.scored is None:
+        return verdict
+    rows, top = picking.scored
+    return verdict._replace(scores=score(logits[rows], picks[rows], top))
 
 
 def match_prefix(picks: Tensor, proposal: Proposal) -> Verdict:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ class Tokenizer:
         mend = "download or save the checkpoint again."
         if not any((directory / name).exists() for name in ("tokenizer.json", "vocab.json")):
             raise ValueError(f"{directory / 'tokenizer.json'} does not exist; {mend}")
+        self._token_text = functools.lru_cache(1 << 16)(self._decode_one)
         try:
             self.hf: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
             self.fast: FastTokenizer = self.hf.backend_tokenizer
@@ -43,8 +46,15 @@ class Tokenizer:
             ) from None
         return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
+    def token_text(self, token: int) -> str:
+        """One token's text by itself, special tokens included."""
+        return self._token_text(token)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def _decode_one(self, token: int) -> str:
+        return self.fast.decode([token], skip_special_tokens=False)
 
     def chat_text(
         self,
@@ -134,11 +144,13 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 class TextDelta(NamedTuple):
-    """New text, how many of the tokens given made it, and the stop string met, if any."""
+    """New text, how many of the tokens given made it, the stop string met, if any, and each of
+    those tokens' share of the text."""
 
     text: str
     num_tokens: int
     stop: str | None
+    pieces: list[str]
 
 
 class Detokenizer:
@@ -174,14 +186,17 @@ class Detokenizer:
         """Take in tokens. last: nothing follows, so what was held back comes out."""
         stopped = None
         used = 0
+        ends = [len(self.text)]
         for token in ids:
             self.ids.append(token)
             used += 1
             if last and used == len(ids) and token in self._silent:
+                ends.append(len(self.text))
                 break
             piece = self._stream.step(self._fast, token)
+            self.text += piece or ""
+            ends.append(len(self.text))
             if piece:
-                self.text += piece
                 stopped = self._find_stop(len(piece))
             if len(self.ids) <= self._min_tokens:
                 self._search_from = len(self.text)
@@ -192,7 +207,10 @@ class Detokenizer:
         hold = 0 if last or stopped is not None else self._held_back()
         end = len(self.text) - hold
         delta, self._sent = self.text[self._sent : end], max(self._sent, end)
-        return TextDelta(delta, used, stopped)
+        if last and len(ends) > 1:
+            ends[-1] = len(self.text)
+        pieces = [self.text[a:b] for a, b in itertools.pairwise(ends)]
+        return TextDelta(delta, used, stopped, pieces)
 
     def _flush(self) -> None:
         """Bring out bytes that never became a whole character, as decoding all at once would."""

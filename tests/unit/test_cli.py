@@ -35,13 +35,15 @@ ENGINE_FIELDS = [
     "device", "overlap", "seed", "ngram_max", "ngram_min",
 ]  # fmt: skip
 SAMPLING_FIELDS = [
-    "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop",
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "allowed_token_ids", "logprobs", "prompt_logprobs", "structured_outputs", "stop",
     "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
     "speculation",
 ]  # fmt: skip
 SAMPLING_FLAGS = [
     "--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--max-tokens", "--min-tokens",
-    "--stop", "--stop-token-ids", "--include-stop-str-in-output", "--ignore-eos",
+    "--presence-penalty", "--frequency-penalty", "--repetition-penalty", "--stop", "--stop-token-ids", "--include-stop-str-in-output", "--ignore-eos",
 ]  # fmt: skip
 ENGINE_FLAGS = [
     "--target", "--draft", "--num-drafts", "--max-model-len", "--max-num-seqs",
@@ -203,10 +205,14 @@ def test_json_is_one_object_on_standard_output_and_debug_goes_to_the_other(pair:
     outputs = json.loads(run.stdout)["outputs"]
     assert len(outputs) == 2
     for output in outputs:
-        assert list(output) == ["request_id", "prompt", "prompt_token_ids", "outputs"]
+        assert list(output) == [
+            "request_id", "prompt", "prompt_token_ids", "outputs", "num_cached_tokens",
+            "prompt_logprobs",
+        ]  # fmt: skip
         (answer,) = output["outputs"]
         assert list(answer) == [
             "index", "text", "token_ids", "finish_reason", "stop_reason", "speculation", "error",
+            "logprobs", "cumulative_logprob",
         ]  # fmt: skip
         assert len(answer["token_ids"]) == 8
         assert list(answer["speculation"]) == [

@@ -598,6 +598,8 @@ METRICS = [
     "vllm:prompt_tokens",
     "vllm:generation_tokens",
     "vllm:num_preemptions",
+    "vllm:prefix_cache_queries",
+    "vllm:prefix_cache_hits",
     "strobe:engine_steps",
 ]
 

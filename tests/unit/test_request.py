@@ -25,7 +25,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seed": 2**63}, "seed is"),
     ({"seed": -(2**63) - 1}, "seed is"),
     ({"seed": 1.0}, "seed is 1.0"),
-    ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"max_tokens": -1}, "max_tokens is -1"),
     ({"min_tokens": -1}, "min_tokens is -1"),
     ({"max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, above max_tokens 3"),
     ({"stop": ["a", ""]}, "stop holds ''"),

@@ -13,6 +13,7 @@ from scipy import stats
 from slow_sampling import kept, law, rows, softmax, uniform
 
 from strobe.sampling.noise import stream_key, uniforms
+from strobe.sampling.rules import LogitEdits
 from strobe.sampling.sampler import distribution, sample
 
 LOGITS = st.lists(
@@ -210,7 +211,7 @@ def test_banned_tokens_are_never_picked_and_the_rest_keep_their_law(temperature:
     logits = torch.tensor([[3.0, 9.0, 1.0, 2.0, 9.5]]).repeat(20_000, 1)
     banned = torch.zeros(20_000, 5, dtype=torch.bool)
     banned[:, [1, 4]] = True
-    picks = sample(logits, rows(20_000, temperature=temperature, top_k=3), banned)
+    picks = sample(logits, rows(20_000, temperature=temperature, top_k=3), LogitEdits(banned=banned))
     counts = torch.bincount(picks, minlength=5).tolist()
     assert counts[1] == counts[4] == 0
     if temperature < 1:
@@ -223,8 +224,8 @@ def test_banned_tokens_are_never_picked_and_the_rest_keep_their_law(temperature:
 def test_a_ban_concerns_its_own_row_only():
     logits = torch.tensor([[1.0, 5.0, 3.0]] * 3)
     banned = torch.tensor([[False] * 3, [False, True, False], [False] * 3])
-    assert sample(logits, None, banned).tolist() == [1, 2, 1]
-    assert sample(logits, rows(3, temperature=0.0), banned).tolist() == [1, 2, 1]
+    assert sample(logits, None, LogitEdits(banned=banned)).tolist() == [1, 2, 1]
+    assert sample(logits, rows(3, temperature=0.0), LogitEdits(banned=banned)).tolist() == [1, 2, 1]
 
 
 def test_a_temperature_near_zero_is_greedy():
@@ -263,6 +264,6 @@ def test_a_row_without_any_weight_gives_a_token_and_leaves_other_rows_alone(filt
     logits = torch.tensor([[1.0, 5.0, 3.0], [math.nan] * 3, [1.0, 5.0, 3.0]])
     banned = torch.tensor([[True] * 3, [False] * 3, [False, True, False]])
     for temperature in (0.0, 1.0):
-        picks = sample(logits, rows(3, temperature=temperature, **filters), banned).tolist()
+        picks = sample(logits, rows(3, temperature=temperature, **filters), LogitEdits(banned=banned)).tolist()
         assert all(0 <= token < 3 for token in picks)
         assert picks[2] in (0, 2)

@@ -34,7 +34,7 @@ def feed(
     deltas: list[str] = []
     used = 0
     for i, chunk in enumerate(chunks):
-        text, count, stop = made.push(chunk, last=i == len(chunks) - 1)
+        text, count, stop, _ = made.push(chunk, last=i == len(chunks) - 1)
         deltas.append(text)
         used += count
         if stop is not None:

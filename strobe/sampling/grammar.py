@@ -1,0 +1,159 @@
+"""Structured output: which tokens a grammar allows behind each draft, through llguidance.
+
+The matcher of a request stands behind its committed tokens. For a verify step it walks along the
+drafts as far as they are legal, gives the mask of every row on the way, and goes back:
+
+    committed | tail  d1   d2   d3          (d3 illegal)
+              | mask0 mask1 mask2  free     what may follow; behind an illegal draft nothing is kept
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, grammar_from
+
+from strobe.request import Request, StructuredOutputs
+
+_KEPT = 128
+
+
+def source_of(wanted: StructuredOutputs) -> str:
+    """The grammar in llguidance's form. Raises ValueError for text that is none."""
+    if wanted.json is not None:
+        schema = wanted.json if isinstance(wanted.json, str) else json.dumps(wanted.json)
+        return LLMatcher.grammar_from_json_schema(schema)
+    if wanted.json_object:
+        return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+    if wanted.regex is not None:
+        return LLMatcher.grammar_from_regex(wanted.regex)
+    if wanted.choice is not None:
+        return grammar_from("choice", json.dumps(list(wanted.choice)))
+    return grammar_from("grammar", wanted.grammar or "")
+
+
+class Follower:
+    """One request's place in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, after: Sequence[int]):
+        """after: token ids behind which the grammar begins; empty: it begins at once."""
+        self.matcher, self.after = matcher, tuple(after)
+        self.free = bool(after)
+        self.done = 0
+
+    def masks(self, output: Sequence[int], drafts: Sequence[int], words: int) -> np.ndarray:
+        """[1 + len(drafts), words] int32: what may follow the output, and each draft behind it.
+
+        Raises ValueError where the grammar cannot go on.
+        """
+        self._catch_up(output)
+        masks = np.full((1 + len(drafts), words), -1, dtype=np.int32)
+        known, free, taken = list(output), self.free, 0
+        for row in range(1 + len(drafts)):
+            if not free:
+                self.matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, words * 4)
+                if self.matcher.is_error():
+                    raise ValueError(self._failure())
+            if row == len(drafts):
+                break
+            known.append(drafts[row])
+            if free:
+                free = not self._begins(known)
+            elif self.matcher.is_stopped() or not self.matcher.try_consume_tokens([drafts[row]]):
+                break
+            else:
+                taken += 1
+        if taken:
+            self.matcher.rollback(taken)
+        return masks
+
+    def _catch_up(self, output: Sequence[int]) -> None:
+        """Take in the tokens committed since the last step."""
+        while self.done < len(output):
+            self.done += 1
+            if self.free:
+                self.free = not self._begins(output[: self.done])
+            elif not self.matcher.consume_token(output[self.done - 1]):
+                raise ValueError(self._failure())
+
+    def _begins(self, tokens: Sequence[int]) -> bool:
+        return tuple(tokens[-len(self.after) :]) == self.after
+
+    def _failure(self) -> str:
+        reason = " ".join(self.matcher.get_error().split())
+        return f"structured_outputs cannot be followed further: {reason}"
+
+
+class Grammars:
+    """Compiles grammars and follows them, one matcher per request."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]):
+        """tokenizer: a tokenizer.json, read when the first grammar comes."""
+        self.file, self.vocab_size, self.eos_ids = tokenizer, vocab_size, list(eos_ids)
+        self.words = -(-vocab_size // 32)
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._followers: WeakKeyDictionary[Request, Follower] = WeakKeyDictionary()
+
+    @property
+    def tokenizer(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            if not self.file.exists():
+                raise ValueError(
+                    f"structured_outputs need {self.file}, which does not exist; save the "
+                    "tokenizer in that form, or leave them out."
+                )
+            self._tokenizer = LLTokenizer(
+                str(self.file), n_vocab=self.vocab_size, eos_token=self.eos_ids or None
+            )
+        return self._tokenizer
+
+    def compile(self, wanted: StructuredOutputs) -> LLMatcher:
+        """A matcher at the grammar's beginning. Raises ValueError for one that does not compile.
+
+        May be called from another thread to have the work done before a request is added.
+        """
+        try:
+            source = source_of(wanted)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs do not compile: {_line(str(error))}") from None
+        with self._lock:
+            matcher = self._compiled.get(source)
+            if matcher is not None:
+                self._compiled.move_to_end(source)
+                return matcher.deep_copy()
+            tokenizer = self.tokenizer
+        matcher = LLMatcher(tokenizer, source, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"structured_outputs do not compile: {_line(matcher.get_error())}")
+        with self._lock:
+            self._compiled[source] = matcher
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return matcher.deep_copy()
+
+    def follow(self, request: Request) -> None:
+        """Begin with a request. Raises ValueError for a grammar that does not compile."""
+        if request.structured is not None:
+            matcher = self.compile(request.structured)
+            self._followers[request] = Follower(matcher, request.structured.after)
+
+    def masks(self, request: Request, drafts: Sequence[int]) -> np.ndarray:
+        """[1 + len(drafts), words] int32 for the rows of a request's span. A grammar that cannot go
+        on is the request's error; its rows are then free."""
+        try:
+            return self._followers[request].masks(request.output_ids, drafts, self.words)
+        except ValueError as error:
+            request.error = str(error)
+            return np.full((1 + len(drafts), self.words), -1, dtype=np.int32)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split()).rstrip(".") + "."
