@@ -1,0 +1,110 @@
+"""Splits a model's raw answer into thinking, content and tool calls: one file per format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+from strobe.server.parsers.base import (
+    CallDelta,
+    Parsed,
+    Parser,
+    Phase,
+    ReasoningFormat,
+    Tool,
+    ToolFormat,
+)
+from strobe.server.parsers.chain import Chain, Plain
+from strobe.server.parsers.gpt_oss import GptOss
+from strobe.server.parsers.hermes import Hermes
+from strobe.server.parsers.llama3 import Llama3
+from strobe.server.parsers.qwen3 import Qwen3
+
+__all__ = [
+    "REASONING_FORMATS",
+    "TOOL_FORMATS",
+    "CallDelta",
+    "Parsed",
+    "Parser",
+    "Phase",
+    "ReasoningFormat",
+    "Tool",
+    "ToolFormat",
+    "detect",
+    "make_parser",
+]
+
+Format = TypeVar("Format")
+
+_GPT_OSS, _LLAMA3 = GptOss(), Llama3()
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
+    {
+        "hermes": Hermes(),
+        "llama3": _LLAMA3,
+        "llama3_json": _LLAMA3,
+        "gpt_oss": _GPT_OSS,
+        "openai": _GPT_OSS,
+    }
+)
+"""The formats of tool calls by name; `llama3_json` and `openai` are vLLM's names."""
+
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
+    {"qwen3": Qwen3(), "gpt_oss": _GPT_OSS, "openai_gptoss": _GPT_OSS}
+)
+"""The formats of thinking by name; `openai_gptoss` is vLLM's name."""
+
+
+def detect(chat_template: str | None) -> tuple[str | None, str | None]:
+    """The names of the tool format and the reasoning format that a chat template writes, None
+    where it writes none that is known."""
+    text = (chat_template or "").replace('\\"', '"')
+    if "<|channel|>" in text and "<|start|>" in text:
+        return "gpt_oss", "gpt_oss"
+    tools = None
+    # Other families put XML into the same tags.
+    if "<tool_call>" in text and re.search("[\"']arguments[\"']:", text):
+        tools = None if "<function=" in text or "<arg_key>" in text else "hermes"
+    elif "<|start_header_id|>" in text and '"parameters":' in text:
+        tools = None if "<function=" in text else "llama3"
+    reasoning = "qwen3" if "<think>" in text and "</think>" in text else None
+    return tools, reasoning
+
+
+def make_parser(
+    tool_format: str | None,
+    reasoning_format: str | None,
+    *,
+    tools: bool = True,
+    thinking_open: bool = False,
+) -> Parser:
+    """The parser of one answer: thinking first, then tool calls in what is left.
+
+    tools: False leaves tool markup in the content. thinking_open: the prompt ended inside
+    thinking (`ReasoningFormat.opened_by`). Raises ValueError for an unknown name, and for
+    formats that cannot stand together.
+    """
+    tool = _named(tool_format, TOOL_FORMATS, "tool")
+    reasoning = _named(reasoning_format, REASONING_FORMATS, "reasoning")
+    names = {part.name for part in (tool, reasoning) if part is not None}
+    if _GPT_OSS.name in names:
+        if len(names) > 1:
+            raise ValueError(
+                f"The tool format {tool_format} and the reasoning format {reasoning_format} do "
+                "not go together; gpt_oss goes with itself only."
+            )
+        return _GPT_OSS.parser(thinking_open=thinking_open, tools=tools and tool is not None)
+    parsers: list[Parser] = []
+    if reasoning is not None:
+        parsers.append(reasoning.parser(thinking_open=thinking_open))
+    if tool is not None and tools:
+        parsers.append(tool.parser())
+    return Chain(*parsers) if len(parsers) == 2 else parsers[0] if parsers else Plain()
+
+
+def _named(name: str | None, formats: Mapping[str, Format], kind: str) -> Format | None:
+    if name is not None and name not in formats:
+        raise ValueError(f"There is no {kind} format {name!r}; name one of {', '.join(formats)}.")
+    return None if name is None else formats[name]

@@ -1,0 +1,197 @@
+"""One tool call written as a JSON object, read while it is being written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Literal
+
+_KEYS = ("name", "arguments", "parameters", "type", "id")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
+_STRING_SO_FAR = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*\\?')
+_OUTSIDE_STRING = re.compile(r'["{}\[\]<]')
+_INSIDE_STRING = re.compile(r'["\\\n<]')
+
+
+class CallObject:
+    """Reads `{"name": "...", "arguments": {...}}`: keys in any order, `parameters` taken for
+    `arguments`, `type` and `id` passed over.
+
+        { -> key -> : -> string, or { arguments } -> , -> key ...
+                                                  -> }
+
+    Until the name and the arguments' first brace are both there, the text may be no call at all.
+    From then on it is one (`begun`) and its arguments come out as they arrive. Nothing is checked
+    in them but where they end: what a model gets wrong there is for the caller to see.
+
+    verdict: "whole" at the closing brace, "broken" where the text cannot go on as such an object.
+    raw: the text not accounted for yet; all of it while not begun.
+    """
+
+    def __init__(self, closer: str = ""):
+        """closer: the markup behind a call, which ends arguments that lack a brace or a quote."""
+        self.name = ""
+        self.begun = False
+        self.verdict: Literal["whole", "broken"] | None = None
+        self.raw = ""
+        self._closer = closer
+        self._at = 0
+        self._read: Callable[[], bool] = self._brace
+        self._key = ""
+        self._keys: set[str] = set()
+        self._news = ""
+        self._arguments = ""
+        self._first = 0
+        self._depth = 0
+        self._in_string = False
+        self._torn = False
+
+    def push(self, text: str) -> str:
+        """Take in more text; what it adds to the arguments."""
+        self.raw += text
+        self._news = ""
+        while self.verdict is None and self._read():
+            pass
+        return self._news
+
+    def finish(self) -> str:
+        """The last of the arguments, where the answer ended inside them."""
+        return self.raw if self.begun and self._read == self._inside_arguments else ""
+
+    # Each step reads from raw[_at:] on. It returns False when it must wait for more text or has
+    # come to a verdict, and decides by characters, never by how many of them are there.
+
+    def _brace(self) -> bool:
+        return self._pass("{", self._member)
+
+    def _member(self) -> bool:
+        if self._next() != '"':
+            return self._wait_or_break()
+        key, quote, _ = self.raw[self._at + 1 :].partition('"')
+        if not quote:
+            return False if any(known.startswith(key) for known in _KEYS) else self._break()
+        self._key = "arguments" if key == "parameters" else key
+        if key not in _KEYS or self._key in self._keys:
+            return self._break()
+        self._keys.add(self._key)
+        self._at += len(key) + 2
+        self._read = self._colon
+        return True
+
+    def _colon(self) -> bool:
+        return self._pass(":", self._arguments_begin if self._key == "arguments" else self._string)
+
+    def _string(self) -> bool:
+        if self._next() != '"':
+            return self._wait_or_break()
+        match = _STRING.match(self.raw, self._at)
+        if match is None:
+            return False if _STRING_SO_FAR.fullmatch(self.raw, self._at) else self._break()
+        try:
+            value: str = json.loads(match[0])
+        except ValueError:
+            return self._break()
+        self._at = match.end()
+        self._read = self._comma
+        if self._key == "name":
+            if not value:
+                return self._break()
+            self.name = value
+            if "arguments" in self._keys:
+                self._begin(self._arguments)
+        return True
+
+    def _arguments_begin(self) -> bool:
+        if self._next() != "{":
+            return self._wait_or_break()
+        if self.name:
+            self._begin("")
+        self._first = self._at
+        self._read = self._inside_arguments
+        return True
+
+    def _inside_arguments(self) -> bool:
+        """Pass over the arguments up to their last brace."""
+        while True:
+            event = _INSIDE_STRING if self._in_string else _OUTSIDE_STRING
+            match = event.search(self.raw, self._at)
+            self._at = match.start() if match else len(self.raw)
+            if match is None:
+                return self._more_arguments()
+            char = match[0]
+            if char == "\\" and self._at + 1 == len(self.raw):
+                return self._more_arguments()
+            if char == "<" and (self._torn or not self._in_string) and self._closer:
+                rest = self.raw[self._at : self._at + len(self._closer)]
+                if rest == self._closer:
+                    return self._end_arguments()
+                if self._closer.startswith(rest):
+                    return self._more_arguments()
+            self._at += 2 if char == "\\" else 1
+            if char == '"':
+                # A string with a line break in it is no JSON, and may lack its closing quote.
+                self._in_string, self._torn = not self._in_string, False
+            elif char == "\n":
+                self._torn = True
+            elif not self._in_string:
+                self._depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(char, 0)
+                if self._depth == 0:
+                    return self._end_arguments()
+
+    def _more_arguments(self) -> bool:
+        if self.begun:
+            self._give(self.raw[: self._at])
+        return False
+
+    def _end_arguments(self) -> bool:
+        self._arguments = self.raw[self._first : self._at]
+        self._read = self._comma
+        if self.begun:
+            self._give(self._arguments)
+        return True
+
+    def _comma(self) -> bool:
+        if self._next() == "," or not self.begun:
+            return self._pass(",", self._member)
+        if self._next() != "}":
+            return self._wait_or_break()
+        self._drop(self._at + 1)
+        self.verdict = "whole"
+        return False
+
+    def _begin(self, arguments: str) -> None:
+        self.begun = True
+        self._news = arguments
+        self._drop(self._at)
+
+    def _give(self, arguments: str) -> None:
+        self._news += arguments
+        self._drop(len(arguments))
+
+    def _drop(self, count: int) -> None:
+        self.raw = self.raw[count:]
+        self._at = 0
+
+    def _next(self) -> str:
+        """The next character that is no space, "" where it has yet to come."""
+        space = _SPACE.match(self.raw, self._at)
+        assert space is not None
+        self._at = space.end()
+        return self.raw[self._at : self._at + 1]
+
+    def _pass(self, char: str, then: Callable[[], bool]) -> bool:
+        if self._next() != char:
+            return self._wait_or_break()
+        self._at += 1
+        self._read = then
+        return True
+
+    def _wait_or_break(self) -> bool:
+        """What to do where the next character is not the one that must stand here."""
+        return self._break() if self._next() else False
+
+    def _break(self) -> bool:
+        self.verdict = "broken"
+        return False

@@ -1,0 +1,154 @@
+"""An answer in which JSON tool calls stand behind a marker, or on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from strobe.server.parsers.base import CallDelta, Parsed, Phase, earliest, held_back
+from strobe.server.parsers.call_object import CallObject
+
+_SPACE = " \t\r\n"
+
+
+class CallText:
+    """Parser of text with calls in it.
+
+        text --opener--> call --closer or none--> text
+          \\---- no call after all: content <----/
+
+    bare: a call may also stand without the opener, as the whole answer or behind another call and
+    a semicolon; otherwise only the opener begins one. Space around calls is no content, nor are
+    surplus closing braces in front of a closer.
+    """
+
+    def __init__(self, opener: str, closer: str = "", *, bare: bool = False):
+        self._opener, self._closer, self._bare = opener, closer, bare
+        self._state: Callable[[], bool] = self._between if bare else self._text
+        self._buffer = ""
+        self._lead = ""  # what stood in front of the call, in case it is none
+        self._call = CallObject(closer)
+        self._index = 0
+        self._unclosed = False  # a call's closer has yet to come
+        self._content: list[str] = []
+        self._calls: list[CallDelta] = []
+        self._only_calls = False  # no content since the last call
+
+    @property
+    def phase(self) -> Phase:
+        return "tool" if self._state in (self._in_call, self._behind_call) else "answer"
+
+    def push(self, text: str) -> Parsed:
+        self._buffer += text
+        self._advance()
+        return self._taken()
+
+    def finish(self) -> Parsed:
+        self._advance()
+        while self._state == self._in_call and not self._call.begun:
+            self._no_call()
+            self._advance()
+        if self._state == self._in_call:
+            self._give_call(None, self._call.finish())
+        elif self._state != self._behind_call:
+            joints = _SPACE + ";" if self._bare else _SPACE
+            if not self._only_calls or self._buffer.strip(joints):
+                self._give(self._buffer)
+        self._buffer = ""
+        return self._taken()
+
+    def _advance(self) -> None:
+        while self._state():
+            pass
+
+    def _taken(self) -> Parsed:
+        parsed = Parsed(content="".join(self._content), calls=tuple(self._calls))
+        self._content, self._calls = [], []
+        return parsed
+
+    def _give(self, content: str) -> None:
+        if content:
+            self._content.append(content)
+            self._only_calls = False
+
+    # Each state consumes what it can of the buffer; False: it must wait for more.
+
+    def _text(self) -> bool:
+        markers = (self._opener, self._closer) if self._unclosed else (self._opener,)
+        found = earliest(self._buffer, *markers)
+        if found is None:
+            certain = self._buffer[: len(self._buffer) - held_back(self._buffer, *markers)]
+            self._give_text(certain)
+            return False
+        at, marker = found
+        self._give_text(self._buffer[:at])
+        lead, _, rest = self._buffer.partition(marker)
+        if marker == self._opener:
+            return self._begin(lead + marker, rest)
+        self._unclosed = False
+        self._buffer = rest
+        return True
+
+    def _give_text(self, text: str) -> None:
+        """Give text from the buffer's beginning, less the space at its end: a call may follow."""
+        text = text.rstrip(_SPACE)
+        self._give(text)
+        self._buffer = self._buffer[len(text) :]
+
+    def _between(self) -> bool:
+        """At the beginning of a bare call, if one comes."""
+        rest = self._buffer.lstrip(_SPACE + ";" if self._index else _SPACE)
+        lead = self._buffer[: len(self._buffer) - len(rest)]
+        if rest.startswith("{"):
+            return self._begin(lead, rest)
+        if rest.startswith(self._opener):
+            return self._begin(lead + self._opener, rest.removeprefix(self._opener))
+        if self._opener.startswith(rest):
+            return False
+        self._state = self._text
+        return True
+
+    def _begin(self, lead: str, rest: str) -> bool:
+        self._lead, self._buffer = lead, rest
+        self._call = CallObject(self._closer)
+        self._unclosed = False
+        self._state = self._in_call
+        return True
+
+    def _in_call(self) -> bool:
+        call, known = self._call, self._call.begun
+        news = call.push(self._buffer)
+        self._buffer = ""
+        if call.begun:
+            self._give_call(None if known else call.name, news)
+        if call.verdict is None:
+            return False
+        if not call.begun:
+            self._no_call()
+            return True
+        self._buffer = call.raw
+        self._index += 1
+        self._only_calls = True
+        self._state = self._behind_call if self._closer else self._between
+        return True
+
+    def _give_call(self, name: str | None, arguments: str) -> None:
+        if name or arguments:
+            self._calls.append(CallDelta(self._index, name, arguments))
+
+    def _no_call(self) -> None:
+        """Let what looked like a call be content, and look for a call inside it."""
+        self._give(self._lead)
+        self._buffer = self._call.raw
+        self._state = self._text
+
+    def _behind_call(self) -> bool:
+        """At the closer, which may lack."""
+        rest = self._buffer.lstrip(_SPACE + "}")
+        if self._closer.startswith(rest) and rest != self._closer:
+            return False
+        if rest.startswith(self._closer):
+            self._buffer = rest.removeprefix(self._closer)
+        else:
+            self._unclosed = True
+        self._state = self._text
+        return True

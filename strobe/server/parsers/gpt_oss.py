@@ -1,0 +1,79 @@
+"""Answers of gpt-oss (OpenAI's harmony format): a chain of messages, each in a channel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from strobe.server.parsers.base import Parser, Tool
+from strobe.server.parsers.channels import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, Channels
+from strobe.server.parsers.lark import arguments, literal, marker
+
+_NAME = re.compile(r"[^\s<>]+")
+
+
+@dataclass(frozen=True)
+class GptOss:
+    """`<|channel|>analysis<|message|>` opens thinking, `<|channel|>commentary to=functions.NAME
+    <|constrain|>json<|message|>` a call, `<|channel|>final<|message|>` the answer; what a
+    commentary tells nobody in particular belongs to the answer. A call ends the answer, so more
+    than one comes only where `<|call|>` is no end token."""
+
+    name: str = "gpt_oss"
+    keep_special: bool = True
+    whole_answer: bool = True
+    start: str = f"{CHANNEL}analysis{MESSAGE}"
+    end: str = f"{CHANNEL}final{MESSAGE}"
+    gap: str = ""
+
+    def opened_by(self, prompt: str) -> bool:
+        return prompt.endswith(self.start)
+
+    def parser(self, *, thinking_open: bool = False, tools: bool = True) -> Parser:
+        """tools: False leaves calls in the content."""
+        return Channels(thinking_open=thinking_open, tools=tools)
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        *,
+        parallel: bool,
+        added_tokens: Mapping[str, int],
+        lead: str = "",
+    ) -> str:
+        for text in (START, CHANNEL, CONSTRAIN, MESSAGE, CALL, END):
+            if text not in added_tokens:
+                raise ValueError(
+                    f"The tokenizer has no token {text}, without which there is no gpt_oss tool "
+                    "call; choose the tool format of the model's own family."
+                )
+        token = {text: marker(text, added_tokens) for text in added_tokens}
+        turn = f'{token[START]} "assistant"'
+        more = f" ({turn} call)*" if parallel else ""
+        calls = "\n  | ".join(f"head_{i} {arguments(tool)}" for i, tool in enumerate(tools))
+        heads = (f"head_{i}: {_heads(tool, token)}" for i, tool in enumerate(tools))
+        return "\n".join(
+            (
+                f"start: {literal(lead)} thinking* call{more}",
+                f'thinking: {token[CHANNEL]} "analysis" {token[MESSAGE]} TEXT {token[END]} {turn}',
+                f"call: message {token[CALL]}",
+                f"message: {calls}",
+                *heads,
+                r"TEXT: /(.|\n)*/",
+            )
+        )
+
+
+def _heads(tool: Tool, token: Mapping[str, str]) -> str:
+    """A call's header as models write it, or as the chat template shows earlier calls."""
+    if not _NAME.fullmatch(tool.name):
+        raise ValueError(
+            f"The function name {tool.name!r} cannot stand in a gpt_oss tool call; leave out "
+            "spaces, < and >."
+        )
+    recipient = f"to=functions.{tool.name}"
+    channel, constrain, message = token[CHANNEL], token[CONSTRAIN], token[MESSAGE]
+    written = f'{channel} {literal(f"commentary {recipient} ")} {constrain} "json" {message}'
+    shown = f'{literal(f" {recipient}")} {channel} "commentary json" {message}'
+    return f"{written} | {shown}"

@@ -1,0 +1,44 @@
+"""Tool calls as Hermes and Qwen write them: JSON in `<tool_call>` tags, one call in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from strobe.server.parsers.base import Parser, Tool
+from strobe.server.parsers.call_text import CallText
+from strobe.server.parsers.lark import call_object, literal, marker
+
+OPENER, CLOSER = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True)
+class Hermes:
+    """`<tool_call>`, a line with {"name": ..., "arguments": {...}}, `</tool_call>`; calls on lines
+    of their own, behind any text."""
+
+    name: str = "hermes"
+    keep_special: bool = True  # some checkpoints have the tags as special tokens
+    whole_answer: bool = False
+
+    def parser(self) -> Parser:
+        return CallText(OPENER, CLOSER)
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        *,
+        parallel: bool,
+        added_tokens: Mapping[str, int],
+        lead: str = "",
+    ) -> str:
+        objects = "\n  | ".join(call_object(tool, "arguments") for tool in tools)
+        opener, closer = marker(OPENER, added_tokens), marker(CLOSER, added_tokens)
+        more = ' ("\\n" call)*' if parallel else ""
+        return "\n".join(
+            (
+                f"start: {literal(lead)} call{more}",
+                f'call: {opener} "\\n" object "\\n" {closer}',
+                f"object: {objects}",
+            )
+        )

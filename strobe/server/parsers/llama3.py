@@ -1,0 +1,38 @@
+"""Tool calls as Llama 3 writes them: the whole answer is JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from strobe.server.parsers.base import Parser, Tool
+from strobe.server.parsers.call_text import CallText
+from strobe.server.parsers.lark import call_object, literal, marker
+
+OPENER = "<|python_tag|>"
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """{"name": ..., "parameters": {...}} as the whole answer, or several of them with semicolons
+    between; behind `<|python_tag|>` also behind other text."""
+
+    name: str = "llama3"
+    keep_special: bool = True
+    whole_answer: bool = False
+
+    def parser(self) -> Parser:
+        return CallText(OPENER, bare=True)
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        *,
+        parallel: bool,
+        added_tokens: Mapping[str, int],
+        lead: str = "",
+    ) -> str:
+        calls = "\n  | ".join(call_object(tool, "parameters") for tool in tools)
+        tag = f"{marker(OPENER, added_tokens)}? " if OPENER in added_tokens else ""
+        more = ' ("; " call)*' if parallel else ""
+        return "\n".join((f"start: {literal(lead)} {tag}call{more}", f"call: {calls}"))

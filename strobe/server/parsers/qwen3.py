@@ -1,0 +1,105 @@
+"""Thinking as Qwen3 and its kin write it: `<think>`, a line break, the thinking, a line break,
+`</think>`, an empty line, the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from strobe.server.parsers.base import Parsed, Parser, Phase, held_back
+
+
+@dataclass(frozen=True)
+class Qwen3:
+    """Thinking is what the answer begins with in `<think>` tags, or without the first of them
+    where the prompt has it; an answer that begins otherwise has none. The line breaks that set
+    thinking and answer off are part of neither."""
+
+    name: str = "qwen3"
+    keep_special: bool = False
+    whole_answer: bool = False
+    start: str = "<think>"
+    end: str = "</think>"
+    gap: str = "\n\n"
+
+    def opened_by(self, prompt: str) -> bool:
+        return prompt.rstrip().endswith(self.start)
+
+    def parser(self, *, thinking_open: bool = False) -> Parser:
+        return Thinking(self.start, self.end, thinking_open=thinking_open)
+
+
+class Thinking:
+    """Parser of an answer that may begin with thinking.
+
+    beginning --start--> thinking --end--> gap --> answer
+        \\---- anything else: answer, or thinking where it is open ----/
+    """
+
+    def __init__(self, start: str, end: str, *, thinking_open: bool):
+        self._start, self._end, self._open = start, end, thinking_open
+        self._state: Callable[[], bool] = self._beginning
+        self.phase: Phase = "thinking" if thinking_open else "answer"
+        self._buffer = ""
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+
+    def push(self, text: str) -> Parsed:
+        self._buffer += text
+        while self._state():
+            pass
+        return self._taken()
+
+    def finish(self) -> Parsed:
+        if self._state != self._gap:
+            (self._reasoning if self.phase == "thinking" else self._content).append(self._buffer)
+        self._buffer = ""
+        return self._taken()
+
+    def _taken(self) -> Parsed:
+        parsed = Parsed("".join(self._reasoning), "".join(self._content))
+        self._reasoning, self._content = [], []
+        return parsed
+
+    # Each state consumes what it can of the buffer; False: it must wait for more.
+
+    def _beginning(self) -> bool:
+        rest = self._buffer.lstrip()
+        if self._start.startswith(rest) and rest != self._start:
+            return False
+        if rest.startswith(self._start):
+            self._buffer = rest.removeprefix(self._start)
+            self._open = True
+        self.phase = "thinking" if self._open else "answer"
+        self._state = self._thinking_begins if self._open else self._answer
+        return True
+
+    def _thinking_begins(self) -> bool:
+        self._buffer = self._buffer.lstrip("\n")
+        if self._buffer:
+            self._state = self._thinking
+        return bool(self._buffer)
+
+    def _thinking(self) -> bool:
+        text, end, rest = self._buffer.partition(self._end)
+        if not end:
+            text = text[: len(text) - held_back(text, self._end)]
+        text = text.rstrip("\n")
+        self._reasoning.append(text)
+        if not end:
+            self._buffer = self._buffer[len(text) :]
+            return False
+        self._buffer = rest
+        self.phase, self._state = "answer", self._gap
+        return True
+
+    def _gap(self) -> bool:
+        self._buffer = self._buffer.lstrip("\n")
+        if self._buffer:
+            self._state = self._answer
+        return bool(self._buffer)
+
+    def _answer(self) -> bool:
+        self._content.append(self._buffer)
+        self._buffer = ""
+        return False

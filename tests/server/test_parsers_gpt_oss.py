@@ -1,0 +1,185 @@
+"""gpt-oss answers: channels split into thinking, content and calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from parsing import arguments, check_cuts, dumps, names, places, stream, texts
+
+from strobe.server.parsers import REASONING_FORMATS, Parser, make_parser
+
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|>"
+FINAL = "<|channel|>final<|message|>Yes.<|return|>"
+CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+TURN = "<|start|>assistant"
+F = ("f", '{"a": 1}')
+
+
+def parser() -> Parser:
+    return make_parser("openai", "openai_gptoss")
+
+
+prose = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=30)
+
+
+@given(prose, prose, names, arguments, places)
+def test_what_models_write_is_read_back(
+    thought: str, said: str, name: str, given: Any, cuts: list[int]
+):
+    text = (
+        f"<|channel|>analysis<|message|>{thought}<|end|>"
+        f"{TURN}<|channel|>commentary<|message|>{said}<|end|>"
+        f"{TURN}<|channel|>commentary to=functions.{name} <|constrain|>json"
+        f"<|message|>{dumps(given)}<|call|>"
+    )
+    assert check_cuts(parser, text, cuts) == (thought, said, [(name, dumps(given))])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CALL,
+        CALL.removesuffix("<|call|>"),
+        CALL.replace(" <|constrain|>json", ""),
+        CALL.replace(" <|constrain|>", " "),
+        CALL.replace("<|call|>", "<|end|>"),
+        CALL.replace("functions.", ""),
+        CALL.replace("commentary", "analysis"),
+        ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+        f" to=functions.f{CALL.replace(' to=functions.f', '')}",
+        f"{TURN}{CALL}",
+        f"\n{CALL}\n",
+    ],
+)
+def test_variants_of_one_call_are_that_call(text: str):
+    assert check_cuts(parser, text) == ("", "", [F])
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (f"{THOUGHT}{TURN}{FINAL}", "Hm.", "Yes."),
+        (f"{THOUGHT}{FINAL}", "Hm.", "Yes."),
+        (f"{THOUGHT.removesuffix('<|end|>')}{TURN}{FINAL}", "Hm.", "Yes."),
+        (f"{THOUGHT}\n{TURN}{FINAL}", "Hm.", "Yes."),
+        (FINAL.replace("final", "final <|constrain|>json"), "", "Yes."),
+        ("<|channel|>final<|message|> a <|b|>\n\n", "", " a <|b|>\n\n"),
+        (f"{THOUGHT}{TURN}{THOUGHT}", "Hm.\nHm.", ""),
+        ("<|channel|>commentary<|message|>So:<|end|>" + TURN + FINAL, "", "So:\nYes."),
+        ("<|message|>Yes.", "", "Yes."),
+        ("Plain text.", "", "Plain text."),
+        (f"{THOUGHT}Yes.", "Hm.", "Yes."),
+        ("", "", ""),
+    ],
+)
+def test_channels_are_thinking_or_content(text: str, reasoning: str, content: str):
+    assert check_cuts(parser, text) == (reasoning, content, [])
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        f"{THOUGHT}<|sta",
+        f"{THOUGHT}{TURN}",
+        f"{THOUGHT}{TURN}<|channel|>",
+        f"{THOUGHT}{TURN}<|channel|>fin",
+        f"{THOUGHT}{TURN}<|channel|>final<|mess",
+        f"{THOUGHT}{TURN}<|channel|>commentary to=functions.g",
+        f"{THOUGHT}{TURN} to=functions.g<|channel|>comm",
+        f"{THOUGHT}{TURN}<|channel|>commentary to=functions.g <|constrain|>js",
+    ],
+)
+def test_a_header_that_the_end_cut_off_is_left_out(frame: str):
+    assert check_cuts(parser, frame) == ("Hm.", "", [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|channel|>final Hello there",
+        "<|channel|>final\nHello",
+        "<|channel|>" + "long " * 200,
+        "to=be or not",
+    ],
+)
+def test_a_header_that_is_none_is_content(text: str):
+    assert check_cuts(parser, text) == ("", text, [])
+    assert check_cuts(parser, f"{text}<|end|>{TURN}{THOUGHT}") == ("Hm.", text, [])
+
+
+def test_the_limit_of_a_header_does_not_depend_on_the_cuts():
+    for length in range(480, 520):
+        for end in ("<|message|>x", "<|end|>x", f"{TURN}x", "<|me"):
+            check_cuts(parser, "<|channel|>" + "a" * length + end)
+
+
+def test_several_calls_and_a_message_to_nobody():
+    text = f"{CALL}{TURN}<|channel|>commentary<|message|>Now.<|end|>{TURN}{CALL}"
+    assert check_cuts(parser, text) == ("", "Now.", [F, F])
+    result = f"{CALL}<|start|>functions.f to=assistant<|channel|>commentary<|message|>2<|end|>"
+    assert check_cuts(parser, result) == ("", "2", [F])
+
+
+def test_with_tools_off_calls_are_content_and_thinking_is_split_off():
+    text = f"{THOUGHT}{TURN}{CALL}"
+    shown = CALL.removesuffix("<|call|>")
+    for made in (
+        lambda: make_parser("gpt_oss", "gpt_oss", tools=False),
+        lambda: make_parser(None, "gpt_oss"),
+    ):
+        assert check_cuts(made, text) == ("Hm.", f"{TURN}{shown}", [])
+
+
+def test_a_prompt_may_open_the_thinking():
+    assert REASONING_FORMATS["gpt_oss"].opened_by(f"{TURN}<|channel|>analysis<|message|>")
+    assert not REASONING_FORMATS["gpt_oss"].opened_by(TURN)
+
+    def inside() -> Parser:
+        return make_parser("gpt_oss", "gpt_oss", thinking_open=True)
+
+    assert inside().phase == "thinking"
+    assert check_cuts(inside, f"Hm.<|end|>{TURN}{FINAL}") == ("Hm.", "Yes.", [])
+
+
+def test_text_comes_out_as_it_arrives_and_the_name_with_the_header():
+    pieces = ["<|channel|>", "analysis", "<|message|>", "H", "m <", "<|end|>", TURN]
+    pieces += [
+        "<|channel|>commentary to=",
+        "functions.f",
+        "<|message|>",
+        '{"a"',
+        ": 1}",
+        "<|call|>",
+    ]
+    parts = stream(parser, pieces)
+    assert [part.reasoning for part in parts[:6]] == ["", "", "", "H", "m ", "<"]
+    assert [part.calls for part in parts[7:]] == [
+        [], [], [("f", "")], [("", '{"a"')], [("", ": 1}")], [], []
+    ]  # fmt: skip
+
+
+def test_the_phase_follows_the_messages():
+    made = parser()
+    phases: list[str] = []
+    for piece in (THOUGHT[:-7], f"<|end|>{TURN}", CALL[:-8], "<|call|>", f"{TURN}{FINAL}"):
+        made.push(piece)
+        phases.append(made.phase)
+    assert phases == ["thinking", "thinking", "tool", "tool", "answer"]
+
+
+FRAGMENTS = (
+    *(THOUGHT, FINAL, CALL, TURN, "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|start|>"),
+    *("<|constrain|>json", "analysis", "commentary", " to=functions.f", "final", "\n", "text", " "),
+)
+
+
+@given(texts(FRAGMENTS), st.booleans(), st.booleans(), places)
+def test_the_result_does_not_depend_on_the_cuts(
+    text: str, tools: bool, opened: bool, cuts: list[int]
+):
+    check_cuts(
+        lambda: make_parser("gpt_oss", "gpt_oss", tools=tools, thinking_open=opened), text, cuts
+    )

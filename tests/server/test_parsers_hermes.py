@@ -1,0 +1,220 @@
+"""Hermes and Qwen tool calls: what is a call, what is content, and when it comes out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from parsing import arguments, calls, check_cuts, dumps, names, places, prose, stream, texts
+
+from strobe.server.parsers import Parser, make_parser
+
+CALL = '<tool_call>\n{"name": "get_time", "arguments": {"city": "Rome"}}\n</tool_call>'
+TIME = ("get_time", '{"city": "Rome"}')
+
+
+def parser() -> Parser:
+    return make_parser("hermes", None)
+
+
+def wrapped(name: str, given: Any) -> str:
+    """A call as Qwen's chat template writes it."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {dumps(given)}}}\n</tool_call>'
+
+
+@given(prose, calls, places)
+def test_what_the_template_writes_is_read_back(text: str, made: Any, cuts: list[int]):
+    answer = "\n".join([*([text] if text else []), *(wrapped(*call) for call in made)])
+    result = check_cuts(parser, answer, cuts)
+    assert result.content == text
+    assert result.calls == [(name, dumps(given)) for name, given in made]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CALL,
+        f"{CALL}\n\n",
+        f"\n\n{CALL}",
+        CALL.removesuffix("\n</tool_call>"),
+        CALL.removesuffix("}\n</tool_call>"),
+        CALL.removesuffix("l_call>"),
+        CALL.replace("}\n<", "\n<"),
+        CALL.replace("}\n<", "}}\n<"),
+        CALL.replace("\n", ""),
+        CALL.replace("\n", " \r\n\t "),
+        CALL.replace('"arguments"', '"parameters"'),
+        CALL.replace('{"name"', '{ "type" : "function", "id":"7", "name"'),
+        CALL.replace('"}}', '"}, "type": "function"}'),
+    ],
+)
+def test_variants_of_one_call_are_that_call(text: str):
+    assert check_cuts(parser, text) == ("", "", [TIME])
+
+
+def test_arguments_may_come_before_the_name():
+    text = '<tool_call>\n{"arguments": {"a": "}{\\"", "b": [1]}, "name": "f"}\n</tool_call>'
+    assert check_cuts(parser, text) == ("", "", [("f", '{"a": "}{\\"", "b": [1]}')])
+
+
+def test_the_arguments_are_the_models_own_text():
+    given = '{ "b":1,"a" :"\\u00e9",  "a": 1e2 }'
+    text = f'<tool_call>{{"name": "f", "arguments": {given}}}</tool_call>'
+    assert check_cuts(parser, text).calls == [("f", given)]
+
+
+def test_the_name_is_decoded_from_json():
+    text = CALL.replace("get_time", 'caf\\u00e9 \\"x\\"')
+    assert check_cuts(parser, text).calls == [('café "x"', TIME[1])]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\nnot JSON\n</tool_call>",
+        '<tool_call>\n{"name": "f"}\n</tool_call>',
+        '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": 5, "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": "{}"}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": null}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "name": "g", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "f\n", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "\\x", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"arguments": {}, "parameters": {}, "name": "f"}\n</tool_call>',
+        '<tool_call>\n{"arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"nome": "f", "arguments": {}}\n</tool_call>',
+        "<tool_call>\n<function=f>\n</function>\n</tool_call>",
+        '<tool_call>\n{"name": "get_ti',
+        '<tool_call>\n{"name": "f", "arg',
+        "Write <tool_call> to call.\n",
+        "</tool_call>",
+        "1 < 2 <tool",
+        " \n ",
+        "",
+    ],
+)
+def test_what_is_no_call_is_content_unchanged(text: str):
+    assert check_cuts(parser, text) == ("", text, [])
+
+
+def test_a_call_inside_a_broken_one_is_found():
+    assert check_cuts(parser, f"<tool_call>\n{CALL}") == ("", "<tool_call>", [TIME])
+    assert check_cuts(parser, f'<tool_call>\n{{"name": \n{CALL} end') == (
+        "",
+        '<tool_call>\n{"name": end',
+        [TIME],
+    )
+
+
+def test_text_between_and_behind_calls_is_content():
+    text = f"One.\n{CALL}\nTwo.\n{CALL} Three."
+    assert check_cuts(parser, text) == ("", "One.\nTwo. Three.", [TIME, TIME])
+
+
+def test_what_follows_a_whole_call_without_its_end_is_content():
+    unclosed = CALL.removesuffix("\n</tool_call>")
+    assert check_cuts(parser, f"{unclosed}\nDone.") == ("", "\nDone.", [TIME])
+    assert check_cuts(parser, f"{unclosed}\n{CALL}") == ("", "", [TIME, TIME])
+    assert check_cuts(parser, CALL.replace("}\n<", "} oops\n<")) == ("", " oops", [TIME])
+
+
+@pytest.mark.parametrize(
+    ("written", "taken"),
+    [
+        ('{"a": 1', '{"a": 1\n'),
+        ('{"a": "1}', '{"a": "1}}\n'),
+        ('{"a": [1}}', '{"a": [1}}'),
+        ('{"a": "one\ntwo"}', '{"a": "one\ntwo"}'),
+        ('{"a": 1]', '{"a": 1]'),
+        ("{a: tru}", "{a: tru}"),
+    ],
+)
+def test_broken_arguments_stay_arguments_and_end_with_the_call(written: str, taken: str):
+    broken = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
+    if written == '{"a": 1':
+        broken = broken.replace("1}", "1")
+    assert check_cuts(parser, f"{broken}\n{CALL}") == ("", "", [("f", taken), TIME])
+
+
+def test_the_end_tag_in_a_string_of_the_arguments_is_text():
+    given = {"text": "write </tool_call> and <tool_call>"}
+    assert check_cuts(parser, wrapped("f", given)).calls == [("f", dumps(given))]
+
+
+@given(names, arguments, places)
+def test_an_answer_cut_off_in_the_arguments_gives_what_there_is(
+    name: str, given: Any, cuts: list[int]
+):
+    text = wrapped(name, given)
+    begin = text.index('"arguments": ') + len('"arguments": ')
+    for end in range(begin + 1, begin + len(dumps(given)) + 1):
+        assert check_cuts(parser, text[:end], cuts) == ("", "", [(name, text[begin:end])])
+
+
+def test_text_comes_out_at_once_unless_it_may_begin_a_call():
+    pieces = ["Hel", "lo ", "wor", "ld <", "b> <to", "ol", "_cal", "l!"]
+    contents = [part.content for part in stream(parser, pieces)]
+    assert contents == ["Hel", "lo", " wor", "ld", " <b>", "", "", " <tool_call!", ""]
+
+
+def test_the_name_and_the_arguments_come_out_as_they_arrive():
+    pieces = [
+        "<tool_call>\n",
+        '{"name": "f"',
+        ', "arguments": ',
+        '{"a": ',
+        '"x',
+        "y",
+        '"}',
+        "}\n",
+        "<",
+    ]
+    calls = [part.calls for part in stream(parser, pieces)]
+    assert calls == [
+        [], [], [], [("f", '{"a": ')], [("", '"x')], [("", "y")], [("", '"}')], [], [], []
+    ]  # fmt: skip
+
+
+def test_the_phase_is_tool_from_the_tag_to_its_end():
+    made = parser()
+    phases: list[tuple[str, str]] = []
+    for piece in ("Hi\n", "<tool_call>", '\n{"name": "f", "arguments": {', "}}", "\n</tool_call>"):
+        made.push(piece)
+        phases.append((piece[:4], made.phase))
+    assert [phase for _, phase in phases] == ["answer", "tool", "tool", "tool", "answer"]
+
+
+FRAGMENTS = (
+    CALL,
+    "<tool_call>",
+    "</tool_call>",
+    "\n",
+    "}",
+    '{"name": "f", "arguments": {"a": [1, "x\\"}"]}}',
+    '{"name": ',
+    '"f"',
+    '"arguments": {',
+    '"parameters": {"b": "y',
+    ", ",
+    "text",
+)
+
+
+@given(texts(FRAGMENTS), places)
+def test_the_result_does_not_depend_on_the_cuts(text: str, cuts: list[int]):
+    result = check_cuts(parser, text, cuts)
+    if not result.calls:
+        assert result.content == text
+
+
+@given(texts(FRAGMENTS), places)
+def test_with_tools_off_all_is_content(text: str, cuts: list[int]):
+    off = check_cuts(lambda: make_parser("hermes", None, tools=False), text, cuts)
+    assert off == ("", text, [])
+
+
+def test_a_call_of_an_unknown_function_is_a_call():
+    made = check_cuts(parser, wrapped("never_given", {"x": [None]})).calls
+    assert [(name, json.loads(given)) for name, given in made] == [("never_given", {"x": [None]})]

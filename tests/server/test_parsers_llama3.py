@@ -1,0 +1,127 @@
+"""Llama 3 tool calls: an answer that is JSON throughout, and what only looks like it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from parsing import calls, check_cuts, dumps, places, stream, texts
+
+from strobe.server.parsers import Parser, make_parser
+
+CALL = '{"name": "get_time", "parameters": {"city": "Rome"}}'
+TIME = ("get_time", '{"city": "Rome"}')
+TAG = "<|python_tag|>"
+
+
+def parser() -> Parser:
+    return make_parser("llama3_json", None)
+
+
+@given(calls, places)
+def test_what_the_template_writes_is_read_back(made: Any, cuts: list[int]):
+    answer = "; ".join(
+        f'{{"name": "{name}", "parameters": {dumps(given)}}}' for name, given in made
+    )
+    result = check_cuts(parser, answer, cuts)
+    assert result == ("", "", [(name, dumps(given)) for name, given in made])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CALL,
+        f" \n{CALL}\n",
+        f"{TAG}{CALL}",
+        f"{TAG}\n{CALL};",
+        CALL.removesuffix("}"),
+        CALL.replace("parameters", "arguments"),
+        CALL.replace('{"name"', '{"type": "function", "name"'),
+        '{"parameters": {"city": "Rome"}, "name": "get_time"}',
+    ],
+)
+def test_variants_of_one_call_are_that_call(text: str):
+    assert check_cuts(parser, text) == ("", "", [TIME])
+
+
+@pytest.mark.parametrize("joint", ["; ", ";", "\n", " ;\n", f"; {TAG}", TAG])
+def test_several_calls_stand_behind_one_another(joint: str):
+    assert check_cuts(parser, joint.join([CALL, CALL, CALL])) == ("", "", [TIME] * 3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"city": "Rome"}',
+        '{"name": "Ann", "age": 31}',
+        '{"name": "Ann"}',
+        '{"name": ["a"]}',
+        '{"type": "object", "properties": {}}',
+        ' {"a": 1}; {"name": "f", "parameters": {}}',
+        f"{TAG}print(1)",
+        "{",
+        "{}",
+        '[{"name": "f", "parameters": {}}]',
+        f"Use {CALL}",
+        '{"name": "get_ti',
+        "<|python",
+        "; x",
+        " ",
+        "",
+    ],
+)
+def test_what_is_no_call_is_content_unchanged(text: str):
+    assert check_cuts(parser, text) == ("", text, [])
+
+
+def test_json_that_is_no_call_is_known_by_its_first_key():
+    pieces = ['{"', "na", 'ture": ', '"green"', "}"]
+    assert [part.content for part in stream(parser, pieces)] == [
+        "",
+        "",
+        '{"nature":',
+        ' "green"',
+        "}",
+        "",
+    ]
+    pieces = ['{"c', 'ity": "Ro', 'me"}']
+    assert [part.content for part in stream(parser, pieces)] == ['{"c', 'ity": "Ro', 'me"}', ""]
+
+
+def test_the_tag_makes_a_call_behind_text_and_bare_json_does_not():
+    assert check_cuts(parser, f"Wait. {TAG}{CALL}") == ("", "Wait.", [TIME])
+    assert check_cuts(parser, f"Wait. {CALL}") == ("", f"Wait. {CALL}", [])
+
+
+def test_text_behind_a_call_is_content():
+    assert check_cuts(parser, f"{CALL}; so be it") == ("", "; so be it", [TIME])
+    assert check_cuts(parser, f'{CALL}; {{"x": 1}}') == ("", '; {"x": 1}', [TIME])
+
+
+def test_the_arguments_come_out_as_they_arrive():
+    pieces = ['{"name": "f", "par', 'ameters": {"a"', ": tr", "ue", "}}"]
+    assert [part.calls for part in stream(parser, pieces)] == [
+        [], [("f", '{"a"')], [("", ": tr")], [("", "ue")], [("", "}")], []
+    ]  # fmt: skip
+
+
+FRAGMENTS = (
+    CALL,
+    TAG,
+    "; ",
+    '{"name": "f", ',
+    '"parameters": {',
+    '"a": "',
+    '"}',
+    "}",
+    "\n",
+    "text",
+)
+
+
+@given(texts(FRAGMENTS), places)
+def test_the_result_does_not_depend_on_the_cuts(text: str, cuts: list[int]):
+    result = check_cuts(parser, text, cuts)
+    if not result.calls:
+        assert result.content == text
