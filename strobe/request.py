@@ -4,43 +4,22 @@ from __future__ import annotations
 
 import enum
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
+
+from strobe.checks import between, listed, whole
+from strobe.structured import StructuredOutputs
 
 METHODS = ("dflash", "ngram", "none")
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-MOST = 2**31 - 1
-"""The largest count that a field takes."""
 
 MOST_ANSWERS = 16384
 """The most answers to one prompt, vLLM's own limit."""
 
 MOST_LOGPROBS = 1000
 """The most top log probabilities per token."""
-
-
-def _whole(name: str, value: Any, low: int, mend: str, high: int = MOST) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} is {value!r}, but must be a whole number >= {low}; {mend}")
-    if value > high:
-        raise ValueError(f"{name} is {value!r}, but must be at most {high}; {mend}")
-
-
-def _between(name: str, value: Any, low: float, high: float, mend: str) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not low <= value <= high:
-        raise ValueError(f"{name} is {value!r}, but must lie from {low:g} to {high:g}; {mend}")
-
-
-def _listed(name: str, value: Any, of: str) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} is {value!r}, but must be a list of {of}.")
-    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -60,7 +39,7 @@ class Speculation:
                 f"speculation.method is {self.method!r}; name one of {', '.join(METHODS)}."
             )
         if self.num_drafts is not None:
-            _whole("speculation.num_drafts", self.num_drafts, 0, "0 turns drafting off.")
+            whole("speculation.num_drafts", self.num_drafts, 0, "0 turns drafting off.")
 
     @staticmethod
     def of(value: Any) -> Speculation:
@@ -82,72 +61,6 @@ class Speculation:
             f"speculation is {value!r}, but must be true, false or an object with method and "
             "num_drafts."
         )
-
-
-STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
-
-
-@dataclass(frozen=True)
-class StructuredOutputs:
-    """What an answer must look like; exactly one of the first five is given.
-
-    json: a JSON schema, as an object or its text. json_object: any JSON object. regex: a regular
-    expression the whole answer matches. choice: the answer is one of these texts. grammar: Lark, or
-    EBNF in llama.cpp's form. after: token ids behind which the constraint begins (the end of a
-    model's thinking); before them the answer is free. Raises ValueError.
-    """
-
-    json: Mapping[str, Any] | str | None = None
-    json_object: bool = False
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    after: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            said = f"gives {' and '.join(given)}" if given else "gives none"
-            raise ValueError(
-                f"structured_outputs {said} of {', '.join(STRUCTURES)}; give exactly one."
-            )
-        if self.json is not None and not isinstance(self.json, str | Mapping):
-            raise ValueError(
-                f"structured_outputs.json is {reprlib.repr(self.json)}, but must be a JSON schema."
-            )
-        for name in ("regex", "grammar"):
-            if not isinstance(getattr(self, name), str | None):
-                raise ValueError(
-                    f"structured_outputs.{name} is {reprlib.repr(getattr(self, name))}, but must "
-                    "be a text."
-                )
-        if self.choice is not None:
-            choice = _listed("structured_outputs.choice", self.choice, "texts")
-            if not choice or not all(isinstance(text, str) for text in choice):
-                raise ValueError(
-                    f"structured_outputs.choice is {reprlib.repr(self.choice)}, but must be a list "
-                    "of one or more texts."
-                )
-            object.__setattr__(self, "choice", choice)
-        object.__setattr__(self, "after", tuple(self.after))
-
-    @staticmethod
-    def of(value: Any) -> StructuredOutputs | None:
-        """Read an object with these fields, or None."""
-        if value is None or isinstance(value, StructuredOutputs):
-            return value
-        if not isinstance(value, Mapping):
-            raise ValueError(
-                f"structured_outputs is {reprlib.repr(value)}, but must be an object with one of "
-                f"{', '.join(STRUCTURES)}."
-            )
-        known = (*STRUCTURES, "after")
-        unknown = [name for name in value if name not in known]
-        if unknown:
-            raise ValueError(
-                f"structured_outputs has no field {unknown[0]!r}; it has {', '.join(known)}."
-            )
-        return StructuredOutputs(**value)
 
 
 class TokenLogprob(NamedTuple):
@@ -217,20 +130,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         texts = [self.stop] if isinstance(self.stop, str) else self.stop
-        stop = _listed("stop", texts, "texts, or one text")
-        ids = _listed("stop_token_ids", self.stop_token_ids, "token ids")
+        stop = listed("stop", texts, "texts, or one text")
+        ids = listed("stop_token_ids", self.stop_token_ids, "token ids")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "speculation", Speculation.of(self.speculation))
-        _whole("n", self.n, 1, f"ask for 1 to {MOST_ANSWERS} answers.", MOST_ANSWERS)
-        _between("temperature", self.temperature, 0.0, 100.0, "0 is greedy, 1 the model's own.")
-        _between("top_p", self.top_p, 0.0, 1.0, "1 keeps every token.")
+        whole("n", self.n, 1, f"ask for 1 to {MOST_ANSWERS} answers.", MOST_ANSWERS)
+        between("temperature", self.temperature, 0.0, 100.0, "0 is greedy, 1 the model's own.")
+        between("top_p", self.top_p, 0.0, 1.0, "1 keeps every token.")
         if self.temperature < 1e-6:
             object.__setattr__(self, "temperature", 0.0)
         if self.top_p == 0.0:
             raise ValueError("top_p is 0, which keeps no token; use temperature 0 for greedy.")
-        _whole("top_k", self.top_k, -1, "0 or -1 keeps every token.")
-        _between("min_p", self.min_p, 0.0, 1.0, "0 keeps every token.")
+        whole("top_k", self.top_k, -1, "0 or -1 keeps every token.")
+        between("min_p", self.min_p, 0.0, 1.0, "0 keeps every token.")
         if self.seed is not None:
             seed: Any = self.seed
             whole = isinstance(seed, int) and not isinstance(seed, bool)
@@ -242,10 +155,10 @@ class SamplingParams:
         self._check_logit_rules()
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0, "leave it None for none.", MOST_LOGPROBS)
+                whole(name, getattr(self, name), 0, "leave it None for none.", MOST_LOGPROBS)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 0, "leave it None for up to the context's end.")
-        _whole("min_tokens", self.min_tokens, 0, "0 asks for no minimum.")
+            whole("max_tokens", self.max_tokens, 0, "leave it None for up to the context's end.")
+        whole("min_tokens", self.min_tokens, 0, "0 asks for no minimum.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; "
@@ -258,7 +171,7 @@ class SamplingParams:
                     "or more."
                 )
         for token in ids:
-            _whole("stop_token_ids", token, 0, "list token ids of the model's vocabulary.")
+            whole("stop_token_ids", token, 0, "list token ids of the model's vocabulary.")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but must be True or False.")
@@ -271,9 +184,9 @@ class SamplingParams:
                 "ignore_eos is True beside structured_outputs, whose end is the answer's end; "
                 "leave one of them out."
             )
-        _between("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is off.")
-        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is off.")
-        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "1 is off.")
+        between("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is off.")
+        between("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is off.")
+        between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "1 is off.")
         if self.repetition_penalty == 0.0:
             raise ValueError("repetition_penalty is 0, but must be above 0; 1 is off.")
         if self.logit_bias is not None:
@@ -283,16 +196,16 @@ class SamplingParams:
                     "numbers."
                 )
             for token, value in self.logit_bias.items():
-                _whole("logit_bias", token, 0, "name token ids of the model's vocabulary.")
-                _between(f"logit_bias[{token}]", value, -100.0, 100.0, "0 changes nothing.")
+                whole("logit_bias", token, 0, "name token ids of the model's vocabulary.")
+                between(f"logit_bias[{token}]", value, -100.0, 100.0, "0 changes nothing.")
         if self.allowed_token_ids is not None:
-            ids = _listed("allowed_token_ids", self.allowed_token_ids, "token ids")
+            ids = listed("allowed_token_ids", self.allowed_token_ids, "token ids")
             if not ids:
                 raise ValueError(
                     "allowed_token_ids is empty, which allows no token; leave it out to allow all."
                 )
             for token in ids:
-                _whole("allowed_token_ids", token, 0, "list ids of the model's vocabulary.")
+                whole("allowed_token_ids", token, 0, "list ids of the model's vocabulary.")
             object.__setattr__(self, "allowed_token_ids", ids)
 
     @property
@@ -373,6 +286,7 @@ class Request:
         self.speculation = SpeculationCount()
         self.num_preemptions = 0
         self.num_cached: int | None = None
+        self.admitted_at: float | None = None
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.scores_prompt = sampling.prompt_logprobs is not None and not sibling
         self.structured = StructuredOutputs.of(sampling.structured_outputs)

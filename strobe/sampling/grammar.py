@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,25 +27,42 @@ _KEPT = 128
 
 def source_of(wanted: StructuredOutputs) -> str:
     """The grammar in llguidance's form. Raises ValueError for text that is none."""
+    parts = [{"name": "answer", **_part(wanted)}]
+    if wanted.lead:
+        start = f"start: LEAD? @answer\nLEAD: {json.dumps(wanted.lead)}"
+        parts.insert(0, {"lark_grammar": start})
+    return json.dumps({"grammars": parts})
+
+
+def _part(wanted: StructuredOutputs) -> dict[str, Any]:
     if wanted.json is not None:
-        schema = wanted.json if isinstance(wanted.json, str) else json.dumps(wanted.json)
-        return LLMatcher.grammar_from_json_schema(schema)
+        return {"json_schema": _schema(wanted.json)}
     if wanted.json_object:
-        return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        return {"json_schema": {"type": "object"}}
     if wanted.regex is not None:
-        return LLMatcher.grammar_from_regex(wanted.regex)
+        return json.loads(LLMatcher.grammar_from_regex(wanted.regex))["grammars"][0]
     if wanted.choice is not None:
-        return grammar_from("choice", json.dumps(list(wanted.choice)))
-    return grammar_from("grammar", wanted.grammar or "")
+        return {"lark_grammar": f"start: {' | '.join(map(json.dumps, wanted.choice))}"}
+    return {"lark_grammar": grammar_from("grammar", wanted.grammar or "")}
+
+
+def _schema(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        raise ValueError(f"the JSON schema is no JSON ({error})") from None
 
 
 class Follower:
     """One request's place in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, after: Sequence[int]):
-        """after: token ids behind which the grammar begins; empty: it begins at once."""
-        self.matcher, self.after = matcher, tuple(after)
-        self.free = bool(after)
+    def __init__(self, matcher: LLMatcher, after: Sequence[int] = (), opener: int | None = None):
+        """after: token ids behind which the grammar begins; empty: it begins at once. opener: the
+        first token of answers that wait for `after`; None: all do."""
+        self.matcher, self.after, self.opener = matcher, tuple(after), opener
+        self.free = bool(after) and opener is None
         self.done = 0
 
     def masks(self, output: Sequence[int], drafts: Sequence[int], words: int) -> np.ndarray:
@@ -60,10 +78,16 @@ class Follower:
                 self.matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, words * 4)
                 if self.matcher.is_error():
                     raise ValueError(self._failure())
+                if self.opener is not None and not known:
+                    masks[row, self.opener >> 5] |= np.uint32(1 << (self.opener & 31)).view(
+                        np.int32
+                    )
             if row == len(drafts):
                 break
             known.append(drafts[row])
-            if free:
+            if self._opens(known):
+                free = True
+            elif free:
                 free = not self._begins(known)
             elif self.matcher.is_stopped() or not self.matcher.try_consume_tokens([drafts[row]]):
                 break
@@ -77,10 +101,16 @@ class Follower:
         """Take in the tokens committed since the last step."""
         while self.done < len(output):
             self.done += 1
-            if self.free:
+            if self._opens(output[: self.done]):
+                self.free = True
+            elif self.free:
                 self.free = not self._begins(output[: self.done])
             elif not self.matcher.consume_token(output[self.done - 1]):
                 raise ValueError(self._failure())
+
+    def _opens(self, tokens: Sequence[int]) -> bool:
+        """Whether the newest token is the answer's first and begins thinking."""
+        return len(tokens) == 1 and tokens[0] == self.opener
 
     def _begins(self, tokens: Sequence[int]) -> bool:
         return tuple(tokens[-len(self.after) :]) == self.after
@@ -143,7 +173,9 @@ class Grammars:
         """Begin with a request. Raises ValueError for a grammar that does not compile."""
         if request.structured is not None:
             matcher = self.compile(request.structured)
-            self._followers[request] = Follower(matcher, request.structured.after)
+            self._followers[request] = Follower(
+                matcher, request.structured.after, request.structured.opener
+            )
 
     def masks(self, request: Request, drafts: Sequence[int]) -> np.ndarray:
         """[1 + len(drafts), words] int32 for the rows of a request's span. A grammar that cannot go
