@@ -1,0 +1,286 @@
+"""The server's numbers in Prometheus' format; docs/metrics.md has a line for each.
+
+Everything here runs on the server's event loop, so counting is plain integers without locks;
+families are made when someone asks for them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as TEXT
+from prometheus_client.exposition import choose_encoder, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from strobe.server.snapshot import EngineSnapshot
+
+Phase = Literal["thinking", "answer", "tool"]
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+PHASES: tuple[Phase, ...] = ("thinking", "answer", "tool")
+CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k-256k", "256k+")
+CONTEXT_BOUNDS = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18)
+"""The first context length, in tokens, of each bucket but the first."""
+
+REASONS = ("stop", "length", "abort", "error")
+"""Finish reasons shown from the start, so that a first one is seen as a rise from 0."""
+
+# All of vLLM's own bounds, so that a bucket compares with vLLM's, and finer ones below them.
+FIRST_TOKEN_BOUNDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+    10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+TOKEN_BOUNDS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15,
+    0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+REQUEST_BOUNDS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0,
+    30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+LENGTH_BOUNDS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
+
+
+class Total(NamedTuple):
+    """A counter that the engine keeps."""
+
+    field: str
+    name: str
+    help: str
+
+
+TOTALS = (
+    Total("steps", "strobe:engine_steps", "Steps of the engine."),
+    Total("prompt_tokens", "vllm:prompt_tokens", "Prompt tokens computed."),
+    Total("generation_tokens", "vllm:generation_tokens", "Tokens generated."),
+    Total("preemptions", "vllm:num_preemptions", "Requests preempted for want of K/V pages."),
+    Total("num_drafts", "vllm:spec_decode_num_drafts", "Verify steps that carried drafts."),
+    Total("num_draft_tokens", "vllm:spec_decode_num_draft_tokens", "Tokens drafted."),
+    Total("num_accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Drafts accepted."),
+    Total("prefix_queries", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    Total("prefix_hits", "vllm:prefix_cache_hits", "Tokens found in the prefix cache."),
+)
+
+IDLE = EngineSnapshot(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, (), 0, 0)
+
+
+class Histogram:
+    """Counts of observations per bucket; an observation on a bound lies below it."""
+
+    def __init__(self, name: str, help: str, bounds: Sequence[float]):
+        self.name, self.help = name, help
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count `value` `times` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def family(self, labels: Sequence[str], values: Sequence[str]) -> HistogramMetricFamily:
+        """The cumulative buckets, as Prometheus wants them."""
+        buckets: list[tuple[str, float]] = []
+        below = 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            below += count
+            buckets.append((floatToGoString(bound), below))
+        family = HistogramMetricFamily(self.name, self.help, labels=labels)
+        family.add_metric(values, buckets, self.sum)
+        return family
+
+
+class ServerMetrics(Collector):
+    """Counts what the server does and shows the engine's own totals beside it.
+
+    Every metric has the label model_name. Names are vLLM's where vLLM has the metric.
+    """
+
+    def __init__(self, model_name: str):
+        self.model_name = model_name
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        self._engine = IDLE
+        # Per phase and context bucket: verify steps, tokens drafted, tokens accepted.
+        self._verified = {phase: [[0, 0, 0] for _ in CONTEXTS] for phase in PHASES}
+        self._finished: dict[str, int] = dict.fromkeys(REASONS, 0)
+        self._refused: dict[tuple[str, str], int] = {}
+        self._first_token = Histogram(
+            "vllm:time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            FIRST_TOKEN_BOUNDS,
+        )
+        self._inter_token = Histogram(
+            "vllm:inter_token_latency_seconds",
+            "Between one delivery of tokens and the next, however many it brings.",
+            TOKEN_BOUNDS,
+        )
+        self._per_token = Histogram(
+            "strobe:time_per_output_token_seconds",
+            "That time divided by the tokens delivered, once for each of them.",
+            TOKEN_BOUNDS,
+        )
+        self._latency = Histogram(
+            "vllm:e2e_request_latency_seconds",
+            "From a request's arrival to its end.",
+            REQUEST_BOUNDS,
+        )
+        self._queued = Histogram(
+            "vllm:request_queue_time_seconds",
+            "From a request's arrival to its first step.",
+            REQUEST_BOUNDS,
+        )
+        self._prompt = Histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a finished request.", LENGTH_BOUNDS
+        )
+        self._generation = Histogram(
+            "vllm:request_generation_tokens",
+            "Tokens generated for a finished request.",
+            LENGTH_BOUNDS,
+        )
+
+    def engine(self, snapshot: EngineSnapshot) -> None:
+        """The engine's newest account of itself; its totals are shown as they are."""
+        self._engine = snapshot
+
+    # Once per request and step, tens of thousands a second: measured 0.21 us for verified and
+    # 0.38 us for inter_token, against 1.0 us and 1.6 us through cached children of the client
+    # library's Counter and Histogram (one core, CPython 3.11). A render takes 1.5 ms.
+    def verified(self, *, drafted: int, accepted: int, context: int, phase: str) -> None:
+        """Count one verify step of one request.
+
+        drafted: tokens drafted for it; with 0 nothing is counted, as in vLLM's counters. context:
+        the request's length before the step, in tokens. phase: "thinking", "answer" or "tool".
+        """
+        if not drafted:
+            return
+        cell = self._verified[phase][bisect_right(CONTEXT_BOUNDS, context)]
+        cell[0] += 1
+        cell[1] += drafted
+        cell[2] += accepted
+
+    def first_token(self, seconds: float) -> None:
+        """A request's first token left, `seconds` after the request came."""
+        self._first_token.observe(seconds)
+
+    def inter_token(self, seconds: float, tokens: int) -> None:
+        """`tokens` more tokens left, `seconds` after those before them.
+
+        vLLM's histogram has one observation of `seconds` per delivery and does not divide, so
+        speculation lengthens it; under its name we count the same. Ours divides: `tokens`
+        observations of seconds / tokens each. Without tokens nothing is counted.
+        """
+        if tokens > 0:
+            self._inter_token.observe(seconds)
+            self._per_token.observe(seconds / tokens, tokens)
+
+    def finished(
+        self,
+        *,
+        reason: str,
+        seconds: float,
+        queue_seconds: float | None,
+        prompt_tokens: int,
+        generation_tokens: int,
+    ) -> None:
+        """An answer ended. queue_seconds: None where it never ran."""
+        self._finished[reason] = self._finished.get(reason, 0) + 1
+        self._latency.observe(seconds)
+        if queue_seconds is not None:
+            self._queued.observe(queue_seconds)
+        self._prompt.observe(prompt_tokens)
+        self._generation.observe(generation_tokens)
+
+    def refused(self, status: int, reason: str) -> None:
+        """A request was answered with an error. reason: one of a few fixed words, never a text
+        that a client sent, for each makes a series of its own."""
+        key = (str(status), reason)
+        self._refused[key] = self._refused.get(key, 0) + 1
+
+    def render(self, accept: str | None) -> tuple[bytes, str]:
+        """The body and its content type: OpenMetrics or Prometheus' text, whichever an Accept
+        header asks for first."""
+        try:
+            _, content_type = choose_encoder(accept or "")
+        except TypeError:  # a version that is no number; the header is the client's to spoil
+            content_type = TEXT
+        # The one escaping that leaves our names alone: in OpenMetrics the others turn the colon of
+        # a sample's name into "_", so that it is neither vLLM's nor the one in its # TYPE line.
+        if content_type.startswith("application/openmetrics-text"):
+            return openmetrics.generate_latest(self._registry, ALLOWUTF8), OPENMETRICS
+        return generate_latest(self._registry, ALLOWUTF8), TEXT
+
+    def collect(self) -> Iterator[Family]:
+        """Every metric as it stands; what the registry calls."""
+        engine = self._engine
+        yield self._gauge("vllm:num_requests_running", "Requests that run.", engine.running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", engine.waiting)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Share of the K/V pages in use, 0 to 1.", engine.kv_used
+        )
+        for total in TOTALS:
+            family = self._counter(total.name, total.help)
+            family.add_metric([self.model_name], getattr(engine, total.field))
+            yield family
+        family = self._counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted at each place of the block.",
+            "position",
+        )
+        for position, count in enumerate(engine.accepted_per_position):
+            family.add_metric([self.model_name, str(position)], count)
+        yield family
+        yield from self._verify_steps()
+        for histogram in (
+            self._first_token,
+            self._inter_token,
+            self._per_token,
+            self._latency,
+            self._queued,
+            self._prompt,
+            self._generation,
+        ):
+            yield histogram.family(["model_name"], [self.model_name])
+        family = self._counter("vllm:request_success", "Answers ended.", "finished_reason")
+        for reason, count in self._finished.items():
+            family.add_metric([self.model_name, reason], count)
+        yield family
+        family = self._counter(
+            "strobe:http_requests_refused", "Requests answered with an error.", "status", "reason"
+        )
+        for key, count in self._refused.items():
+            family.add_metric([self.model_name, *key], count)
+        yield family
+
+    def _verify_steps(self) -> Iterator[Family]:
+        names = (
+            ("strobe:spec_decode_steps", "Verify steps that carried drafts, by where they were."),
+            ("strobe:spec_decode_draft_tokens", "Tokens drafted, by where they were."),
+            ("strobe:spec_decode_accepted_tokens", "Drafts accepted, by where they were."),
+        )
+        for index, (name, help) in enumerate(names):
+            family = self._counter(name, help, "context", "phase")
+            for phase, cells in self._verified.items():
+                for context, cell in zip(CONTEXTS, cells, strict=True):
+                    family.add_metric([self.model_name, context, phase], cell[index])
+            yield family
+
+    def _gauge(self, name: str, help: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, help, labels=["model_name"])
+        family.add_metric([self.model_name], value)
+        return family
+
+    def _counter(self, name: str, help: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(name, help, labels=["model_name", *labels])

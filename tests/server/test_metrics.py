@@ -1,0 +1,462 @@
+"""What /metrics shows: names, labels, totals and buckets; and that docs and dashboard keep up."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as parse_openmetrics,
+)
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from strobe.server.metrics import CONTEXTS, PHASES, Histogram, ServerMetrics
+from strobe.server.snapshot import EngineSnapshot
+
+ROOT = Path(__file__).parents[2]
+MODEL = 'a "quoted" model\\'
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+EXPOSED = {
+    ("vllm:num_requests_running", "gauge"),
+    ("vllm:num_requests_waiting", "gauge"),
+    ("vllm:kv_cache_usage_perc", "gauge"),
+    ("vllm:num_preemptions_total", "counter"),
+    ("vllm:prompt_tokens_total", "counter"),
+    ("vllm:generation_tokens_total", "counter"),
+    ("vllm:prefix_cache_queries_total", "counter"),
+    ("vllm:prefix_cache_hits_total", "counter"),
+    ("vllm:spec_decode_num_drafts_total", "counter"),
+    ("vllm:spec_decode_num_draft_tokens_total", "counter"),
+    ("vllm:spec_decode_num_accepted_tokens_total", "counter"),
+    ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "counter"),
+    ("vllm:time_to_first_token_seconds", "histogram"),
+    ("vllm:inter_token_latency_seconds", "histogram"),
+    ("vllm:e2e_request_latency_seconds", "histogram"),
+    ("vllm:request_queue_time_seconds", "histogram"),
+    ("vllm:request_prompt_tokens", "histogram"),
+    ("vllm:request_generation_tokens", "histogram"),
+    ("vllm:request_success_total", "counter"),
+    ("strobe:engine_steps_total", "counter"),
+    ("strobe:spec_decode_steps_total", "counter"),
+    ("strobe:spec_decode_draft_tokens_total", "counter"),
+    ("strobe:spec_decode_accepted_tokens_total", "counter"),
+    ("strobe:time_per_output_token_seconds", "histogram"),
+    ("strobe:http_requests_refused_total", "counter"),
+}
+
+
+def snapshot(**changes: Any) -> EngineSnapshot:
+    names = EngineSnapshot._fields
+    whole = dict.fromkeys(names, 0) | {"kv_used": 0.0, "accepted_per_position": ()}
+    return EngineSnapshot(**(whole | changes))
+
+
+def families(metrics: ServerMetrics) -> list[Any]:
+    return list(parse_text(metrics.render(None)[0].decode()))
+
+
+def samples(metrics: ServerMetrics) -> Samples:
+    found: Samples = {}
+    for family in families(metrics):
+        for sample in family.samples:
+            key = sample.name, frozenset(sample.labels.items())
+            assert key not in found, f"{key} is exposed twice"
+            found[key] = sample.value
+    return found
+
+
+def value(metrics: ServerMetrics, name: str, **labels: str) -> float:
+    return samples(metrics)[name, frozenset((labels | {"model_name": MODEL}).items())]
+
+
+@pytest.fixture
+def metrics() -> ServerMetrics:
+    return ServerMetrics(MODEL)
+
+
+@pytest.fixture
+def busy(metrics: ServerMetrics) -> ServerMetrics:
+    """A server on which everything that is counted has happened."""
+    metrics.engine(snapshot(accepted_per_position=(3, 2, 1)))
+    metrics.verified(drafted=3, accepted=1, context=5, phase="answer")
+    metrics.refused(429, "queue_full")
+    return metrics
+
+
+def labels_of(metrics: ServerMetrics) -> dict[str, set[str]]:
+    """The label names of every sample's name, model_name among them."""
+    names: dict[str, set[str]] = {}
+    for name, labels in samples(metrics):
+        own = {label for label, _ in labels}
+        assert names.setdefault(name, own) == own, f"{name} has samples of different labels"
+    return names
+
+
+# The exposition
+
+
+def test_names_and_types_are_vllms_where_vllm_has_them(busy: ServerMetrics):
+    suffix = {"counter": "_total"}
+    named = {(f.name + suffix.get(f.type, ""), f.type) for f in families(busy)}
+    assert named == EXPOSED
+    assert all(family.documentation.endswith(".") for family in families(busy))
+
+
+def test_every_sample_names_the_model(busy: ServerMetrics):
+    assert {dict(labels)["model_name"] for _, labels in samples(busy)} == {MODEL}
+
+
+def test_both_formats_tell_the_same_and_keep_the_colon(busy: ServerMetrics):
+    body, content_type = busy.render("application/openmetrics-text; version=1.0.0")
+    assert content_type == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    assert body.endswith(b"# EOF\n")
+    found = {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in parse_openmetrics(body.decode())
+        for sample in family.samples
+    }
+    assert found == samples(busy)
+    assert all(name.startswith(("vllm:", "strobe:")) for name, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        (None, "text/plain"),
+        ("", "text/plain"),
+        ("*/*", "text/plain"),
+        ("text/html,application/xhtml+xml,*/*;q=0.8", "text/plain"),
+        ("application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.3", "application/"),
+        ("application/openmetrics-text", "application/"),
+        ("application/openmetrics-text;version=1.0.0;escaping=dots", "application/"),
+        ("application/openmetrics-text;version=0.0.1,text/plain;version=0.0.4", "text/plain"),
+        ("application/openmetrics-text;version=abc", "text/plain"),
+        ("text/plain;version=1.x;escaping=values", "text/plain"),
+        ("text/plain;version=1.0.0;escaping=values", "text/plain"),
+        (";;=,,", "text/plain"),
+    ],
+)
+def test_any_accept_header_gets_an_answer_with_our_names(
+    busy: ServerMetrics, accept: str | None, kind: str
+):
+    body, content_type = busy.render(accept)
+    assert content_type.startswith(kind)
+    assert b"\nvllm:num_requests_running{" in body
+    assert (b"# EOF" in body) == (kind == "application/")
+
+
+def test_two_servers_count_apart(metrics: ServerMetrics):
+    ServerMetrics(MODEL).refused(400, "x")
+    assert "strobe:http_requests_refused_total" not in {name for name, _ in samples(metrics)}
+
+
+# The engine's own totals
+
+
+def test_each_field_of_a_snapshot_is_shown_under_its_name(metrics: ServerMetrics):
+    numbers = dict(zip(EngineSnapshot._fields, range(11, 24), strict=True))
+    metrics.engine(snapshot(**numbers | {"kv_used": 0.25, "accepted_per_position": (9, 4)}))
+    shown = {
+        "running": "vllm:num_requests_running",
+        "waiting": "vllm:num_requests_waiting",
+        "steps": "strobe:engine_steps_total",
+        "prompt_tokens": "vllm:prompt_tokens_total",
+        "generation_tokens": "vllm:generation_tokens_total",
+        "preemptions": "vllm:num_preemptions_total",
+        "num_drafts": "vllm:spec_decode_num_drafts_total",
+        "num_draft_tokens": "vllm:spec_decode_num_draft_tokens_total",
+        "num_accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
+        "prefix_queries": "vllm:prefix_cache_queries_total",
+        "prefix_hits": "vllm:prefix_cache_hits_total",
+    }
+    assert {field: value(metrics, name) for field, name in shown.items()} == {
+        field: numbers[field] for field in shown
+    }
+    assert set(numbers) - set(shown) == {"kv_used", "accepted_per_position"}
+    assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(metrics, per_position, position=str(i)) for i in range(2)] == [9, 4]
+
+
+def test_before_the_first_snapshot_all_totals_are_zero(metrics: ServerMetrics):
+    assert value(metrics, "vllm:generation_tokens_total") == 0
+    assert value(metrics, "vllm:spec_decode_num_drafts_total") == 0
+    assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 0
+
+
+Growth = st.lists(
+    st.tuples(
+        st.tuples(*[st.integers(0, 50)] * 9),
+        st.lists(st.integers(0, 9), max_size=5),
+        st.tuples(st.integers(0, 3), st.sampled_from(PHASES), st.integers(0, 1 << 19)),
+        st.tuples(st.floats(0, 1e4), st.integers(0, 9), st.sampled_from(["stop", "tool_calls"])),
+    ),
+    min_size=2,
+    max_size=4,
+)
+
+
+@settings(max_examples=15)
+@given(Growth)
+def test_no_total_ever_falls_and_no_series_goes_away(growth: Any):
+    metrics, before = ServerMetrics(MODEL), dict[Any, float]()
+    totals, accepted = [0] * 9, list[int]()
+    for more, per_position, (drafts, phase, context), (seconds, tokens, reason) in growth:
+        totals = [a + b for a, b in zip(totals, more, strict=True)]
+        accepted += [0] * (len(per_position) - len(accepted))
+        accepted = [a + (per_position[i : i + 1] or [0])[0] for i, a in enumerate(accepted)]
+        metrics.engine(EngineSnapshot(1, 2, 0.5, *totals[:7], tuple(accepted), *totals[7:]))
+        metrics.verified(drafted=drafts, accepted=drafts // 2, context=context, phase=phase)
+        metrics.first_token(seconds)
+        metrics.inter_token(seconds, tokens)
+        metrics.finished(
+            reason=reason,
+            seconds=seconds,
+            queue_seconds=None if tokens else seconds,
+            prompt_tokens=context,
+            generation_tokens=tokens,
+        )
+        metrics.refused(400 + tokens, reason)
+        after = samples(metrics)
+        assert not {
+            key: (was, after.get(key))
+            for key, was in before.items()
+            if (key[0], "gauge") not in EXPOSED and after.get(key, -1) < was
+        }
+        before = after
+
+
+# What the server counts
+
+
+@pytest.mark.parametrize(
+    ("context", "bucket"),
+    [
+        (0, "0-1k"),
+        (1023, "0-1k"),
+        (1024, "1k-4k"),
+        (4095, "1k-4k"),
+        (4096, "4k-16k"),
+        (16383, "4k-16k"),
+        (16384, "16k-64k"),
+        (65535, "16k-64k"),
+        (65536, "64k-256k"),
+        (262143, "64k-256k"),
+        (262144, "256k+"),
+        (1 << 40, "256k+"),
+    ],
+)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_verify_step_counts_in_its_bucket_and_phase_alone(
+    metrics: ServerMetrics, context: int, bucket: str, phase: str
+):
+    for accepted in (7, 4):
+        metrics.verified(drafted=15, accepted=accepted, context=context, phase=phase)
+    changed = {key: number for key, number in samples(metrics).items() if number}
+    labels = {"context": bucket, "phase": phase, "model_name": MODEL}
+    assert changed == {
+        (f"strobe:spec_decode_{name}_total", frozenset(labels.items())): number
+        for name, number in (("steps", 2), ("draft_tokens", 30), ("accepted_tokens", 11))
+    }
+
+
+def test_every_bucket_and_phase_is_there_from_the_start(metrics: ServerMetrics):
+    cells = [dict(labels) for name, labels in samples(metrics) if name.endswith("steps_total")]
+    found = {(cell["context"], cell["phase"]) for cell in cells if "phase" in cell}
+    assert found == {(context, phase) for context in CONTEXTS for phase in PHASES}
+
+
+def test_a_step_without_drafts_is_no_verify_step(metrics: ServerMetrics):
+    metrics.verified(drafted=0, accepted=0, context=5, phase="answer")
+    labels = {"context": "0-1k", "phase": "answer"}
+    assert value(metrics, "strobe:spec_decode_steps_total", **labels) == 0
+
+
+def test_an_unknown_phase_is_not_counted_elsewhere(metrics: ServerMetrics):
+    with pytest.raises(KeyError):
+        metrics.verified(drafted=1, accepted=1, context=5, phase="reasoning")
+
+
+def buckets(metrics: ServerMetrics, name: str) -> dict[str, float]:
+    """le -> observations in that bucket alone; empty ones left out."""
+    found, below = dict[str, float](), 0.0
+    for family in families(metrics):
+        for sample in family.samples:
+            if sample.name == f"{name}_bucket":
+                if sample.value > below:
+                    found[sample.labels["le"]] = sample.value - below
+                below = sample.value
+    return found
+
+
+def test_a_delivery_of_tokens_counts_once_undivided_and_once_per_token(metrics: ServerMetrics):
+    metrics.inter_token(0.016, 8)
+    metrics.inter_token(0.05, 1)
+    metrics.inter_token(0.9, 0)
+    undivided, divided = "vllm:inter_token_latency_seconds", "strobe:time_per_output_token_seconds"
+    assert buckets(metrics, undivided) == {"0.025": 1, "0.05": 1}
+    assert buckets(metrics, divided) == {"0.0025": 8, "0.05": 1}
+    for name, count in ((undivided, 2), (divided, 9)):
+        assert value(metrics, f"{name}_count") == count
+        assert value(metrics, f"{name}_sum") == pytest.approx(0.066)
+
+
+def test_a_finished_answer_counts_in_each_histogram(metrics: ServerMetrics):
+    end = {"reason": "stop", "seconds": 1.2, "prompt_tokens": 1024, "generation_tokens": 0}
+    metrics.finished(**end, queue_seconds=0.3)
+    metrics.finished(**end | {"reason": "error"}, queue_seconds=None)
+    assert buckets(metrics, "vllm:e2e_request_latency_seconds") == {"1.5": 2}
+    assert buckets(metrics, "vllm:request_queue_time_seconds") == {"0.3": 1}
+    assert buckets(metrics, "vllm:request_prompt_tokens") == {"2000.0": 2}
+    assert buckets(metrics, "vllm:request_generation_tokens") == {"1.0": 2}
+    reasons = {
+        reason: value(metrics, "vllm:request_success_total", finished_reason=reason)
+        for reason in ("stop", "length", "abort", "error")
+    }
+    assert reasons == {"stop": 1, "length": 0, "abort": 0, "error": 1}
+
+
+def test_refusals_count_by_status_and_reason(metrics: ServerMetrics):
+    for status, reason in ((429, "queue_full"), (429, "queue_full"), (429, "rate")):
+        metrics.refused(status, reason)
+    name = "strobe:http_requests_refused_total"
+    assert value(metrics, name, status="429", reason="queue_full") == 2
+    assert value(metrics, name, status="429", reason="rate") == 1
+
+
+@given(
+    st.lists(st.floats(0, 10), min_size=1, max_size=6, unique=True).map(sorted),
+    st.lists(st.tuples(st.floats(0, 20), st.integers(1, 5)), max_size=20),
+)
+def test_buckets_are_cumulative_counts_of_what_is_at_most_their_bound(
+    bounds: list[float], observed: list[tuple[float, int]]
+):
+    histogram = Histogram("h", "Help.", bounds)
+    for number, times in observed:
+        histogram.observe(number, times)
+    shown = {
+        sample.name + sample.labels.get("le", ""): sample.value
+        for sample in histogram.family([], []).samples
+    }
+    every = [number for number, times in observed for _ in range(times)]
+    for bound in bounds:
+        # Two bounds that Go's spelling cannot tell apart would be one sample; floats' repr can.
+        assert shown[f"h_bucket{bound!r}"] == sum(number <= bound for number in every)
+    assert shown["h_bucket+Inf"] == shown["h_count"] == len(every)
+    assert shown["h_sum"] == pytest.approx(sum(every))
+
+
+# Docs and dashboard
+
+PROMQL = {"sum", "rate", "histogram_quantile", "bool"}  # words that name neither; more as needed
+ADDED = {"instance", "job"}  # by Prometheus, when it scrapes
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads((ROOT / "docs" / "grafana" / "strobe.json").read_text(encoding="utf-8"))
+
+
+def named_in(expression: str) -> tuple[set[str], set[str]]:
+    """The metrics and the labels that a PromQL expression names."""
+    rest = re.sub(r'"[^"]*"', '""', expression)
+    labels = set(re.findall(r"(\w+)\s*=~?", rest))
+    rest = re.sub(r"\{[^}]*\}|\[[^\]]*\]", " ", rest)
+    for group in re.findall(r"\b(?:by|without|on|ignoring|group_left)\s*\(([^)]*)\)", rest):
+        labels |= set(re.findall(r"\w+", group))
+    rest = re.sub(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)", " ", rest)
+    called = re.match(r"label_values\(([\w:]+), (\w+)\)", expression)
+    if called:
+        return {called[1]}, {called[2]}
+    return set(re.findall(r"[a-zA-Z_:][\w:]*", rest)) - PROMQL, labels
+
+
+def expressions() -> list[tuple[str, str, str]]:
+    """Title, expression and legend of every query of the dashboard, its variables' included."""
+    board = dashboard()
+    found = [
+        (panel["title"], target["expr"], target["legendFormat"])
+        for panel in board["panels"]
+        for target in panel.get("targets", [])
+    ]
+    for variable in board["templating"]["list"]:
+        if variable["type"] == "query":
+            found.append((variable["name"], variable["query"]["query"], ""))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("expression", "metrics", "labels"),
+    [
+        ('sum by (a, b) (rate(x:y_total{c=~"z"}[5m])) / on () up', {"x:y_total", "up"}, "abc"),
+        ('1 + foo{d="e{f}"} > bool bar', {"foo", "bar"}, "d"),
+        ("label_values(x:y, a)", {"x:y"}, "a"),
+    ],
+)
+def test_the_reader_of_expressions_reads(expression: str, metrics: set[str], labels: str):
+    assert named_in(expression) == (metrics, set(labels))
+
+
+def test_the_dashboard_asks_only_for_what_is_exposed(busy: ServerMetrics):
+    exposed = labels_of(busy)
+    assert len(expressions()) > 20
+    for title, expression, legend in expressions():
+        metrics, labels = named_in(expression)
+        assert metrics, f"{title}: {expression} names no metric"
+        assert metrics <= set(exposed), f"{title}: {sorted(metrics - set(exposed))}"
+        common = set.intersection(*(exposed[name] for name in metrics))
+        if " on () " in expression:  # the sides are joined without labels
+            common = set.union(*(exposed[name] for name in metrics))
+        labels |= set(re.findall(r"{{\s*(\w+)\s*}}", legend)) - ADDED
+        assert labels <= common, f"{title}: {sorted(labels - common)}"
+
+
+def test_each_metric_has_a_place_on_the_dashboard():
+    asked = set.union(*(named_in(expression)[0] for _, expression, _ in expressions()))
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
+    assert shown == {name for name, _ in EXPOSED}
+
+
+def test_the_dashboard_can_be_imported():
+    board = dashboard()
+    assert board["id"] is None, "an id of another Grafana's database"
+    assert board["schemaVersion"] >= 42
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    assert variables["model_name"]["multi"]
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        own = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not own & cells, f"{panel['title']} lies on another panel"
+        cells |= own
+        for target in panel.get("targets", []):
+            assert target["datasource"]["uid"] == "${datasource}"
+            assert '{model_name=~"$model_name"}' in target["expr"]
+        ids = [target["refId"] for target in panel.get("targets", [])]
+        assert len(set(ids)) == len(ids)
+
+
+def test_the_docs_have_one_line_for_each_metric_with_its_type_and_labels(busy: ServerMetrics):
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| `([\w:]+)` \| (\w+) \| (.*?) ?\| (.+) \|$", text, re.MULTILINE)
+    assert len({name for name, *_ in lines}) == len(lines)
+    assert {(name, kind) for name, kind, *_ in lines} == EXPOSED
+    exposed = labels_of(busy)
+    for name, kind, labels, _ in lines:
+        sample = f"{name}_count" if kind == "histogram" else name
+        assert set(re.findall(r"`(\w+)`", labels)) == exposed[sample] - {"model_name"}, name
+    for word in (*CONTEXTS, *PHASES):
+        assert f"`{word}`" in text
