@@ -189,6 +189,4 @@ def _values(scope: Scope, name: bytes) -> list[bytes]:
 
 def _route(scope: Scope) -> str:
     """The path that the application's router sees: without the prefix of a proxy."""
-    path: str = scope["path"]
-    prefix: str = scope.get("root_path", "")
-    return path[len(prefix) :] if prefix and path.startswith(f"{prefix}/") else path
+    return scope["path"].removeprefix(scope.get("root_path", ""))

@@ -169,9 +169,11 @@ def test_a_send_that_fails_because_the_client_left_is_499_and_ends_quietly(lines
     assert "error" not in lines()[0]
 
 
-def test_an_exception_is_logged_as_500_by_its_type_and_goes_on(lines: Lines):
+@pytest.mark.parametrize("answered", [True, False])
+def test_an_exception_is_logged_as_500_by_its_type_and_goes_on(lines: Lines, answered: bool):
     async def fails(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if answered:
+            await echo(scope, receive, send)
         raise LookupError("my private prompt")
 
     with pytest.raises(LookupError):
