@@ -146,8 +146,8 @@ class SamplingParams:
         between("min_p", self.min_p, 0.0, 1.0, "0 keeps every token.")
         if self.seed is not None:
             seed: Any = self.seed
-            whole = isinstance(seed, int) and not isinstance(seed, bool)
-            if not whole or not -(2**63) <= seed < 2**63:
+            is_whole = isinstance(seed, int) and not isinstance(seed, bool)
+            if not is_whole or not -(2**63) <= seed < 2**63:
                 raise ValueError(
                     f"seed is {seed!r}, but must be a whole number of 64 bits; "
                     "leave it out for the engine's own."
