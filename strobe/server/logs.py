@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-TOKENS_ONLY = ("strobe.engine",)
-"""Loggers of code that sees token ids and never text: their exceptions keep their messages."""
+TOKENS_ONLY = ("strobe.engine", "strobe.server.worker")
+"""Loggers of the engine's process, which gets prompts as token ids: their exceptions keep their
+messages, such as why it cannot start."""
 
 
 class Fields(dict[str, Any]):
