@@ -1,0 +1,247 @@
+// One answer on the page: its sections of coloured tokens, tool calls, strip and figures.
+
+import { element, number } from "./dom.js";
+import { Sections } from "./sections.js";
+import { Strip } from "./strip.js";
+
+const OFF = "the request turned speculation off"; // asked for, so no news
+
+/** The tokens on the page, for whoever wants to say more about one: span -> {answer, token}. */
+export const tokenOf = new WeakMap();
+/** The bars of all strips: element -> {answer, step}. */
+export const stepOf = new WeakMap();
+
+/** An answer being made. Feed it chunks, then finish it once. */
+export class Answer {
+  constructor(title, started = performance.now()) {
+    this.sections = new Sections();
+    this.spans = [];
+    this.steps = []; // {drafted, accepted, spans, bar}
+    this.parts = []; // {kind, element, tokens}
+    this.calls = []; // {id, name, arguments, element}
+    this.times = { started, first: null, last: null };
+    this.firstTokens = 0;
+    this.content = "";
+    this.finishReason = null;
+    this.usage = null;
+    this.report = null;
+    this.done = false;
+    this.failed = false; // stopped or broken off
+
+    this.strip = new Strip();
+    this.body = element("div", { class: "parts" });
+    this.notes = element("div", { class: "notes" });
+    this.figures = element("dl", { class: "figures" });
+    this.element = element(
+      "section",
+      { class: "answer running", "aria-label": title },
+      element("h3", {}, title),
+      this.body,
+      this.notes,
+      element("footer", {}, this.strip.element, this.figures),
+    );
+  }
+
+  /** The text as the tokens make it, markers included. */
+  get raw() {
+    return this.sections.raw;
+  }
+
+  get numTokens() {
+    return this.usage?.completion_tokens ?? this.spans.length;
+  }
+
+  /** Tokens a second after the first step, or from the start where all came at once, or null. */
+  get rate() {
+    const { started, first, last } = this.times;
+    if (first === null) return null;
+    if (last > first) return (1000 * (this.numTokens - this.firstTokens)) / (last - first);
+    return this.done ? (1000 * this.numTokens) / (last - started) : null;
+  }
+
+  /** What the conversation keeps of it; a call that was cut off is none. */
+  get message() {
+    const message = { role: "assistant", content: this.content };
+    if (this.calls.length && !this.failed) {
+      message.tool_calls = this.calls.map(({ id, name, arguments: text }) => ({
+        id,
+        type: "function",
+        function: { name, arguments: text },
+      }));
+    }
+    return message;
+  }
+
+  feed(chunk, time) {
+    this.usage = chunk.usage ?? this.usage;
+    this.report = chunk.speculation ?? this.report;
+    const choice = chunk.choices?.[0];
+    if (choice) {
+      const delta = choice.delta ?? {};
+      this.content += delta.content ?? "";
+      this.finishReason = choice.finish_reason ?? this.finishReason;
+      if (choice.step) this.addStep(choice.step, delta, time);
+      else if (!this.steps.length) this.addText(delta, time);
+      else this.place(this.sections.push([], null, delta));
+      for (const call of delta.tool_calls ?? []) this.addCall(call);
+    }
+    this.describe();
+  }
+
+  addStep(step, delta, time) {
+    const index = this.steps.length;
+    const from = this.spans.length;
+    this.place(this.sections.push(step.tokens, index, delta));
+    const spans = this.spans.slice(from);
+    const kept = step.tokens.filter(([, accepted]) => accepted).length;
+    const verify = index > 0 || step.drafted > 0; // not the prompt's own forward
+    const bar = verify ? this.strip.add(step, spans.length - kept, kept) : null;
+    if (bar) stepOf.set(bar, { answer: this, step: index });
+    this.steps.push({ ...step, spans, bar });
+    this.stamp(time, spans.length);
+  }
+
+  addText(delta, time) {
+    const before = this.spans.length;
+    this.place(this.sections.pushText(delta));
+    if (this.spans.length > before) this.stamp(time, 1);
+  }
+
+  stamp(time, tokens) {
+    if (this.times.first === null) this.firstTokens = tokens;
+    this.times.first ??= time;
+    this.times.last = time;
+  }
+
+  /** Put the tokens from `changed` on into their sections; only the newest ever move. */
+  place(changed) {
+    for (let i = this.spans.length - 1; i >= changed; i--) this.spans[i].remove();
+    while (this.parts.length && empty(this.parts.at(-1))) this.parts.pop().element.remove();
+    for (let i = changed; i < this.sections.tokens.length; i++) {
+      const token = this.sections.tokens[i];
+      const span = (this.spans[i] ??= this.span(token));
+      if (this.parts.at(-1)?.kind !== token.section) this.open(token.section);
+      this.parts.at(-1).tokens.append(span);
+    }
+    for (let i = Math.max(0, changed - 1); i < this.spans.length; i++) {
+      this.spans[i].classList.toggle("marker", this.sections.tokens[i].covered === null);
+    }
+  }
+
+  span(token) {
+    const origin = token.own === null ? "unknown" : token.own ? "own" : "accepted";
+    const tabindex = this.spans.length ? -1 : 0; // one stop for Tab, arrows move on from there
+    const span = element("span", { class: `token ${origin}`, tabindex }, token.piece);
+    tokenOf.set(span, { answer: this, token });
+    return span;
+  }
+
+  open(kind) {
+    this.fold();
+    const name = { thinking: "Thinking", answer: "Answer", call: "Tool call" }[kind];
+    const label = `${name}, token by token; the arrow keys move`;
+    const tokens = element("div", { class: "tokens", role: "group", "aria-label": label });
+    let made = tokens;
+    if (kind === "thinking") {
+      made = element(
+        "details",
+        { class: "thinking", open: true },
+        element("summary", {}, "Thinking …"),
+        tokens,
+      );
+    } else if (kind === "call") {
+      made = element("div", { class: "call" }, tokens);
+    }
+    this.parts.push({ kind, element: made, tokens });
+    this.body.append(made);
+  }
+
+  /** Thinking that has ended is folded away. */
+  fold() {
+    const last = this.parts.at(-1);
+    if (last?.kind !== "thinking") return;
+    const count = last.tokens.childElementCount;
+    const tokens = count === 1 ? "token" : "tokens";
+    last.element.firstChild.textContent = `Thought for ${count} ${tokens}`;
+    last.element.open = false;
+  }
+
+  addCall({ index, id, function: part = {} }) {
+    let call = this.calls[index];
+    if (!call) {
+      if (this.parts.at(-1)?.kind !== "call") this.open("call");
+      call = { id, name: "", arguments: "", element: element("div", { class: "readable" }) };
+      this.calls[index] = call;
+      this.parts.at(-1).tokens.before(call.element);
+    }
+    call.id ??= id;
+    call.name += part.name ?? "";
+    call.arguments += part.arguments ?? "";
+    call.element.replaceChildren(
+      element("p", {}, "Calls the tool ", element("b", {}, call.name)),
+      ...argumentList(call.arguments),
+    );
+  }
+
+  /** The end, however it came. note: a sentence why, null where the model was done. */
+  finish(note = null, kind = "note") {
+    this.done = true;
+    this.element.classList.remove("running");
+    const after = this.parts.at(-1);
+    if (after?.kind === "thinking" && this.raw.includes("</think>")) this.fold();
+    if (this.finishReason === "length" && note === null) {
+      note = `Stopped at ${number(this.numTokens)} tokens, the most it may write.`;
+    }
+    if (note !== null) {
+      const role = kind === "error" ? "alert" : null;
+      this.notes.append(element("p", { class: kind, role }, note));
+    }
+    this.describe();
+  }
+
+  /** The figures line, from what is known so far. */
+  describe() {
+    const { started, first } = this.times;
+    const report = this.report;
+    const rows = [];
+    if (this.rate !== null) rows.push(["tokens/s", number(this.rate)]);
+    if (first !== null) rows.push(["first token", `${number(first - started)} ms`]);
+    const length = report?.acceptance_length ?? this.strip.acceptanceLength;
+    if (length !== null) rows.push(["acceptance length", length.toFixed(1)]);
+    const steps = report?.used ? report.steps : this.strip.steps;
+    if (steps) rows.push(["verify steps", number(steps)]);
+    if (this.spans.length) rows.push(["tokens", number(this.numTokens)]);
+    if (report) {
+      rows.push(report.used ? ["method", report.method] : ["speculation", why(report)]);
+    }
+    this.figures.replaceChildren(
+      ...rows.map(([name, value]) =>
+        element("div", { "data-name": name }, element("dt", {}, name), element("dd", {}, value)),
+      ),
+    );
+  }
+}
+
+const empty = ({ kind, tokens }) => kind !== "call" && !tokens.hasChildNodes();
+
+function why({ off_reason: reason }) {
+  if (reason === OFF) return "off";
+  return `off, because ${reason ?? "the server gave no reason"}`;
+}
+
+/** Arguments as a list of names and values, or as they came while they are no JSON object yet. */
+function argumentList(text) {
+  let values = null;
+  try {
+    values = JSON.parse(text);
+  } catch {
+    // still streaming, or the model wrote no JSON
+  }
+  if (values === null || typeof values !== "object") return text ? [element("code", {}, text)] : [];
+  const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  const rows = Object.entries(values).flatMap(([name, value]) => [
+    element("dt", {}, name),
+    element("dd", {}, shown(value)),
+  ]);
+  return [element("dl", {}, ...rows)];
+}

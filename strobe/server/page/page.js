@@ -1,0 +1,303 @@
+// The chat: the conversation, sending, stopping, comparing.
+
+import { Answer } from "./answer.js";
+import { verdict } from "./compare.js";
+import { byId, element, number } from "./dom.js";
+import { BOX, EXAMPLES } from "./examples.js";
+import { hide, inspect } from "./inspect.js";
+import * as settings from "./settings.js";
+import { chat, getJson, ServerError } from "./stream.js";
+
+const log = byId("log");
+const prompt = byId("prompt");
+const dialog = byId("settings");
+
+let model = null; // its entry in /v1/models
+let running = null; // the AbortController of what streams now
+let talk = newTalk();
+
+/** messages: what the server is sent, less the system message. pending: calls without a result. */
+function newTalk() {
+  return { messages: [], pending: [] };
+}
+
+// ---- sending ----
+
+/** Send what is typed, or compare with it; with nothing typed, compare on the last prompt. */
+async function submit(compare) {
+  const text = prompt.value;
+  const typed = text.trim() !== "";
+  const again = !typed && compare && talk.messages.length > 0;
+  if (running) return say("Still answering. Press Escape to stop it first.");
+  if (!typed && !again) return say("Type a message first.");
+  if (!settings.valid()) return;
+  for (const failed of log.querySelectorAll(".turn.failed")) failed.remove();
+
+  const before = { ...talk, messages: [...talk.messages] };
+  if (again) {
+    const isPrompt = ({ role }) => role !== "assistant";
+    talk.messages.length = talk.messages.findLastIndex(isPrompt) + 1;
+  } else {
+    talk.messages.push(messageOf(text));
+    prompt.value = "";
+  }
+  focusPrompt();
+  const turn = addTurn(again ? null : talk.messages.at(-1));
+  const mine = talk;
+  if (!mine.pending.length) {
+    const answered = await converse(turn, compare);
+    if (talk === mine && !answered) {
+      Object.assign(mine, before);
+      turn.classList.add("failed");
+      if (!prompt.value && typed) prompt.value = text;
+    }
+  }
+  refresh();
+  focusPrompt();
+}
+
+/** What is typed is the result of a tool while a call waits for one. */
+function messageOf(text) {
+  if (!talk.pending.length) return { role: "user", content: text };
+  const [call, ...rest] = talk.pending;
+  talk.pending = rest;
+  return { role: "tool", tool_call_id: call.id, name: call.name, content: text };
+}
+
+/** Stream one answer, or two, into a turn; whether the conversation has one more message. */
+async function converse(turn, compare) {
+  const mine = talk;
+  running = new AbortController();
+  const { signal } = running;
+  refresh();
+  say("Answering …");
+  if (model === null) await loadModel();
+  const system = settings.systemMessage();
+  const body = {
+    model: model?.id,
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...mine.messages],
+    ...settings.request(),
+  };
+  const answer = compare
+    ? await both(turn, body, signal)
+    : await stream(addAnswer(turn, "Answer"), body, signal);
+  running = null;
+  if (talk !== mine || !answer.numTokens) return false;
+  mine.messages.push(answer.message);
+  mine.pending = answer.message.tool_calls ? [...answer.calls] : [];
+  return true;
+}
+
+/** The same request without and with speculation; the answer with it. */
+async function both(turn, body, signal) {
+  body.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
+  const off = addAnswer(turn, "Speculation off");
+  const on = addAnswer(turn, "Speculation on");
+  turn.classList.add("compared");
+  const first = () => stream(off, { ...body, speculation: false }, signal);
+  const second = () => stream(on, { ...body, speculation: true }, signal);
+  if (settings.inTurns()) {
+    on.element.classList.add("waiting");
+    await first();
+    on.element.classList.remove("waiting");
+    if (off.failed) on.finish("Not run, because the other one did not end.");
+    else await second();
+  } else {
+    await Promise.all([first(), second()]);
+  }
+  const result = verdict(off, on, body, settings.inTurns());
+  turn.append(result);
+  say(result.textContent);
+  follow();
+  return on;
+}
+
+async function stream(answer, body, signal) {
+  answer.times.started = performance.now();
+  try {
+    for await (const { chunk, time } of chat(body, settings.apiKey(), signal)) {
+      answer.feed(chunk, time);
+      follow(answer);
+    }
+    answer.finish();
+    say(`${answer.content || "The answer has no text."} ${number(answer.numTokens)} tokens.`);
+  } catch (error) {
+    answer.failed = true;
+    if (signal.aborted) {
+      answer.finish("Stopped.");
+      say("Stopped.");
+    } else {
+      const told = error instanceof ServerError;
+      answer.finish(told ? error.message : `The page failed: ${error.message}`, "error");
+      if (error.status === 401) answer.notes.append(keyButton());
+      if (!told) console.error(error);
+    }
+  }
+  follow(answer);
+  return answer;
+}
+
+// ---- what is shown ----
+
+function addTurn(message) {
+  const turn = element("article", { class: "turn" });
+  if (message === null) {
+    turn.append(element("p", { class: "note" }, "The same prompt, compared."));
+  } else {
+    const who = message.role === "tool" ? `Result of ${message.name}` : "You";
+    const said = element("div", { class: `said ${message.role}` });
+    said.append(element("h2", {}, who), element("p", {}, message.content));
+    turn.append(said);
+  }
+  turn.append(element("div", { class: "answers" }));
+  log.append(turn);
+  pinned = true;
+  follow();
+  return turn;
+}
+
+function addAnswer(turn, title) {
+  const answer = new Answer(title);
+  turn.querySelector(".answers").append(answer.element);
+  return answer;
+}
+
+function keyButton() {
+  const button = element("button", { type: "button" }, "Enter the API key");
+  button.addEventListener("click", () => settings.openAt("key"));
+  return button;
+}
+
+/** Bring the buttons, labels and the line under the message up to date. */
+function refresh() {
+  const [call] = talk.pending;
+  byId("welcome").hidden = log.hasChildNodes();
+  byId("stop").hidden = !running;
+  byId("send").hidden = Boolean(running);
+  byId("compare").disabled = Boolean(running);
+  byId("prompt-label").classList.toggle("plain", !call);
+  byId("prompt-label").textContent = call ? `Result of ${call.name}` : "Message";
+  prompt.placeholder = call ? `What ${call.name} returned, as text or JSON` : "Ask something";
+  byId("in-effect").textContent = settings.inEffect();
+  log.setAttribute("aria-busy", String(Boolean(running)));
+  fit();
+}
+
+/** As high as its text, up to what the style allows. */
+function fit() {
+  prompt.style.height = "auto";
+  prompt.style.height = `${prompt.scrollHeight + prompt.offsetHeight - prompt.clientHeight}px`;
+}
+
+let touched = false; // the last press was a finger's
+addEventListener("pointerdown", ({ pointerType }) => (touched = pointerType === "touch"));
+
+/** After a finger, the focus would only bring up a keyboard that covers the answer. */
+function focusPrompt() {
+  if (touched) prompt.blur();
+  else if (!dialog.open) prompt.focus();
+}
+
+/** Tell a screen reader. */
+function say(text) {
+  byId("status").textContent = text;
+}
+
+let pinned = true; // the reader is at the end, so stay there
+let frame = null;
+const following = new Set();
+
+function follow(answer) {
+  if (answer) following.add(answer);
+  frame ??= requestAnimationFrame(() => {
+    frame = null;
+    for (const { strip } of following) strip.follow();
+    following.clear();
+    if (pinned) scrollTo(0, document.documentElement.scrollHeight);
+  });
+}
+
+// ---- the server ----
+
+async function loadModel() {
+  const note = byId("server-note");
+  const key = settings.apiKey();
+  const told = getJson("version", key).catch(() => null);
+  try {
+    model = (await getJson("v1/models", key)).data[0];
+    note.hidden = true;
+  } catch (error) {
+    model = null;
+    const said = error instanceof ServerError ? error.message : "The server names no model.";
+    note.replaceChildren(said, " ", ...(error.status === 401 ? [keyButton()] : []));
+    note.hidden = false;
+  }
+  const version = (await told)?.version;
+  const words = [model?.id, version && `Strobe ${version}`];
+  if (model?.max_model_len) words.push(`context ${number(model.max_model_len)}`);
+  byId("model").textContent = words.filter(Boolean).join(" · ");
+  document.title = model ? `${model.id} · Strobe` : "Strobe";
+  byId("examples").hidden = model?.id !== BOX;
+}
+
+function offerExamples() {
+  for (const example of EXAMPLES) {
+    const name = element("b", {}, example.name);
+    const button = element("button", { type: "button" }, name, example.prompt);
+    button.addEventListener("click", () => {
+      settings.adopt(example);
+      prompt.value = example.prompt;
+      refresh();
+      focusPrompt();
+    });
+    byId("examples").querySelector("ul").append(element("li", {}, button));
+  }
+}
+
+// ---- wiring ----
+
+byId("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  submit(false);
+});
+byId("compare").addEventListener("click", () => submit(true));
+byId("stop").addEventListener("click", () => running?.abort());
+byId("new-chat").addEventListener("click", () => {
+  running?.abort();
+  talk = newTalk();
+  settings.dropAdopted();
+  log.replaceChildren();
+  prompt.value = "";
+  hide();
+  refresh();
+  scrollTo(0, 0);
+  focusPrompt();
+});
+byId("open-settings").addEventListener("click", () => dialog.showModal());
+byId("options").addEventListener("input", () => {
+  settings.store();
+  refresh();
+});
+byId("options").elements.namedItem("key").addEventListener("change", loadModel);
+
+prompt.addEventListener("input", fit);
+prompt.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  submit(false);
+});
+addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || dialog.open) return;
+  hide();
+  running?.abort();
+});
+addEventListener("scroll", () => {
+  const { scrollHeight, scrollTop, clientHeight } = document.documentElement;
+  pinned = scrollHeight - scrollTop - clientHeight < 80;
+});
+
+settings.restore();
+offerExamples();
+inspect(log);
+refresh();
+loadModel();

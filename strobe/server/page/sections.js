@@ -1,0 +1,98 @@
+// Which section of an answer each token belongs to. No DOM here.
+//
+//   raw text   <think>\nHm, 4.\n</think>\n\nIt is 4.     the tokens' pieces, joined
+//   reasoning           Hm, 4.                           the server's parser split these off
+//   content                                 It is 4.
+//
+// Pieces are the raw text; delta.reasoning_content and delta.content are parts of it, in order.
+// They may lag behind, because a parser holds back what could begin a marker. A token that no delta
+// covers is a marker, and stays with the section before it, or with the first one.
+
+export class Sections {
+  constructor() {
+    this.tokens = []; // {piece, start, own, step, covered: kind or null, section: kind}
+    this.raw = "";
+    this.cursor = 0; // the raw text before it has been matched
+    this.settled = 0; // the sections of the tokens before it are final
+  }
+
+  /** Take one step's [piece, drafted] pairs and its delta; the index of the first token whose
+   * section is new or has changed. */
+  push(pairs, step, delta) {
+    const before = this.tokens.length;
+    for (const [piece, drafted] of pairs) this.add(piece, !drafted, step);
+    if (delta.reasoning_content) this.cover("thinking", delta.reasoning_content);
+    if (delta.content) this.cover("answer", delta.content);
+    if (delta.tool_calls?.length) this.coverCall();
+    return this.resolve(before);
+  }
+
+  /** Text of a server that tells no tokens: one piece of unknown origin. */
+  pushText(delta) {
+    const text = (delta.reasoning_content ?? "") + (delta.content ?? "");
+    const before = this.tokens.length;
+    if (text) this.add(text, null, null);
+    if (text) this.tokens.at(-1).covered = delta.content ? "answer" : "thinking";
+    this.cursor = this.raw.length;
+    return this.resolve(before);
+  }
+
+  add(piece, own, step) {
+    const start = this.raw.length;
+    this.tokens.push({ piece, start, own, step, covered: null, section: null });
+    this.raw += piece;
+  }
+
+  cover(kind, text) {
+    const start = this.find(text);
+    const end = start < 0 ? this.raw.length : start + text.length;
+    for (const token of this.unmatched()) {
+      const inside = token.start < end && token.start + token.piece.length > start;
+      if (inside) token.covered ??= kind;
+    }
+    this.cursor = end;
+  }
+
+  /** A call's raw text is JSON that the delta does not repeat: all that is left, less the closing
+   * marker and blanks of the section before. */
+  coverCall() {
+    let leading = true;
+    for (const token of this.unmatched()) {
+      if (token.covered) continue;
+      leading &&= /^\s*$|^<\//.test(token.piece);
+      if (!leading) token.covered = "call";
+    }
+    this.cursor = this.raw.length;
+  }
+
+  /** Where the next delta lies: at the start of a token if it can, because a short text such as "t"
+   * also occurs inside the marker before it. Otherwise anywhere, and -1 where it does not occur. */
+  find(text) {
+    if (this.raw.startsWith(text, this.cursor)) return this.cursor;
+    for (const { start } of this.unmatched()) {
+      if (start >= this.cursor && this.raw.startsWith(text, start)) return start;
+    }
+    return this.raw.indexOf(text, this.cursor);
+  }
+
+  unmatched() {
+    let first = this.tokens.length;
+    while (first > 0 && this.tokens[first - 1].start >= this.cursor) first--;
+    return this.tokens.slice(Math.max(0, first - 1)); // the one before may reach over the cursor
+  }
+
+  resolve(before) {
+    const open = this.tokens.slice(this.settled);
+    const first = this.tokens[this.settled - 1]?.section;
+    let last = first ?? open.find((token) => token.covered)?.covered ?? "answer";
+    let changed = before;
+    const start = this.settled;
+    for (const [index, token] of open.entries()) {
+      last = token.covered ?? last;
+      if (token.section !== last) changed = Math.min(changed, start + index);
+      token.section = last;
+      if (token.covered) this.settled = start + index + 1;
+    }
+    return changed;
+  }
+}

@@ -1,0 +1,101 @@
+// Talking to the server: JSON, a stream of chunks, and every failure as a sentence.
+
+/** What went wrong, as a sentence for the reader. status: HTTP's, 0 where there was none. */
+export class ServerError extends Error {
+  constructor(sentence, status = 0) {
+    super(sentence);
+    this.status = status;
+  }
+}
+
+const UNREACHABLE = "The server cannot be reached. Is it still running?";
+
+/** The JSON at a path of this server. Throws ServerError. */
+export async function getJson(path, key) {
+  const response = await ask(path, { headers: headers(key) });
+  if (!response.ok) throw await refusal(response, key);
+  return response.json();
+}
+
+/**
+ * The chunks of one streamed chat completion, each as {chunk, time}: time is performance.now() when
+ * its bytes arrived. Ends after [DONE]. Throws ServerError, and what fetch throws on an abort.
+ */
+export async function* chat(body, key, signal) {
+  const response = await ask("v1/chat/completions", {
+    method: "POST",
+    headers: { ...headers(key), "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+    signal,
+  });
+  if (!response.ok) throw await refusal(response, key);
+  for await (const { data, time } of events(response, signal)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ServerError(sentence(chunk.error));
+    yield { chunk, time };
+  }
+  throw new ServerError("The connection ended before the answer was complete.");
+}
+
+/** The data of each server-sent event of a response; bytes may be cut anywhere. */
+async function* events(response, signal) {
+  const reader = response.body.getReader();
+  const decoder = new TextDecoder();
+  let rest = "";
+  let data = [];
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const time = performance.now();
+      const lines = (rest + decoder.decode(value, { stream: true })).split("\n");
+      rest = lines.pop();
+      for (const line of lines.map((line) => line.replace(/\r$/, ""))) {
+        if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
+        else if (line === "" && data.length) {
+          yield { data: data.join("\n"), time };
+          data = [];
+        }
+      }
+    }
+  } catch (error) {
+    if (signal.aborted || error instanceof ServerError) throw error;
+    throw new ServerError("The connection to the server broke in the middle of the answer.");
+  } finally {
+    reader.cancel().catch(() => {}); // already closed, or aborted
+  }
+}
+
+async function ask(path, options) {
+  try {
+    return await fetch(path, options);
+  } catch (error) {
+    if (options.signal?.aborted) throw error;
+    throw new ServerError(UNREACHABLE);
+  }
+}
+
+async function refusal(response, key) {
+  const { status } = response;
+  if (status === 401 || status === 403) {
+    const wanted = "This server asks for an API key. Enter it in the settings.";
+    const wrong = "The server does not accept this API key. Correct it in the settings.";
+    return new ServerError(key ? wrong : wanted, status);
+  }
+  const answer = await response.json().catch(() => null);
+  let text = answer?.error
+    ? sentence(answer.error)
+    : `The server answered with HTTP status ${status} and no explanation.`;
+  const wait = response.headers.get("Retry-After");
+  if (wait && /^\d+$/.test(wait)) text += ` Try again in ${wait} s.`;
+  return new ServerError(text, status);
+}
+
+function sentence(error) {
+  return error.message || `The server reported an error without a sentence (${error.type}).`;
+}
+
+function headers(key) {
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}

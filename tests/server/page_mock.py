@@ -1,0 +1,220 @@
+"""A server for the page's tests: its files, and answers that stand in a script.
+
+A scripted stream goes on only when its gates are opened, so a test sees each moment for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from strobe.server.page import files
+
+Json = dict[str, Any]
+
+
+class Gate:
+    """A place in a stream that waits to be opened."""
+
+    def __init__(self):
+        self._opened: Future[None] = Future()
+
+    def open(self) -> None:
+        self._opened.set_result(None)
+
+    async def passed(self) -> None:
+        await asyncio.wrap_future(self._opened)
+
+
+@dataclass
+class Reply:
+    """One answer of the API. parts: chunks and gates of a stream, or nothing and a body.
+
+    gone: set when the client has left before the end; done: when all was sent.
+    """
+
+    parts: Sequence[Json | Gate] = ()
+    status: int = 200
+    body: Any = None
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    complete: bool = True
+    gone: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+def step(
+    *tokens: tuple[str, bool],
+    drafted: int = 15,
+    content: str | None = None,
+    thinking: str | None = None,
+    calls: list[Json] | None = None,
+    finish: str | None = None,
+) -> Json:
+    """A chunk with one step. Without content, thinking and calls, the content is its tokens."""
+    if content is None and thinking is None and calls is None:
+        content = "".join(piece for piece, _ in tokens)
+    given = {"content": content, "reasoning_content": thinking, "tool_calls": calls}
+    accepted = sum(kept for _, kept in tokens)
+    choice: Json = {
+        "index": 0,
+        "delta": {name: value for name, value in given.items() if value is not None},
+        "finish_reason": finish,
+    }
+    choice["step"] = {"tokens": [list(t) for t in tokens], "drafted": drafted, "accepted": accepted}
+    return {"object": "chat.completion.chunk", "choices": [choice]}
+
+
+def end(parts: Sequence[Json | Gate], off_reason: str | None = None) -> Json:
+    """The last chunk after these: usage and the speculation report."""
+    steps = [p["choices"][0]["step"] for p in parts if isinstance(p, dict) and p.get("choices")]
+    verified = [s for s in steps if s["drafted"]]
+    accepted = sum(s["accepted"] for s in verified)
+    tokens = sum(len(s["tokens"]) for s in steps)
+    report = {
+        "used": bool(verified),
+        "method": "dflash" if verified else "none",
+        "steps": len(verified),
+        "drafted": sum(s["drafted"] for s in verified),
+        "accepted": accepted,
+        "acceptance_length": 1 + accepted / len(verified) if verified else None,
+        "accepted_per_position": [],
+        "off_reason": None if verified else off_reason or "the request turned speculation off",
+    }
+    usage = {"prompt_tokens": 9, "completion_tokens": tokens, "total_tokens": 9 + tokens}
+    return {"choices": [], "usage": usage, "speculation": report}
+
+
+def answer(*parts: Json | Gate, off_reason: str | None = None) -> Reply:
+    """A whole stream, its end included."""
+    return Reply([*parts, end(parts, off_reason)])
+
+
+def refusal(status: int, message: str, **headers: str) -> Reply:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return Reply(status=status, body={"error": error}, headers=headers)
+
+
+class MockServer:
+    """Serves from a thread until closed. replies: what the next chat requests get, in order.
+
+    received: the bodies of the chat requests, keys: their Authorization headers. api_key: asked for
+    when not None.
+    """
+
+    def __init__(self):
+        self.reset()
+        self._files = files()
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen()
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
+        config = uvicorn.Config(
+            self._answer, interface="asgi3", lifespan="off", ws="none", log_level="warning"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
+        self._thread.start()
+
+    def reset(self) -> None:
+        """Forget what was received and what to reply."""
+        self.model = "strobe-demo"
+        self.api_key: str | None = None
+        self.replies: deque[Reply] = deque()
+        self.received: list[Json] = []
+        self.keys: list[str | None] = []
+
+    def reply(self, *replies: Reply) -> None:
+        self.replies.extend(replies)
+
+    def close(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join()
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"]
+        if path in self._files:
+            kind, body = self._files[path]
+            await respond(send, 200, body, {"content-type": kind})
+            return
+        headers = {k.decode(): v.decode() for k, v in scope["headers"]}
+        key = headers.get("authorization")
+        if path.startswith("/v1/") and self.api_key not in (
+            None,
+            (key or "").removeprefix("Bearer "),
+        ):
+            await plain(send, refusal(401, "The API key is missing or wrong."))
+        elif path == "/v1/models":
+            entry = {"id": self.model, "max_model_len": 2048, "owned_by": "strobe", "root": "/box"}
+            await plain(send, Reply(body={"object": "list", "data": [entry]}))
+        elif path == "/version":
+            await plain(send, Reply(body={"version": "0.1.0"}))
+        elif path == "/v1/chat/completions":
+            self.keys.append(key)
+            self.received.append(json.loads(await body_of(receive)))
+            reply = self.replies.popleft()
+            await (stream(reply, receive, send) if reply.parts else plain(send, reply))
+        else:
+            await plain(send, refusal(404, f"There is nothing at {path}."))
+
+
+async def body_of(receive: Any) -> bytes:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message["more_body"]
+    return body
+
+
+async def respond(send: Any, status: int, body: bytes, headers: dict[str, str]) -> None:
+    pairs = [(k.encode(), v.encode()) for k, v in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def plain(send: Any, reply: Reply) -> None:
+    headers = {"content-type": "application/json"} | reply.headers
+    await respond(send, reply.status, json.dumps(reply.body).encode(), headers)
+
+
+async def stream(reply: Reply, receive: Any, send: Any) -> None:
+    """Send the parts until the client leaves."""
+    writing = asyncio.ensure_future(write(reply, send))
+    leaving = asyncio.ensure_future(left(receive))
+    await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
+    if writing.done():
+        reply.done.set()
+        leaving.cancel()
+        writing.result()
+        return
+    writing.cancel()
+    with suppress(asyncio.CancelledError):
+        await writing
+    reply.gone.set()
+
+
+async def write(reply: Reply, send: Any) -> None:
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for part in reply.parts:
+        if isinstance(part, Gate):
+            await part.passed()
+            continue
+        event = f"data: {json.dumps(part)}\n\n".encode()
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+    last = b"data: [DONE]\n\n" if reply.complete else b""
+    await send({"type": "http.response.body", "body": last})
+
+
+async def left(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

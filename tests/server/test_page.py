@@ -1,0 +1,688 @@
+"""The page at `/`, as its users meet it: in Chromium, against a server that follows a script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from browser import NAMES, Browser, Page, find_chromium
+from page_mock import Gate, Json, MockServer, Reply, answer, refusal, step
+
+from strobe.server.page import files
+
+CHROMIUM = find_chromium()
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None,
+    reason=f"The page needs a browser to be tested: none of {', '.join(NAMES)} is in PATH; "
+    "install Debian's package chromium.",
+)
+IDLE = "!document.querySelector('#stop').checkVisibility()"
+WIDTH = 360
+WIDE = "document.documentElement.scrollWidth"
+
+HELLO = step(("Hel", False), drafted=0)
+SORTED = (
+    step(("Sort", False), drafted=0),
+    step(("ed", True), (": ", True), ("fig", False)),
+    step((", pear", False)),
+    step((",\n  ", True), ("plum", True), ("!", False), finish="stop"),
+)
+"""Four steps: the prompt's own, one with two drafts kept, one with none, one with two."""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    assert CHROMIUM is not None
+    browser = Browser(CHROMIUM, tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def one_server() -> Iterator[MockServer]:
+    server = MockServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(one_server: MockServer) -> MockServer:
+    """The mock, with nothing received and nothing to say."""
+    one_server.reset()
+    return one_server
+
+
+@pytest.fixture(scope="module")
+def one_page(browser: Browser) -> Page:
+    return browser.open()
+
+
+@pytest.fixture
+def page(one_page: Page) -> Page:
+    """A page as good as new."""
+    one_page.reset()
+    return one_page
+
+
+@pytest.fixture
+def chat(page: Page, server: MockServer) -> Page:
+    """The page, loaded from the mock."""
+    return visit(page, server.url)
+
+
+def visit(page: Page, url: str) -> Page:
+    page.goto(url)
+    page.until("document.title != 'Strobe' || !document.querySelector('#server-note').hidden")
+    return page
+
+
+def ask(page: Page, text: str, button: str = "#send") -> None:
+    page.evaluate("document.querySelector('#prompt').focus()")
+    page.type(text)
+    page.click(button)
+
+
+def ask_and_wait(page: Page, text: str, button: str = "#send") -> None:
+    turns = len(page.texts(".turn:not(.failed)"))
+    ask(page, text, button)
+    page.until(f"document.querySelectorAll('.turn').length > {turns} && {IDLE}")
+
+
+def origins(page: Page, within: str = ".answer") -> list[list[str]]:
+    """[text, class] of each token."""
+    return page.evaluate(
+        f"[...document.querySelectorAll('{within} .token')]"
+        ".map((e) => [e.textContent, e.classList[1]])"
+    )
+
+
+def bars(page: Page, within: str = ".answer") -> list[list[int]]:
+    """[accepted, own, drafted + 1] of each bar."""
+    return page.evaluate(
+        f"[...document.querySelectorAll('{within} .bar')].map((bar) => "
+        "['--kept', '--own', '--drafted'].map((name) => +bar.style.getPropertyValue(name)))"
+    )
+
+
+def figures(page: Page, within: str = ".answer") -> dict[str, str]:
+    return page.evaluate(
+        f"Object.fromEntries([...document.querySelectorAll('{within} .figures div')]"
+        ".map((row) => [row.dataset.name, row.querySelector('dd').textContent]))"
+    )
+
+
+# ---- what is served ----
+
+
+def test_the_files_are_all_there_and_name_nothing_outside_the_server():
+    served = files()
+    assert served["/"][0] == "text/html; charset=utf-8"
+    assert served["/page.css"][0].startswith("text/css")
+    assert served["/page.js"][0].startswith("text/javascript")
+    for path, (_, body) in served.items():
+        text = body.decode()
+        assert not re.findall(r"(?:https?:)?//(?!www\.w3\.org/2000/svg)\w[\w.-]*\.\w+/", text), path
+        for name in re.findall(r"""(?:from "\./|href="|src=")([^"]+)""", text):
+            assert f"/{name}" in served, f"{path} wants {name}"
+
+
+@needs_chromium
+def test_the_page_loads_in_silence_and_asks_only_its_own_server(chat: Page, server: MockServer):
+    server.reply(answer(*SORTED))
+    ask_and_wait(chat, "sort")
+    assert chat.problems == []
+    assert {f"{server.url}{name}" for name in ("", "page.css", "page.js", "version")} <= {
+        *chat.requests
+    }
+    assert [url for url in chat.requests if not url.startswith(server.url)] == []
+    assert chat.text("#model") == "strobe-demo · Strobe 0.1.0 · context 2,048"
+
+
+@needs_chromium
+def test_the_policy_lets_in_no_inline_code_and_no_markup(chat: Page):
+    assert chat.evaluate(
+        "(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (e) { return e.name; } })()"
+    ) == ("TypeError")
+    chat.evaluate("document.querySelector('main').setAttribute('style', 'display: none')")
+    assert chat.evaluate("getComputedStyle(document.querySelector('main')).display") == "block"
+
+
+# ---- one answer ----
+
+
+@needs_chromium
+def test_an_answer_streams_into_tokens_coloured_by_origin(chat: Page, server: MockServer):
+    gates = [Gate() for _ in range(4)]
+    parts = [part for pair in zip(gates, SORTED, strict=True) for part in pair]
+    server.reply(answer(*parts))
+    ask(chat, "Sort them")
+    chat.until("document.querySelector('#stop').checkVisibility()")
+    assert chat.texts(".said p") == ["Sort them"]
+    assert chat.evaluate("document.querySelector('#prompt').value") == ""
+    gates[0].open()
+    chat.until("document.querySelectorAll('.answer .token').length == 1")
+    assert origins(chat) == [["Sort", "own"]]
+    assert bars(chat) == []  # the prompt's own forward verifies nothing
+    gates[1].open()
+    chat.until("document.querySelectorAll('.bar').length == 1")
+    assert origins(chat)[1:] == [["ed", "accepted"], [": ", "accepted"], ["fig", "own"]]
+    assert chat.text(".strip .mean") == "mean 3.0"
+    gates[2].open()
+    gates[3].open()
+    chat.until(IDLE)
+    assert "".join(chat.texts(".answer .token")) == "Sorted: fig, pear,\n  plum!"
+    assert bars(chat) == [[2, 1, 16], [0, 1, 16], [2, 1, 16]]
+    told = figures(chat)
+    assert float(told.pop("tokens/s").replace(",", "")) > 0
+    assert re.fullmatch(r"[\d.,]+ ms", told.pop("first token"))
+    assert told == {
+        "acceptance length": "2.3",
+        "verify steps": "3",
+        "tokens": "8",
+        "method": "dflash",
+    }
+    assert chat.problems == []
+
+
+@needs_chromium
+def test_origins_differ_without_colour_too(chat: Page, server: MockServer):
+    server.reply(answer(*SORTED))
+    ask_and_wait(chat, "sort")
+    style = "getComputedStyle(document.querySelector('.answer .token.%s')).textDecorationLine"
+    assert chat.evaluate(style % "own") == "underline"
+    assert chat.evaluate(style % "accepted") == "none"
+    legend = chat.texts(".legend .token")
+    assert len(legend) == 2
+
+
+@needs_chromium
+def test_markup_in_a_token_or_a_prompt_stays_text(chat: Page, server: MockServer):
+    evil = "<script>window.hit = 1</script><img src=x onerror='window.hit = 1'>"
+    server.reply(answer(step((evil, False), drafted=0), step(("<b>", True), ("&amp;", False))))
+    ask_and_wait(chat, evil)
+    assert chat.texts(".answer .token") == [evil, "<b>", "&amp;"]
+    assert chat.texts(".said p") == [evil]
+    assert chat.evaluate("document.querySelectorAll('#log :is(script, img, b)').length") == 0
+    assert chat.evaluate("window.hit") is None
+
+
+THOUGHT = (
+    step(("<think>", False), drafted=0, thinking=None, content=None, calls=[]),
+    step(("\n", True), ("Hm", True), (",", False), thinking="Hm,"),
+    step((" t", True), ("\n", True), ("</think>", True), ("\n\n", True), ("t", True),
+         (" is", False), thinking=" t", content="t is"),
+    step((" <", False), calls=[]),  # held back: it could begin a marker
+    step((" 5", True), (".", False), content=" < 5.", finish="stop"),
+)  # fmt: skip
+
+
+@needs_chromium
+def test_thinking_is_apart_open_while_it_streams_and_folded_after(chat: Page, server: MockServer):
+    gate = Gate()
+    server.reply(answer(*THOUGHT[:2], gate, *THOUGHT[2:]))
+    ask(chat, "think")
+    chat.until("document.querySelectorAll('.bar').length == 1")
+    assert chat.evaluate("document.querySelector('.thinking').open")
+    assert chat.texts(".thinking .token") == ["<think>", "\n", "Hm", ","]
+    gate.open()
+    chat.until(IDLE)
+    assert not chat.evaluate("document.querySelector('.thinking').open")
+    assert chat.text(".thinking summary") == "Thought for 8 tokens"
+    assert "".join(chat.texts(".thinking .token")) == "<think>\nHm, t\n</think>\n\n"
+    assert chat.texts(".parts > .tokens .token") == ["t", " is", " <", " 5", "."]
+    markers = [text for text in chat.texts(".token.marker") if text.strip()]
+    assert markers == ["<think>", "</think>"]
+    server.reply(answer(HELLO))
+    ask_and_wait(chat, "go on")
+    assert server.received[1]["messages"][1] == {"role": "assistant", "content": "t is < 5."}
+
+
+@needs_chromium
+def test_a_tool_call_can_be_read_and_its_result_goes_back(chat: Page, server: MockServer):
+    def call(**function: str) -> list[Json]:
+        named = {"id": "call_7", "type": "function"} if "name" in function else {}
+        return [{"index": 0, "function": function, **named}]
+
+    server.reply(
+        answer(
+            step(("<tool_call>", False), drafted=0, calls=[]),
+            step(('{"name": "get_weather", ', False), calls=call(name="get_weather", arguments="")),
+            step(('"arguments": {"city": ', True), ('"Oslo"', False), calls=call(arguments='{"ci')),
+            step(("}}</tool_call>", False), calls=call(arguments='ty": "Oslo"}')),
+        )
+    )
+    ask_and_wait(chat, "How is Oslo?")
+    assert chat.texts(".call .readable b") == ["get_weather"]
+    assert chat.texts(".call .readable :is(dt, dd)") == ["city", "Oslo"]
+    raw = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    assert "".join(chat.texts(".call .token")) == raw
+    assert chat.text("#prompt-label") == "Result of get_weather"
+    server.reply(answer(step(("Cold.", False), drafted=0)))
+    ask_and_wait(chat, '{"degrees": 3}')
+    asked, result = server.received[1]["messages"][1:]
+    called = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    assert asked["tool_calls"] == [{"id": "call_7", "type": "function", "function": called}]
+    assert result["role"] == "tool"
+    assert result["tool_call_id"] == "call_7"
+    assert result["content"] == '{"degrees": 3}'
+    assert "get_weather" not in chat.evaluate("document.querySelector('#prompt').placeholder")
+
+
+@needs_chromium
+def test_events_cut_at_any_byte_are_read_whole(chat: Page):
+    chat.evaluate(
+        r"""(() => {
+          const event = (text) => "data: " + JSON.stringify({choices: [{delta: {content: text},
+            step: {tokens: [[text, false]], drafted: 0, accepted: 0}}]}) + "\r\n\r\n";
+          const text = ": a comment\n\n" + event("é€") + event("\u{1F600}\n") + "data: [DONE]\n\n";
+          const bytes = new TextEncoder().encode(text);
+          window.fetch = async () => new Response(new ReadableStream({start(controller) {
+            for (const byte of bytes) controller.enqueue(new Uint8Array([byte]));
+            controller.close();
+          }}));
+        })()"""
+    )
+    ask_and_wait(chat, "é")
+    assert chat.texts(".answer .token") == ["é€", "\U0001f600\n"]
+    assert chat.problems == []
+
+
+# ---- conversations ----
+
+
+@needs_chromium
+def test_the_conversation_goes_along_and_a_new_chat_forgets_it(chat: Page, server: MockServer):
+    server.reply(answer(*SORTED), answer(HELLO), answer(HELLO))
+    ask_and_wait(chat, "one")
+    ask_and_wait(chat, "two")
+    assert server.received[1]["messages"] == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "Sorted: fig, pear,\n  plum!"},
+        {"role": "user", "content": "two"},
+    ]
+    chat.click("#new-chat")
+    assert chat.texts(".turn") == []
+    assert chat.evaluate("document.querySelector('#welcome').checkVisibility()")
+    ask_and_wait(chat, "three")
+    assert server.received[2]["messages"] == [{"role": "user", "content": "three"}]
+
+
+@needs_chromium
+@pytest.mark.parametrize("how", ["button", "Escape", "new chat"])
+def test_stopping_leaves_the_request_on_the_server(how: str, chat: Page, server: MockServer):
+    reply = Reply([HELLO, Gate()])
+    server.reply(reply, answer(HELLO))
+    ask(chat, "long")
+    chat.until("document.querySelector('.answer .token')")
+    if how == "Escape":
+        chat.press("Escape")
+    else:
+        chat.click("#stop" if how == "button" else "#new-chat")
+    assert reply.gone.wait(10)
+    chat.until(IDLE)
+    assert chat.texts(".notes .note") == ([] if how == "new chat" else ["Stopped."])
+    ask_and_wait(chat, "next")
+    before = [] if how == "new chat" else ["long", "Hel"]
+    assert [m["content"] for m in server.received[1]["messages"]] == [*before, "next"]
+    assert chat.problems == []
+
+
+ERRORS = {
+    "refused": (refusal(400, "top_p is 7."), "top_p is 7."),
+    "busy": (refusal(429, "It is full.", **{"retry-after": "3"}), "It is full. Try again in 3 s."),
+    "no words": (
+        Reply(status=502, body="oops"),
+        "The server answered with HTTP status 502 and no explanation.",
+    ),
+    "in the stream": (Reply([{"error": {"message": "It has died."}}]), "It has died."),
+    "cut": (
+        Reply([{"choices": []}], complete=False),
+        "The connection ended before the answer was complete.",
+    ),
+}
+
+
+@needs_chromium
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_are_sentences_and_the_message_comes_back(case: str, chat: Page, server: MockServer):
+    reply, sentence = ERRORS[case]
+    server.reply(reply, answer(HELLO))
+    ask_and_wait(chat, "try")
+    assert chat.texts(".notes .error[role=alert]") == [sentence]
+    assert chat.evaluate("document.querySelector('#prompt').value") == "try"
+    chat.press("Enter")
+    chat.until(f"document.querySelector('.answer .token') && {IDLE}")
+    assert server.received[1]["messages"] == [{"role": "user", "content": "try"}]
+    assert len(chat.texts(".turn")) == 1
+
+
+@needs_chromium
+def test_a_server_that_is_gone_is_said(page: Page):
+    server = MockServer()
+    visit(page, server.url)
+    server.close()
+    ask_and_wait(page, "anyone?")
+    assert page.texts(".notes .error") == ["The server cannot be reached. Is it still running?"]
+
+
+@needs_chromium
+def test_a_key_is_asked_for_sent_and_kept_in_this_tab_only(page: Page, server: MockServer):
+    server.api_key = "sesame"
+    visit(page, server.url)
+    assert "asks for an API key" in page.text("#server-note")
+    ask_and_wait(page, "hello")
+    assert page.texts(".notes .error") == [
+        "This server asks for an API key. Enter it in the settings."
+    ]
+    page.click(".notes button")
+    assert page.evaluate("document.activeElement.name") == "key"
+    page.type("wrong")
+    page.press("Enter")
+    page.until("document.querySelector('#server-note').textContent.includes('not accept')")
+    page.click("#server-note button")
+    page.evaluate("document.querySelector('[name=key]').value = ''")
+    page.type("sesame")
+    page.press("Enter")
+    page.until("document.querySelector('#model').textContent.startsWith('strobe-demo')")
+    assert not page.evaluate("document.querySelector('#server-note').checkVisibility()")
+    server.reply(answer(HELLO))
+    ask_and_wait(page, "")
+    assert server.keys[-1] == "Bearer sesame"
+    assert page.evaluate("JSON.stringify({...localStorage}) + document.cookie") == "{}"
+    assert "sesame" in page.evaluate("JSON.stringify({...sessionStorage})")
+    assert "sesame" not in str(server.received) + str(page.requests)
+
+
+# ---- comparing ----
+
+
+def run(*words: str, drafted: int) -> Reply:
+    first, *rest = words
+    kept = [(word, True) for word in rest[:-1]] if drafted else []
+    parts = [step((first, False), drafted=0)]
+    if drafted:
+        parts.append(step(*kept, (rest[-1], False), drafted=drafted))
+    else:
+        parts += [step((word, False), drafted=0) for word in rest]
+    return answer(*parts)
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [("four", "The texts are identical."), ("five", "The texts differ from token 4 on.")],
+)
+def test_compare_asks_twice_and_says_what_differs(
+    last: str, words: str, chat: Page, server: MockServer
+):
+    gate = Gate()
+    off = run("one ", "two ", "three ", "four", drafted=0)
+    off.parts = [*off.parts[:2], gate, *off.parts[2:]]
+    server.reply(off, run("one ", "two ", "three ", last, drafted=15))
+    ask(chat, "count", "#compare")
+    chat.until("document.querySelectorAll('.answer .token').length == 2")
+    assert chat.texts(".answer h3") == ["Speculation off", "Speculation on"]
+    assert len(server.received) == 1  # each has the machine to itself
+    gate.open()
+    chat.until("document.querySelector('.verdict')")
+    plain, drafted = server.received
+    assert plain.pop("speculation") is False
+    assert drafted.pop("speculation") is True
+    assert plain == drafted
+    assert isinstance(plain["seed"], int)
+    first, second = ".answer:nth-child(1)", ".answer:nth-child(2)"
+    assert [kind for _, kind in origins(chat, first)] == ["own"] * 4
+    assert [kind for _, kind in origins(chat, second)] == ["own", "accepted", "accepted", "own"]
+    assert figures(chat, first)["speculation"] == "off"
+    assert figures(chat, second)["method"] == "dflash"
+    for side in (first, second):
+        assert float(figures(chat, side)["tokens/s"].replace(",", "")) > 0
+    assert re.match(r"[\d.,]+\S as fast with speculation\. ", chat.text(".verdict"))
+    assert words in chat.text(".verdict")
+    left, right = chat.evaluate(
+        "[...document.querySelectorAll('.answer')].map((e) => e.getBoundingClientRect().x)"
+    )
+    assert left < right
+    server.reply(answer(HELLO))
+    ask_and_wait(chat, "more")
+    assert server.received[2]["messages"][1]["content"] == f"one two three {last}"
+
+
+@needs_chromium
+def test_compare_with_nothing_typed_asks_the_last_prompt_again(chat: Page, server: MockServer):
+    server.reply(answer(*SORTED), run("a", "b", drafted=0), run("a", "b", drafted=15))
+    chat.click("#compare")
+    assert chat.text("#status") == "Type a message first."
+    ask_and_wait(chat, "sort")
+    chat.click("#compare")
+    chat.until("document.querySelector('.verdict')")
+    for body in server.received:
+        assert body["messages"] == [{"role": "user", "content": "sort"}]
+
+
+@needs_chromium
+def test_compare_says_why_the_server_did_not_speculate(chat: Page, server: MockServer):
+    plain = [step(("a", False), drafted=0), step(("b", False), drafted=0)]
+    server.reply(answer(*plain), answer(*plain, off_reason="no drafter is loaded"))
+    ask(chat, "x", "#compare")
+    chat.until("document.querySelector('.verdict')")
+    assert chat.text(".verdict").startswith("The server did not speculate: no drafter is loaded.")
+    assert "as fast" not in chat.text(".verdict")
+    told = figures(chat, ".answer:nth-child(2)")
+    assert told["speculation"] == "off, because no drafter is loaded"
+
+
+@needs_chromium
+def test_a_stopped_comparison_compares_nothing(chat: Page, server: MockServer):
+    reply = Reply([HELLO, Gate()])
+    server.reply(reply)
+    ask(chat, "x", "#compare")
+    chat.until("document.querySelector('.answer .token')")
+    chat.press("Escape")
+    assert reply.gone.wait(10)
+    chat.until(f"document.querySelector('.verdict') && {IDLE}")
+    assert chat.text(".verdict") == "No comparison: not both answers came to their end."
+    assert len(server.received) == 1
+
+
+# ---- settings and examples ----
+
+
+@needs_chromium
+def test_settings_reach_the_request_and_outlive_a_reload(chat: Page, server: MockServer):
+    server.reply(answer(HELLO), answer(HELLO))
+    ask_and_wait(chat, "plain")
+    chat.click("#open-settings")
+    for name, text in {"system": "Be brief.", "temperature": "0.5", "maxTokens": "40", "seed": "7",
+                       "tools": '[{"type": "function"}]'}.items():  # fmt: skip
+        chat.evaluate(f"document.querySelector('[name={name}]').focus()")
+        chat.type(text)
+    chat.click("[name=thinking]")
+    chat.evaluate(
+        """(() => { const field = document.querySelector('[name=speculation]');
+        field.value = "off"; field.dispatchEvent(new Event("input", {bubbles: true})); })()"""
+    )
+    chat.press("Escape")
+    visit(chat, server.url)
+    assert chat.text("#in-effect").startswith("thinking off · speculation off · temperature 0.5")
+    ask_and_wait(chat, "set")
+    plain, given = server.received
+    common = {
+        "model": "strobe-demo",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "include_speculation": True,
+    }
+    assert plain == common | {
+        "messages": [{"role": "user", "content": "plain"}],
+        "speculation": True,
+        "chat_template_kwargs": {"enable_thinking": True},
+    }
+    assert given == common | {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "set"},
+        ],
+        "speculation": False,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "temperature": 0.5,
+        "max_tokens": 40,
+        "seed": 7,
+        "tools": [{"type": "function"}],
+    }
+
+
+@needs_chromium
+@pytest.mark.parametrize(("name", "text"), [("temperature", "-1"), ("tools", "{}")])
+def test_a_setting_that_cannot_be_sent_is_shown_and_not_sent(
+    name: str, text: str, chat: Page, server: MockServer
+):
+    chat.evaluate(f"document.querySelector('[name={name}]').value = {text!r}")
+    ask(chat, "x")
+    chat.until("document.querySelector('#settings').open")
+    assert chat.evaluate("document.activeElement.name") == name
+    assert chat.evaluate("document.activeElement.validationMessage")
+    assert server.received == []
+
+
+@needs_chromium
+def test_examples_are_for_the_pair_in_the_box_only(page: Page, server: MockServer):
+    visit(page, server.url)
+    page.click("#examples li:last-child button")
+    assert "weather" in page.evaluate("document.querySelector('#prompt').value")
+    assert page.text("#in-effect").endswith("tools: get_weather")
+    page.click("#examples li:first-child button")
+    assert "tools" not in page.text("#in-effect")
+    server.model = "Qwen/Qwen3-8B"
+    visit(page, server.url)
+    assert not page.evaluate("document.querySelector('#examples').checkVisibility()")
+
+
+# ---- keyboard, screen readers, phones ----
+
+
+@needs_chromium
+def test_the_keyboard_is_enough(chat: Page, server: MockServer):
+    focus = "document.activeElement.id || document.activeElement.className"
+    server.reply(answer(*SORTED))
+    assert chat.evaluate(focus) == "prompt"
+    chat.type("one")
+    chat.press("Enter", shift=True)
+    chat.type("two")
+    assert server.received == []
+    chat.press("Enter")
+    chat.until(f"document.querySelector('.answer') && {IDLE}")
+    assert server.received[0]["messages"][0]["content"] == "one\ntwo"
+    assert chat.evaluate(focus) == "prompt"
+    seen: list[str] = []
+    for _ in range(5):
+        chat.press("Tab", shift=True)
+        seen.append(chat.evaluate(focus))
+        if seen[-1] == "token own lit":
+            break
+    assert seen == ["token own lit"]  # one stop for all tokens
+    assert "Sort the first token" in chat.text("#token-note")
+    chat.press("ArrowRight")
+    chat.press("ArrowRight")
+    assert chat.evaluate("document.activeElement.textContent") == ": "
+    assert ":␣ drafted and accepted" in chat.text("#token-note")
+    assert "Step 1: 2 of 15 drafts accepted." in chat.text("#token-note")
+    assert chat.texts(".lit") == ["ed", ": ", "fig", ""]  # the step, and its bar
+    chat.press("ArrowDown")
+    assert chat.evaluate("document.activeElement.textContent") == ", pear"
+    chat.press("End")
+    assert "! the target\u2019s own" in chat.text("#token-note")
+    outline = chat.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    chat.press("Escape")
+    assert not chat.evaluate("document.querySelector('#token-note').checkVisibility()")
+    order: list[str] = []
+    for _ in range(3):
+        chat.press("Tab")
+        order.append(chat.evaluate(focus))
+    assert order == ["prompt", "compare", "send"]
+
+
+@needs_chromium
+def test_the_pointer_shows_a_token_and_its_step(chat: Page, server: MockServer):
+    server.reply(answer(*SORTED))
+    ask_and_wait(chat, "sort")
+    chat.click(".answer .token.accepted")
+    assert "ed drafted and accepted" in chat.text("#token-note")
+    chat.click(".bar:last-child")
+    assert chat.text("#token-note") == "Step 3: 2 of 15 drafts accepted."
+    assert chat.texts(".token.lit") == [",\n  ", "plum", "!"]
+
+
+@needs_chromium
+def test_a_screen_reader_is_told(chat: Page, server: MockServer):
+    gate = Gate()
+    server.reply(answer(SORTED[0], gate, *SORTED[1:]))
+    ask(chat, "sort")
+    chat.until("document.querySelector('.answer .token')")
+    assert chat.text("#status") == "Answering …"
+    assert chat.evaluate("document.querySelector('#log').ariaBusy") == "true"
+    gate.open()
+    chat.until(IDLE)
+    assert chat.texts("#status") == ["Sorted: fig, pear,\n  plum! 8 tokens."]
+    assert chat.evaluate("document.querySelector('#log').ariaBusy") == "false"
+    chat.click("#open-settings")
+    names = chat.accessible_names(["#settings", "[name=temperature]", "[name=key]"])
+    assert names == ["Settings", "Temperature", "API key"]
+    chat.press("Escape")
+    assert chat.accessible_names(["#prompt", "#send", ".bars"]) == [
+        "Message",
+        "Send",
+        "Accepted length of 3 steps: mean 2.3",
+    ]
+
+
+@needs_chromium
+def test_a_phone_shows_all_of_it_and_keeps_the_input_in_reach(page: Page, server: MockServer):
+    page.resize(WIDTH, 740, phone=True)
+    visit(page, server.url)
+    assert page.evaluate(WIDE) == WIDTH
+    long = step(("x" * 300, False), drafted=0)
+    many = [step(("word ", False)) for _ in range(200)]
+    server.reply(answer(long, *many), answer(long, *many))
+    ask(page, "y" * 300, "#compare")
+    page.until("document.querySelector('.verdict')")
+    assert page.evaluate(WIDE) == WIDTH
+    tops = page.evaluate(
+        "[...document.querySelectorAll('.answer')].map((e) => e.getBoundingClientRect().top)"
+    )
+    assert tops[0] < tops[1]  # stacked
+    for place in (0, 1e6):
+        page.evaluate(f"scrollTo(0, {place})")
+        box = page.evaluate("document.querySelector('#prompt').getBoundingClientRect().toJSON()")
+        assert 0 < box["top"] < box["bottom"] < 740
+    page.click("#open-settings")
+    assert page.evaluate("document.querySelector('#settings').scrollWidth") <= WIDTH
+    assert page.evaluate(WIDE) == WIDTH
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_both_schemes_can_be_read(scheme: str, chat: Page, server: MockServer):
+    chat.prefer(prefers_color_scheme=scheme)
+    server.reply(answer(*SORTED))
+    ask_and_wait(chat, "sort")
+    for name in ("own", "accepted"):
+        ink, paper = chat.evaluate(
+            f"""(({{color, backgroundColor}}) => [color, backgroundColor])(
+              getComputedStyle(document.querySelector('.answer .token.{name}')))"""
+        )
+        assert contrast(ink, paper) >= 7, (name, ink, paper)
+
+
+def contrast(first: str, second: str) -> float:
+    """WCAG's contrast of two CSS colours."""
+
+    def luminance(colour: str) -> float:
+        channels = [int(c) / 255 for c in re.findall(r"\d+", colour)[:3]]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    light, dark = sorted((luminance(first), luminance(second)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
