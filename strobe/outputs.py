@@ -33,6 +33,10 @@ class SpeculationReport:
             request.speculation, request.method, request.off_reason, made
         )
 
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields by name."""
+        return dict(vars(self))
+
     @staticmethod
     def from_counts(
         counts: SpeculationCount, method: str, off_reason: str | None, made: int

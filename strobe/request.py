@@ -248,6 +248,15 @@ class SpeculationCount:
         for position in range(accepted):
             self.per_position[position] += 1
 
+    def merge(self, other: SpeculationCount) -> None:
+        """Add another's counts."""
+        self.steps += other.steps
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.per_position += [0] * (len(other.per_position) - len(self.per_position))
+        for position, count in enumerate(other.per_position):
+            self.per_position[position] += count
+
     @property
     def acceptance_length(self) -> float | None:
         """1 + accepted / steps, vLLM's formula: tokens per verify step, the target's own included,

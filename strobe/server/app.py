@@ -1,0 +1,188 @@
+"""The application: which path leads where. What holds for every request is in `middleware`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp
+
+from strobe.server import page, replies
+from strobe.server.chat import chat
+from strobe.server.completions import completions
+from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
+from strobe.server.protocol import answers
+from strobe.server.protocol.chat import ChatCompletionRequest
+from strobe.server.protocol.completions import CompletionRequest
+from strobe.server.protocol.errors import error_body
+from strobe.server.protocol.responses import ResponsesRequest
+from strobe.server.protocol.tokens import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from strobe.server.responses import responses
+from strobe.server.serving import Serving
+from strobe.server.tokens import detokenize, tokenize
+
+Handler = Callable[[Serving, Request], Awaitable[Response]]
+
+POSTS: tuple[tuple[str, Handler, type[BaseModel], type[BaseModel]], ...] = (
+    ("/v1/chat/completions", chat, ChatCompletionRequest, answers.ChatCompletion),
+    ("/v1/completions", completions, CompletionRequest, answers.Completion),
+    ("/v1/responses", responses, ResponsesRequest, answers.Response),
+    ("/tokenize", tokenize, TokenizeRequest, TokenizeResponse),
+    ("/detokenize", detokenize, DetokenizeRequest, DetokenizeResponse),
+)
+"""Path, handler, and the shapes of its request and response. Handlers read the body themselves, so
+that every mistake in it is one sentence and nothing is left out in silence."""
+
+
+def make_app(serving: Serving) -> ASGIApp:
+    """The whole server but for its socket."""
+    app = FastAPI(title="Strobe", version=version("strobe"), redoc_url=None)
+    for path, handler, _, _ in POSTS:
+        app.add_api_route(path, _bound(handler, serving), methods=["POST"], include_in_schema=False)
+    _add_reads(app, serving)
+    _add_page(app)
+    app.add_exception_handler(404, _not_found)
+    app.add_exception_handler(405, _not_allowed)
+    app.openapi = lambda: _openapi(app)  # pyright: ignore[reportAttributeAccessIssue]
+    settings = serving.settings
+    return wrap(
+        app,
+        MiddlewareSettings(
+            api_keys=tuple(settings.api_key),
+            open_paths=OPEN_PATHS | page.files().keys(),
+            max_body_bytes=settings.max_body_bytes,
+            cors_origins=tuple(settings.cors_origin),
+            access_log=settings.access_log,
+        ),
+        drain=serving.drain,
+        refused=serving.metrics.refused,
+    )
+
+
+def _bound(handler: Handler, serving: Serving) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(http: Request) -> Response:
+        return await handler(serving, http)
+
+    serve.__name__ = handler.__name__
+    return serve
+
+
+def _add_reads(app: FastAPI, serving: Serving) -> None:
+    @app.get("/health")
+    async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """200 once the server can answer, else 503."""
+        if serving.client.can_answer:
+            return PlainTextResponse("")
+        state = "has ended" if serving.client.dead else "is still starting"
+        return JSONResponse(error_body(f"The engine {state}.", status=503, code="not_ready"), 503)
+
+    @app.get("/version")
+    async def show_version() -> answers.Version:  # pyright: ignore[reportUnusedFunction]
+        """Strobe's own."""
+        return answers.Version(version=version("strobe"))
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """For Prometheus."""
+        body, kind = serving.metrics.render(http.headers.get("accept"))
+        return Response(body, headers={"Content-Type": kind})
+
+    def card(name: str) -> dict[str, Any]:
+        facts = serving.facts
+        return {
+            "id": name,
+            "object": "model",
+            "created": serving.created,
+            "owned_by": "strobe",
+            "root": serving.root,
+            "max_model_len": facts.max_model_len,
+        }
+
+    @app.get("/v1/models", response_model=answers.ModelList)
+    async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The names of the served model."""
+        try:
+            cards = [card(name) for name in serving.names]
+            return JSONResponse({"object": "list", "data": cards})
+        except Exception as error:
+            return replies.failed(serving, error)
+
+    @app.get("/v1/models/{name:path}", response_model=answers.ModelCard)
+    async def model(name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """One of them."""
+        try:
+            return JSONResponse(card(serving.name(name)))
+        except Exception as error:
+            return replies.failed(serving, error)
+
+
+def _add_page(app: FastAPI) -> None:
+    for path, (kind, body) in page.files().items():
+
+        def show(kind: str = kind, body: bytes = body) -> Response:
+            return Response(body, headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+
+        app.add_route(path, _static(show), methods=["GET"], include_in_schema=False)
+
+
+def _static(show: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(http: Request) -> Response:
+        return show()
+
+    return serve
+
+
+async def _not_found(http: Request, error: Exception) -> Response:
+    sentence = f"There is nothing at {http.url.path[:200]!r}; GET /docs lists what there is."
+    return JSONResponse(error_body(sentence, status=404, code="not_found"), 404)
+
+
+async def _not_allowed(http: Request, error: Exception) -> Response:
+    sentence = f"{http.url.path[:200]!r} does not take {http.method}; GET /docs lists what it takes."
+    headers = getattr(error, "headers", None)
+    return JSONResponse(error_body(sentence, status=404, code="wrong_method"), 405, headers)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The description of the API, with the requests that handlers read themselves."""
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    shapes: list[tuple[type[BaseModel], Any]] = [(answers.ErrorResponse, "serialization")]
+    for _, _, asked, given in POSTS:
+        shapes += [(asked, "validation"), (given, "serialization")]
+    references, parts = models_json_schema(shapes, ref_template="#/components/schemas/{model}")
+    schema.setdefault("components", {}).setdefault("schemas", {}).update(parts.get("$defs", {}))
+
+    def content(model: type[BaseModel], mode: Any) -> dict[str, Any]:
+        return {"application/json": {"schema": references[model, mode]}}
+
+    wrong = {"description": "Error", "content": content(answers.ErrorResponse, "serialization")}
+    for path, handler, asked, given in POSTS:
+        good = content(given, "serialization")
+        if "stream" in asked.model_fields:
+            good["text/event-stream"] = {"schema": {"type": "string"}}
+        schema["paths"][path] = {
+            "post": {
+                "operationId": handler.__name__,
+                "summary": (handler.__doc__ or "").split("\n")[0],
+                "requestBody": {"required": True, "content": content(asked, "validation")},
+                "responses": {
+                    "200": {"description": "The answer", "content": good},
+                    **{status: wrong for status in ("400", "401", "404", "413", "429", "503")},
+                },
+            }
+        }
+    app.openapi_schema = schema
+    return schema

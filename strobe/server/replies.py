@@ -1,0 +1,270 @@
+"""HTTP around the answers: errors, clients that go away, deadlines, event streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from strobe.answers import named
+from strobe.request import TokenLogprob
+from strobe.server.client import EngineDead, PromptRefused
+from strobe.server.protocol.errors import BadField, error_body
+from strobe.server.protocol.sampling import Sampling
+from strobe.server.runs import Run, speculation, usage
+from strobe.server.serving import Serving, Unserved
+from strobe.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+SPECULATION_HEADER = "x-strobe-speculation"
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def compact(value: Any) -> str:
+    """JSON without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return f"data: {compact(value)}\n\n".encode("utf-8", "replace")
+
+
+def problem(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """(HTTP status, body, headers) of what went wrong; unknown errors are not the client's."""
+    if isinstance(error, BadField):
+        return 400, error.body(), {}
+    if isinstance(error, PromptRefused):
+        return 400, error_body(str(error), param=field_of(str(error)), code="invalid_value"), {}
+    if isinstance(error, Unserved):
+        headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+        body = error_body(str(error), status=error.status, param=error.param, code=error.code)
+        return error.status, body, headers
+    if isinstance(error, EngineDead):
+        return 500, error_body(str(error), status=500, code="engine_dead"), {}
+    if isinstance(error, TimeoutError):
+        sentence = "The request took longer than its time limit; ask for less, or allow more time."
+        return 504, error_body(sentence, status=504, code="timeout"), {}
+    logger.error("a request failed", exc_info=error)
+    return 500, error_body("The server failed at this request.", status=500, code="internal"), {}
+
+
+def field_of(sentence: str) -> str | None:
+    """The field that an engine's sentence begins with."""
+    word = sentence.split()[0].split("[")[0]
+    return word if word.replace(".", "").replace("_", "").islower() else None
+
+
+def failed(serving: Serving, error: Exception) -> Response:
+    status, body, headers = problem(error)
+    if status == 400:
+        serving.metrics.refused(400, "bad_request")
+    return JSONResponse(body, status, headers)
+
+
+class Watch:
+    """Waits for the client to go away while its answer is made."""
+
+    def __init__(self, receive: Receive, on_gone: Callable[[], None]):
+        self.gone = False
+        self._task = asyncio.ensure_future(self._wait(receive, on_gone))
+
+    async def _wait(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        on_gone()
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+
+class EventStream(Response):
+    """Events as they come; a client that goes away closes the runs behind them."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], watch: Watch):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first, self._rest, self._watch = first, rest, watch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        try:
+            await send(start)
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for chunk in self._rest:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self._watch.stop()
+            await self._rest.aclose()
+
+
+class Deadline:
+    """Seconds that a request may take, the server's limit and its own."""
+
+    def __init__(self, serving: Serving, asked: float | None):
+        limits = [asked, serving.settings.request_timeout or None]
+        given = [limit for limit in limits if limit is not None]
+        now = asyncio.get_running_loop().time()
+        self._at = now + min(given) if given else None
+
+    def __call__(self) -> asyncio.Timeout:
+        return asyncio.timeout_at(self._at)
+
+
+Events = Callable[[], AsyncGenerator[bytes]]
+"""Makes the events of a stream; `[DONE]` and errors are added to them."""
+
+
+async def stream(
+    serving: Serving, http: Request, runs: Sequence[Run], events: Events, deadline: Deadline
+) -> Response:
+    """Answer with an event stream. What goes wrong before its first event is an HTTP error."""
+    watch = Watch(http.receive, lambda: _close(runs))
+    source = _until(events(), deadline)
+    try:
+        first = await anext(source)
+    except StopAsyncIteration:
+        watch.stop()
+        return Response(status_code=499)
+    except Exception as error:
+        watch.stop()
+        _close(runs)
+        return failed(serving, error)
+    return EventStream(first, _guarded(source, runs), watch)
+
+
+async def _until(events: AsyncGenerator[bytes], deadline: Deadline) -> AsyncGenerator[bytes]:
+    """The events, until the time is up. Raises TimeoutError."""
+    try:
+        while True:
+            async with deadline():
+                chunk = await anext(events, None)
+            if chunk is None:
+                return
+            yield chunk
+    finally:
+        await events.aclose()
+
+
+async def _guarded(events: AsyncGenerator[bytes], runs: Sequence[Run]) -> AsyncGenerator[bytes]:
+    """The events and `[DONE]`; an error becomes the last event before it."""
+    try:
+        async for chunk in events:
+            yield chunk
+    except Exception as error:
+        _close(runs)
+        yield event(problem(error)[1])
+    finally:
+        await events.aclose()
+    if not any(run.given_up for run in runs):
+        yield DONE
+
+
+async def whole(
+    serving: Serving,
+    http: Request,
+    runs: Sequence[Run],
+    make: Callable[[], Awaitable[dict[str, Any]]],
+    deadline: Deadline,
+) -> Response:
+    """Answer with one JSON object, once all answers have ended."""
+    watch = Watch(http.receive, lambda: _close(runs))
+    try:
+        async with deadline():
+            body = await make()
+        if watch.gone:
+            return Response(status_code=499)
+        return Response(compact(body).encode("utf-8", "replace"), media_type="application/json")
+    except Exception as error:
+        return failed(serving, error)
+    finally:
+        watch.stop()
+        _close(runs)
+
+
+async def drained(runs: Sequence[Run]) -> None:
+    """Wait for all answers of all runs. Raises what any of them raises, and ClientGone."""
+
+    async def drain(run: Run) -> None:
+        async for _ in run.steps():
+            pass
+
+    if len(runs) == 1:
+        await drain(runs[0])
+    else:
+        async with _all(runs):
+            await asyncio.gather(*map(drain, runs))
+
+
+def check_answers(runs: Sequence[Run]) -> None:
+    """Raises Unserved for an answer that the engine could not bring to its end."""
+    error = next((c.output.error for r in runs for c in r.choices if c.output.error), None)
+    if error is not None:
+        raise Unserved(500, error, code="answer_failed")
+
+
+def wants_report(http: Request, request: Sampling) -> bool:
+    """Whether the response is to say how it was drafted."""
+    return request.include_speculation or http.headers.get(SPECULATION_HEADER, "") in ("1", "true")
+
+
+def extras(runs: Sequence[Run], report: bool, warnings: list[str]) -> dict[str, Any]:
+    """What a whole response has beside OpenAI's fields."""
+    found: dict[str, Any] = {"speculation": speculation(runs)} if report else {}
+    return found | ({"warnings": warnings} if warnings else {})
+
+
+def prompt_logprobs(
+    found: Sequence[TokenLogprob | None], tokenizer: Tokenizer
+) -> list[dict[str, Any] | None]:
+    """vLLM's form: per prompt token, token ids to their log probabilities."""
+    return [
+        None
+        if entry is None
+        else {str(t): value._asdict() for t, value in named(entry, tokenizer).items()}
+        for entry in found
+    ]
+
+
+@asynccontextmanager
+async def _all(runs: Sequence[Run]) -> AsyncIterator[None]:
+    try:
+        yield
+    except BaseException:
+        _close(runs)
+        raise
+
+
+def _close(runs: Sequence[Run]) -> None:
+    for run in runs:
+        run.close()
+
+
+def note(http: Request, name: str, runs: Sequence[Run], *, streams: bool) -> None:
+    """What the access log tells of this request."""
+    report = speculation(runs)
+    length = report["acceptance_length"]
+    http.scope["state"]["log"] = {
+        "model": name,
+        "stream": streams,
+        **{key: value for key, value in usage(runs).items() if key.endswith("tokens")},
+        "finish_reason": runs[0].choices[0].output.finish_reason,
+        "speculation": report["method"],
+        "acceptance_length": None if length is None else round(length, 3),
+    }

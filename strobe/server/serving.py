@@ -1,0 +1,236 @@
+"""What all endpoints share: the engine's client, the tokenizer, formats, names and counters."""
+
+from __future__ import annotations
+
+import asyncio
+import reprlib
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+import jinja2.meta
+
+from strobe.request import SamplingParams
+from strobe.server.client import EngineClient, Generation
+from strobe.server.guards import Drain
+from strobe.server.messages import Ready
+from strobe.server.metrics import ServerMetrics
+from strobe.server.parsers import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    ReasoningFormat,
+    Tool,
+    ToolFormat,
+    detect,
+)
+from strobe.server.protocol.errors import BadField
+from strobe.server.settings import ServerConfig
+from strobe.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
+
+RETRY_AFTER = 1
+"""Seconds that a client is advised to wait where the queue is full."""
+
+
+class Unserved(Exception):
+    """A request that is not answered: an HTTP status and a sentence."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
+
+
+@dataclass(frozen=True)
+class Formats:
+    """How the served model marks thinking and tool calls; None: not at all."""
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+
+    @staticmethod
+    def of(settings: ServerConfig, template: str | None) -> Formats:
+        """What the settings name, or for "auto" what the chat template writes. Raises ValueError."""
+        found_tools, found_reasoning = detect(template)
+        tools = _format(settings.tool_call_parser, found_tools, TOOL_FORMATS, "tool_call_parser")
+        reasoning = _format(
+            settings.reasoning_parser, found_reasoning, REASONING_FORMATS, "reasoning_parser"
+        )
+        return Formats(tools, reasoning)
+
+
+def _format(
+    name: str, found: str | None, formats: Mapping[str, Result], option: str
+) -> Result | None:
+    if name == "auto":
+        return formats[found] if found is not None else None
+    if name == "none":
+        return None
+    if name not in formats:
+        raise ValueError(f"{option} is {name!r}; name auto, none or {', '.join(formats)}.")
+    return formats[name]
+
+
+@dataclass
+class Serving:
+    """One server's state."""
+
+    settings: ServerConfig
+    client: EngineClient
+    tokenizer: Tokenizer
+    names: tuple[str, ...]
+    root: str
+    chat_template: str | None
+    formats: Formats
+    metrics: ServerMetrics
+    drain: Drain = field(default_factory=Drain)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        # One thread: a fast tokenizer serves one caller at a time.
+        self._texts = ThreadPoolExecutor(1, thread_name_prefix="strobe-text")
+        self.template_reads = _variables(self.chat_template or self.tokenizer.hf.chat_template)
+
+    @property
+    def facts(self) -> Ready:
+        """The engine's own. Raises Unserved while it starts and once it has ended."""
+        if self.client.facts is None or self.client.dead:
+            state = "has ended" if self.client.dead else "is still starting"
+            raise Unserved(503, f"The engine {state}.", code="engine_not_ready", retry_after=5)
+        return self.client.facts
+
+    def name(self, asked: str | None) -> str:
+        """The model's name in the response. Raises Unserved for a model that is not served."""
+        if asked is None:
+            return self.names[0]
+        if asked not in self.names:
+            raise Unserved(
+                404,
+                f"The model {asked[:200]!r} is not served here; ask for {' or '.join(self.names)}.",
+                code="model_not_found",
+                param="model",
+            )
+        return asked
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """Encode or decode much text beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+
+    def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Generation:
+        """Hand a prompt to the engine. Raises Unserved where the queue is full."""
+        room = self.facts.max_num_seqs + self.settings.max_waiting - self.client.num_open
+        if params.n > room:
+            self.metrics.refused(429, "queue_full")
+            raise Unserved(
+                429,
+                f"{self.client.num_open} answers are being made or wait already; try again later.",
+                code="queue_full",
+                retry_after=RETRY_AFTER,
+            )
+        return self.client.submit(prompt_ids, params, request_id)
+
+    def params(self, arguments: Mapping[str, Any]) -> SamplingParams:
+        """Sampling parameters. Raises BadField with the first word of a sentence as the field."""
+        try:
+            return SamplingParams(**arguments)
+        except ValueError as error:
+            raise BadField(str(error), str(error).split()[0]) from None
+
+    def fit(self, ids: list[int], limit: tuple[str, int | None], keep: int | None) -> list[int]:
+        """The prompt, cut to its last `keep` tokens where asked. Raises BadField where it does not
+        fit the context with the answer."""
+        most, (name, wanted) = self.facts.max_model_len, limit
+        if keep is not None:
+            room = max(1, most - max(wanted or 1, 1)) if keep == -1 else keep
+            ids = ids[-room:]
+        if not ids:
+            raise BadField("The prompt is empty; give it at least one token.", "prompt")
+        at_least = 1 if wanted is None else wanted
+        if len(ids) + at_least > most or len(ids) >= most:
+            raise BadField(
+                f"The prompt has {len(ids)} tokens and {name} is {at_least}, but the context holds "
+                f"{most}; shorten the prompt or lower {name}.",
+                name if wanted is not None and len(ids) < most else "messages",
+                "context_length_exceeded",
+            )
+        return ids
+
+    def marker_ids(self, text: str) -> list[int]:
+        """The tokens of a marker as the model writes it."""
+        return list(self.tokenizer.fast.encode(text, add_special_tokens=False).ids)
+
+    def constraint(
+        self, structured: Mapping[str, Any] | None, prompt: str
+    ) -> Mapping[str, Any] | None:
+        """Structured output behind the thinking, where this prompt lets the model think."""
+        form = self.formats.reasoning
+        if structured is None or form is None:
+            return structured
+        if form.whole_answer or form.opened_by(prompt):
+            return {**structured, "after": self.marker_ids(form.end), "lead": form.gap}
+        if prompt.rstrip().endswith(form.end):
+            return structured
+        opener = self.marker_ids(form.start)
+        if len(opener) != 1:
+            return structured
+        end = self.marker_ids(form.end)
+        return {**structured, "after": end, "opener": opener[0], "lead": form.gap}
+
+    def call_grammar(self, tools: list[Tool], *, parallel: bool, prompt: str) -> Mapping[str, Any]:
+        """Structured output that is a call of one of the tools. Raises BadField where the model
+        has no format for it."""
+        form = self.formats.tools
+        if form is None:
+            raise BadField(
+                "tool_choice forces a call, but this model has no known format of calls; start the "
+                "server with tool_call_parser, or ask for tool_choice auto.",
+                "tool_choice",
+                "unsupported_parameter",
+            )
+        added = self.tokenizer.fast.get_added_tokens_decoder()
+        try:
+            grammar = form.grammar(
+                tools,
+                parallel=parallel,
+                added_tokens={token.content: number for number, token in added.items()},
+            )
+        except ValueError as error:
+            raise BadField(str(error), "tools") from None
+        structured = {"grammar": grammar}
+        return structured if form.whole_answer else self.constraint(structured, prompt) or structured
+
+
+def _variables(template: Any) -> Collection[str] | None:
+    """The variables that a chat template reads, None where that is not known."""
+    if not isinstance(template, str):
+        return None
+    try:
+        parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except jinja2.TemplateError:
+        return None
+    return jinja2.meta.find_undeclared_variables(parsed)
+
+
+def read_template(given: str | None) -> str | None:
+    """The chat template in a file of that name, or the text itself. Raises ValueError."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"chat_template is {reprlib.repr(given)}, which is neither a file that can be read nor "
+            f"a template ({error})."
+        ) from None
