@@ -1,0 +1,321 @@
+"""The shape of what the endpoints return, for the OpenAPI page and for readers.
+
+The server writes its answers as plain dicts of this shape and does not pass them through here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+
+
+class PromptTokensDetails(BaseModel):
+    """cached_tokens: prompt tokens whose keys and values the prefix cache had."""
+
+    cached_tokens: int = 0
+
+
+class Usage(BaseModel):
+    """Tokens of the prompt and of all answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class SpeculationReport(BaseModel):
+    """How an answer was drafted, with several answers all of them together.
+
+    acceptance_length: 1 + accepted / steps, null without a step. off_reason: a sentence where no
+    drafts were verified.
+    """
+
+    used: bool
+    method: str
+    steps: int
+    drafted: int
+    accepted: int
+    acceptance_length: float | None
+    accepted_per_position: list[int]
+    off_reason: str | None
+
+
+class Step(BaseModel):
+    """One verify step. tokens: text pieces and whether each came as an accepted draft."""
+
+    tokens: list[tuple[str, bool]]
+    drafted: int
+    accepted: int
+
+
+class Answer(BaseModel):
+    """What every answer that generates has. warnings: a sentence for each field without effect."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage | None = None
+    speculation: SpeculationReport | None = None
+    warnings: list[str] | None = None
+
+
+class PromptLogprob(BaseModel):
+    """rank: 1 for the most probable token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""Per prompt token: token ids to their log probabilities; null for the first."""
+
+
+class TopLogprob(BaseModel):
+    """bytes: the token's text as UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer, and the most probable ones in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob] | None = None
+    refusal: None = None
+
+
+class FunctionCall(BaseModel):
+    """arguments: JSON text."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ToolCallDelta(BaseModel):
+    """index: which call it goes on with; id and name come with its first piece."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
+class ChatMessage(BaseModel):
+    """reasoning_content: what a reasoning model wrote before its answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatDelta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChatChoice(BaseModel):
+    """stop_reason: the stop text or token id that ended it."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Answer):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    step: Step | None = None
+
+
+class ChatCompletionChunk(Answer):
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """One entry per token; text_offset: where its text begins."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    step: Step | None = None
+
+
+class Completion(Answer):
+    """Also each chunk of a stream."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+
+
+class InputTokensDetails(BaseModel):
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(BaseModel):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class OutputText(BaseModel):
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] | None = None
+
+
+class OutputMessage(BaseModel):
+    type: Literal["message"] = "message"
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class OutputCall(BaseModel):
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class ReasoningText(BaseModel):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(BaseModel):
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    summary: list[Any] = []
+    content: list[ReasoningText]
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class IncompleteDetails(BaseModel):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(BaseModel):
+    code: str
+    message: str
+
+
+class Response(BaseModel):
+    """What /v1/responses answers; it repeats what was asked for."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    output: list[OutputMessage | OutputCall | OutputReasoning]
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    usage: ResponseUsage | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, Any] | None = None
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int | None = None
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    metadata: dict[str, str] = {}
+    speculation: SpeculationReport | None = None
+    warnings: list[str] | None = None
+
+
+class ErrorDetail(BaseModel):
+    """param: the path of the field that was wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorDetail
+
+
+class ModelCard(BaseModel):
+    """root: where the model was loaded from."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["strobe"] = "strobe"
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Version(BaseModel):
+    version: str

@@ -1,0 +1,125 @@
+"""What is wrong with a request, as a sentence, a field's name and OpenAI's error object."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+ERROR_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable",
+    504: "timeout",
+}
+"""The error object's `type` for each HTTP status that the API answers with."""
+
+KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite_number": "a finite number",
+    "bool": "true or false",
+    "string": "a text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "an object",
+    "model": "an object",
+}
+"""What pydantic's error types ask for."""
+
+
+class BadField(ValueError):
+    """A field of a request that cannot be served: an HTTP 400.
+
+    param: the field's path, such as "messages[0].content"; None where the body as a whole is
+    wrong. code: one of OpenAI's words for the kind of mistake.
+    """
+
+    def __init__(self, message: str, param: str | None, code: str = "invalid_value"):
+        super().__init__(message)
+        self.param, self.code = param, code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body of the 400."""
+        return error_body(str(self), param=self.param, code=self.code)
+
+
+class HasErrors(Protocol):
+    """pydantic's ValidationError, or what a framework makes of its list."""
+
+    def errors(self) -> Sequence[Any]: ...
+
+
+def error_body(
+    message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's error object, also for a chunk of a stream. status: a key of ERROR_TYPES."""
+    kind = ERROR_TYPES[status]
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def shown(value: Any) -> str:
+    """A value as a sentence names it: as JSON where that is short."""
+    if isinstance(value, str):
+        text = json.dumps(value[:60], ensure_ascii=False)
+        return text if len(value) <= 60 else f'{text[:-1]}…"'
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return reprlib.repr(value)
+
+
+def wrong(path: str | None, value: Any, must: str, mend: str = "") -> BadField:
+    """ "PATH is VALUE, but must be MUST; MEND" """
+    tail = f"; {mend}" if mend else ""
+    return BadField(f"{path or 'The body'} is {shown(value)}, but must be {must}{tail}.", path)
+
+
+def explain(error: HasErrors) -> BadField:
+    """The first mistake of a validation as one sentence.
+
+    error: pydantic's ValidationError, or a framework's with the same `errors()`, whose places may
+    begin with "body".
+    """
+    first: Mapping[str, Any] = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, BadField):
+        return cause
+    place = list(first["loc"])
+    if place[:1] == ["body"]:
+        place = place[1:]
+    if first["type"] == "json_invalid":
+        return BadField("The body is not JSON; send one JSON object.", None, "invalid_json")
+    param = _path(place)
+    if cause is not None:
+        return BadField(str(cause), param)
+    kind: str = first["type"]
+    if kind == "missing":
+        sentence = f"{param or 'The body'} is missing; the request needs it."
+        return BadField(sentence, param, "missing_required_parameter")
+    if kind == "literal_error":
+        return wrong(param, first["input"], f"one of {first['ctx']['expected']}".replace("'", '"'))
+    must = KINDS.get(kind) or KINDS.get(kind.split("_")[0])
+    if must is None:
+        said = str(first["msg"])
+        return BadField(
+            f"{param or 'The body'} is {shown(first['input'])}: {said[:1].lower()}{said[1:]}.",
+            param,
+        )
+    bad = wrong(param, first["input"], must)
+    bad.code = "invalid_type"
+    return bad
+
+
+def _path(place: Sequence[str | int]) -> str | None:
+    """A place in the body in OpenAI's notation: messages[0].content."""
+    path = ""
+    for part in place:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path or None

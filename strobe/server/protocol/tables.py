@@ -1,0 +1,216 @@
+"""The fields that clients send and that are not honoured, each with its reason.
+
+docs/api.md shows these tables. A place is an endpoint or an object inside a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Note:
+    """Why a field is not honoured; neutral: values that ask for nothing, accepted in silence."""
+
+    why: str
+    neutral: tuple[Any, ...] = ()
+
+    def is_neutral(self, value: Any) -> bool:
+        """Whether a value is one of the neutral ones; true is not 1 here."""
+        return any(
+            value == one and isinstance(value, bool) == isinstance(one, bool)
+            for one in self.neutral
+        )
+
+
+Table = Mapping[str, Note]
+
+_HOSTED = "it is for a hosted service's records"
+_CACHE = "the prefix cache works by itself"
+
+_ACCEPTED: Table = {
+    "user": Note(_HOSTED),
+    "metadata": Note("nothing is stored", ({},)),
+    "store": Note("nothing is stored", (False,)),
+    "service_tier": Note("there is one tier", ("auto", "default")),
+    "safety_identifier": Note(_HOSTED),
+    "access_programs": Note(_HOSTED),
+    "prompt_cache_key": Note(_CACHE),
+    "prompt_cache_retention": Note(_CACHE),
+    "prompt_cache_options": Note(_CACHE, ({},)),
+    "priority": Note("requests are served first come, first served", (0,)),
+    "guided_decoding_backend": Note("there is one, llguidance"),
+    "rid": Note("give the id as request_id"),
+}
+"""Without effect on every endpoint that generates."""
+
+NO_EFFECT: Mapping[str, Table] = {
+    "chat": {
+        **_ACCEPTED,
+        "prediction": Note("drafts come from the server's own drafter"),
+    },
+    "completions": _ACCEPTED,
+    "responses": {
+        **_ACCEPTED,
+        "max_tool_calls": Note("it counts calls of built-in tools, and there are none"),
+    },
+    "tokenize": {},
+    "detokenize": {},
+    "stream_options": {
+        "include_obfuscation": Note("chunks are not padded", (False,)),
+    },
+    "responses.stream_options": {
+        "include_obfuscation": Note("chunks are not padded", (False,)),
+        "include_usage": Note("the last event always carries the usage", (True,)),
+    },
+    "message": {
+        "annotations": Note("a model reads no annotations", ([],)),
+        "cache_control": Note(_CACHE),
+        "id": Note(_HOSTED),
+        "provider_specific_fields": Note(_HOSTED),
+    },
+    "part": {
+        "annotations": Note("a model reads no annotations", ([],)),
+        "cache_control": Note(_CACHE),
+        "prompt_cache_breakpoint": Note(_CACHE),
+        "logprobs": Note("a model reads no log probabilities", ([],)),
+    },
+    "tool_call": {
+        "cache_control": Note(_CACHE),
+        "provider_specific_fields": Note(_HOSTED),
+    },
+    "tool": {"cache_control": Note(_CACHE)},
+    "responses.tool": {
+        "cache_control": Note(_CACHE),
+        "output_schema": Note("a tool's output is read as text"),
+    },
+    "structured_outputs": {
+        "disable_fallback": Note("there is no other backend to fall back to", (False,)),
+    },
+    "json_schema": {"description": Note("the model does not see it; put it into the prompt")},
+    "reasoning": {
+        "summary": Note("the whole reasoning is returned, not a summary"),
+        "generate_summary": Note("the whole reasoning is returned, not a summary"),
+    },
+    "item": {
+        "phase": Note("chat templates have no phases"),
+        "cache_control": Note(_CACHE),
+        "encrypted_content": Note("it is readable for its maker only"),
+    },
+}
+"""Accepted and named in the response's `warnings`, by place."""
+
+_BEAMS = "there is no beam search"
+_PROCESSORS = "requests cannot bring code; logit_bias and allowed_token_ids are supported"
+_MEDIA = "only text is supported"
+_NO_TEMPLATE_ARGUMENT = "give it inside chat_template_kwargs"
+_STATELESS = "nothing is stored; send the whole conversation as input"
+
+_REFUSED: Table = {
+    "logits_processors": Note(_PROCESSORS, ([],)),
+    "logit_processors": Note(_PROCESSORS, ([],)),
+    "custom_logit_processor": Note(_PROCESSORS, ("",)),
+    "custom_params": Note(_PROCESSORS, ({},)),
+    "bad_words": Note("logit_bias keeps single tokens out", ([],)),
+    "use_beam_search": Note(_BEAMS, (False,)),
+    "length_penalty": Note(_BEAMS, (1.0,)),
+    "early_stopping": Note(_BEAMS, (False,)),
+    "repetition_detection": Note("stop and max_tokens end an answer"),
+    "stop_regex": Note("give texts as stop", ("", [])),
+    "no_stop_trim": Note("give include_stop_str_in_output", (False,)),
+    "spaces_between_special_tokens": Note("text is as the tokenizer makes it", (True,)),
+    "guided_whitespace_pattern": Note("JSON is written with its usual white space"),
+    "thinking_token_budget": Note("the length of the reasoning cannot be limited", (-1,)),
+    "thinking_budget": Note("the length of the reasoning cannot be limited", (-1,)),
+    "enable_thinking": Note(_NO_TEMPLATE_ARGUMENT),
+    "separate_reasoning": Note("reasoning is told apart where the model has a parser", (True,)),
+    "stream_reasoning": Note("give include_reasoning: false to leave it out", (True,)),
+    "cache_salt": Note("the prefix cache is shared by all requests"),
+    "kv_transfer_params": Note("there is one engine", ({},)),
+    "vllm_xargs": Note("there are no custom extensions", ({},)),
+    "mm_processor_kwargs": Note(_MEDIA, ({},)),
+    "media_io_kwargs": Note(_MEDIA, ({},)),
+    "lora_path": Note("there are no adapters"),
+    "session_params": Note("there are no sessions", ({},)),
+    "return_hidden_states": Note("they do not leave the engine", (False,)),
+    "moderation": Note("there is no moderation"),
+}
+"""Refused on every endpoint that generates."""
+
+UNSUPPORTED: Mapping[str, Table] = {
+    "chat": {
+        **_REFUSED,
+        "prompt": Note("this endpoint takes messages"),
+        "audio": Note(_MEDIA),
+        "modalities": Note(_MEDIA, (["text"], [])),
+        "functions": Note("give tools", ([],)),
+        "function_call": Note("give tool_choice", ("none", "auto")),
+        "web_search_options": Note("there is no web search"),
+        "documents": Note("put them into a message", ([],)),
+        "verbosity": Note("ask for it in a message", ("medium",)),
+        "best_of": Note("give n, or use /v1/completions", (1,)),
+    },
+    "completions": {
+        **_REFUSED,
+        "messages": Note("this endpoint takes prompt"),
+        "suffix": Note("text cannot be filled in before another", ("",)),
+        "prompt_embeds": Note("give text or token ids", ([],)),
+        "tools": Note("use /v1/chat/completions", ([],)),
+        "reasoning_effort": Note("use /v1/chat/completions"),
+        "chat_template_kwargs": Note("use /v1/chat/completions", ({},)),
+    },
+    "responses": {
+        **_REFUSED,
+        "background": Note("an answer is made while its request waits", (False,)),
+        "conversation": Note(_STATELESS),
+        "previous_response_id": Note(_STATELESS),
+        "prompt": Note("there are no stored prompts; give instructions and input"),
+        "truncation": Note("shorten the input", ("disabled",)),
+        "context_management": Note("shorten the input", ([],)),
+        "previous_input_messages": Note("give input"),
+        "enable_response_messages": Note("/tokenize shows a prompt", (False,)),
+        "image": Note(_MEDIA),
+        "messages": Note("give input"),
+        "response_format": Note("give text.format"),
+        "reasoning_effort": Note("give reasoning.effort"),
+        "n": Note("a response has one answer", (1,)),
+    },
+    "tokenize": {
+        "documents": Note("put them into a message", ([],)),
+        "mm_processor_kwargs": Note(_MEDIA, ({},)),
+        "media_io_kwargs": Note(_MEDIA, ({},)),
+        "cache_salt": Note("the prefix cache is shared by all requests"),
+    },
+    "detokenize": {},
+    "message": {
+        "audio": Note(_MEDIA),
+        "function_call": Note("give tool_calls"),
+        "prefix": Note("give continue_final_message", (False,)),
+    },
+    "response_format": {
+        "schema": Note('give {"type": "json_schema", "json_schema": {"schema": ...}}'),
+    },
+    "structured_outputs": {
+        "whitespace_pattern": Note("JSON is written with its usual white space"),
+        "structural_tag": Note("give grammar"),
+        "disable_any_whitespace": Note("JSON is written with its usual white space", (False,)),
+        "disable_additional_properties": Note("say so in the schema", (False,)),
+    },
+    "responses.tool": {
+        "defer_loading": Note("all tools are in the prompt", (False,)),
+        "allowed_callers": Note("the model itself is the only caller", (["direct"], [])),
+    },
+    "reasoning": {
+        "context": Note("the chat template decides which reasoning is kept", ("auto",)),
+        "mode": Note("there is one mode", ("standard",)),
+    },
+    "text": {"verbosity": Note("ask for it in the input", ("medium",))},
+    "item": {
+        "name": Note("the call says which function it was"),
+        "namespace": Note("functions have no namespaces"),
+        "caller": Note("the model itself is the only caller", ({"type": "direct"},)),
+    },
+}
+"""A 400 unless the value is neutral, by place."""
