@@ -1,0 +1,54 @@
+"""The smallest request of each endpoint, and ways to change it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from strobe.server.protocol.chat import ChatCompletionRequest
+from strobe.server.protocol.common import Closed
+from strobe.server.protocol.completions import CompletionRequest
+from strobe.server.protocol.errors import BadField
+from strobe.server.protocol.responses import ResponsesRequest
+from strobe.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+
+USER = {"role": "user", "content": "hello"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "add"}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+SMALLEST: Mapping[type[Closed], dict[str, Any]] = {
+    ChatCompletionRequest: {"messages": [USER]},
+    CompletionRequest: {"prompt": "hello"},
+    ResponsesRequest: {"input": "hello"},
+    TokenizeRequest: {"prompt": "hello"},
+    DetokenizeRequest: {"tokens": [1, 2]},
+}
+GENERATING = (ChatCompletionRequest, CompletionRequest, ResponsesRequest)
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest.read(json.dumps({"messages": [USER], **fields}))
+
+
+def complete(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.read(json.dumps({"prompt": "hello", **fields}))
+
+
+def respond(given: Any = "hello", **fields: Any) -> ResponsesRequest:
+    return ResponsesRequest.read(json.dumps({"input": given, **fields}))
+
+
+def refusal(model: type[Closed], **fields: Any) -> BadField:
+    """The 400 that the smallest request gets with these fields."""
+    with pytest.raises(BadField) as caught:
+        model.read(json.dumps({**SMALLEST[model], **fields}))
+    return caught.value
+
+
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    """A function of that name in chat form."""
+    return {"type": "function", "function": {"name": name, **more}}

@@ -1,0 +1,237 @@
+"""What every endpoint takes, refuses and warns of: one sentence and one field's name each."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bodies import GENERATING, SMALLEST, USER, chat, refusal
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from strobe.request import SamplingParams
+from strobe.server.protocol import answers
+from strobe.server.protocol.chat import ChatCompletionRequest
+from strobe.server.protocol.common import Closed
+from strobe.server.protocol.completions import CompletionRequest
+from strobe.server.protocol.errors import BadField, error_body, explain
+from strobe.server.protocol.responses import ResponsesRequest
+from strobe.server.protocol.tables import NO_EFFECT, UNSUPPORTED
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("model", SMALLEST)
+def test_the_smallest_request_has_nothing_to_warn_of(model: type[Closed]):
+    assert model.read(json.dumps(SMALLEST[model]).encode()).warnings() == []
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b"7", b"null", b'"text"', b"\xff\xfe", b"[" * 9999, b"1" * 9999,
+             b'{"input": NaN}', b'{"prompt": "\\ud800"}', b'{"messages": {"role": "user"}}']
+)  # fmt: skip
+@pytest.mark.parametrize("model", SMALLEST)
+def test_a_body_that_is_no_request_is_a_400(model: type[Closed], body: bytes):
+    with pytest.raises(BadField) as caught:
+        model.read(body)
+    error = caught.value.body()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize("model", SMALLEST)
+def test_null_is_not_given(model: type[Closed]):
+    every = dict.fromkeys([*model.model_fields, "user", "nobody_knows"])
+    request = model.read(json.dumps({**every, **SMALLEST[model]}))
+    assert request == model.read(json.dumps(SMALLEST[model]))
+    assert request.model_fields_set == set(SMALLEST[model])
+
+
+@pytest.mark.parametrize("model", SMALLEST)
+def test_an_unknown_field_is_named(model: type[Closed]):
+    error = refusal(model, quux_zork=1)
+    assert (error.param, error.code) == ("quux_zork", "unknown_parameter")
+    assert "quux_zork" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("temprature", "temperature"), ("top-p", "top_p"), ("stopp", "stop"), ("usr", "user"),
+     ("max_token", "max_tokens")],
+)  # fmt: skip
+def test_a_close_match_is_suggested(wrong: str, right: str):
+    assert f"did you mean {right}?" in str(refusal(ChatCompletionRequest, **{wrong: 1}))
+
+
+def test_a_nested_field_is_named_by_its_path():
+    error = refusal(ChatCompletionRequest, stream=True, stream_options={"include_usge": True})
+    assert error.param == "stream_options.include_usge"
+    assert "did you mean include_usage?" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("temperature", "hot", '"hot", but must be a number'),
+        ("temperature", True, "true, but must be a number"),
+        ("n", 1.5, "1.5, but must be a whole number"),
+        ("n", "1", '"1", but must be a whole number'),
+        ("stream", 1, "1, but must be true or false"),
+        ("messages", "hi", '"hi", but must be a list'),
+        ("chat_template", {}, "{}, but must be a text"),
+        ("chat_template_kwargs", [], "[], but must be an object"),
+        ("reasoning_effort", "huge", '"huge", but must be one of "none", "minimal"'),
+        ("stop", 5, "5, but must be a text or a list of texts"),
+    ],
+)
+def test_a_wrong_type_is_a_sentence_with_the_value(field: str, value: Any, said: str):
+    error = refusal(ChatCompletionRequest, **{field: value})
+    assert error.param == field
+    assert str(error).startswith(f"{field} is {said}")
+
+
+def test_the_place_in_a_list_is_in_the_path():
+    assert refusal(ChatCompletionRequest, messages=[USER, 3]).param == "messages[1]"
+
+
+def test_a_long_value_is_cut_in_the_sentence():
+    error = refusal(ChatCompletionRequest, temperature="x" * 100_000)
+    assert 'xxx…"' in str(error)
+    assert len(str(error)) < 200
+    error = refusal(ChatCompletionRequest, **{"x" * 100_000: 1})
+    assert len(str(error)) < 200
+    assert len(error.param or "") <= 200
+
+
+def test_explain_reads_the_errors_of_a_framework():
+    """FastAPI has its own exception around pydantic's list, with "body" before each place."""
+
+    class Framework:
+        def errors(self) -> list[dict[str, Any]]:
+            return [self.error]
+
+        def __init__(self, **error: Any):
+            self.error = {"input": "x", "msg": "", **error}
+
+    assert explain(Framework(type="float_type", loc=("body", "top_p"))).param == "top_p"
+    assert explain(Framework(type="json_invalid", loc=("body", 3))).code == "invalid_json"
+    with pytest.raises(ValidationError) as caught:
+        ChatCompletionRequest.model_validate({"messages": [USER], "frobnicate": 1})
+    assert explain(caught.value).param == "frobnicate"
+
+
+def test_a_missing_field_says_which():
+    with pytest.raises(BadField) as caught:
+        ChatCompletionRequest.read(b"{}")
+    assert (caught.value.param, caught.value.code) == ("messages", "missing_required_parameter")
+
+
+def test_the_error_object_is_openais():
+    body = error_body("The queue is full.", status=429, code="queue_full")
+    assert body["error"]["type"] == "rate_limit_error"
+    answers.ErrorResponse.model_validate(body)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(m, name) for m in SMALLEST for name in NO_EFFECT[m.place]]
+)
+def test_fields_without_effect_are_named_in_the_warnings(model: type[Closed], name: str):
+    (said,) = model.read({**SMALLEST[model], name: "something"}).warnings()
+    assert said.startswith(f"{name} has no effect: ")
+    for value in NO_EFFECT[model.place][name].neutral:
+        assert model.read({**SMALLEST[model], name: value}).warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(m, name) for m in SMALLEST for name in UNSUPPORTED[m.place]]
+)
+def test_refused_fields_are_a_400_unless_they_ask_for_nothing(model: type[Closed], name: str):
+    error = refusal(model, **{name: "something"})
+    assert (error.param, error.code) == (name, "unsupported_parameter")
+    assert "not supported" in str(error)
+    for value in UNSUPPORTED[model.place][name].neutral:
+        assert model.read({**SMALLEST[model], name: value}).warnings() == []
+
+
+def test_true_is_not_a_neutral_one():
+    assert refusal(ChatCompletionRequest, best_of=True).param == "best_of"
+    assert refusal(ChatCompletionRequest, use_beam_search=0).param == "use_beam_search"
+    assert chat(length_penalty=1, best_of=1.0).warnings() == []
+
+
+@pytest.mark.parametrize("model", SMALLEST)
+def test_no_field_is_both_honoured_and_not(model: type[Closed]):
+    tables = [set(model.model_fields), set(NO_EFFECT[model.place]), set(UNSUPPORTED[model.place])]
+    assert sum(map(len, tables)) == len(set.union(*tables))
+
+
+def test_many_like_warnings_are_one():
+    marked = {**USER, "cache_control": {"type": "ephemeral"}}
+    said = chat(messages=[marked, marked, marked], user="me").warnings()
+    assert {line.split(" has")[0] for line in said} == {"user", "messages[0].cache_control"}
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "where"),
+    [
+        (ChatCompletionRequest, "chat.completion_create_params"),
+        (CompletionRequest, "completion_create_params"),
+        (ResponsesRequest, "responses.response_create_params"),
+    ],
+)
+def test_every_field_of_openais_client_is_known(model: type[Closed], where: str):
+    pytest.importorskip("openai")
+    module = importlib.import_module(f"openai.types.{where}")
+    (base,) = [cls for name, cls in vars(module).items() if name.endswith("CreateParamsBase")]
+    known = {*model.model_fields, *NO_EFFECT[model.place], *UNSUPPORTED[model.place]}
+    assert len(base.__annotations__) > 15
+    assert not set(base.__annotations__) - known
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "role", "content", "function", "name", "json", "tools", "x"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("model", SMALLEST)
+@given(data=st.data())
+def test_any_json_is_a_400_or_what_the_engine_takes(model: type[Closed], data: st.DataObject):
+    names = st.sampled_from(sorted({*model.model_fields, *UNSUPPORTED[model.place]}))
+    body = {**SMALLEST[model], **data.draw(st.dictionaries(names, JSON_VALUES, max_size=3))}
+    try:
+        request = model.read(body)
+    except BadField:
+        return
+    if isinstance(request, GENERATING):
+        SamplingParams(**request.sampling({}))
+
+
+def test_the_room_stands_alone():
+    """The schema is imported by tools that have neither the engine nor the web framework."""
+    code = (
+        "import sys, strobe.server.protocol.responses, strobe.server.protocol.tokens, "
+        "strobe.server.protocol.answers; print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    loaded = set(done.stdout.split())
+    assert "pydantic" in loaded
+    assert not {"torch", "fastapi", "starlette", "transformers", "strobe.engine"} & loaded

@@ -1,0 +1,261 @@
+"""A chat's messages, the chat template's options, and tools."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from bodies import NAMED, TOOL, USER, chat, refusal, respond, tool
+
+from strobe.server.protocol.chat import ChatCompletionRequest
+from strobe.server.protocol.common import Closed
+from strobe.server.protocol.errors import BadField
+from strobe.server.protocol.messages import read_messages
+from strobe.server.protocol.responses import ResponsesRequest
+from strobe.server.protocol.tokens import TokenizeRequest
+from strobe.server.protocol.tools import ToolChoice
+
+
+def test_messages_become_what_templates_read():
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"text": "b"}]},
+        {"role": "user", "content": "c", "name": "Ann", "tool_calls": None},
+        {
+            "role": "assistant", "content": None, "refusal": None, "audio": None,
+            "annotations": [], "function_call": None, "reasoning": "hm",
+            "tool_calls": [
+                {"id": "1", "type": "function", "index": 0,
+                 "function": {"name": "f", "arguments": '{"a": 1}'}},
+                {"id": "2", "function": {"name": "g", "arguments": "not json"}},
+                {"function": {"name": "h"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "5"}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "tool_calls": []},
+        {"role": "assistant", "content": None, "refusal": "never"},
+    ]  # fmt: skip
+    request = chat(messages=messages)
+    assert request.warnings() == []
+    assert request.conversation == [
+        {"role": "system", "content": "a\nb"},
+        {"role": "user", "content": "c", "name": "Ann"},
+        {
+            "role": "assistant", "content": None, "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}},
+                {"id": "2", "type": "function",
+                 "function": {"name": "g", "arguments": "not json"}},
+                {"type": "function", "function": {"name": "h", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "content": "5", "tool_call_id": "1"},
+        {"role": "assistant", "content": "no"},
+        {"role": "assistant", "content": "never"},
+    ]  # fmt: skip
+    assert read_messages(request.conversation, []) == request.conversation
+
+
+@pytest.mark.parametrize("arguments", ["", "5", "[1]", "nul", '{"a": NaN}', '"x"'])
+def test_arguments_that_are_no_object_stay_text(arguments: str):
+    call = {"function": {"name": "f", "arguments": arguments}}
+    (message,) = read_messages([{"role": "assistant", "tool_calls": [call]}], [])
+    assert message["tool_calls"][0]["function"]["arguments"] == (arguments or {})
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ({"content": "x"}, ".role"),
+        ({"role": "robot", "content": "x"}, ".role"),
+        ({"role": [], "content": "x"}, ".role"),
+        ({"role": "user"}, ".content"),
+        ({"role": "assistant", "content": None}, ".content"),
+        ({"role": "user", "content": 5}, ".content"),
+        ({"role": "user", "content": ["x"]}, ".content[0]"),
+        ({"role": "user", "content": [{"type": "text"}]}, ".content[0].text"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, ".content[0].type"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, ".content[0].type"),
+        ({"role": "user", "content": [{"type": {}}]}, ".content[0].type"),
+        ({"role": "user", "content": [{"text": "x", "weight": 2}]}, ".content[0].weight"),
+        ({"role": "user", "content": "x", "tool_calls": [1]}, ".tool_calls"),
+        ({"role": "user", "content": "x", "tool_call_id": "1"}, ".tool_call_id"),
+        ({"role": "user", "content": "x", "weight": 0}, ".weight"),
+        ({"role": "user", "content": "x", "name": 5}, ".name"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "1"}}, ".audio"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, ".function_call"),
+        ({"role": "assistant", "tool_calls": "f"}, ".tool_calls"),
+        ({"role": "assistant", "tool_calls": [1]}, ".tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{}]}, ".tool_calls[0].function"),
+        ({"role": "assistant", "tool_calls": [{"type": "custom"}]}, ".tool_calls[0].type"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, ".tool_calls[0].function.name"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]},
+         ".tool_calls[0].function.arguments"),
+        ({"role": "assistant", "reasoning": "a", "reasoning_content": "b"}, ".reasoning"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("model", [ChatCompletionRequest, TokenizeRequest])
+def test_each_wrong_message_is_named(model: type[Closed], message: Any, place: str):
+    with pytest.raises(BadField) as caught:
+        model.read({"messages": [USER, message]})
+    assert caught.value.param == f"messages[1]{place}"
+
+
+def test_the_clients_objects_are_not_changed():
+    body = {"messages": [{"role": "developer", "content": "x"}], "tools": [tool("f", strict=True)]}
+    before = json.dumps(body)
+    ChatCompletionRequest.read(body)
+    assert json.dumps(body) == before
+
+
+def test_template_options_are_those_of_the_tokenizer():
+    request = chat(tools=[TOOL], chat_template="t", chat_template_kwargs={"x": 1})
+    assert request.template_options() == {
+        "tools": [TOOL],
+        "chat_template": "t",
+        "add_generation_prompt": True,
+        "x": 1,
+    }
+    assert chat().template_options()["tools"] is None
+
+
+def test_a_continued_message_begins_no_new_one():
+    options = chat(continue_final_message=True).template_options()
+    assert (options["continue_final_message"], options["add_generation_prompt"]) == (True, False)
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert refusal(ChatCompletionRequest, **both).param == "add_generation_prompt"
+
+
+@pytest.mark.parametrize("name", ["tools", "messages", "tokenize", "add_generation_prompt"])
+@pytest.mark.parametrize("model", [ChatCompletionRequest, ResponsesRequest, TokenizeRequest])
+def test_template_variables_cannot_replace_fields(model: type[Closed], name: str):
+    error = refusal(model, chat_template_kwargs={name: True})
+    assert error.param == f"chat_template_kwargs.{name}"
+
+
+def test_reasoning_effort_goes_to_the_template():
+    assert chat(reasoning_effort="low").template_options()["reasoning_effort"] == "low"
+    for request in (chat(reasoning_effort="none"), respond(reasoning={"effort": "none"}).to_chat()):
+        options = request.template_options()
+        assert (options["reasoning_effort"], options["enable_thinking"]) == ("none", False)
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    error = refusal(ChatCompletionRequest, reasoning_effort="none", **thinking)
+    assert error.param == "reasoning_effort"
+    error = refusal(ResponsesRequest, reasoning={"effort": "none"}, **thinking)
+    assert error.param == "reasoning.effort"
+    assert str(error).startswith("reasoning.effort")
+
+
+def test_what_the_template_does_not_read_is_named():
+    request = chat(reasoning_effort="low", chat_template_kwargs={"a": 1, "b": 2})
+    assert request.warnings() == []
+    assert request.warnings({"a", "b", "reasoning_effort"}) == []
+    said = [line.split(" has")[0] for line in request.warnings({"a"})]
+    assert said == ["chat_template_kwargs.b", "reasoning_effort"]
+    assert chat(reasoning_effort="none").warnings({"enable_thinking"}) == []
+    (said_of_response,) = respond(chat_template_kwargs={"a": 1}).warnings(set())
+    assert said_of_response.startswith("chat_template_kwargs.a")
+
+
+def test_echo_in_a_chat_is_the_assistants_own_text():
+    assistant = {"role": "assistant", "content": "Once"}
+    assert chat(messages=[USER, assistant], echo=True).echo_text == "Once"
+    assert chat(messages=[USER, assistant]).echo_text == ""
+    assert chat(messages=[USER], echo=True).echo_text == ""
+
+
+def flattened(choice: Any) -> Any:
+    """A tool_choice in the form of /v1/responses."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice["type"] == "function":
+        return {"type": "function", **choice["function"]}
+    inner = choice["allowed_tools"]
+    tools = [flattened(one) for one in inner["tools"]]
+    return {"type": "allowed_tools", "mode": inner["mode"], "tools": tools}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [tool(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "shown"),
+    [
+        (None, ToolChoice("auto"), ["add", "sub"]),
+        ("auto", ToolChoice("auto"), ["add", "sub"]),
+        ("none", ToolChoice("none"), []),
+        ("required", ToolChoice("required"), ["add", "sub"]),
+        (NAMED, ToolChoice("required", "add"), ["add", "sub"]),
+        (allowed("auto", "sub"), ToolChoice("auto"), ["sub"]),
+        (allowed("required", "add"), ToolChoice("required"), ["add"]),
+    ],
+)
+def test_tool_choice(choice: Any, expected: ToolChoice, shown: list[str]):
+    flat = [{"type": "function", "name": "add"}, {"type": "function", "name": "sub"}]
+    for request in (
+        chat(tools=[tool("add"), tool("sub")], tool_choice=choice),
+        respond(tools=flat, tool_choice=flattened(choice)).to_chat(),
+    ):
+        assert request.toolbox.choice == expected
+        assert list(request.toolbox.names) == shown
+        prompt = request.template_options()["tools"] or []
+        assert [one["function"]["name"] for one in prompt] == shown
+
+
+def test_no_tools_leave_nothing_to_choose():
+    for choice in (None, "none", "auto"):
+        assert chat(tools=[], tool_choice=choice).toolbox.choice == ToolChoice("none")
+    for model in (ChatCompletionRequest, ResponsesRequest):
+        assert refusal(model, tool_choice="required").param == "tool_choice"
+    assert refusal(ChatCompletionRequest, tool_choice=NAMED).param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ("add", "tools"),
+        ([1], "tools[0]"),
+        ([{"type": "custom"}], "tools[0].type"),
+        ([{"function": {"name": "f"}}], "tools[0].type"),
+        ([{"type": "function"}], "tools[0].function"),
+        ([tool("")], "tools[0].function.name"),
+        ([tool("f", parameters=[])], "tools[0].function.parameters"),
+        ([tool("f", description=1)], "tools[0].function.description"),
+        ([tool("f", strict="yes")], "tools[0].function.strict"),
+        ([tool("f", returns={})], "tools[0].function.returns"),
+        ([tool("f"), tool("f")], "tools[1].function.name"),
+    ],
+)
+def test_each_wrong_tool_is_named(tools: Any, param: str):
+    assert refusal(ChatCompletionRequest, tools=tools).param == param
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["any", 5, {}, {"type": "custom"}, tool("mul"), {"type": "function"},
+     {"type": "allowed_tools"}, allowed("none", "add"), allowed("auto"), allowed("auto", "mul")],
+)  # fmt: skip
+def test_each_wrong_choice_is_named(choice: Any):
+    error = refusal(ChatCompletionRequest, tools=[TOOL], tool_choice=choice)
+    assert (error.param or "").startswith("tool_choice")
+
+
+def test_a_forced_call_has_its_own_form():
+    forced = {"tools": [TOOL], "tool_choice": "required"}
+    assert refusal(ChatCompletionRequest, **forced, guided_regex="a").param == "guided_regex"
+    sent_along = chat(**forced, response_format={"type": "json_object"})
+    assert "structured_outputs" not in sent_along.sampling({})
+    auto = chat(tools=[TOOL], response_format={"type": "json_object"})
+    assert "structured_outputs" in auto.sampling({})
+
+
+def test_strict_is_said_to_hold_for_forced_calls_only():
+    strict = tool("f", strict=True)
+    (said,) = chat(tools=[strict]).warnings()
+    assert said.startswith("tools[0].function.strict has no effect")
+    assert chat(tools=[strict], tool_choice="required").warnings() == []
+    assert chat(tools=[strict]).template_options()["tools"] == [tool("f")]
+    (said,) = respond(tools=[{"type": "function", "name": "f", "strict": True}]).warnings()
+    assert said.startswith("tools[0].strict has no effect")

@@ -1,0 +1,159 @@
+"""docs/api.md and the OpenAPI schema say what the requests take; clients can read the answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from bodies import GENERATING, SMALLEST
+from pydantic import BaseModel
+
+from strobe.server.protocol import answers
+from strobe.server.protocol.common import Closed, StreamOptions
+from strobe.server.protocol.errors import ERROR_TYPES
+from strobe.server.protocol.items import EVERY_ITEM, ITEM_FIELDS
+from strobe.server.protocol.messages import MESSAGE_FIELDS, PART_FIELDS, TOOL_CALL_FIELDS
+from strobe.server.protocol.responses import ResponsesStreamOptions
+from strobe.server.protocol.sampling import Sampling
+from strobe.server.protocol.structured import JSON_SCHEMA_FIELDS, KINDS, SINGLE_FIELDS
+from strobe.server.protocol.tables import NO_EFFECT, UNSUPPORTED
+from strobe.server.protocol.tokens import DetokenizeResponse, TokenizeResponse
+from strobe.server.protocol.tools import FUNCTION_FIELDS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("api_page", ROOT / "scripts" / "api_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+
+
+def test_the_tables_are_those_of_the_models(script: ModuleType, page: str):
+    assert script.written(page) == page, "run python scripts/api_page.py"
+
+
+def rows(page: str, place: str) -> dict[str, str]:
+    """The fields that a table of the page names, and their status."""
+    found = re.search(rf"<!-- table {re.escape(place)} -->\n(.*?)<!-- end -->", page, re.DOTALL)
+    assert found, place
+    cells = [line.strip("| ").split(" | ") for line in found[1].splitlines()[2:]]
+    return {row[0].strip("`"): row[-1] for row in cells}
+
+
+@pytest.mark.parametrize("model", [*SMALLEST, StreamOptions, ResponsesStreamOptions])
+def test_the_page_names_every_field_of_every_request(model: type[Closed], page: str):
+    named = rows(page, model.place)
+    if issubclass(model, Sampling):
+        named |= rows(page, "shared")
+    for name in model.model_fields:
+        assert named.pop(name).startswith("honoured"), name
+    for name in NO_EFFECT[model.place]:
+        assert named.pop(name) == "no effect", name
+    for name in UNSUPPORTED.get(model.place, {}):
+        assert named.pop(name).startswith("refused"), name
+    assert not named
+
+
+@pytest.mark.parametrize("place", sorted({*NO_EFFECT, *UNSUPPORTED}))
+def test_the_page_names_every_field_of_every_object(place: str, page: str):
+    named = rows(page, place)
+    if place in {model.place for model in GENERATING}:
+        named |= rows(page, "shared")
+    assert not {*NO_EFFECT.get(place, {}), *UNSUPPORTED.get(place, {})} - set(named)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        MESSAGE_FIELDS, PART_FIELDS, TOOL_CALL_FIELDS, FUNCTION_FIELDS, KINDS, SINGLE_FIELDS,
+        JSON_SCHEMA_FIELDS, EVERY_ITEM, *ITEM_FIELDS.items(),
+        answers.SpeculationReport.model_fields, answers.Step.model_fields,
+        answers.ModelCard.model_fields,
+        TokenizeResponse.model_fields, DetokenizeResponse.model_fields,
+        answers.CompletionLogprobs.model_fields, answers.TokenLogprob.model_fields,
+        answers.PromptLogprob.model_fields, answers.ErrorDetail.model_fields,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_page_names_what_is_written_by_hand(names: Any, page: str):
+    words = set(re.findall(r"\w+", page))
+    flat = [one for name in names for one in ([name] if isinstance(name, str) else name)]
+    assert flat
+    assert not set(flat) - words
+
+
+def test_the_page_says_each_status(page: str):
+    for status, kind in ERROR_TYPES.items():
+        assert f"| {status} | `{kind}` |" in page
+
+
+@pytest.mark.parametrize("model", SMALLEST)
+def test_the_schema_shows_every_field_and_closes_the_rest(model: type[Closed]):
+    schema = json.loads(json.dumps(model.model_json_schema()))
+    known = {*model.model_fields, *NO_EFFECT[model.place], *UNSUPPORTED[model.place]}
+    assert set(schema["properties"]) == known
+    assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("model", SMALLEST)
+def test_the_schema_lets_what_is_not_required_be_null(model: type[Closed]):
+    schema = model.model_json_schema()
+    for name in set(model.model_fields) - set(schema.get("required", ())):
+        kinds = [kind.get("type") for kind in schema["properties"][name]["anyOf"]]
+        assert "null" in kinds, name
+
+
+def test_the_answers_are_read_by_openais_client():
+    pytest.importorskip("openai")
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+    from openai.types.responses import Response
+
+    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3,
+             "prompt_tokens_details": {"cached_tokens": 0}}  # fmt: skip
+    head = {"id": "x", "created": 1, "model": "m", "usage": usage, "warnings": ["w"]}
+    token = {"token": "a", "logprob": -0.5, "bytes": [97],
+             "top_logprobs": [{"token": "a", "logprob": -0.5, "bytes": [97]}]}  # fmt: skip
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": "a", "tool_calls": [call], "refusal": None}
+    choice = {"index": 0, "message": message, "finish_reason": "stop",
+              "logprobs": {"content": [token], "refusal": None}}  # fmt: skip
+    delta = {"role": "assistant", "content": "a",
+             "tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}  # fmt: skip
+    step = {"tokens": [["a", False]], "drafted": 0, "accepted": 0}
+    lists = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5}],
+             "text_offset": [0]}  # fmt: skip
+    text = {"index": 0, "text": "a", "finish_reason": "length", "logprobs": lists}
+    output = {"type": "message", "id": "m", "role": "assistant", "status": "completed",
+              "content": [{"type": "output_text", "text": "a", "annotations": [],
+                           "logprobs": [token]}]}  # fmt: skip
+    reply = {"id": "r", "created_at": 1, "model": "m", "status": "completed", "output": [output],
+             "parallel_tool_calls": True, "temperature": 1.0, "top_p": 1.0, "tool_choice": "auto",
+             "tools": [], "text": {"format": {"type": "text"}},
+             "usage": {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2,
+                       "input_tokens_details": {}, "output_tokens_details": {}}}  # fmt: skip
+    chunk = {"index": 0, "delta": delta, "finish_reason": None, "step": step}
+
+    pairs: list[tuple[type[BaseModel], type[BaseModel], dict[str, Any]]] = [
+        (answers.ChatCompletion, ChatCompletion, {**head, "choices": [choice]}),
+        (answers.ChatCompletionChunk, ChatCompletionChunk, {**head, "choices": [chunk]}),
+        (answers.Completion, Completion, {**head, "choices": [text]}),
+        (answers.Response, Response, reply),
+    ]
+    for ours, theirs, value in pairs:
+        theirs.model_validate(ours.model_validate(value).model_dump(mode="json"))

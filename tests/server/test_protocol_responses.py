@@ -1,0 +1,148 @@
+"""Responses as chats, and the requests about tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from bodies import SCHEMA, TOOL, USER, refusal, respond
+
+from strobe.server.protocol.errors import BadField
+from strobe.server.protocol.responses import ResponsesRequest
+from strobe.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+
+
+def test_a_response_is_a_chat():
+    items = [
+        {"role": "developer", "content": "be brief"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
+        {"type": "reasoning", "id": "r1", "summary": [],
+         "content": [{"type": "reasoning_text", "text": "add"}]},
+        {"type": "function_call", "id": "f1", "call_id": "c1", "name": "add",
+         "arguments": '{"a": 1, "b": 1}', "status": "completed"},
+        {"type": "function_call", "call_id": "c2", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "2"},
+        {"type": "function_call_output", "call_id": "c2",
+         "output": [{"type": "input_text", "text": "0"}]},
+        {"type": "reasoning", "id": "r2", "summary": [{"type": "summary_text", "text": "done"}]},
+        {"type": "message", "role": "assistant", "id": "m1", "status": "completed",
+         "content": [{"type": "output_text", "text": "2", "annotations": [], "logprobs": []}]},
+        {"role": "user", "content": "thanks"},
+        {"type": "reasoning", "id": "r3", "summary": [], "encrypted_content": None},
+    ]  # fmt: skip
+    request = respond(items, instructions="you add")
+    assert request.warnings() == []
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
+    bare = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    assert request.to_chat().conversation == [
+        {"role": "system", "content": "you add"},
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "reasoning_content": "add",
+         "tool_calls": [{"id": "c1", **call}, {"id": "c2", **bare}]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+        {"role": "tool", "content": "0", "tool_call_id": "c2"},
+        {"role": "assistant", "content": "2", "reasoning_content": "done"},
+        {"role": "user", "content": "thanks"},
+        {"role": "assistant", "content": ""},
+    ]  # fmt: skip
+
+
+def test_an_answers_text_and_calls_are_one_message():
+    items = [
+        USER,
+        {"role": "assistant", "content": "I add."},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "2"},
+        {"role": "assistant", "content": "2"},
+        {"role": "assistant", "content": "again"},
+    ]
+    messages = respond(items).to_chat().conversation
+    assert [m["content"] for m in messages] == ["hello", "I add.", "2", "2", "again"]
+    assert messages[1]["tool_calls"][0]["id"] == "c"
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ([], "input"),
+        (5, "input"),
+        ([5], "input[0]"),
+        ([{"type": "item_reference", "id": "x"}], "input[0].type"),
+        ([{"type": []}], "input[0].type"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0].type"),
+        ([{"role": "user"}], "input[0].content"),
+        ([{"type": "function_call", "name": "f"}], "input[0].call_id"),
+        ([{"type": "function_call", "call_id": "c"}], "input[0].name"),
+        ([{"type": "function_call_output", "call_id": "c"}], "input[0].output"),
+        ([{"type": "function_call_output", "output": "x"}], "input[0].call_id"),
+        ([{"type": "reasoning", "content": [5]}], "input[0].content[0]"),
+        ([{"type": "reasoning", "content": 5}], "input[0].content"),
+        ([{"type": "message", "role": "user", "content": "x", "weight": 1}], "input[0].weight"),
+        ([{"type": "function_call", "call_id": "c", "name": "f", "namespace": "n"}],
+         "input[0].namespace"),
+    ],
+)  # fmt: skip
+def test_each_wrong_item_is_named(given: Any, param: str):
+    assert refusal(ResponsesRequest, input=given).param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex"),
+        ({"text": {"format": {"type": "json_object"}}, "ignore_eos": True}, "ignore_eos"),
+        ({"text": "json"}, "text"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"reasoning": {"effort": []}}, "reasoning.effort"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "name": "f", "defer_loading": True}]},
+         "tools[0].defer_loading"),
+        ({"store": True, "background": True}, "background"),
+    ],
+)  # fmt: skip
+def test_what_a_response_cannot_have_is_named(fields: dict[str, Any], param: str):
+    assert refusal(ResponsesRequest, **fields).param == param
+
+
+def test_a_response_has_its_format_as_a_chat_has_it():
+    given = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
+    request = respond(text={"format": given, "verbosity": "medium"})
+    assert request.sampling({})["structured_outputs"] == {"json": SCHEMA}
+    assert request.text_format == given
+    assert respond().text_format == {"type": "text"}
+    assert respond(text={}).text_format == {"type": "text"}
+
+
+def test_a_response_says_what_it_does_not_do():
+    said = respond(store=True, reasoning={"summary": "auto"}, max_tool_calls=3).warnings()
+    assert {line.split(" has")[0] for line in said} == {
+        "store",
+        "reasoning.summary",
+        "max_tool_calls",
+    }
+
+
+def test_tokenize_takes_a_prompt_or_messages():
+    assert TokenizeRequest.read({"prompt": "x"}).adds_special_tokens
+    assert not TokenizeRequest.read({"messages": [USER]}).adds_special_tokens
+    asked = TokenizeRequest.read({"messages": [USER], "add_special_tokens": True})
+    assert asked.adds_special_tokens
+    request = TokenizeRequest.read({"messages": [USER], "tools": [TOOL]})
+    assert (request.conversation, request.template_options()["tools"]) == ([USER], [TOOL])
+    assert refusal(TokenizeRequest, messages=[USER]).param == "messages"
+    assert refusal(TokenizeRequest, tools=[TOOL]).param == "tools"
+    with pytest.raises(BadField, match="prompt is missing"):
+        TokenizeRequest.read(b"{}")
+
+
+def test_detokenize_takes_token_ids():
+    assert DetokenizeRequest.read({"tokens": [0, 5]}).tokens == (0, 5)
+    assert refusal(DetokenizeRequest, tokens=[-1]).param == "tokens[0]"
+    assert refusal(DetokenizeRequest, tokens="x").param == "tokens"
