@@ -1,0 +1,106 @@
+"""Write the tables of fields in docs/api.md from the request models.
+
+    python scripts/api_page.py
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; everything else on the page is
+written by hand. A test fails where the page and the models differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from strobe.server.protocol.chat import ChatCompletionRequest
+from strobe.server.protocol.common import Closed, StreamOptions
+from strobe.server.protocol.completions import CompletionRequest
+from strobe.server.protocol.responses import ResponsesRequest, ResponsesStreamOptions
+from strobe.server.protocol.sampling import Sampling
+from strobe.server.protocol.tables import NO_EFFECT, UNSUPPORTED, Note
+from strobe.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+
+PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+
+GENERATING: tuple[type[Closed], ...] = (ChatCompletionRequest, CompletionRequest, ResponsesRequest)
+ENDPOINTS: tuple[type[Closed], ...] = (*GENERATING, TokenizeRequest, DetokenizeRequest)
+
+HEAD = "| field | what it does, or why not | status |\n|---|---|---|"
+
+Row = tuple[str, str, str]
+
+
+def model_rows(model: type[Closed], without: Iterable[str] = ()) -> list[Row]:
+    """A row for each field of a request, in the order of the code."""
+    fields = {name: f for name, f in model.model_fields.items() if name not in without}
+    rows: list[Row] = []
+    for name, field in fields.items():
+        status = "honoured, required" if field.is_required() else "honoured"
+        rows.append((name, (field.description or "").rstrip("."), status))
+    return rows
+
+
+def note_rows(table: Mapping[str, Note], status: str) -> list[Row]:
+    """A row for each field that is not honoured; values that are accepted in silence are named."""
+    rows: list[Row] = []
+    for name, note in table.items():
+        neutral = ", ".join(f"`{json.dumps(value)}`" for value in note.neutral)
+        accepted = f" (accepted: {neutral})" if neutral else ""
+        rows.append((name, note.why, f"{status}{accepted if status == 'refused' else ''}"))
+    return rows
+
+
+def shared(tables: Mapping[str, Mapping[str, Note]]) -> dict[str, Note]:
+    """What all endpoints that generate have in a table."""
+    first, *others = (tables[model.place] for model in GENERATING)
+    return {
+        name: note
+        for name, note in first.items()
+        if all(other.get(name) == note for other in others)
+    }
+
+
+def place_rows(place: str, without: Mapping[str, Mapping[str, Note]] | None = None) -> list[Row]:
+    """What a place accepts without effect and what it refuses."""
+    rows: list[Row] = []
+    for status, tables in (("no effect", NO_EFFECT), ("refused", UNSUPPORTED)):
+        left = without[status] if without else {}
+        table = tables.get(place, {})
+        rows += note_rows({n: note for n, note in table.items() if n not in left}, status)
+    return rows
+
+
+def tables() -> dict[str, list[Row]]:
+    """The rows of every table of the page."""
+    common = {"no effect": shared(NO_EFFECT), "refused": shared(UNSUPPORTED)}
+    made = {"shared": model_rows(Sampling)}
+    for status, table in common.items():
+        made["shared"] += note_rows(table, status)
+    for model in GENERATING:
+        made[model.place] = model_rows(model, Sampling.model_fields)
+        made[model.place] += place_rows(model.place, common)
+    for model in (TokenizeRequest, DetokenizeRequest):
+        made[model.place] = model_rows(model) + place_rows(model.place)
+    for options in (StreamOptions, ResponsesStreamOptions):
+        made[options.place] = model_rows(options) + place_rows(options.place)
+    endpoints = {model.place for model in ENDPOINTS}
+    for place in {**NO_EFFECT, **UNSUPPORTED}:
+        if place not in endpoints and place not in made:
+            made[place] = place_rows(place)
+    return made
+
+
+def written(page: str) -> str:
+    """The page with its tables as the models are now."""
+    made = {name: [f"| `{n}` | {what} | {how} |" for n, what, how in rows]
+            for name, rows in tables().items()}  # fmt: skip
+
+    def table(match: re.Match[str]) -> str:
+        return "\n".join([match[1], HEAD, *made[match[2]], match[3]])
+
+    return re.sub(r"(<!-- table (\S+) -->)\n.*?(<!-- end -->)", table, page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
