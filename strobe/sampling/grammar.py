@@ -89,10 +89,13 @@ class Follower:
                 free = True
             elif free:
                 free = not self._begins(known)
-            elif self.matcher.is_stopped() or not self.matcher.try_consume_tokens([drafts[row]]):
-                break
-            else:
+            elif self.matcher.is_stopped():  # and stays there: behind the end comes only the end
+                if not _has(masks[row], drafts[row]):
+                    break
+            elif self.matcher.try_consume_tokens([drafts[row]]):
                 taken += 1
+            else:
+                break
         if taken:
             self.matcher.rollback(taken)
         return masks
@@ -185,6 +188,10 @@ class Grammars:
         except ValueError as error:
             request.error = str(error)
             return np.full((1 + len(drafts), self.words), -1, dtype=np.int32)
+
+
+def _has(mask: np.ndarray, token: int) -> bool:
+    return bool(mask[token >> 5] >> (token & 31) & 1)
 
 
 def _line(text: str) -> str:
