@@ -46,8 +46,8 @@ class CompletionRequest(Sampling):
     )
     best_of: Count | None = Field(
         None,
-        description="Answers made per prompt, of which the n most probable are returned; not in a "
-        "stream unless equal to n.",
+        description="Answers made per prompt, of which the n most probable per token are returned; "
+        "not in a stream unless equal to n.",
     )
     max_tokens: Annotated[Whole, Within(0, MOST, "leave it out for 16")] = Field(
         16, description="Most tokens to make; 0 with echo or prompt_logprobs: the prompt alone."
