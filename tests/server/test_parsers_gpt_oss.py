@@ -72,6 +72,9 @@ def test_variants_of_one_call_are_that_call(text: str):
         ("<|message|>Yes.", "", "Yes."),
         ("Plain text.", "", "Plain text."),
         (f"{THOUGHT}Yes.", "Hm.", "Yes."),
+        (f"<|channel|>ana{TURN}{FINAL}", "", "<|channel|>ana\nYes."),
+        ("<", "", "<"),
+        (" \n", "", " \n"),
         ("", "", ""),
     ],
 )
@@ -110,8 +113,14 @@ def test_a_header_that_is_none_is_content(text: str):
     assert check_cuts(parser, f"{text}<|end|>{TURN}{THOUGHT}") == ("Hm.", text, [])
 
 
+def test_a_header_without_end_is_not_waited_for():
+    made = parser()
+    assert made.push("<|channel|>" + "long " * 80).content == ""
+    assert made.push("long " * 80).content == "<|channel|>" + "long " * 160
+
+
 def test_the_limit_of_a_header_does_not_depend_on_the_cuts():
-    for length in range(480, 520):
+    for length in range(490, 506):
         for end in ("<|message|>x", "<|end|>x", f"{TURN}x", "<|me"):
             check_cuts(parser, "<|channel|>" + "a" * length + end)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from parsing import arguments, calls, check_cuts, dumps, names, places, prose, stream, texts
 
 from strobe.server.parsers import Parser, make_parser
@@ -84,9 +85,11 @@ def test_the_name_is_decoded_from_json():
         '<tool_call>\n{"name": "\\x", "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"arguments": {}, "parameters": {}, "name": "f"}\n</tool_call>',
         '<tool_call>\n{"arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"arguments": {}, "name": ""}\n</tool_call>',
         '<tool_call>\n{"nome": "f", "arguments": {}}\n</tool_call>',
         "<tool_call>\n<function=f>\n</function>\n</tool_call>",
         '<tool_call>\n{"name": "get_ti',
+        '<tool_call>\n{"name": "<tool_call>',
         '<tool_call>\n{"name": "f", "arg',
         "Write <tool_call> to call.\n",
         "</tool_call>",
@@ -139,18 +142,27 @@ def test_broken_arguments_stay_arguments_and_end_with_the_call(written: str, tak
 
 
 def test_the_end_tag_in_a_string_of_the_arguments_is_text():
-    given = {"text": "write </tool_call> and <tool_call>"}
-    assert check_cuts(parser, wrapped("f", given)).calls == [("f", dumps(given))]
+    given = {"a": "one two", "text": "write </tool_call> and <tool_call>"}
+    text = wrapped("f", given)
+    assert check_cuts(parser, text).calls == [("f", dumps(given))]
+    torn = check_cuts(parser, text.replace("one two", "one\ntwo"))
+    assert torn.calls == [("f", dumps(given).replace("one two", "one\ntwo"))]
 
 
-@given(names, arguments, places)
+@given(names, arguments, st.integers(1, 200), places)
 def test_an_answer_cut_off_in_the_arguments_gives_what_there_is(
-    name: str, given: Any, cuts: list[int]
+    name: str, given: Any, length: int, cuts: list[int]
 ):
     text = wrapped(name, given)
     begin = text.index('"arguments": ') + len('"arguments": ')
-    for end in range(begin + 1, begin + len(dumps(given)) + 1):
-        assert check_cuts(parser, text[:end], cuts) == ("", "", [(name, text[begin:end])])
+    end = begin + min(length, len(dumps(given)))
+    assert check_cuts(parser, text[:end], cuts) == ("", "", [(name, text[begin:end])])
+
+
+@pytest.mark.parametrize("given", ['{"a": "x\\', '{"a": 1\n</tool_c', '{"a": "x\ny</', '{"a": 1 <'])
+def test_what_was_held_back_of_the_arguments_comes_out_at_the_end(given: str):
+    text = f'<tool_call>\n{{"name": "f", "arguments": {given}'
+    assert check_cuts(parser, text) == ("", "", [("f", given)])
 
 
 def test_text_comes_out_at_once_unless_it_may_begin_a_call():

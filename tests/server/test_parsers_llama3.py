@@ -67,6 +67,7 @@ def test_several_calls_stand_behind_one_another(joint: str):
         '{"name": "get_ti',
         "<|python",
         "; x",
+        f"; {CALL}",
         " ",
         "",
     ],

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parsing import check_cuts, places, stream, texts
+from parsing import check_cuts, parse, places, stream, texts
 
-from strobe.server.parsers import REASONING_FORMATS, Parser, make_parser
+from strobe.server.parsers import REASONING_FORMATS, Parsed, Parser, make_parser
+from strobe.server.parsers.chain import Chain, Plain
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 lines = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=30)
@@ -101,6 +102,24 @@ def test_calls_are_looked_for_behind_the_thinking_only():
     assert check_cuts(both, text) == (CALL, "", [("f", "{}")])
     assert check_cuts(both, f"{CALL}\n") == ("", "", [("f", "{}")])
     assert check_cuts(both, "<think>\na\n</think>\n\n<tool") == ("a", "<tool", [])
+    assert check_cuts(both, "<thin") == ("", "<thin", [])
+
+
+def test_calls_in_what_thinking_held_back_to_the_end_are_found():
+    class Late(Plain):
+        def __init__(self) -> None:
+            self.held = ""
+
+        def push(self, text: str) -> Parsed:
+            self.held += text
+            return Parsed()
+
+        def finish(self) -> Parsed:
+            return Parsed(content=self.held)
+
+    text = f"One. {CALL} Two."
+    chain = Chain(Late(), make_parser("hermes", None))
+    assert parse(chain, [text]) == ("", "One. Two.", [("f", "{}")])
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class Parser(Protocol):
 @dataclass(frozen=True)
 class Tool:
     """A function that the model may call. parameters: the JSON schema of its arguments, None for
-    any object."""
+    any object. strict: the caller wants the schema held, as every grammar here does."""
 
     name: str
     parameters: Mapping[str, Any] | None = None

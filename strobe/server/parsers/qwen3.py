@@ -51,8 +51,7 @@ class Thinking:
         return self._taken()
 
     def finish(self) -> Parsed:
-        if self._state != self._gap:
-            (self._reasoning if self.phase == "thinking" else self._content).append(self._buffer)
+        (self._reasoning if self.phase == "thinking" else self._content).append(self._buffer)
         self._buffer = ""
         return self._taken()
 

@@ -1,0 +1,77 @@
+"""Tokenizers for the tests of tool grammars: the pair's own, with other added tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from parsing import dumps
+from tokenizers import Tokenizer
+
+from strobe import demo_pair
+from strobe.server.parsers import TOOL_FORMATS, Tool
+
+END, CALL_END = "<|im_end|>", "<|call|>"
+HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", CALL_END)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The pair's tokenizer, with some added tokens left out and others put in."""
+
+    fast: Tokenizer
+    guide: LLTokenizer
+    added: Mapping[str, int]
+
+    def matcher(self, name: str, tools: Sequence[Tool], **options: Any) -> LLMatcher:
+        options = {"parallel": False, "added_tokens": self.added} | options
+        matcher = LLMatcher(self.guide, TOOL_FORMATS[name].grammar(tools, **options))
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def accepts(self, matcher: LLMatcher, text: str) -> bool:
+        """Whether the masks let a text through, token by token, and let it end there."""
+        matcher = matcher.deep_copy()
+        for token in self.fast.encode(text, add_special_tokens=False).ids:
+            if not allowed(matcher)[token] or not matcher.consume_token(token):
+                return False
+        return matcher.is_accepting()
+
+
+def allowed(matcher: LLMatcher) -> np.ndarray:
+    return np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8) > 0
+
+
+def vocabulary(*more: str, less: Sequence[str] = (), ends: Sequence[str] = (END,)) -> Vocabulary:
+    file = Path(demo_pair.__file__).parent / "target" / "tokenizer.json"
+    made = json.loads(file.read_text(encoding="utf-8"))
+    kept = [token for token in made["added_tokens"] if token["content"] not in less]
+    special = dict(kept[0])
+    first = 1 + max(token["id"] for token in kept)
+    kept += [special | {"id": first + i, "content": text} for i, text in enumerate(more)]
+    made["added_tokens"] = kept
+    added = {token["content"]: token["id"] for token in kept}
+    source = json.dumps(made)
+    guide = LLTokenizer(source, eos_token=[added[end] for end in ends])
+    return Vocabulary(Tokenizer.from_str(source), guide, added)
+
+
+def written(name: str, *calls: tuple[str, Any]) -> str:
+    """Calls as the family's chat template or, for gpt-oss, the models write them."""
+    if name == "hermes":
+        inner = [f'{{"name": "{tool}", "arguments": {dumps(given)}}}' for tool, given in calls]
+        return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in inner)
+    if name == "llama3":
+        return "; ".join(
+            f'{{"name": "{tool}", "parameters": {dumps(given)}}}' for tool, given in calls
+        )
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{tool} <|constrain|>json"
+        f"<|message|>{dumps(given)}<|call|>"
+        for tool, given in calls
+    )

@@ -1,0 +1,276 @@
+"""Grammars of forced tool calls, in llguidance and with the tokenizer of the pair in the box."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from guided import CALL_END, END, HARMONY, Vocabulary, allowed, vocabulary, written
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parsing import dumps, parse
+
+from strobe.server.parsers import Tool, make_parser
+
+FORMATS = ("hermes", "llama3", "gpt_oss")
+
+WEATHER = Tool(
+    "get_weather",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 8},
+            "unit": {"enum": ["celsius", "fahrenheit"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+    },
+)
+LIGHT = Tool(
+    "get_weather_and_light",
+    {
+        "properties": {"room": {"$ref": "#/$defs/Room"}, "on": {"type": "boolean"}},
+        "required": ["room", "on"],
+        "additionalProperties": False,
+        "$defs": {"Room": {"enum": ["hall", "attic"]}},
+    },
+)
+ANYTHING = Tool("anything", None)
+ROME = ("get_weather", {"city": 'Rom "é"', "unit": "celsius"})
+HALL = ("get_weather_and_light", {"room": "hall", "on": True})
+
+
+@pytest.fixture(scope="module")
+def boxed() -> Vocabulary:
+    return vocabulary()
+
+
+@pytest.fixture(scope="module")
+def untagged() -> Vocabulary:
+    """The tags of tool calls are plain text in it."""
+    return vocabulary(less=("<tool_call>", "</tool_call>"))
+
+
+@pytest.fixture(scope="module")
+def harmony() -> Vocabulary:
+    return vocabulary(*HARMONY, "<|python_tag|>", ends=(END, CALL_END))
+
+
+@pytest.fixture(params=["hermes", "hermes untagged", "llama3", "gpt_oss"])
+def case(
+    request: pytest.FixtureRequest, boxed: Vocabulary, untagged: Vocabulary, harmony: Vocabulary
+) -> tuple[str, Vocabulary]:
+    """A format, and a tokenizer it goes with."""
+    return {
+        "hermes": ("hermes", boxed),
+        "hermes untagged": ("hermes", untagged),
+        "llama3": ("llama3", boxed),
+        "gpt_oss": ("gpt_oss", harmony),
+    }[request.param]
+
+
+Case = tuple[str, Vocabulary]
+
+
+def test_a_call_of_any_of_the_tools_is_let_through(case: Case):
+    name, words = case
+    matcher = words.matcher(name, [WEATHER, LIGHT, ANYTHING])
+    for call in (ROME, HALL, ("anything", {}), ("anything", {"a": [1, {"b": None}], "": "ü"})):
+        text = written(name, call)
+        assert words.accepts(matcher, text), text
+        assert parse(make_parser(name, None), [text]).calls == [(call[0], dumps(call[1]))]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("get_time", {}),
+        ("get_weather", {}),
+        ("get_weather", {"city": "Rome"}),
+        ("get_weather", {"city": "Rome", "unit": "kelvin"}),
+        ("get_weather", {"city": "Rome", "unit": "celsius", "days": 10}),
+        ("get_weather", {"city": "Rome", "unit": "celsius", "sky": 1}),
+        ("get_weather", {"city": 5, "unit": "celsius"}),
+        ("get_weather", {"city": "Rome is too long", "unit": "celsius"}),
+        ("get_weather_and_light", {"room": "cellar", "on": True}),
+        ("get_weather_and_light", ["hall"]),
+        ("anything", []),
+        ("anything", "text"),
+    ],
+)
+def test_what_the_schemas_do_not_allow_is_held_back(case: Case, call: tuple[str, Any]):
+    name, words = case
+    matcher = words.matcher(name, [WEATHER, LIGHT, ANYTHING])
+    assert not words.accepts(matcher, written(name, call))
+
+
+def test_other_text_is_held_back(case: Case):
+    name, words = case
+    matcher = words.matcher(name, [WEATHER, LIGHT])
+    text = written(name, ROME)
+    for wrong in (
+        "",
+        "Hi",
+        f"Hi {text}",
+        f"{text} Hi",
+        text[:-9],
+        text.replace(": ", ":"),
+        text * 2,
+    ):
+        assert not words.accepts(matcher, wrong), wrong
+
+
+def test_a_named_choice_lets_only_that_tool_through(case: Case):
+    name, words = case
+    matcher = words.matcher(name, [LIGHT])
+    assert words.accepts(matcher, written(name, HALL))
+    assert not words.accepts(matcher, written(name, ROME))
+
+
+def test_several_calls_come_through_where_they_may_be_parallel(boxed: Vocabulary):
+    for name in ("hermes", "llama3"):
+        for calls in ((ROME, HALL), (HALL, HALL, ROME)):
+            text = written(name, *calls)
+            assert boxed.accepts(boxed.matcher(name, [WEATHER, LIGHT], parallel=True), text)
+            assert not boxed.accepts(boxed.matcher(name, [WEATHER, LIGHT]), text)
+            made = parse(make_parser(name, None), [text]).calls
+            assert made == [(tool, dumps(given)) for tool, given in calls]
+        one = boxed.matcher(name, [WEATHER, LIGHT], parallel=True)
+        assert boxed.accepts(one, written(name, ROME))
+        assert not boxed.accepts(one, "")
+
+
+def test_parallel_calls_of_gpt_oss_need_call_to_be_no_end_token():
+    words = vocabulary(*HARMONY)
+    text = written("gpt_oss", ROME, HALL)
+    assert words.accepts(words.matcher("gpt_oss", [WEATHER, LIGHT], parallel=True), text)
+    assert not words.accepts(words.matcher("gpt_oss", [WEATHER, LIGHT]), text)
+
+
+def test_a_lead_stands_before_the_first_call(case: Case):
+    name, words = case
+    matcher = words.matcher(name, [WEATHER], lead="\n\n", parallel=True)
+    assert words.accepts(matcher, "\n\n" + written(name, ROME))
+    assert not words.accepts(matcher, written(name, ROME))
+
+
+def test_a_tag_that_is_a_token_is_that_token_and_never_its_letters(
+    boxed: Vocabulary, untagged: Vocabulary
+):
+    first = np.flatnonzero(allowed(boxed.matcher("hermes", [WEATHER])))
+    assert first.tolist() == [boxed.added["<tool_call>"]]
+    letters = untagged.fast.encode("<tool_call>", add_special_tokens=False).ids
+    assert len(letters) > 1
+    assert not boxed.matcher("hermes", [WEATHER]).consume_tokens(letters)
+    assert untagged.matcher("hermes", [WEATHER]).consume_tokens(letters)
+
+
+def test_llamas_tag_may_stand_before_a_call_where_there_is_one(
+    boxed: Vocabulary, harmony: Vocabulary
+):
+    text = written("llama3", ROME)
+    assert harmony.accepts(harmony.matcher("llama3", [WEATHER]), f"<|python_tag|>{text}")
+    assert harmony.accepts(harmony.matcher("llama3", [WEATHER]), text)
+    assert not boxed.accepts(boxed.matcher("llama3", [WEATHER]), f"<|python_tag|>{text}")
+
+
+def test_gpt_oss_may_think_first_and_name_the_recipient_first(harmony: Vocabulary):
+    matcher = harmony.matcher("gpt_oss", [WEATHER])
+    thought = "<|channel|>analysis<|message|>Hm <b>\n\n{ok}<|end|><|start|>assistant"
+    shown = f" to=functions.{ROME[0]}<|channel|>commentary json<|message|>{dumps(ROME[1])}<|call|>"
+    for text in (thought + written("gpt_oss", ROME), thought * 2 + shown, shown):
+        assert harmony.accepts(matcher, text), text
+        assert parse(make_parser("gpt_oss", "gpt_oss"), [text]).calls == [(ROME[0], dumps(ROME[1]))]
+    assert not harmony.accepts(matcher, f"{thought}<|channel|>final<|message|>Hi")
+
+
+@given(
+    arguments=st.dictionaries(
+        st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=6),
+        st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=9)
+        | st.integers()
+        | st.floats(-1e6, 1e6).map(lambda value: round(value, 3))
+        | st.lists(st.booleans() | st.none(), max_size=2),
+        max_size=3,
+    )
+)
+@settings(max_examples=25)
+def test_any_arguments_come_through_where_the_schema_is_open(
+    boxed: Vocabulary, arguments: dict[str, Any]
+):
+    for name in ("hermes", "llama3"):
+        text = written(name, ("anything", arguments))
+        assert boxed.accepts(boxed.matcher(name, [ANYTHING]), text), text
+
+
+def test_whatever_comes_through_is_calls_with_valid_arguments(case: Case):
+    name, words = case
+    fresh = words.matcher(name, [WEATHER, LIGHT], parallel=True)
+    end, tokens = words.added[END], set(words.added.values())
+    choose = random.Random(0)
+    for _ in range(12):
+        matcher = fresh.deep_copy()
+        ids: list[int] = []
+        while not matcher.is_stopped() and (not matcher.is_accepting() or choose.random() < 0.3):
+            # The end token counts as allowed wherever the answer may end.
+            free = [int(token) for token in np.flatnonzero(allowed(matcher)) if token != end]
+            markers = [token for token in free if token in tokens]
+            ids.append(choose.choice(markers if markers and choose.random() < 0.5 else free))
+            assert matcher.consume_token(ids[-1])
+        text = words.fast.decode(ids, skip_special_tokens=False)
+        result = parse(make_parser(name, "gpt_oss" if name == "gpt_oss" else None), list(text))
+        assert result.calls, text
+        assert result.content == ""
+        for tool, taken in result.calls:
+            read = json.loads(taken)
+            if tool == WEATHER.name:
+                assert {"city", "unit"} <= set(read) <= {"city", "unit", "days"}
+                assert read["unit"] in ("celsius", "fahrenheit")
+                assert len(read["city"]) <= 8
+            else:
+                assert tool == LIGHT.name
+                assert read["room"] in ("hall", "attic")
+                assert isinstance(read["on"], bool)
+
+
+@pytest.mark.parametrize(
+    "tool", ['say "hi"', "back\\slash", "näme", "two\nlines", "<[5]>", "%json"]
+)
+def test_a_functions_name_is_only_ever_text(boxed: Vocabulary, tool: str):
+    for name in ("hermes", "llama3"):
+        key = "arguments" if name == "hermes" else "parameters"
+        text = f'{{"name": {dumps(tool)}, "{key}": {{}}}}'
+        text = f"<tool_call>\n{text}\n</tool_call>" if name == "hermes" else text
+        assert boxed.accepts(boxed.matcher(name, [Tool(tool)]), text)
+        assert parse(make_parser(name, None), [text]).calls == [(tool, "{}")]
+
+
+def test_the_schema_may_say_how_its_json_is_written(boxed: Vocabulary):
+    own = Tool("f", {"type": "object", "x-guidance": {"key_separator": ":"}})
+    matcher = boxed.matcher("llama3", [own])
+    assert boxed.accepts(matcher, '{"name": "f", "parameters": {"a":1, "b":2}}')
+    assert not boxed.accepts(matcher, '{"name": "f", "parameters": {"a": 1}}')
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parameters_that_are_no_object_are_refused(name: str, harmony: Vocabulary):
+    for kind in ("string", ["array", "null"]):
+        with pytest.raises(ValueError, match="parameters of the function 'f'"):
+            harmony.matcher(name, [Tool("f", {"type": kind})])
+    nullable = harmony.matcher(name, [Tool("f", {"type": ["object", "null"]})])
+    assert harmony.accepts(nullable, written(name, ("f", {})))
+    assert not harmony.accepts(nullable, written(name, ("f", None)))
+
+
+def test_gpt_oss_refuses_names_and_tokenizers_it_cannot_do_with(
+    boxed: Vocabulary, harmony: Vocabulary
+):
+    with pytest.raises(ValueError, match=re.escape("has no token <|start|>")):
+        boxed.matcher("gpt_oss", [WEATHER])
+    with pytest.raises(ValueError, match="'two words' cannot stand"):
+        harmony.matcher("gpt_oss", [Tool("two words")])

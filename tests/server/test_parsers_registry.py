@@ -1,0 +1,82 @@
+"""Formats by name, found in chat templates, and put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from parsing import parse
+
+from strobe import demo_pair
+from strobe.server.parsers import REASONING_FORMATS, TOOL_FORMATS, detect, make_parser
+
+CHATML = "<|im_start|>assistant\n"
+HERMES = CHATML + r"{{- '<tool_call>\n{\"name\": \"' }}{{- '\", \"arguments\": ' }}</tool_call>"
+QWEN3 = HERMES + "{%- if '</think>' in message.content %}<think>"
+CODER = CHATML + "<tool_call>\n<function=' + call.name + '>{{ 'arguments': 1 }}</tool_call>"
+GLM = '<tool_call>{name}\n<arg_key>{k}</arg_key></tool_call> {{ "arguments": 1 }}<think></think>'
+LLAMA3 = '<|start_header_id|>ipython{{- \'{"name": "\' }}{{- \'"parameters": \' }}'
+HARMONY = "<|start|>assistant to=functions.' + name + '<|channel|>commentary json<|message|>"
+R1 = "{{'<|Assistant|><think>\\n'}}{% set content = content.split('</think>')[-1] %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        (HERMES, ("hermes", None)),
+        (QWEN3, ("hermes", "qwen3")),
+        (CODER, (None, None)),
+        (GLM, (None, "qwen3")),
+        (LLAMA3, ("llama3", None)),
+        (HARMONY, ("gpt_oss", "gpt_oss")),
+        (R1, (None, "qwen3")),
+        (CHATML, (None, None)),
+        ("", (None, None)),
+        (None, (None, None)),
+    ],
+)
+def test_a_chat_template_tells_the_formats(
+    template: str | None, found: tuple[str | None, str | None]
+):
+    assert detect(template) == found
+
+
+def test_the_pair_in_the_box_is_recognised():
+    directory = Path(demo_pair.__file__).parent / "target"
+    template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    assert detect(template) == ("hermes", "qwen3")
+
+
+def test_vllms_names_mean_the_same_formats():
+    assert TOOL_FORMATS["llama3_json"] is TOOL_FORMATS["llama3"]
+    assert TOOL_FORMATS["openai"] is TOOL_FORMATS["gpt_oss"]
+    assert REASONING_FORMATS["openai_gptoss"] is REASONING_FORMATS["gpt_oss"]
+
+
+def test_what_is_detected_is_in_the_registry():
+    for template in (HERMES, QWEN3, LLAMA3, HARMONY):
+        tool, reasoning = detect(template)
+        assert tool in TOOL_FORMATS
+        assert reasoning is None or reasoning in REASONING_FORMATS
+
+
+def test_without_formats_all_is_content():
+    text = "<think>a</think><tool_call>{}</tool_call>"
+    assert parse(make_parser(None, None), [text[:9], text[9:]]) == ("", text, [])
+    assert make_parser(None, None).phase == "answer"
+
+
+@pytest.mark.parametrize(
+    ("tool", "reasoning", "named"),
+    [
+        ("hermez", None, "no tool format 'hermez'"),
+        (None, "hermes", "no reasoning format 'hermes'"),
+        ("hermes", "gpt_oss", "hermes and the reasoning format gpt_oss"),
+        ("openai", "qwen3", "openai and the reasoning format qwen3"),
+    ],
+)
+def test_names_that_are_none_or_do_not_go_together_are_refused(
+    tool: str | None, reasoning: str | None, named: str
+):
+    with pytest.raises(ValueError, match=named):
+        make_parser(tool, reasoning)
