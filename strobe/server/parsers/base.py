@@ -26,6 +26,12 @@ class Parsed(NamedTuple):
     content: str = ""
     calls: tuple[CallDelta, ...] = ()
 
+    def then(self, more: Parsed) -> Parsed:
+        """This and what came next, as one."""
+        return Parsed(
+            self.reasoning + more.reasoning, self.content + more.content, self.calls + more.calls
+        )
+
 
 class Parser(Protocol):
     """Splits one answer, whose raw text arrives in pieces of any size.

@@ -35,5 +35,5 @@ class Chain:
 
     def finish(self) -> Parsed:
         split = self._thinking.finish()
-        begun, ended = self._calls.push(split.content), self._calls.finish()
-        return Parsed(split.reasoning, begun.content + ended.content, begun.calls + ended.calls)
+        rest = self._calls.push(split.content).then(self._calls.finish())
+        return Parsed(split.reasoning, rest.content, rest.calls)
