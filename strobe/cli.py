@@ -11,107 +11,28 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import tyro
-from tyro.conf import (
-    FlagCreatePairsOff,
-    OmitArgPrefixes,
-    Positional,
-    UseAppendAction,
-    arg,
-    subcommand,
-)
-from tyro.constructors import PrimitiveConstructorSpec
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg, subcommand
 
 from strobe.config import BOX, EngineConfig
-from strobe.request import SamplingParams
-
-
-def _read(text: str) -> Any:
-    """A number where the text is one; the dataclass that takes it says what is wrong with it."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _value(metavar: str) -> Any:
-    """How tyro reads one value of a flag."""
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=lambda given: given[0] if metavar == "TEXT" else _read(given[0]),
-        is_instance=lambda value: True,
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
-def _flags(
-    source: type, name: str, *, omit: tuple[str, ...] = (), defaults: Mapping[str, Any] | None
-) -> Any:
-    """A dataclass of command-line flags from another dataclass's fields and their help.
-
-    defaults: what to say of the default of flags that are None unless given; None: flags have the
-    fields' own defaults.
-    """
-    hints = get_type_hints(source)
-    made: list[Any] = []
-    for f in fields(source):
-        if f.name in omit:
-            continue
-        text, default = f.metadata["help"], f.default
-        shown = default if defaults is None else defaults.get(f.name, default)
-        hint = f"(default: {shown})" if shown not in (None, "", ()) else ""
-        if hints[f.name] is bool:
-            note = arg(help=text, help_behavior_hint=hint if default else "")
-            kind = Annotated[bool, note]
-            made.append((f.name, kind if default else FlagCreatePairsOff[kind], default))
-        elif default == ():
-            note = arg(help=f"{text} Repeat it for several.", help_behavior_hint="")
-            one = Annotated[Any, _value("INT" if "ids" in f.name else "TEXT")]
-            made.append((f.name, UseAppendAction[Annotated[tuple[one, ...], note]], default))
-        else:
-            note = arg(help=text, help_behavior_hint=hint)
-            kind = Annotated[Any, note, _value(_metavar(hints[f.name]))]
-            made.append((f.name, kind, default if defaults is None else None))
-    return make_dataclass(name, made, frozen=True)
-
-
-def _metavar(kind: Any) -> str:
-    return "TEXT" if "str" in str(kind) else "FLOAT" if kind is float else "INT"
-
-
-_SHOWN = {
-    "temperature": "the checkpoint's, else 1",
-    "top_p": "the checkpoint's, else 1",
-    "top_k": "the checkpoint's, else 0",
-    "min_p": "the checkpoint's, else 0",
-    "repetition_penalty": "the checkpoint's, else 1",
-    "max_tokens": 512,
-}
-_API_ONLY = (
-    "speculation",
-    "skip_special_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "logprobs",
-    "prompt_logprobs",
-    "structured_outputs",
+from strobe.flags import (
+    SHOWN,
+    ChatFlags,
+    DemoFlags,
+    EngineFlags,
+    SamplingFlags,
+    ServedFlags,
+    ServerFlags,
+    value,
 )
-if TYPE_CHECKING:
-    EngineFlags = DemoFlags = SamplingFlags = ChatFlags = Any
-else:
-    EngineFlags = _flags(EngineConfig, "EngineFlags", omit=("seed",), defaults=None)
-    DemoFlags = _flags(EngineConfig, "DemoFlags", omit=("seed", "method"), defaults=None)
-    SamplingFlags = _flags(SamplingParams, "SamplingFlags", omit=_API_ONLY, defaults=_SHOWN)
-    ChatFlags = _flags(SamplingParams, "ChatFlags", omit=(*_API_ONLY, "n"), defaults=_SHOWN)
+from strobe.request import SamplingParams
+from strobe.server.settings import ServerConfig
+
 Json = FlagCreatePairsOff[
     Annotated[bool, arg(help="Print one JSON object on standard output.", help_behavior_hint="")]
 ]
@@ -235,9 +156,9 @@ class Chat:
 class Demo:
     """Stream an answer from the pair in the box, then compare plain decoding with DFlash."""
 
-    prompts: Annotated[Any, arg(help="Held-out prompts to compare on."), _value("INT")] = 12
-    max_tokens: Annotated[Any, arg(help="Most tokens per answer."), _value("INT")] = 256
-    repeats: Annotated[Any, arg(help="Timed runs; the fastest of each counts."), _value("INT")] = 2
+    prompts: Annotated[Any, arg(help="Held-out prompts to compare on."), value("INT")] = 12
+    max_tokens: Annotated[Any, arg(help="Most tokens per answer."), value("INT")] = 256
+    repeats: Annotated[Any, arg(help="Timed runs; the fastest of each counts."), value("INT")] = 2
     json: Json = False
     debug: Debug = False
     engine: OmitArgPrefixes[DemoFlags] = field(default_factory=DemoFlags)
@@ -283,7 +204,32 @@ class Info:
         return 0
 
 
-COMMANDS: dict[str, Any] = {"generate": Generate, "chat": Chat, "demo": Demo, "info": Info}
+@dataclass(frozen=True)
+class Serve:
+    """Serve a model through OpenAI's API, with a page to try it; without a model, the pair in the
+    box."""
+
+    target: Annotated[
+        Positional[str],
+        arg(help="Directory of the target model.", metavar="TARGET", help_behavior_hint=""),
+    ] = ""
+    server: OmitArgPrefixes[ServerFlags] = field(default_factory=ServerFlags)
+    engine: OmitArgPrefixes[ServedFlags] = field(default_factory=ServedFlags)
+
+    def run(self) -> int:
+        from strobe.server.launch import serve
+
+        config = EngineConfig(**asdict(self.engine), target=self.target)
+        return serve(config, ServerConfig(**asdict(self.server)))
+
+
+COMMANDS: dict[str, Any] = {
+    "generate": Generate,
+    "chat": Chat,
+    "serve": Serve,
+    "demo": Demo,
+    "info": Info,
+}
 Command: Any = functools.reduce(
     operator.or_, [Annotated[kind, subcommand(name)] for name, kind in COMMANDS.items()]
 )
@@ -331,7 +277,7 @@ def _parse(arguments: list[str]) -> tuple[Any, list[str]]:
 def _no_option(given: str, command: Any) -> str:
     """The sentence for an argument that the subcommand does not take."""
     name = type(command).__name__.lower()
-    groups = [g for g in (getattr(command, n, None) for n in ("sampling", "engine")) if g]
+    groups = [g for g in (getattr(command, n, None) for n in ("sampling", "server", "engine")) if g]
     known = [f"--{f.name.replace('_', '-')}" for g in (command, *groups) for f in fields(g)]
     close = difflib.get_close_matches(given.split("=")[0].replace("_", "-"), known, 1, 0.7)
     mend = f"did you mean {close[0]}?" if close else f"strobe {name} --help lists what it takes."
@@ -347,7 +293,7 @@ def _load(flags: Any) -> Any:
 def _sampling(llm: Any, flags: Any) -> SamplingParams:
     """The checkpoint's recommended sampling with what was given on the command line."""
     given = {name: value for name, value in asdict(flags).items() if value not in (None, ())}
-    given.setdefault("max_tokens", _SHOWN["max_tokens"])
+    given.setdefault("max_tokens", SHOWN["max_tokens"])
     return llm.get_default_sampling_params().clone(**given)
 
 

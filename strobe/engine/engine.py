@@ -12,7 +12,13 @@ from strobe.config import EngineConfig
 from strobe.engine.build import Parts, Resolved, build, resolve
 from strobe.engine.scheduler import DraftLength, Scheduler, full_length
 from strobe.engine.stats import EngineStats
-from strobe.request import FinishReason, Request, SamplingParams, Speculation
+from strobe.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    Speculation,
+    StructuredOutputs,
+)
 from strobe.runner.collect import to_host
 from strobe.spec.verify import verify
 from strobe.step import Plan, TokenEvent, Verdict
@@ -126,6 +132,12 @@ class Engine:
         self.grammars.follow(request)
         self.scheduler.add(request)
         return request
+
+    def compile(self, sampling: SamplingParams) -> None:
+        """Have a request's grammar compiled before it is added; another thread may do so. Raises
+        ValueError for one that does not compile."""
+        if isinstance(sampling.structured_outputs, StructuredOutputs):
+            self.grammars.compile(sampling.structured_outputs)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request from outside: its text met a stop string, or nobody waits for it."""

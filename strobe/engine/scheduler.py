@@ -11,6 +11,7 @@ flight keeps its slot and pages until that step is collected, and the step's res
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -247,7 +248,7 @@ class Scheduler:
         assert reserved, "pages that were available are not"
         self._slots.pop()
         if request.num_cached is None:
-            request.num_cached = start
+            request.num_cached, request.admitted_at = start, time.monotonic()
             self.stats.prefix_queries += len(request.tokens)
             self.stats.prefix_hits += start
         request.status = Status.RUNNING

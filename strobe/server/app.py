@@ -149,7 +149,9 @@ async def _not_found(http: Request, error: Exception) -> Response:
 
 
 async def _not_allowed(http: Request, error: Exception) -> Response:
-    sentence = f"{http.url.path[:200]!r} does not take {http.method}; GET /docs lists what it takes."
+    sentence = (
+        f"{http.url.path[:200]!r} does not take {http.method}; GET /docs lists what it takes."
+    )
     headers = getattr(error, "headers", None)
     return JSONResponse(error_body(sentence, status=404, code="wrong_method"), 405, headers)
 
@@ -180,7 +182,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
                 "requestBody": {"required": True, "content": content(asked, "validation")},
                 "responses": {
                     "200": {"description": "The answer", "content": good},
-                    **{status: wrong for status in ("400", "401", "404", "413", "429", "503")},
+                    **dict.fromkeys(("400", "401", "404", "413", "429", "503"), wrong),
                 },
             }
         }

@@ -89,9 +89,7 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
     )
 
 
-def _parser(
-    serving: Serving, request: ChatCompletionRequest, prompt: str
-) -> Callable[[], Parser]:
+def _parser(serving: Serving, request: ChatCompletionRequest, prompt: str) -> Callable[[], Parser]:
     forms = serving.formats
     opened = forms.reasoning is not None and forms.reasoning.opened_by(prompt)
     tools = bool(request.toolbox.tools) and forms.tools is not None
@@ -189,9 +187,7 @@ class ChatReply:
         self.report = report
         self.id = f"chatcmpl-{prepared.job.request_id}"
         self.created = int(time.time())
-        self.messages = [
-            Message(Calls(parallel=request.parallel_tool_calls)) for _ in run.choices
-        ]
+        self.messages = [Message(Calls(parallel=request.parallel_tool_calls)) for _ in run.choices]
 
     async def body(self) -> dict[str, Any]:
         """The whole completion, once it has ended."""

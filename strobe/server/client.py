@@ -6,6 +6,7 @@ Everything here runs on the event loop's thread; nothing waits for the engine.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 import logging
 import multiprocessing
@@ -94,12 +95,12 @@ class Generation:
 
     def tell(self, news: list[AnswerNews]) -> None:
         """Take in what a step brought; called by the client."""
-        news = [item for item in news if item.index in self.open]
+        news = [item for item in news if item.choice in self.open]
         if not news:
             return
         for item in news:
             if item.finish_reason is not None:
-                self.open.discard(item.index)
+                self.open.discard(item.choice)
         self._news.append(news)
         self._wake.set()
 
@@ -240,6 +241,5 @@ class EngineClient:
 
 
 def _run(pipe: Connection, config: EngineConfig, logs: LogSettings) -> None:
-    from strobe.server.worker import run_engine  # torch belongs into the engine's process only
-
-    run_engine(pipe, config, logs)
+    """In the engine's process, the only one that imports the engine and torch."""
+    importlib.import_module("strobe.server.worker").run_engine(pipe, config, logs)

@@ -149,7 +149,7 @@ class CompletionReply:
 
     async def events(self) -> AsyncGenerator[bytes]:
         """The chunks of the stream; several prompts' answers come as they are made."""
-        request, options = self.request, self.request.stream_options
+        options = self.request.stream_options
         news: asyncio.Queue[tuple[int, list[Progress]] | Exception | None] = asyncio.Queue()
 
         async def follow(place: int, run: Run) -> None:
@@ -216,7 +216,7 @@ class CompletionReply:
                     entry["prompt_token_ids"] = prompt.ids
             if self.report:
                 entry["step"] = step_of(delta)
-            chunk = {**self.head, "choices": [entry]}
+            chunk: dict[str, Any] = {**self.head, "choices": [entry]}
             if first and self.warnings:
                 chunk["warnings"] = self.warnings
             if options is not None and options.continuous_usage_stats:

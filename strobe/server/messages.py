@@ -1,7 +1,7 @@
 """What the server and the engine's process say to each other. Imports no torch.
 
-    server  -> engine    Submit, Finish, Stop
-    engine  -> server    Ready | Failed, once; then Refused, Step
+server  -> engine    Submit, Finish, Stop
+engine  -> server    Ready | Failed, once; then Refused, Step
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Finish(NamedTuple):
     """End one answer of a prompt, or all that still run: a stop string, or nobody waits."""
 
     key: int
-    index: int | None
+    choice: int | None
     reason: FinishReason
 
 
@@ -77,7 +77,7 @@ class AnswerNews(NamedTuple):
     """What one step made of one answer; see `TokenEvent`."""
 
     key: int
-    index: int
+    choice: int
     tokens: list[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None

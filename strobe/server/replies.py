@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -243,7 +243,7 @@ def prompt_logprobs(
 
 
 @asynccontextmanager
-async def _all(runs: Sequence[Run]) -> AsyncIterator[None]:
+async def _all(runs: Sequence[Run]) -> AsyncGenerator[None]:
     try:
         yield
     except BaseException:

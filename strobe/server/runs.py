@@ -76,7 +76,11 @@ class Choice:
         parsed = self.parser.push(delta.text)
         if delta.finished:
             rest = self.parser.finish()
-            parsed = Parsed(*(a + b for a, b in zip(parsed, rest, strict=True)))
+            parsed = Parsed(
+                parsed.reasoning + rest.reasoning,
+                parsed.content + rest.content,
+                parsed.calls + rest.calls,
+            )
         if news.drafted:
             self.counts.add(news.drafted, delta.accepted)
             self._serving.metrics.verified(
@@ -161,13 +165,13 @@ class Run:
         )
 
     def _take(self, news: AnswerNews) -> Progress:
-        if news.beginning is not None and news.index == 0:
+        if news.beginning is not None and news.choice == 0:
             self.num_cached = news.beginning.num_cached
             if self.job.params.prompt_logprobs is not None:
                 self.prompt_logprobs = news.beginning.prompt_logprobs
-        progress = self.choices[news.index].push(news)
+        progress = self.choices[news.choice].push(news)
         if progress.finished and news.finish_reason is None:
-            self._generation.finish(news.index, "stop")
+            self._generation.finish(news.choice, "stop")
         return progress
 
 

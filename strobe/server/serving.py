@@ -62,7 +62,7 @@ class Formats:
 
     @staticmethod
     def of(settings: ServerConfig, template: str | None) -> Formats:
-        """What the settings name, or for "auto" what the chat template writes. Raises ValueError."""
+        """What the settings name, "auto" what the chat template writes. Raises ValueError."""
         found_tools, found_reasoning = detect(template)
         tools = _format(settings.tool_call_parser, found_tools, TOOL_FORMATS, "tool_call_parser")
         reasoning = _format(
@@ -209,7 +209,9 @@ class Serving:
         except ValueError as error:
             raise BadField(str(error), "tools") from None
         structured = {"grammar": grammar}
-        return structured if form.whole_answer else self.constraint(structured, prompt) or structured
+        return (
+            structured if form.whole_answer else self.constraint(structured, prompt) or structured
+        )
 
 
 def _variables(template: Any) -> Collection[str] | None:

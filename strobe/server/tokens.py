@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
@@ -30,7 +32,11 @@ async def tokenize(serving: Serving, http: Request) -> Response:
                 raise BadField(str(error), field) from None
 
         ids = await serving.in_thread(encode)
-        body = {"count": len(ids), "max_model_len": serving.facts.max_model_len, "tokens": ids}
+        body: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": serving.facts.max_model_len,
+            "tokens": ids,
+        }
         if request.return_token_strs:
             body["token_strs"] = [serving.tokenizer.token_text(token) for token in ids]
         return JSONResponse(body)

@@ -91,7 +91,7 @@ class Owner(NamedTuple):
     """Whose answer a request is, and when it came."""
 
     key: int
-    index: int
+    choice: int
     came: float
 
 
@@ -190,7 +190,7 @@ class Worker:
 
     def _finish(self, message: Finish) -> None:
         indices = [i for key, i in self.requests if key == message.key]
-        for index in indices if message.index is None else [message.index]:
+        for index in indices if message.choice is None else [message.choice]:
             request = self.requests.get((message.key, index))
             if request is not None:
                 self.engine.finish(request, message.reason)
@@ -213,7 +213,7 @@ class Worker:
             self._forget(request)
         return AnswerNews(
             owner.key,
-            owner.index,
+            owner.choice,
             event.tokens,
             event.finish_reason,
             request.stop_reason,
@@ -227,5 +227,5 @@ class Worker:
 
     def _forget(self, request: Request) -> None:
         owner = self.owners.pop(request)
-        del self.requests[owner.key, owner.index]
+        del self.requests[owner.key, owner.choice]
         self.told.discard(request)

@@ -1,0 +1,173 @@
+"""`strobe serve`: starts the engine's process and the HTTP server, and stops both in order.
+
+SIGTERM, SIGINT: no admission > what runs finishes, or the grace period ends > exit 0
+the engine's process ends: open requests fail > exit 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from strobe.config import EngineConfig
+from strobe.server.app import make_app
+from strobe.server.client import EngineClient
+from strobe.server.guards import Drain
+from strobe.server.metrics import ServerMetrics
+from strobe.server.serving import Formats, Serving, read_template
+from strobe.server.settings import ServerConfig
+from strobe.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+BOX_NAME = "strobe-demo"
+_POLL = 0.05
+
+
+def serve(config: EngineConfig, settings: ServerConfig) -> int:
+    """Serve until told to stop; the exit status. Raises ValueError for settings that do not fit."""
+    config, settings = config.check(), settings.check()
+    settings.logs.configure()
+    template = read_template(settings.chat_template)
+    listener = _listen(settings.host, settings.port)
+    try:
+        return asyncio.run(Server(config, settings, template, listener).run())
+    finally:
+        listener.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises ValueError where the address cannot be had."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        raise ValueError(
+            f"{host} port {port} cannot be listened on ({error.strerror or error}); choose another "
+            "with --host and --port."
+        ) from None
+    return listener
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own signal handlers: stopping has an order here."""
+
+    def capture_signals(self) -> Any:
+        return contextlib.nullcontext()
+
+
+class Server:
+    """One server's life."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        settings: ServerConfig,
+        template: str | None,
+        listener: socket.socket,
+    ):
+        self.config, self.settings, self.template = config, settings, template
+        self.listener = listener
+        self.drain = Drain(retry_after=max(1, int(settings.grace)))
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Start, serve, stop; the exit status. Raises ValueError where the engine cannot start."""
+        located = self.config.located()
+        client = EngineClient(self.config, self.settings.logs)
+        client.on_death = self._stop.set
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        client.start()
+        http: asyncio.Task[None] | None = None
+        try:
+            tokenizer = await asyncio.to_thread(Tokenizer, Path(located.target))
+            serving = self._serving(client, tokenizer, located.target)
+            client.on_snapshot = serving.metrics.engine
+            server = _Uvicorn(
+                uvicorn.Config(
+                    make_app(serving),
+                    log_config=None,
+                    access_log=False,
+                    lifespan="off",
+                    timeout_keep_alive=75,
+                    server_header=False,
+                )
+            )
+            http = asyncio.create_task(server.serve(sockets=[self.listener]))
+            ready = asyncio.create_task(client.ready())
+            stopped = asyncio.create_task(self._stop.wait())
+            await asyncio.wait({ready, stopped, http}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                facts = ready.result()
+                logger.info(self._greeting(serving, f"{facts.device}, {facts.dtype}"))
+                await asyncio.wait({stopped, http}, return_when=asyncio.FIRST_COMPLETED)
+            ready.cancel()
+            stopped.cancel()
+            return await self._end(client, server, http)
+        finally:
+            if http is not None:
+                http.cancel()
+            await client.stop()
+
+    def _serving(self, client: EngineClient, tokenizer: Tokenizer, root: str) -> Serving:
+        name = root if self.config.target else BOX_NAME
+        names = tuple(self.settings.served_model_name) or (name,)
+        template = self.template or tokenizer.hf.chat_template
+        return Serving(
+            settings=self.settings,
+            client=client,
+            tokenizer=tokenizer,
+            names=names,
+            root=root,
+            chat_template=self.template,
+            formats=Formats.of(self.settings, template if isinstance(template, str) else None),
+            metrics=ServerMetrics(names[0]),
+            drain=self.drain,
+        )
+
+    def _greeting(self, serving: Serving, where: str) -> str:
+        host, port = self.listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        methods = serving.facts.methods
+        return (
+            f"Strobe serves {serving.names[0]} on {where}, drafting with {methods[0]}: "
+            f"http://{host}:{port}/ is a page to try it, http://{host}:{port}/docs its API."
+        )
+
+    async def _end(
+        self, client: EngineClient, server: uvicorn.Server, http: asyncio.Task[None]
+    ) -> int:
+        """Stop in order; the exit status."""
+        self.drain.stopping = True
+        if client.dead:
+            logger.error("the engine's process has ended; the server stops")
+            await asyncio.sleep(_POLL)  # the open requests' errors go out first
+        else:
+            logger.info("stopping: %d answers are being finished", client.num_open)
+            try:
+                async with asyncio.timeout(self.settings.grace):
+                    while client.num_open and not client.dead:
+                        await asyncio.sleep(_POLL)
+            except TimeoutError:
+                logger.warning("the grace period ends with %d answers unfinished", client.num_open)
+        status = 1 if client.dead or http.done() else 0
+        await client.stop()
+        server.should_exit = True
+        server.force_exit = False
+        try:
+            async with asyncio.timeout(2.0):
+                await asyncio.shield(http)
+        except TimeoutError:
+            server.force_exit = True
+        return status

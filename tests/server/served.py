@@ -1,0 +1,76 @@
+"""A real `strobe serve` in a process of its own, for tests that speak HTTP."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).parents[2]
+
+
+class Served:
+    """A running server: its address, its log so far, and ways to end it.
+
+    Comes back from the constructor once it can answer. Raises AssertionError with its log where it
+    does not.
+    """
+
+    def __init__(self, *options: str, patience: float = 120.0):
+        self.lines: list[str] = []
+        self._ready = threading.Event()
+        self.url = ""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "strobe.cli", "serve", "--port=0", "--device=cpu", *options],
+            cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert self.process.stderr is not None
+        reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
+        reader.start()
+        if not self._ready.wait(patience) or not self.url:
+            self.process.kill()
+            raise AssertionError("the server did not start:\n" + self.log)
+
+    @property
+    def log(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine's process."""
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        pids = [int(pid) for path in children for pid in path.read_text().split()]
+        names = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in pids}
+        (engine,) = [pid for pid, name in names.items() if "resource_tracker" not in name]
+        return engine
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            return answer.read().decode()
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics"), re.M)
+        assert found, f"there is no metric {name}"
+        return sum(map(float, found))
+
+    def stop(self, patience: float = 60.0) -> int:
+        """End it as a supervisor would; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(patience)
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            self.lines.append(line.rstrip())
+            found = re.search(r"(http://\S+?)/ is a page", line)
+            if found:
+                self.url = found[1]
+                self._ready.set()
+        self._ready.set()
