@@ -206,7 +206,19 @@ class Page:
 
     def click(self, selector: str) -> None:
         """A press of the mouse in the middle of an element, at its place on the screen."""
-        place = self.evaluate(
+        place = self._middle(selector)
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            press = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", type=kind, **place, **press)
+
+    def tap(self, selector: str) -> None:
+        """A finger's press in the middle of an element."""
+        place = self._middle(selector)
+        self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[place])
+        self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
+    def _middle(self, selector: str) -> dict[str, float]:
+        return self.evaluate(
             f"""(() => {{
               const element = document.querySelector({json.dumps(selector)});
               element.scrollIntoView({{block: "nearest"}});
@@ -214,9 +226,6 @@ class Page:
               return {{x: x + width / 2, y: y + height / 2}};
             }})()"""
         )
-        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            press = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
-            self.call("Input.dispatchMouseEvent", type=kind, **place, **press)
 
     def type(self, text: str) -> None:
         """Put text in where the focus is, as an input method does."""

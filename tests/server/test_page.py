@@ -208,11 +208,11 @@ def test_markup_in_a_token_or_a_prompt_stays_text(chat: Page, server: MockServer
 
 
 THOUGHT = (
-    step(("<think>", False), drafted=0, thinking=None, content=None, calls=[]),
+    step(("<think>", False), drafted=0, calls=[]),
     step(("\n", True), ("Hm", True), (",", False), thinking="Hm,"),
-    step((" t", True), ("\n", True), ("</think>", True), ("\n\n", True), ("t", True),
-         (" is", False), thinking=" t", content="t is"),
-    step((" <", False), calls=[]),  # held back: it could begin a marker
+    step((" t", True), ("\n", True), ("</think>", True), ("\n\n", True), ("t", False),
+         thinking=" t", content="t"),
+    step((" is", True), (" <", False), content=" is"),  # "<" is held back: it could begin a marker
     step((" 5", True), (".", False), content=" < 5.", finish="stop"),
 )  # fmt: skip
 
@@ -246,17 +246,20 @@ def test_a_tool_call_can_be_read_and_its_result_goes_back(chat: Page, server: Mo
 
     server.reply(
         answer(
-            step(("<tool_call>", False), drafted=0, calls=[]),
-            step(('{"name": "get_weather", ', False), calls=call(name="get_weather", arguments="")),
+            step(("<think>", False), drafted=0, calls=[]),
+            step(("\n", True), ("Ask.", False), thinking="Ask."),
+            step(("\n", True), ("</think>", True), ("\n\n", True), ("<tool_call>", True),
+                 ('{"name": "get_weather", ', False), calls=call(name="get_weather", arguments="")),
             step(('"arguments": {"city": ', True), ('"Oslo"', False), calls=call(arguments='{"ci')),
             step(("}}</tool_call>", False), calls=call(arguments='ty": "Oslo"}')),
         )
-    )
+    )  # fmt: skip
     ask_and_wait(chat, "How is Oslo?")
     assert chat.texts(".call .readable b") == ["get_weather"]
     assert chat.texts(".call .readable :is(dt, dd)") == ["city", "Oslo"]
     raw = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
     assert "".join(chat.texts(".call .token")) == raw
+    assert "".join(chat.texts(".thinking .token")) == "<think>\nAsk.\n</think>\n\n"
     assert chat.text("#prompt-label") == "Result of get_weather"
     server.reply(answer(step(("Cold.", False), drafted=0)))
     ask_and_wait(chat, '{"degrees": 3}')
@@ -267,6 +270,27 @@ def test_a_tool_call_can_be_read_and_its_result_goes_back(chat: Page, server: Mo
     assert result["tool_call_id"] == "call_7"
     assert result["content"] == '{"degrees": 3}'
     assert "get_weather" not in chat.evaluate("document.querySelector('#prompt').placeholder")
+
+
+@needs_chromium
+def test_an_answer_that_met_its_limit_says_so(chat: Page, server: MockServer):
+    server.reply(answer(THOUGHT[0], step(("So", False), thinking="So", finish="length")))
+    ask_and_wait(chat, "think")
+    assert chat.texts(".notes .note") == ["Stopped at 2 tokens, the most it may write."]
+    assert chat.text(".thinking summary") == "Thought for 2 tokens"
+    assert chat.evaluate("document.querySelector('.thinking').open")  # there is nothing else
+
+
+@needs_chromium
+def test_a_server_that_tells_no_steps_still_shows_its_text(chat: Page, server: MockServer):
+    deltas = [{"role": "assistant"}, {"reasoning_content": "Hm."}, {"content": "Yes"}]
+    parts = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    server.reply(Reply(parts))
+    ask_and_wait(chat, "well?")
+    assert origins(chat) == [["Hm.", "unknown"], ["Yes", "unknown"]]
+    assert chat.texts(".thinking .token") == ["Hm."]
+    assert chat.texts(".strip .bar") == []
+    assert chat.problems == []
 
 
 @needs_chromium
@@ -646,7 +670,10 @@ def test_a_phone_shows_all_of_it_and_keeps_the_input_in_reach(page: Page, server
     long = step(("x" * 300, False), drafted=0)
     many = [step(("word ", False)) for _ in range(200)]
     server.reply(answer(long, *many), answer(long, *many))
-    ask(page, "y" * 300, "#compare")
+    page.evaluate("document.querySelector('#prompt').focus()")
+    page.type("y" * 300)
+    page.tap("#compare")
+    assert page.evaluate("document.activeElement.id") != "prompt"  # no keyboard of glass
     page.until("document.querySelector('.verdict')")
     assert page.evaluate(WIDE) == WIDTH
     tops = page.evaluate(
@@ -660,6 +687,45 @@ def test_a_phone_shows_all_of_it_and_keeps_the_input_in_reach(page: Page, server
     page.click("#open-settings")
     assert page.evaluate("document.querySelector('#settings').scrollWidth") <= WIDTH
     assert page.evaluate(WIDE) == WIDTH
+
+
+@needs_chromium
+def test_the_end_stays_in_sight_until_the_reader_scrolls_away(chat: Page, server: MockServer):
+    gates = [Gate(), Gate()]
+    lines = [step((f"line {n}\n", False)) for n in range(60)]
+    server.reply(answer(*lines[:40], gates[0], *lines[40:50], gates[1], *lines[50:]))
+    ask(chat, "much")
+    place = "document.documentElement.scrollHeight - innerHeight - scrollY"
+    chat.until(f"document.querySelectorAll('.bar').length == 40 && scrollY > 0 && {place} < 2")
+    gates[0].open()
+    chat.until(f"document.querySelectorAll('.bar').length == 50 && {place} < 2")
+    chat.evaluate("scrollTo(0, 0), new Promise((done) => addEventListener('scroll', done))")
+    gates[1].open()
+    chat.until(IDLE)
+    chat.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert chat.evaluate("scrollY") == 0
+
+
+@needs_chromium
+def test_the_real_server_answers_the_page(page: Page, request: pytest.FixtureRequest):
+    """The whole way, on the pair in the box. The fixture page_server gives the server's URL."""
+    try:
+        url = request.getfixturevalue("page_server")
+    except pytest.FixtureLookupError:
+        pytest.skip("There is no fixture page_server that starts the real server.")
+    visit(page, url)
+    page.click("#examples li:nth-child(4) button")  # code: short, and without thinking
+    ask_and_wait(page, "")
+    assert "def longest(message):" in "".join(page.texts(".answer .token"))
+    assert {origin for _, origin in origins(page)} == {"own", "accepted"}
+    told = figures(page)
+    assert told["method"] == "dflash"
+    assert int(told["verify steps"]) == len(bars(page))
+    page.click("#compare")
+    page.until("document.querySelector('.verdict')")
+    assert "The texts are identical." in page.text(".verdict")
+    assert page.problems == []
+    assert [other for other in page.requests if not other.startswith(url)] == []
 
 
 @needs_chromium

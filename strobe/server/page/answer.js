@@ -137,7 +137,7 @@ export class Answer {
   }
 
   open(kind) {
-    this.fold();
+    this.endThinking(true);
     const name = { thinking: "Thinking", answer: "Answer", call: "Tool call" }[kind];
     const label = `${name}, token by token; the arrow keys move`;
     const tokens = element("div", { class: "tokens", role: "group", "aria-label": label });
@@ -156,14 +156,14 @@ export class Answer {
     this.body.append(made);
   }
 
-  /** Thinking that has ended is folded away. */
-  fold() {
+  /** Thinking that has ended is counted, and folded away where more comes after it. */
+  endThinking(folded) {
     const last = this.parts.at(-1);
     if (last?.kind !== "thinking") return;
     const count = last.tokens.childElementCount;
     const tokens = count === 1 ? "token" : "tokens";
     last.element.firstChild.textContent = `Thought for ${count} ${tokens}`;
-    last.element.open = false;
+    if (folded) last.element.open = false;
   }
 
   addCall({ index, id, function: part = {} }) {
@@ -187,8 +187,7 @@ export class Answer {
   finish(note = null, kind = "note") {
     this.done = true;
     this.element.classList.remove("running");
-    const after = this.parts.at(-1);
-    if (after?.kind === "thinking" && this.raw.includes("</think>")) this.fold();
+    this.endThinking(false);
     if (this.finishReason === "length" && note === null) {
       note = `Stopped at ${number(this.numTokens)} tokens, the most it may write.`;
     }

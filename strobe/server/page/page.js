@@ -82,7 +82,7 @@ async function converse(turn, compare) {
     ? await both(turn, body, signal)
     : await stream(addAnswer(turn, "Answer"), body, signal);
   running = null;
-  if (talk !== mine || !answer.numTokens) return false;
+  if (!answer.numTokens) return false;
   mine.messages.push(answer.message);
   mine.pending = answer.message.tool_calls ? [...answer.calls] : [];
   return true;
@@ -204,6 +204,7 @@ function say(text) {
 }
 
 let pinned = true; // the reader is at the end, so stay there
+let lastTop = 0;
 let frame = null;
 const following = new Set();
 
@@ -293,7 +294,10 @@ addEventListener("keydown", (event) => {
 });
 addEventListener("scroll", () => {
   const { scrollHeight, scrollTop, clientHeight } = document.documentElement;
-  pinned = scrollHeight - scrollTop - clientHeight < 80;
+  // Only a reader goes up; the end may be far below because more has come since.
+  if (scrollHeight - scrollTop - clientHeight < 80) pinned = true;
+  else if (scrollTop < lastTop) pinned = false;
+  lastTop = scrollTop;
 });
 
 settings.restore();
