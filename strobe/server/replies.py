@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
@@ -128,11 +128,27 @@ class Deadline:
 
 
 Events = Callable[[], AsyncGenerator[bytes]]
-"""Makes the events of a stream; `[DONE]` and errors are added to them."""
+"""Makes the events of a stream; its ending is added to them."""
+
+
+class Ending(NamedTuple):
+    """What a stream ends with. failed: the events that tell of an error; done: behind them all."""
+
+    failed: Callable[[Exception], bytes]
+    done: bytes = b""
+
+
+CHUNKS = Ending(lambda error: event(problem(error)[1]), DONE)
+"""Of chat and completions."""
 
 
 async def stream(
-    serving: Serving, http: Request, runs: Sequence[Run], events: Events, deadline: Deadline
+    serving: Serving,
+    http: Request,
+    runs: Sequence[Run],
+    events: Events,
+    deadline: Deadline,
+    ending: Ending = CHUNKS,
 ) -> Response:
     """Answer with an event stream. What goes wrong before its first event is an HTTP error."""
     watch = Watch(http.receive, lambda: _close(runs))
@@ -146,7 +162,7 @@ async def stream(
         watch.stop()
         _close(runs)
         return failed(serving, error)
-    return EventStream(first, _guarded(source, runs), watch)
+    return EventStream(first, _guarded(source, runs, ending), watch)
 
 
 async def _until(events: AsyncGenerator[bytes], deadline: Deadline) -> AsyncGenerator[bytes]:
@@ -162,18 +178,20 @@ async def _until(events: AsyncGenerator[bytes], deadline: Deadline) -> AsyncGene
         await events.aclose()
 
 
-async def _guarded(events: AsyncGenerator[bytes], runs: Sequence[Run]) -> AsyncGenerator[bytes]:
-    """The events and `[DONE]`; an error becomes the last event before it."""
+async def _guarded(
+    events: AsyncGenerator[bytes], runs: Sequence[Run], ending: Ending
+) -> AsyncGenerator[bytes]:
+    """The events and the stream's ending; an error becomes the last event before that."""
     try:
         async for chunk in events:
             yield chunk
     except Exception as error:
         _close(runs)
-        yield event(problem(error)[1])
+        yield ending.failed(error)
     finally:
         await events.aclose()
-    if not any(run.given_up for run in runs):
-        yield DONE
+    if ending.done and not any(run.given_up for run in runs):
+        yield ending.done
 
 
 async def whole(
