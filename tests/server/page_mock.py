@@ -108,7 +108,7 @@ class MockServer:
     """Serves from a thread until closed. replies: what the next chat requests get, in order.
 
     received: the bodies of the chat requests, keys: their Authorization headers. api_key: asked for
-    when not None.
+    when not None. starting: how often /v1/models is refused first.
     """
 
     def __init__(self):
@@ -128,6 +128,7 @@ class MockServer:
     def reset(self) -> None:
         """Forget what was received and what to reply."""
         self.model = "strobe-demo"
+        self.starting = 0
         self.api_key: str | None = None
         self.replies: deque[Reply] = deque()
         self.received: list[Json] = []
@@ -153,6 +154,9 @@ class MockServer:
             (key or "").removeprefix("Bearer "),
         ):
             await plain(send, refusal(401, "The API key is missing or wrong."))
+        elif path == "/v1/models" and self.starting:
+            self.starting -= 1
+            await plain(send, refusal(503, "The engine is still starting."))
         elif path == "/v1/models":
             entry = {"id": self.model, "max_model_len": 2048, "owned_by": "strobe", "root": "/box"}
             await plain(send, Reply(body={"object": "list", "data": [entry]}))

@@ -391,6 +391,15 @@ def test_a_server_that_is_gone_is_said(page: Page):
 
 
 @needs_chromium
+def test_a_server_that_is_starting_is_waited_for(page: Page, server: MockServer):
+    server.starting = 1
+    visit(page, server.url)
+    assert page.texts("#server-note") == ["The engine is still starting. "]
+    page.until("document.title == 'strobe-demo · Strobe'")
+    assert not page.evaluate("document.querySelector('#server-note').checkVisibility()")
+
+
+@needs_chromium
 def test_a_key_is_asked_for_sent_and_kept_in_this_tab_only(page: Page, server: MockServer):
     server.api_key = "sesame"
     visit(page, server.url)

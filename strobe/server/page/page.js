@@ -232,6 +232,7 @@ async function loadModel() {
     const said = error instanceof ServerError ? error.message : "The server names no model.";
     note.replaceChildren(said, " ", ...(error.status === 401 ? [keyButton()] : []));
     note.hidden = false;
+    if (error.status === 503) setTimeout(loadModel, 400); // it is still starting
   }
   const version = (await told)?.version;
   const words = [model?.id, version && `Strobe ${version}`];
