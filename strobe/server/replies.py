@@ -138,7 +138,11 @@ class Ending(NamedTuple):
     done: bytes = b""
 
 
-CHUNKS = Ending(lambda error: event(problem(error)[1]), DONE)
+def _error_chunk(error: Exception) -> bytes:
+    return event(problem(error)[1])
+
+
+CHUNKS = Ending(_error_chunk, DONE)
 """Of chat and completions."""
 
 

@@ -1,0 +1,147 @@
+"""An answer's parts in the order in which they were written, and the tokens that wrote each.
+
+A parser tells how much reasoning, content and calls a piece of text held, but not in which order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from strobe.outputs import StreamDelta
+from strobe.request import TokenLogprob
+from strobe.server.parsers import Parsed, Parser, Phase
+
+Kind = Literal["reasoning", "content", "call"]
+
+_CUTS = re.compile(r"(?<=[>}])|(?=[<{])")
+"""Between two of these places a text is of one kind: markers and calls begin and end there."""
+
+
+class Segment(NamedTuple):
+    """More of the reasoning, the content or a call's arguments.
+
+    start, end: its place in the raw text, in characters. call: which call of the answer, from 0.
+    name: with a call's first segment.
+    """
+
+    kind: Kind
+    text: str
+    start: int
+    end: int
+    call: int = 0
+    name: str | None = None
+
+
+class Ordered:
+    """A parser that also keeps what it found as segments, the same for every way of cutting the
+    text up to where one segment ends and the next of its kind begins."""
+
+    def __init__(self, parser: Parser):
+        self._parser = parser
+        self._fed = 0
+        self._raw = ""  # the newest text, of which nothing has come out yet
+        self._found: list[Segment] = []
+
+    @property
+    def phase(self) -> Phase:
+        return self._parser.phase
+
+    def push(self, text: str) -> Parsed:
+        return _joined([self._push(piece) for piece in _CUTS.split(text)])
+
+    def finish(self) -> Parsed:
+        return self._noted(self._parser.finish())
+
+    def take(self) -> list[Segment]:
+        """What has come out since the last time."""
+        found, self._found = self._found, []
+        return found
+
+    def _push(self, piece: str) -> Parsed:
+        self._raw += piece
+        self._fed += len(piece)
+        return self._noted(self._parser.push(piece))
+
+    def _noted(self, parsed: Parsed) -> Parsed:
+        if parsed.reasoning:
+            self._add("reasoning", parsed.reasoning)
+        if parsed.content:
+            self._add("content", parsed.content)
+        for delta in parsed.calls:
+            self._add("call", delta.arguments, delta.index, delta.name)
+        return parsed
+
+    def _add(self, kind: Kind, text: str, call: int = 0, name: str | None = None) -> None:
+        start, end = self._place(text)
+        last = self._found[-1] if self._found else None
+        if last is not None and (last.kind, last.end, last.call) == (kind, start, call):
+            self._found[-1] = last._replace(text=last.text + text, end=end)
+        else:
+            self._found.append(Segment(kind, text, start, end, call, name))
+
+    def _place(self, text: str) -> tuple[int, int]:
+        """Where a text stands that has just come out: as late as it can, behind any marker."""
+        begin = self._fed - len(self._raw)
+        # A parser may set a line break between two messages that is not in the raw text.
+        for shown in (text, text.removeprefix("\n")):
+            at = self._raw.rfind(shown)
+            if shown and at >= 0:
+                self._raw = self._raw[at + len(shown) :]
+                return begin + at, begin + at + len(shown)
+        return begin, begin
+
+
+def _joined(parts: list[Parsed]) -> Parsed:
+    if len(parts) == 1:
+        return parts[0]
+    return Parsed(
+        "".join([part.reasoning for part in parts]),
+        "".join([part.content for part in parts]),
+        tuple(delta for part in parts for delta in part.calls),
+    )
+
+
+@dataclass
+class _Token:
+    """start, end: its text's place, in characters. given: the last kind it was counted to."""
+
+    start: int
+    end: int
+    logprob: TokenLogprob | None
+    given: Kind | None = None
+
+
+class Origins:
+    """Which tokens wrote which segment."""
+
+    def __init__(self) -> None:
+        self._tokens: deque[_Token] = deque()
+        self._end = 0
+
+    def add(self, delta: StreamDelta) -> None:
+        """Take in a step's tokens."""
+        for place, piece in enumerate(delta.pieces):
+            start, self._end = self._end, self._end + len(piece)
+            logprob = delta.logprobs[place] if place < len(delta.logprobs) else None
+            self._tokens.append(_Token(start, self._end, logprob))
+
+    def of(self, segment: Segment) -> list[TokenLogprob | None]:
+        """The tokens with text in a segment, in order; one with text in two segments of a kind
+        belongs to the first. Segments must come in their order.
+
+        A token that has no text of its own, such as the first bytes of a character, belongs where
+        the next text does.
+        """
+        found: list[TokenLogprob | None] = []
+        while self._tokens and self._tokens[0].start < segment.end:
+            token = self._tokens[0]
+            if max(token.end, token.start + 1) > segment.start and token.given != segment.kind:
+                found.append(token.logprob)
+                token.given = segment.kind
+            if token.end > segment.end:
+                break
+            self._tokens.popleft()
+        return found
