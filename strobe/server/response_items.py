@@ -40,12 +40,10 @@ class _Item:
         return {"type": f"response.output_item.{kind}", "output_index": self.index, "item": item}
 
 
-class Message(_Item):
-    """A message of one part."""
+class _Text(_Item):
+    """An item with one part of text. said: what its events call that."""
 
-    def __init__(self, index: int):
-        super().__init__(index, "msg")
-        self.logprobs: Logprobs = []
+    said = ""
 
     def item(self) -> dict[str, Any]:
         return self._item([self._part()])
@@ -56,63 +54,30 @@ class Message(_Item):
 
     def add(self, text: str, logprobs: Logprobs) -> list[Event]:
         self.text += text
-        self.logprobs += logprobs
-        return [self.event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)]
+        return [self.event(f"{self.said}.delta", content_index=0, delta=text)]
 
     def end(self, status: Status) -> list[Event]:
         self.status = status
-        done = {"content_index": 0, "text": self.text, "logprobs": self.logprobs}
         return [
-            self.event("output_text.done", **done),
+            self.event(f"{self.said}.done", content_index=0, text=self.text),
             self.event("content_part.done", content_index=0, part=self._part()),
             self.whole("done", self.item()),
         ]
 
     def _part(self) -> dict[str, Any]:
-        return {
-            "type": "output_text",
-            "text": self.text,
-            "annotations": [],
-            "logprobs": list(self.logprobs),
-        }
+        return {"type": self.said, "text": self.text}
 
     def _item(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "status": self.status,
-            "content": content,
-        }
+        raise NotImplementedError
 
 
-class Reasoning(_Item):
+class Reasoning(_Text):
     """Reasoning, in the open and without a summary."""
+
+    said = "reasoning_text"
 
     def __init__(self, index: int):
         super().__init__(index, "rs")
-
-    def item(self) -> dict[str, Any]:
-        return self._item([self._part()])
-
-    def begin(self) -> list[Event]:
-        added = self.event("content_part.added", content_index=0, part=self._part())
-        return [self.whole("added", self._item([])), added]
-
-    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
-        self.text += text
-        return [self.event("reasoning_text.delta", content_index=0, delta=text)]
-
-    def end(self, status: Status) -> list[Event]:
-        self.status = status
-        return [
-            self.event("reasoning_text.done", content_index=0, text=self.text),
-            self.event("content_part.done", content_index=0, part=self._part()),
-            self.whole("done", self.item()),
-        ]
-
-    def _part(self) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": self.text}
 
     def _item(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -121,6 +86,36 @@ class Reasoning(_Item):
             "summary": [],
             "content": content,
             "status": self.status,
+        }
+
+
+class Message(_Text):
+    """What the model says."""
+
+    said = "output_text"
+
+    def __init__(self, index: int):
+        super().__init__(index, "msg")
+        self.logprobs: Logprobs = []
+
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        self.logprobs += logprobs
+        return [event | {"logprobs": logprobs} for event in super().add(text, logprobs)]
+
+    def end(self, status: Status) -> list[Event]:
+        said, *rest = super().end(status)
+        return [said | {"logprobs": self.logprobs}, *rest]
+
+    def _part(self) -> dict[str, Any]:
+        return super()._part() | {"annotations": [], "logprobs": list(self.logprobs)}
+
+    def _item(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "status": self.status,
+            "content": content,
         }
 
 

@@ -17,14 +17,13 @@ from strobe.server.chat import Prepared, chat_logprob, prepare
 from strobe.server.client import PromptRefused
 from strobe.server.protocol.errors import BadField
 from strobe.server.protocol.responses import ResponsesRequest
-from strobe.server.response_items import Event, Items, Logprobs
+from strobe.server.response_items import Event, Items, Logprobs, Status
 from strobe.server.runs import Run, speculation, usage
 from strobe.server.segments import Ordered, Origins, Segment
 from strobe.server.serving import Serving
 
 _LIMIT = re.compile(r"\bmax_(?:completion_)?tokens\b")
-_NAMES = {"messages": "input"}
-"""A chat's fields whose names differ here, beside its limits."""
+"""max_output_tokens as a chat calls it."""
 
 
 async def responses(serving: Serving, http: Request) -> Response:
@@ -50,23 +49,34 @@ async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -
     try:
         prepared = await prepare(serving, chat, http)
     except BadField as error:
-        raise _in_own_words(error) from None
+        raise _in_own_words(error, request) from None
     reads = None if chat.chat_template is not None else serving.template_reads
-    return replace(prepared, warnings=request.warnings(reads))
+    said = [re.sub("^reasoning_effort", "reasoning.effort", w) for w in request.warnings(reads)]
+    return replace(prepared, warnings=said)
 
 
-def _in_own_words(error: BadField) -> BadField:
+def _in_own_words(error: BadField, request: ResponsesRequest) -> BadField:
     """What is wrong with the chat, with the names that this endpoint has for its fields."""
-    param = error.param
-    if param is not None:
-        param = _NAMES.get(param, _LIMIT.sub("max_output_tokens", param))
-    return BadField(_LIMIT.sub("max_output_tokens", str(error)), param, error.code)
+    sentence, param = _LIMIT.sub("max_output_tokens", str(error)), error.param
+    if param == "messages":
+        param = "input"
+    elif param == "structured_outputs":
+        if request.to_chat().toolbox.choice.forced:
+            param = "tools"
+        elif request.text_format["type"] != "text":
+            param = "text.format"
+        sentence = sentence if param == error.param else f"{param}: {sentence}"
+    elif param is not None:
+        param = _LIMIT.sub("max_output_tokens", param)
+    return BadField(sentence, param, error.code)
 
 
-def _metadata(body: bytes) -> dict[str, Any]:
-    """What the client notes down for itself."""
+def _metadata(body: bytes) -> dict[str, str]:
+    """The client's own notes, which the response gives back."""
     given = from_json(body).get("metadata") if b'"metadata"' in body else None
-    return given if isinstance(given, dict) else {}
+    if not isinstance(given, dict):
+        return {}
+    return {key: value for key, value in given.items() if isinstance(value, str)}
 
 
 class ResponseReply:
@@ -79,7 +89,7 @@ class ResponseReply:
         prepared: Prepared,
         run: Run,
         segments: Ordered,
-        metadata: dict[str, Any],
+        metadata: dict[str, str],
         report: bool,
     ):
         self.serving, self.request, self.prepared, self.run = serving, request, prepared, run
@@ -102,15 +112,14 @@ class ResponseReply:
         async for events in self._steps():
             out = b""
             if not begun:
-                begun, response = True, self._response("in_progress")
+                begun, response = True, self._response("in_progress") | {"output": []}
                 out += self._event({"type": "response.created", "response": response})
                 out += self._event({"type": "response.in_progress", "response": response})
             out += b"".join(map(self._event, events))
             if out:
                 yield out
         if not self.run.given_up:
-            self.report = True
-            response = self._ended()
+            response = self._ended() | {"speculation": speculation([self.run])}
             yield self._event({"type": f"response.{response['status']}", "response": response})
 
     def failed(self, error: Exception) -> bytes:
@@ -136,7 +145,8 @@ class ResponseReply:
                 yield events
         except PromptRefused as error:
             sentence = str(error)
-            raise _in_own_words(BadField(sentence, replies.field_of(sentence))) from None
+            refused = BadField(sentence, replies.field_of(sentence))
+            raise _in_own_words(refused, self.request) from None
 
     def _take(self, segment: Segment) -> list[Event]:
         tokens = self._origins.of(segment)
@@ -148,7 +158,7 @@ class ResponseReply:
             logprobs = [chat_logprob(one, tokenizer, False) for one in tokens if one is not None]
         return self.items.take(segment, logprobs)
 
-    def _status(self) -> Any:
+    def _status(self) -> Status:
         reason = self.run.choices[0].output.finish_reason
         return "incomplete" if reason == "length" else "completed"
 

@@ -16,8 +16,8 @@ from strobe.server.parsers import Parsed, Parser, Phase
 
 Kind = Literal["reasoning", "content", "call"]
 
-_CUTS = re.compile(r"(?<=[>}])|(?=[<{])")
-"""Between two of these places a text is of one kind: markers and calls begin and end there."""
+_PLAIN = re.compile(r"[^<>{}]+")
+"""Text in which no marker and no call can begin or end."""
 
 
 class Segment(NamedTuple):
@@ -36,8 +36,11 @@ class Segment(NamedTuple):
 
 
 class Ordered:
-    """A parser that also keeps what it found as segments, the same for every way of cutting the
-    text up to where one segment ends and the next of its kind begins."""
+    """A parser that also keeps what it found as segments.
+
+    Segments of one kind in a row, joined, do not depend on where the text was cut. Plain text goes
+    to the parser as it comes, all else character by character: so each piece is of one kind.
+    """
 
     def __init__(self, parser: Parser):
         self._parser = parser
@@ -50,7 +53,14 @@ class Ordered:
         return self._parser.phase
 
     def push(self, text: str) -> Parsed:
-        return _joined([self._push(piece) for piece in _CUTS.split(text)])
+        parts: list[Parsed] = []
+        at = 0
+        while at < len(text):
+            plain = None if self._raw else _PLAIN.match(text, at)
+            end = plain.end() if plain else at + 1
+            parts.append(self._push(text[at:end]))
+            at = end
+        return _joined(parts)
 
     def finish(self) -> Parsed:
         return self._noted(self._parser.finish())
@@ -83,7 +93,8 @@ class Ordered:
             self._found.append(Segment(kind, text, start, end, call, name))
 
     def _place(self, text: str) -> tuple[int, int]:
-        """Where a text stands that has just come out: as late as it can, behind any marker."""
+        """Where a text stands that has just come out: as late as it can, behind any marker. Among
+        markers that are cut short or repeated it may stand earlier."""
         begin = self._fed - len(self._raw)
         # A parser may set a line break between two messages that is not in the raw text.
         for shown in (text, text.removeprefix("\n")):

@@ -1,0 +1,145 @@
+"""The parts of an answer in their order, and the tokens that wrote each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from parsing import cut, parse, places, texts
+
+from strobe.outputs import CompletionOutput, StreamDelta
+from strobe.request import TokenLogprob
+from strobe.server.parsers import make_parser
+from strobe.server.segments import Ordered, Origins, Segment
+
+HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": {}}}\n</tool_call>'
+LLAMA = '{"name": "f", "parameters": {"a": {}}}'
+HARMONY = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": {}}<|call|>'
+TURN = "<|start|>assistant"
+FORMATS = {
+    ("hermes", "qwen3"): (HERMES, "<think>", "</think>", "<tool_call>", "one {two}", "\n\n"),
+    ("llama3", None): (LLAMA, "<|python_tag|>", "; ", "one {two}", "\n"),
+    ("gpt_oss", "gpt_oss"): (
+        HARMONY, f"{TURN}<|channel|>analysis<|message|>Hm.<|end|>", TURN, "one {two}",
+        "<|channel|>final<|message|>Yes.<|return|>", "<|message|>", "<|channel|>final", "\n",
+    ),
+}  # fmt: skip
+
+
+def ordered(formats: tuple[str, str | None], pieces: Iterable[str]) -> list[Segment]:
+    """The segments of a text in pieces, those of one kind in a row joined."""
+    parser = Ordered(make_parser(*formats))
+    found: list[Segment] = []
+    for piece in pieces:
+        parser.push(piece)
+        found += parser.take()
+    parser.finish()
+    joined: list[Segment] = []
+    for one in found + parser.take():
+        last = joined[-1] if joined else None
+        if last is not None and (last.kind, last.call) == (one.kind, one.call):
+            assert one.name is None
+            joined[-1] = last._replace(text=last.text + one.text, end=one.end)
+        else:
+            joined.append(one)
+    return joined
+
+
+def told(found: Iterable[Segment]) -> list[tuple[str, str]]:
+    return [(one.kind, one.text) for one in found]
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: formats[0])
+@given(data=st.data(), cuts=places)
+def test_the_order_does_not_depend_on_how_the_text_was_cut(
+    formats: tuple[str, str | None], data: st.DataObject, cuts: list[int]
+):
+    text = data.draw(texts(FORMATS[formats]))
+    whole = ordered(formats, [text])
+    assert told(ordered(formats, text)) == told(whole)
+    assert told(ordered(formats, cut(text, cuts))) == told(whole)
+    pieces = cut(text, cuts)
+    assert parse(Ordered(make_parser(*formats)), pieces) == parse(make_parser(*formats), pieces)
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: formats[0])
+@given(data=st.data(), cuts=places)
+def test_segments_stand_in_their_order(
+    formats: tuple[str, str | None], data: st.DataObject, cuts: list[int]
+):
+    text = data.draw(texts(FORMATS[formats]))
+    end = 0
+    for one in ordered(formats, cut(text, cuts)):
+        assert end <= one.start <= one.end <= len(text)
+        end = one.end
+
+
+said = st.text(st.sampled_from("ab{}>\n é"), min_size=1, max_size=12)
+
+
+@given(said, st.lists(said, max_size=3), places)
+def test_a_segment_stands_where_it_says(thought: str, parts: list[str], cuts: list[int]):
+    text = f"<think>\n{thought}\n</think>\n\n" + f"\n{HERMES}\n".join(parts)
+    parser = Ordered(make_parser("hermes", "qwen3"))
+    found: list[Segment] = []
+    for piece in cut(text, cuts):
+        parser.push(piece)
+        found += parser.take()
+    parser.finish()
+    for one in found + parser.take():
+        assert text[one.start : one.end] == one.text
+        inside = one.start < text.index("</think>")
+        assert inside == (one.kind == "reasoning")
+
+
+def test_text_around_calls_keeps_its_place():
+    text = f"<think>\nHm.\n</think>\n\nFirst.\n{HERMES}\nThen {{}}.\n{HERMES}"
+    found = ordered(("hermes", "qwen3"), [text])
+    call = ("call", '{"a": {}}')
+    assert told(found) == [
+        ("reasoning", "Hm."), ("content", "First."), call, ("content", "\nThen {}."), call
+    ]  # fmt: skip
+    assert [(one.call, one.name) for one in found if one.kind == "call"] == [(0, "f"), (1, "f")]
+
+
+def delta(pieces: Sequence[str], first: int = 0) -> StreamDelta:
+    """A step of tokens whose logprobs number them."""
+    logprobs = [TokenLogprob(first + i, -1.0, 1, ()) for i in range(len(pieces))]
+    ids = [entry.token for entry in logprobs]
+    output = CompletionOutput(0)
+    return StreamDelta("r", 0, "".join(pieces), ids, output, pieces=list(pieces), logprobs=logprobs)
+
+
+def numbers(origins: Origins, found: Segment) -> list[int]:
+    return [entry.token for entry in origins.of(found) if entry is not None]
+
+
+def test_each_token_belongs_to_the_text_it_wrote():
+    steps = [
+        ["<think>", "\n", "H", "m"], [".", "\n", "</think>", "\n\n", "Fir"],
+        ["", "", "é", " ", "<tool", "_call>\n"],
+        ['{"name": "f", "arguments": {', '"a": {', "}", "}}\n</tool_call>", "", "x<", "b", ""],
+    ]  # fmt: skip
+    starts = [0, *accumulate(map(len, steps))]
+    origins, parser = Origins(), Ordered(make_parser("hermes", "qwen3"))
+    found: list[tuple[str, list[int]]] = []
+    for first, pieces in zip(starts, steps, strict=False):
+        origins.add(delta(pieces, first))
+        parser.push("".join(pieces))
+        found += [(one.kind, numbers(origins, one)) for one in parser.take()]
+    assert found == [
+        ("reasoning", [2, 3]), ("reasoning", [4]), ("content", [8]), ("content", [9, 10, 11]),
+        ("call", [15, 16, 17, 18]), ("content", [19, 20, 21]),
+    ]  # fmt: skip
+
+
+def test_a_token_of_two_segments_is_in_both_kinds_and_once_in_each():
+    origins = Origins()
+    origins.add(delta(["ab</think>cd", "e"]))
+    assert numbers(origins, Segment("reasoning", "a", 0, 1)) == [0]
+    assert numbers(origins, Segment("reasoning", "b", 1, 2)) == []
+    assert numbers(origins, Segment("content", "c", 10, 11)) == [0]
+    assert numbers(origins, Segment("content", "de", 11, 13)) == [1]
