@@ -22,7 +22,8 @@ class StructuredOutputs:
 
     For models that think first: after, token ids behind which the constraint begins; opener, the
     token that begins thinking, without which the constraint holds from the start; lead, a text that
-    may stand before the constrained one.
+    may stand before the constrained one. instead: a Lark grammar that the answer may follow in
+    place of the constraint, such as that of a tool call.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -33,6 +34,7 @@ class StructuredOutputs:
     after: Sequence[int] = ()
     opener: int | None = None
     lead: str = ""
+    instead: str | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
@@ -71,7 +73,7 @@ class StructuredOutputs:
                 f"structured_outputs is {reprlib.repr(value)}, but must be an object with one of "
                 f"{', '.join(STRUCTURES)}."
             )
-        known = (*STRUCTURES, "after", "opener", "lead")
+        known = (*STRUCTURES, "after", "opener", "lead", "instead")
         unknown = [name for name in value if name not in known]
         if unknown:
             raise ValueError(

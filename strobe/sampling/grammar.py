@@ -13,6 +13,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,14 +24,19 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from strobe.request import Request, StructuredOutputs
 
 _KEPT = 128
+_LONGEST = 1 << 17
+_STACK = 1 << 28
 
 
 def source_of(wanted: StructuredOutputs) -> str:
     """The grammar in llguidance's form. Raises ValueError for text that is none."""
     parts = [{"name": "answer", **_part(wanted)}]
-    if wanted.lead:
-        start = f"start: LEAD? @answer\nLEAD: {json.dumps(wanted.lead)}"
-        parts.insert(0, {"lark_grammar": start})
+    if wanted.lead or wanted.instead is not None:
+        lead = f"({json.dumps(wanted.lead)})? " if wanted.lead else ""
+        other = "" if wanted.instead is None else " | @instead"
+        parts.insert(0, {"lark_grammar": f"start: {lead}(@answer{other})"})
+    if wanted.instead is not None:
+        parts.append({"name": "instead", "lark_grammar": wanted.instead})
     return json.dumps({"grammars": parts})
 
 
@@ -119,7 +125,7 @@ class Follower:
         return tuple(tokens[-len(self.after) :]) == self.after
 
     def _failure(self) -> str:
-        reason = " ".join(self.matcher.get_error().split())
+        reason = _line(self.matcher.get_error())
         return f"structured_outputs cannot be followed further: {reason}"
 
 
@@ -143,9 +149,15 @@ class Grammars:
                     f"structured_outputs need {self.file}, which does not exist; save the "
                     "tokenizer in that form, or leave them out."
                 )
-            self._tokenizer = LLTokenizer(
-                str(self.file), n_vocab=self.vocab_size, eos_token=self.eos_ids or None
-            )
+            try:
+                self._tokenizer = LLTokenizer(
+                    str(self.file), n_vocab=self.vocab_size, eos_token=self.eos_ids or None
+                )
+            except ValueError as error:
+                raise ValueError(
+                    f"structured_outputs need {self.file}, which cannot be used: "
+                    f"{_line(str(error))}"
+                ) from None
         return self._tokenizer
 
     def compile(self, wanted: StructuredOutputs) -> LLMatcher:
@@ -155,15 +167,20 @@ class Grammars:
         """
         try:
             source = source_of(wanted)
-        except ValueError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"structured_outputs do not compile: {_line(str(error))}") from None
+        if len(source) > _LONGEST:
+            raise ValueError(
+                f"structured_outputs come to {len(source)} characters, but at most {_LONGEST} are "
+                "compiled; shorten them."
+            )
         with self._lock:
             matcher = self._compiled.get(source)
             if matcher is not None:
                 self._compiled.move_to_end(source)
                 return matcher.deep_copy()
             tokenizer = self.tokenizer
-        matcher = LLMatcher(tokenizer, source, log_level=0)
+        matcher = self._matcher(tokenizer, source)
         if matcher.is_error():
             raise ValueError(f"structured_outputs do not compile: {_line(matcher.get_error())}")
         with self._lock:
@@ -171,6 +188,16 @@ class Grammars:
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
         return matcher.deep_copy()
+
+    def _matcher(self, tokenizer: LLTokenizer, source: str) -> LLMatcher:
+        """llguidance walks rules that lead to one another by recursion, and a few thousand of them
+        on a usual stack of 8 MiB would end the process."""
+        with ThreadPoolExecutor(1) as pool:
+            with self._lock:
+                usual = threading.stack_size(_STACK)
+                made = pool.submit(LLMatcher, tokenizer, source, log_level=0)
+                threading.stack_size(usual)
+            return made.result()
 
     def follow(self, request: Request) -> None:
         """Begin with a request. Raises ValueError for a grammar that does not compile."""
@@ -195,4 +222,6 @@ def _has(mask: np.ndarray, token: int) -> bool:
 
 
 def _line(text: str) -> str:
-    return " ".join(text.split()).rstrip(".") + "."
+    """What a library says, on one line that is not too long: it may quote the whole grammar."""
+    line = " ".join(text.split()).rstrip(".")
+    return f"{line}." if len(line) <= 300 else f"{line[:300]}..."

@@ -10,10 +10,11 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from strobe.server import page, replies
+from strobe.server.api_page import api_page
 from strobe.server.chat import chat
 from strobe.server.completions import completions
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
@@ -47,7 +48,7 @@ that every mistake in it is one sentence and nothing is left out in silence."""
 
 def make_app(serving: Serving) -> ASGIApp:
     """The whole server but for its socket."""
-    app = FastAPI(title="Strobe", version=version("strobe"), redoc_url=None)
+    app = FastAPI(title="Strobe", version=version("strobe"), docs_url=None, redoc_url=None)
     for path, handler, _, _ in POSTS:
         app.add_api_route(path, _bound(handler, serving), methods=["POST"], include_in_schema=False)
     _add_reads(app, serving)
@@ -91,6 +92,10 @@ def _add_reads(app: FastAPI, serving: Serving) -> None:
     async def show_version() -> answers.Version:  # pyright: ignore[reportUnusedFunction]
         """Strobe's own."""
         return answers.Version(version=version("strobe"))
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return HTMLResponse(api_page(app.openapi()))
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]

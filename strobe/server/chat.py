@@ -66,16 +66,16 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
     arguments = request.sampling(facts.sampling)
     toolbox, forms = request.toolbox, serving.formats
     parse = _parser(serving, request, text)
+    tools = [_tool(tool) for tool in toolbox.tools]
+    parallel = request.parallel_tool_calls and toolbox.choice.name is None
+    structured = arguments.get("structured_outputs")
     if toolbox.choice.forced:
-        tools = [_tool(tool) for tool in toolbox.tools]
         chosen = [t for t in tools if toolbox.choice.name in (None, t.name)]
-        arguments["structured_outputs"] = serving.call_grammar(
-            chosen,
-            parallel=request.parallel_tool_calls and toolbox.choice.name is None,
-            prompt=text,
-        )
-    elif "structured_outputs" in arguments:
-        arguments["structured_outputs"] = serving.constraint(arguments["structured_outputs"], text)
+        structured = serving.call_grammar(chosen, parallel=parallel, prompt=text)
+    elif structured is not None:
+        structured = serving.or_calls(structured, tools, parallel=parallel)
+        structured = serving.constraint(structured, text)
+    arguments["structured_outputs"] = structured
     used = [forms.reasoning, forms.tools if toolbox.tools else None]
     if any(form is not None and form.keep_special for form in used):
         arguments["skip_special_tokens"] = False

@@ -199,19 +199,27 @@ class Serving:
                 "tool_choice",
                 "unsupported_parameter",
             )
+        structured = {"grammar": self._calls(form, tools, parallel)}
+        if form.whole_answer:
+            return structured
+        return self.constraint(structured, prompt) or structured
+
+    def or_calls(
+        self, structured: Mapping[str, Any], tools: list[Tool], *, parallel: bool
+    ) -> Mapping[str, Any]:
+        """Structured output that may be a call of one of the tools instead."""
+        form = self.formats.tools
+        if form is None or form.whole_answer or not tools:
+            return structured
+        return {**structured, "instead": self._calls(form, tools, parallel)}
+
+    def _calls(self, form: ToolFormat, tools: list[Tool], parallel: bool) -> str:
         added = self.tokenizer.fast.get_added_tokens_decoder()
+        names = {token.content: number for number, token in added.items()}
         try:
-            grammar = form.grammar(
-                tools,
-                parallel=parallel,
-                added_tokens={token.content: number for number, token in added.items()},
-            )
+            return form.grammar(tools, parallel=parallel, added_tokens=names)
         except ValueError as error:
             raise BadField(str(error), "tools") from None
-        structured = {"grammar": grammar}
-        return (
-            structured if form.whole_answer else self.constraint(structured, prompt) or structured
-        )
 
 
 def _variables(template: Any) -> Collection[str] | None:

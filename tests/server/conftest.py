@@ -9,6 +9,12 @@ from served import Served
 
 
 @pytest.fixture(scope="session")
+def page_server(server: Served) -> str:
+    """Where the real page is."""
+    return f"{server.url}/"
+
+
+@pytest.fixture(scope="session")
 def server() -> Iterator[Served]:
     """`strobe serve` with its defaults."""
     served = Served()
