@@ -1,0 +1,97 @@
+"""A server whose engine says what a test has written, in steps of the test's choice."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asgi import Answer, call
+
+from strobe import demo_pair
+from strobe.request import FinishReason, SamplingParams, TokenLogprob
+from strobe.server.app import make_app
+from strobe.server.client import Generation
+from strobe.server.messages import AnswerNews, Beginning, Ready
+from strobe.server.metrics import ServerMetrics
+from strobe.server.serving import Formats, Serving
+from strobe.server.settings import ServerConfig
+from strobe.text.tokenizer import Tokenizer
+
+END = 2
+"""The pair's end token."""
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(Path(demo_pair.__file__).parent / "target")
+
+
+class Steps(Generation):
+    """Hands its news on step by step, also where nobody asked meanwhile."""
+
+    async def __anext__(self) -> list[AnswerNews]:
+        return self._news.popleft() if self._news else await super().__anext__()
+
+
+class Script:
+    """In the engine client's place. text: what it answers; size: tokens in a step; ends: why the
+    answer ends, an error to break off with, or a sentence that refuses the prompt."""
+
+    facts = Ready(2048, 8, 2048, 15, ("dflash", "none"), {"top_p": 0.9}, "float32", "cpu", 64)
+    dead, num_open = False, 0
+
+    def __init__(self, text: str, size: int = 1, ends: FinishReason | Exception = "stop"):
+        self.ids = list(tokenizer().fast.encode(text, add_special_tokens=False).ids)
+        self.ids += [END] if ends == "stop" else []
+        self.size, self.ends = size, ends
+        self.asked: list[SamplingParams] = []
+
+    def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Generation:
+        self.asked.append(params)
+        generation = Steps(self, 0, 1)  # pyright: ignore[reportArgumentType]
+        groups = [self.ids[at : at + self.size] for at in range(0, len(self.ids), self.size)]
+        for number, ids in enumerate(groups or [[]]):
+            last = number + 1 >= len(groups)
+            ends = self.ends if last and isinstance(self.ends, str) else None
+            news = self._news(ids, number == 0, ends, params.logprobs is not None)
+            generation.tell([news] if ids or ends else [])
+        if isinstance(self.ends, Exception):
+            generation.fail(self.ends)
+        return generation
+
+    def send(self, message: Any) -> None:
+        pass
+
+    def settle(self, generation: Generation) -> None:
+        pass
+
+    def _news(
+        self, ids: Sequence[int], first: bool, ends: FinishReason | None, logprobs: bool
+    ) -> AnswerNews:
+        begins = Beginning("dflash", None, 3, 0.0, [], frozenset({END})) if first else None
+        found = [TokenLogprob(token, -0.5, 1, ((token, -0.5), (9, -2.0))) for token in ids]
+        drafted, error = 0 if first else 15, "The step failed." if ends == "error" else None
+        accepted = max(0, len(ids) - 1) if drafted else 0
+        return AnswerNews(
+            0, 0, list(ids), ends, None, drafted, accepted, found if logprobs else [], 10, error,
+            begins,
+        )  # fmt: skip
+
+
+def post(path: str, script: Script, **body: Any) -> Answer:
+    """The answer of a server with such an engine."""
+    settings = ServerConfig(access_log=False)
+    serving = Serving(
+        settings=settings,
+        client=script,  # pyright: ignore[reportArgumentType]
+        tokenizer=tokenizer(),
+        names=("scripted",),
+        root="box",
+        chat_template=None,
+        formats=Formats.of(settings, tokenizer().hf.chat_template),
+        metrics=ServerMetrics("scripted"),
+    )
+    return call(make_app(serving), path, body=[json.dumps(body).encode()])
