@@ -1,16 +1,24 @@
-# `make demo` and `make test` need Python 3.11 or newer and nothing else installed.
+# `make serve`, `make demo` and `make test` need Python 3.11 or newer and nothing else installed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-gpu check format bench clean
+.PHONY: serve demo soak test test-gpu check format bench clean
+
+# Options go behind `strobe serve` itself: .venv/bin/strobe serve --help
+serve: $(VENV)/.installed
+	$(BIN)/strobe serve
 
 demo: $(VENV)/.installed
 	$(BIN)/strobe demo
 
 test: $(VENV)/.dev check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -rs
+
+# Five minutes of 1,000 streams, broken requests and clients that leave, then schemathesis in full.
+soak: $(VENV)/.dev
+	$(BIN)/python benchmarks/soak.py
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu
@@ -27,6 +35,7 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python benchmarks/serving.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -c "import sys; sys.exit('Strobe needs Python 3.11 or newer, this is ' + sys.version.split()[0] if sys.version_info < (3, 11) else 0)"
