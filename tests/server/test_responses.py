@@ -1,0 +1,222 @@
+"""/v1/responses of a real server as the `openai` client sees it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+from served import Served
+
+SUM = "With 44 coins Tom buys 3 cups. Each cup costs 11 coins. How many coins are left?"
+TURTLE = (
+    "Take this text and write a JSON object with the keys animal, name and age. "
+    "The white turtle of Noah is called Bamin and is 12 years old."
+)
+WEATHER = "What is the weather in Athens in celsius?"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "animal": {"enum": ["turtle", "dog"]},
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer"},
+    },
+    "required": ["animal", "name", "age"],
+    "additionalProperties": False,
+}
+LOGPROBS = "message.output_text.logprobs"
+PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+def tool(name: str) -> dict[str, Any]:
+    fields = {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["celsius", "kelvin"]}}
+    return {
+        "type": "function",
+        "name": name,
+        "description": "Use this to know the weather in a city.",
+        "strict": None,
+        "parameters": {
+            "type": "object",
+            "properties": fields,
+            "required": list(fields),
+            "additionalProperties": False,
+        },
+    }
+
+
+class Turtle(BaseModel):
+    animal: str
+    name: str
+    age: int
+
+
+class Asker:
+    """The client, with what all these tests ask for."""
+
+    def __init__(self, client: openai.OpenAI):
+        self.client = client
+
+    def fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        extra = {**PLAIN, **given.get("extra_body", {})}
+        common = {"model": "strobe-demo", "temperature": 0, "max_output_tokens": 48}
+        return {**common, **given, "extra_body": extra}
+
+    def __call__(self, said: Any, /, **given: Any) -> Any:
+        return self.client.responses.create(input=said, **self.fields(given))
+
+
+@pytest.fixture(scope="module")
+def ask(server: Served) -> Asker:
+    return Asker(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0))
+
+
+def plain(response: Any) -> list[tuple[Any, ...]]:
+    """What was answered, without ids."""
+    drop = {"id", "call_id"}
+    return [tuple((k, v) for k, v in item.to_dict().items() if k not in drop)
+            for item in response.output]  # fmt: skip
+
+
+def test_a_text_is_answered_with_a_message(ask: Asker):
+    response = ask(SUM, instructions="Answer the question of the user.", metadata={"a": "b"})
+    assert (response.status, response.incomplete_details, response.error) == (
+        "completed", None, None
+    )  # fmt: skip
+    (item,) = response.output
+    assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
+    assert response.output_text.endswith("Answer: 11")
+    assert response.metadata == {"a": "b"}
+    assert (response.temperature, response.top_p) == (0, 0.95)  # the client's, the model's own
+    usage = response.usage
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert (usage.output_tokens_details.reasoning_tokens, usage.output_tokens > 10) == (0, True)
+
+
+def test_reasoning_is_an_item_of_its_own_and_can_be_sent_back(ask: Asker):
+    thinks = {"max_output_tokens": 128, "extra_body": {"chat_template_kwargs": {}}}
+    first = ask(WEATHER, tools=[tool("get_weather")], **thinks)
+    reasoning, call = first.output
+    assert (reasoning.type, reasoning.summary) == ("reasoning", [])
+    assert "Athens" in reasoning.content[0].text
+    assert "<" not in reasoning.content[0].text
+    assert 0 < first.usage.output_tokens_details.reasoning_tokens < first.usage.output_tokens
+    assert json.loads(call.arguments) == {"city": "Athens", "unit": "celsius"}
+    given = [
+        {"role": "user", "content": WEATHER},
+        *first.output,
+        {"type": "function_call_output", "call_id": call.call_id, "output": '{"degrees": 31}'},
+    ]
+    second = ask(given, tools=[tool("get_weather")])
+    assert [item.type for item in second.output] == ["message"]
+    assert "31" in second.output_text
+
+
+@pytest.mark.parametrize("speculation", [True, False])
+def test_a_stream_ends_in_the_same_response(ask: Asker, speculation: bool):
+    fields = {"include": [LOGPROBS], "top_logprobs": 2, "extra_body": {"speculation": speculation}}
+    whole = ask(SUM, **fields)
+    with ask(SUM, stream=True, **fields) as stream:
+        events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1].response
+    assert events[0].response.id == last.id
+    assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
+    assert plain(last) == plain(whole)
+    assert last.usage.output_tokens == whole.usage.output_tokens
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
+    found = whole.output[0].content[0].logprobs
+    assert "".join(entry.token for entry in found) == whole.output_text
+    assert {len(entry.top_logprobs) for entry in found} == {2}
+    assert last.speculation["used"] is speculation
+    assert not hasattr(whole, "speculation")
+
+
+def test_the_clients_own_reader_of_streams_takes_it(ask: Asker):
+    fields = ask.fields({"input": WEATHER, "tools": [tool("get_weather")]})
+    with ask.client.responses.stream(**fields) as stream:
+        snapshot = ""
+        for event in stream:
+            if event.type == "response.function_call_arguments.delta":
+                snapshot = event.snapshot
+        response = stream.get_final_response()
+    (call,) = response.output
+    assert (call.type, call.name, call.arguments) == ("function_call", "get_weather", snapshot)
+    assert json.loads(call.arguments) == {"city": "Athens", "unit": "celsius"}
+    fields = ask.fields({"input": TURTLE, "text_format": Turtle})
+    parsed = ask.client.responses.parse(**fields).output_parsed
+    assert parsed is not None
+    assert (parsed.animal, parsed.age) == ("turtle", 12)
+
+
+FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "schema": (TURTLE, {"text": {"format": {"type": "json_schema", "name": "t",
+                                            "schema": SCHEMA}}}),
+    "required": (SUM, {"tools": [tool("f"), tool("g")], "tool_choice": "required"}),
+    "named": (SUM, {"tools": [tool("f"), tool("g")],
+                    "tool_choice": {"type": "function", "name": "g"}}),
+    "seeded": (SUM, {"temperature": 1.5, "top_p": 1.0, "extra_body": {"seed": 5, "top_k": 0}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_speculation_changes_no_answer(ask: Asker, name: str):
+    text, fields = FEATURES[name]
+    answers: list[Any] = []
+    for speculation in (True, False):
+        extra = {**fields.get("extra_body", {}), "speculation": speculation}
+        given = {**fields, "extra_body": {**extra, "include_speculation": True}}
+        answers.append(ask(text, max_output_tokens=64, **given))
+    assert plain(answers[0]) == plain(answers[1])
+    assert [answer.speculation["used"] for answer in answers] == [True, False]
+    response = answers[0]
+    if name == "schema":
+        value = json.loads(response.output_text)
+        assert value.keys() == set(SCHEMA["required"])
+        assert value["animal"] in ("turtle", "dog")
+        assert response.text.format.schema_ == SCHEMA
+    elif name != "seeded":
+        call = response.output[0]
+        assert call.name in (("f", "g") if name == "required" else ("g",))
+        assert json.loads(call.arguments)["unit"] in ("celsius", "kelvin")
+
+
+def test_an_answer_that_meets_its_limit_is_incomplete(ask: Asker):
+    response = ask(SUM, max_output_tokens=3)
+    assert (response.status, response.usage.output_tokens) == ("incomplete", 3)
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.output[0].status == "incomplete"
+    with ask(SUM, max_output_tokens=3, stream=True) as stream:
+        last = list(stream)[-1]
+    assert last.type == "response.incomplete"
+    assert plain(last.response) == plain(response)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no"}}}},
+         "text.format"),
+        ({"max_output_tokens": 2048}, "max_output_tokens"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(ask: Asker, fields: dict[str, Any], param: str):
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(SUM, stream=stream, **fields)
+        assert caught.value.param == param
+        assert isinstance(caught.value.body, dict)
+        assert param.split("[")[0] in caught.value.body["message"]
+
+
+def test_what_has_no_effect_is_said(ask: Asker):
+    response = ask(SUM, max_output_tokens=1, user="me", store=True, reasoning={"summary": "auto"})
+    named = {sentence.split()[0] for sentence in response.warnings}
+    assert named == {"user", "store", "reasoning.summary"}
+    assert response.store is False
