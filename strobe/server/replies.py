@@ -186,15 +186,18 @@ async def _guarded(
     events: AsyncGenerator[bytes], runs: Sequence[Run], ending: Ending
 ) -> AsyncGenerator[bytes]:
     """The events and the stream's ending; an error becomes the last event before that."""
+    ended = False
     try:
         async for chunk in events:
             yield chunk
+        ended = not any(run.given_up for run in runs)
     except Exception as error:
+        ended = True
         _close(runs)
         yield ending.failed(error)
     finally:
         await events.aclose()
-    if ending.done and not any(run.given_up for run in runs):
+    if ended and ending.done:
         yield ending.done
 
 

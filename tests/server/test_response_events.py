@@ -243,6 +243,18 @@ def test_what_fails_in_a_stream_ends_it_with_response_failed():
     assert stream(Script("Yes, it", ends="error"))[-1]["type"] == "response.failed"
 
 
+def test_streams_of_chunks_end_with_done_after_an_error_too():
+    dead = Script("Yes, it", ends=EngineDead("It ended."))
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/completions", {"prompt": "hello"}),
+    ):
+        *_, said, done, rest = post(path, dead, stream=True, **body).body.split(b"\n\n")
+        assert (json.loads(said[6:])["error"]["code"], done, rest) == (
+            "engine_dead", b"data: [DONE]", b""
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_what_fails_before_the_first_event_is_an_http_error(streams: bool):
     refused = PromptRefused("max_tokens is 5, which is wrong.")
