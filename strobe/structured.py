@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from strobe.checks import listed
+from strobe.checks import listed, whole
 
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -47,7 +47,12 @@ class StructuredOutputs:
             raise ValueError(
                 f"structured_outputs.json is {reprlib.repr(self.json)}, but must be a JSON schema."
             )
-        for name in ("regex", "grammar"):
+        if not isinstance(self.json_object, bool):
+            raise ValueError(
+                f"structured_outputs.json_object is {self.json_object!r}, but must be True or "
+                "False."
+            )
+        for name in ("regex", "grammar", "lead", "instead"):
             if not isinstance(getattr(self, name), str | None):
                 raise ValueError(
                     f"structured_outputs.{name} is {reprlib.repr(getattr(self, name))}, but must "
@@ -61,7 +66,23 @@ class StructuredOutputs:
                     "of one or more texts."
                 )
             object.__setattr__(self, "choice", choice)
-        object.__setattr__(self, "after", tuple(self.after))
+        mend = "name token ids of the model's vocabulary."
+        after = listed("structured_outputs.after", self.after, "token ids")
+        for token in after:
+            whole("structured_outputs.after", token, 0, mend)
+        object.__setattr__(self, "after", after)
+        for token in self.opener_ids:
+            whole("structured_outputs.opener", token, 0, mend)
+        if self.opener is not None and not after:
+            raise ValueError(
+                f"structured_outputs.opener is {self.opener}, but nothing in after ends what it "
+                "begins; give both or none."
+            )
+
+    @property
+    def opener_ids(self) -> tuple[int, ...]:
+        """The opener, where there is one."""
+        return () if self.opener is None else (self.opener,)
 
     @staticmethod
     def of(value: Any) -> StructuredOutputs | None:

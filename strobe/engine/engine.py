@@ -107,8 +107,7 @@ class Engine:
         """Queue one answer. sibling: which of a prompt's n answers; seed: used where the sampling
         parameters bring none. Raises ValueError, naming the value, for what cannot run."""
         self._check_prompt(prompt_ids)
-        self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
-        self._check_ids("logit_bias", list(sampling.logit_bias or ()))
+        self._check_sampling(sampling)
         method, drafts, off = self._choose(Speculation.of(sampling.speculation))
         number = next(self._numbers)
         if sampling.seed is not None:
@@ -124,7 +123,7 @@ class Engine:
             sampling,
             seed=seed,
             sibling=sibling,
-            stop_ids=frozenset((*ends, *self._checked_stop_ids(sampling))),
+            stop_ids=frozenset((*ends, *sampling.stop_token_ids)),
             method=method,
             num_drafts=drafts,
             off_reason=off,
@@ -161,9 +160,21 @@ class Engine:
             )
         self._check_ids("The prompt", prompt_ids)
 
-    def _checked_stop_ids(self, sampling: SamplingParams) -> Sequence[int]:
+    def _check_sampling(self, sampling: SamplingParams) -> None:
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
-        return sampling.stop_token_ids
+        self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
+        self._check_ids("logit_bias", list(sampling.logit_bias or ()))
+        structured = StructuredOutputs.of(sampling.structured_outputs)
+        if structured is not None:
+            self._check_ids("structured_outputs.after", structured.after)
+            self._check_ids("structured_outputs.opener", structured.opener_ids)
+        size = self.resolved.target.decoder.vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            top = getattr(sampling, name) or 0
+            if top > size:
+                raise ValueError(
+                    f"{name} is {top}, but the vocabulary has {size} tokens; ask for at most that."
+                )
 
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:
         size = self.resolved.target.decoder.vocab_size

@@ -39,6 +39,10 @@ def plain_engine(target: Any) -> Engine:
     return make_engine(config(target))
 
 
+def marked(**fields: Any) -> dict[str, Any]:
+    return {"ignore_eos": False, "structured_outputs": {"regex": "a", **fields}}
+
+
 @pytest.mark.parametrize(
     ("prompt", "changes", "message"),
     [
@@ -47,6 +51,13 @@ def plain_engine(target: Any) -> Engine:
         ([1, VOCAB], {}, f"token id {VOCAB}.*ids 0 to {VOCAB - 1}"),
         ([-1], {}, "token id -1"),
         ([1], {"stop_token_ids": [3, VOCAB + 5]}, f"stop_token_ids holds token id {VOCAB + 5}"),
+        ([1], {"allowed_token_ids": [VOCAB]}, f"allowed_token_ids holds token id {VOCAB}"),
+        ([1], {"logit_bias": {VOCAB: 1.0}}, f"logit_bias holds token id {VOCAB}"),
+        ([1], {"logprobs": VOCAB + 1}, f"logprobs is {VOCAB + 1}, but the vocabulary has {VOCAB}"),
+        ([1], {"prompt_logprobs": VOCAB + 1}, f"prompt_logprobs is {VOCAB + 1}, but"),
+        ([1], marked(after=[VOCAB]), f"structured_outputs.after holds token id {VOCAB}"),
+        ([1], marked(after=[1], opener=VOCAB), "structured_outputs.opener holds token id"),
+        ([1], marked(), "structured_outputs need .*tokenizer.json, which does not exist; save"),
         ([1], {"speculation": {"method": "dflash"}}, "cannot draft so; start the engine with"),
         ([1], {"speculation": {"method": "ngram"}}, "cannot draft so; give num_drafts"),
         ([1], {"speculation": {"num_drafts": 1}}, "at most 0 drafts"),

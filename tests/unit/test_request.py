@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -32,6 +33,44 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop": [3]}, "stop holds 3"),
     ({"stop_token_ids": [-1]}, "stop_token_ids is -1"),
     ({"stop_token_ids": "12"}, "stop_token_ids"),
+    ({"presence_penalty": 2.1}, "presence_penalty is 2.1"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty is -2.1"),
+    ({"frequency_penalty": math.nan}, "frequency_penalty is nan"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty is 0, but must be above 0"),
+    ({"repetition_penalty": -1.0}, "repetition_penalty is -1.0"),
+    ({"repetition_penalty": math.inf}, "repetition_penalty is inf"),
+    ({"logit_bias": [5]}, "logit_bias is [5], but must map"),
+    ({"logit_bias": {"5": 1.0}}, "logit_bias is '5'"),
+    ({"logit_bias": {5: 100.5}}, "logit_bias[5] is 100.5"),
+    ({"logit_bias": {5: math.nan}}, "logit_bias[5] is nan"),
+    ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+    ({"allowed_token_ids": [1, -1]}, "allowed_token_ids is -1"),
+    ({"allowed_token_ids": "12"}, "allowed_token_ids is '12'"),
+    ({"logprobs": -1}, "logprobs is -1"),
+    ({"logprobs": True}, "logprobs is True"),
+    ({"logprobs": 1001}, "logprobs is 1001, but must be at most 1000"),
+    ({"prompt_logprobs": 1.5}, "prompt_logprobs is 1.5"),
+    ({"structured_outputs": "{}"}, "structured_outputs is '{}'"),
+    ({"structured_outputs": {}}, "structured_outputs gives none of json, json_object"),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs has no field 'yaml'"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "gives json and regex of"),
+    ({"structured_outputs": {"json": [1]}}, "structured_outputs.json is [1]"),
+    ({"structured_outputs": {"json_object": "yes"}}, "structured_outputs.json_object is 'yes'"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex is 5"),
+    ({"structured_outputs": {"grammar": ["a"]}}, "structured_outputs.grammar is ['a']"),
+    ({"structured_outputs": {"choice": "abc"}}, "structured_outputs.choice is 'abc'"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice is []"),
+    ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice is ['a', 1]"),
+    ({"structured_outputs": {"regex": "a", "after": 5}}, "structured_outputs.after is 5"),
+    ({"structured_outputs": {"regex": "a", "after": ["5"]}}, "structured_outputs.after is '5'"),
+    ({"structured_outputs": {"regex": "a", "opener": 5}}, "opener is 5, but nothing in after"),
+    (
+        {"structured_outputs": {"regex": "a", "opener": -5, "after": [1]}},
+        "structured_outputs.opener is -5",
+    ),
+    ({"structured_outputs": {"regex": "a", "lead": 5}}, "structured_outputs.lead is 5"),
+    ({"structured_outputs": {"regex": "a", "instead": 5}}, "structured_outputs.instead is 5"),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos is True beside"),
     ({"speculation": "dflash"}, "speculation is 'dflash'"),
     ({"speculation": {"method": "eagle"}}, "speculation.method is 'eagle'"),
     ({"speculation": {"num_drafts": -1}}, "speculation.num_drafts is -1"),
@@ -41,7 +80,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("values", "message"), WRONG, ids=[str(v) for v, _ in WRONG])
 def test_a_value_out_of_range_is_refused_and_named(values: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         SamplingParams(**values)
 
 
@@ -49,6 +88,28 @@ def test_edges_of_the_ranges_are_allowed():
     SamplingParams(temperature=0, top_p=1, top_k=-1, min_p=1, seed=2**63 - 1, max_tokens=None)
     SamplingParams(temperature=100, top_p=1e-9, top_k=0, min_p=0, seed=-(2**63), min_tokens=16)
     SamplingParams(max_tokens=None, min_tokens=1000)
+    SamplingParams(presence_penalty=-2, frequency_penalty=2, repetition_penalty=100)
+    SamplingParams(max_tokens=0, logprobs=0, prompt_logprobs=1000, logit_bias={0: -100, 5: 100})
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ({}, False),
+        ({"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": -0.0}, False),
+        ({"repetition_penalty": 1.01}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"logit_bias": {}}, False),
+        ({"logit_bias": {3: 0.0}}, True),
+        ({"allowed_token_ids": [1]}, True),
+        ({"min_tokens": 1}, True),
+        ({"structured_outputs": {"regex": "a"}}, True),
+        ({"logprobs": 0, "prompt_logprobs": 0, "temperature": 0.5}, False),
+    ],
+)
+def test_a_request_knows_whether_a_rule_concerns_its_logits(values: dict[str, Any], wanted: bool):
+    assert Request("r", [1], SamplingParams(**values), seed=0).edited == wanted
 
 
 def test_lists_and_single_texts_become_tuples():
