@@ -1,0 +1,493 @@
+"""Grammars followed along drafts, against a fresh matcher that reads one token after another."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from strobe.config import BOX
+from strobe.request import Request, SamplingParams, StructuredOutputs
+from strobe.sampling.grammar import Follower, Grammars, source_of
+from strobe.text.tokenizer import Tokenizer
+
+FILE = BOX / "target" / "tokenizer.json"
+VOCAB = 2048
+WORDS = VOCAB // 32
+EOS = 2
+ENDS = {0, 2}
+EVERY = frozenset(range(VOCAB))
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ab", "abc"]}, "size": {"type": "integer"}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+CHOICES = ("yes", "yes and no", "no")
+REGEX = r"[a-c]{2,4}( or [0-9]+)?"
+
+KINDS: dict[str, StructuredOutputs] = {
+    "json": StructuredOutputs(json=SCHEMA),
+    "json text": StructuredOutputs(json=json.dumps(SCHEMA)),
+    "json_object": StructuredOutputs(json_object=True),
+    "regex": StructuredOutputs(regex=REGEX),
+    "choice": StructuredOutputs(choice=CHOICES),
+    "lark": StructuredOutputs(grammar='start: "<" word ("," word)* ">"\nword: /[a-d]+/'),
+    "gbnf": StructuredOutputs(grammar='root ::= "<" word ("," word)* ">"\nword ::= [a-d]+'),
+}
+
+FITS: dict[str, Callable[[str], Any]] = {
+    "json": lambda text: json.loads(text)["name"] in ("ab", "abc"),
+    "json text": lambda text: isinstance(json.loads(text)["size"], int),
+    "json_object": lambda text: isinstance(json.loads(text), dict),
+    "regex": re.compile(REGEX).fullmatch,
+    "choice": lambda text: text in CHOICES,
+    "lark": re.compile(r"<[a-d]+(,[a-d]+)*>").fullmatch,
+    "gbnf": re.compile(r"<[a-d]+(,[a-d]+)*>").fullmatch,
+}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(FILE, VOCAB, sorted(ENDS))
+
+
+def allowed(mask: Any) -> frozenset[int]:
+    """The tokens of one row's mask."""
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+    return frozenset(np.flatnonzero(bits[:VOCAB]).tolist())
+
+
+@cache
+def slow(grammars: Grammars, kind: str, tokens: tuple[int, ...]) -> frozenset[int] | None:
+    """What may follow some tokens by a matcher made anew; None where they are not legal. Behind
+    the end only the end may come."""
+    matcher = LLMatcher(grammars.tokenizer, source_of(KINDS[kind]), log_level=0)
+    for token in tokens:
+        if matcher.is_stopped():
+            if token not in ENDS:
+                return None
+        elif not matcher.consume_token(token):
+            return None
+    return allowed(matcher.compute_bitmask())
+
+
+def slow_masks(
+    grammars: Grammars,
+    kind: str,
+    output: Sequence[int],
+    drafts: Sequence[int],
+    after: Sequence[int] = (),
+) -> list[frozenset[int]]:
+    """The rows, each from the beginning: free before the marker and behind illegal drafts."""
+    known, size, found = [*output, *drafts], len(after), list[frozenset[int]]()
+    for end in range(len(output), len(known) + 1):
+        begins = [i for i in range(size, end + 1) if known[i - size : i] == list(after)]
+        mask = slow(grammars, kind, tuple(known[begins[0] : end])) if begins else EVERY
+        found.append(EVERY if mask is None else mask)
+    return found
+
+
+def masks(follower: Follower, output: Sequence[int], drafts: Sequence[int]) -> list[frozenset[int]]:
+    found = follower.masks(output, drafts, WORDS)
+    assert (found.shape, found.dtype) == ((1 + len(drafts), WORDS), np.int32)
+    return [allowed(row) for row in found]
+
+
+def walk(grammars: Grammars, kind: str, seed: int, most: int = 14) -> list[int]:
+    """Random legal tokens, up to an end token where one comes."""
+    rng, tokens = random.Random(seed), list[int]()
+    while len(tokens) < most and not ENDS & set(tokens):
+        mask = slow(grammars, kind, tuple(tokens))
+        assert mask
+        ends = sorted(mask & ENDS)
+        rest = sorted(mask - ENDS)
+        tokens.append(rng.choice(ends if ends and (not rest or rng.random() < 0.3) else rest))
+    return tokens
+
+
+def illegal(grammars: Grammars, kind: str, tokens: Sequence[int], rng: random.Random) -> int:
+    mask = slow(grammars, kind, tuple(tokens))
+    assert mask
+    return rng.choice(sorted(EVERY - mask))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_masks_along_legal_drafts_are_those_of_one_token_after_another(
+    grammars: Grammars, kind: str, seed: int
+):
+    tokens = walk(grammars, kind, seed)
+    for done in range(0, len(tokens), 3):
+        follower = Follower(grammars.compile(KINDS[kind]), ())
+        for drafts in ([], tokens[done : done + 1], tokens[done : done + 7]):
+            found = masks(follower, tokens[:done], drafts)
+            assert found == slow_masks(grammars, kind, tokens[:done], drafts)
+            assert all(draft in mask for draft, mask in zip(drafts, found, strict=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_behind_an_illegal_draft_at_any_place_nothing_is_kept(grammars: Grammars, kind: str):
+    rng = random.Random(kind)
+    tokens = walk(grammars, kind, 11)
+    follower = Follower(grammars.compile(KINDS[kind]), ())
+    drafts = tokens[:6]
+    for place in range(len(drafts)):
+        wrong = illegal(grammars, kind, drafts[:place], rng)
+        given = [*drafts[:place], wrong, *drafts[place + 1 :]]
+        found = masks(follower, [], given)
+        assert found == slow_masks(grammars, kind, [], given)
+        assert wrong not in found[place]
+        assert found[place + 1 :] == [EVERY] * (len(drafts) - place)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_look_along_drafts_leaves_the_place_where_it_was(grammars: Grammars, kind: str):
+    """Asked twice, then with other drafts, then with some of them committed."""
+    rng = random.Random(3)
+    tokens = walk(grammars, kind, 5, most=12)
+    follower = Follower(grammars.compile(KINDS[kind]), ())
+    done = 0
+    while done <= len(tokens):
+        drafts = tokens[done : done + 5]
+        wrong = [*drafts[:2], illegal(grammars, kind, tokens[: done + len(drafts[:2])], rng), 9]
+        for given in (drafts, drafts, wrong, drafts, [EOS, EOS]):
+            wanted = slow_masks(grammars, kind, tokens[:done], given)
+            assert masks(follower, tokens[:done], given) == wanted
+        done += rng.randint(1, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_catching_up_in_pieces_equals_token_by_token(grammars: Grammars, kind: str):
+    tokens = walk(grammars, kind, 7)
+    wanted = slow_masks(grammars, kind, tokens, [])
+    for size in (1, 2, 5, len(tokens)):
+        follower = Follower(grammars.compile(KINDS[kind]), ())
+        for end in range(size, len(tokens), size):
+            masks(follower, tokens[:end], tokens[end : end + 2])
+        assert masks(follower, tokens, []) == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_behind_the_end_only_the_end_may_come(grammars: Grammars, kind: str):
+    """In drafts as in committed tokens: min_tokens may hold an answer open there."""
+    tokens = next(t for s in range(99) if (t := walk(grammars, kind, s, most=60))[-1] in ENDS)
+    follower = Follower(grammars.compile(KINDS[kind]), ())
+    whole = tokens[:-1]
+    assert tokens[-1] in masks(follower, whole, [])[0]
+    assert masks(follower, whole, [EOS, EOS, 0, 5, EOS])[1:] == [{*ENDS}] * 3 + [EVERY] * 2
+    assert masks(follower, [*whole, EOS], [EOS, 0])[:] == [{*ENDS}] * 3
+    assert masks(follower, [*whole, EOS, EOS, 0], []) == [{*ENDS}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_walked_to_its_end_is_of_the_form_asked_for(
+    grammars: Grammars, kind: str, tokenizer: Tokenizer
+):
+    texts = set[str]()
+    for seed in range(20):
+        tokens = walk(grammars, kind, seed, most=50)
+        if tokens[-1] in ENDS:
+            texts.add(tokenizer.decode(tokens))
+    assert texts
+    assert all(FITS[kind](text) for text in texts), texts
+
+
+def test_lark_and_gbnf_of_one_language_allow_the_same(grammars: Grammars):
+    tokens = walk(grammars, "lark", 2)
+    assert slow_masks(grammars, "lark", [], tokens) == slow_masks(grammars, "gbnf", [], tokens)
+
+
+MARKERS = [(7,), (7, 8), (7, 7, 8)]
+
+
+@pytest.mark.parametrize("after", MARKERS, ids=str)
+@pytest.mark.parametrize("kind", ["json", "choice"])
+def test_a_marker_starts_the_grammar_wherever_it_is_met(
+    grammars: Grammars, kind: str, after: tuple[int, ...]
+):
+    """In the committed tokens, in the drafts, or begun in the one and ended in the other."""
+    thinking, tokens = [20, 8, 21, *after[:-1]], walk(grammars, kind, 4)
+    known = [*thinking, *after, *tokens[:4]]
+    for done in range(len(known) + 1):
+        follower = Follower(grammars.compile(KINDS[kind]), after)
+        for drafts in (known[done : done + 3], known[done:], [9, 9], known[done:]):
+            wanted = slow_masks(grammars, kind, known[:done], drafts, after)
+            assert masks(follower, known[:done], drafts) == wanted
+    follower = Follower(grammars.compile(KINDS[kind]), after)
+    for done in range(len(known) + 1):
+        wanted = slow_masks(grammars, kind, known[:done], known[done : done + 4], after)
+        assert masks(follower, known[:done], known[done : done + 4]) == wanted
+    assert slow(grammars, kind, ()) in wanted + slow_masks(grammars, kind, [], known, after)
+
+
+def test_before_a_marker_all_tokens_are_free_also_the_ends(grammars: Grammars):
+    follower = Follower(grammars.compile(KINDS["choice"]), (7, 8))
+    assert masks(follower, [7, 9, 8], [EOS, 5, 8]) == [EVERY] * 4
+    assert masks(follower, [7, 9, 8, 7, 8], []) == [slow(grammars, "choice", ())]
+
+
+def test_a_marker_inside_the_answer_starts_nothing_anew(grammars: Grammars):
+    tokens = walk(grammars, "lark", 6)
+    marker = tokens[1]
+    follower = Follower(grammars.compile(KINDS["lark"]), (marker,))
+    found = masks(follower, [marker], tokens[:4])
+    assert found == slow_masks(grammars, "lark", [], tokens[:4])
+
+
+# what does not compile or cannot go on
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"json": "{"}, "do not compile: the JSON schema is no JSON"),
+    ({"json": "[1]"}, "do not compile"),
+    ({"json": {"type": "hamster"}}, "do not compile: .*hamster"),
+    ({"json": {"$ref": "#/nowhere"}}, "do not compile: .*nowhere"),
+    ({"json": {"enum": {1, 2}}}, "do not compile: .*set"),
+    ({"json": {"type": "string", "format": b"date"}}, "do not compile: .*bytes"),
+    ({"regex": "(a"}, "do not compile: .*unclosed group"),
+    ({"grammar": "start: nothing"}, 'do not compile: .*"nothing"'),
+    ({"grammar": "root ::= nothing"}, "do not compile: .*nothing"),
+    ({"grammar": ""}, "do not compile"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG, ids=[str(f) for f, _ in WRONG])
+def test_what_does_not_compile_is_named_in_one_sentence(
+    grammars: Grammars, fields: dict[str, Any], message: str
+):
+    with pytest.raises(ValueError, match=f"^structured_outputs {message}") as caught:
+        grammars.compile(StructuredOutputs(**fields))
+    text = str(caught.value)
+    assert text.endswith(".")
+    assert "\n" not in text
+
+
+def asking(structured: StructuredOutputs | None) -> Request:
+    return Request("r", [1, 2], SamplingParams(structured_outputs=structured), seed=0)
+
+
+def test_a_request_that_left_its_grammar_ends_alone(grammars: Grammars):
+    """It cannot come about by sampling; a broken matcher is the request's error, not the step's."""
+    astray, other = asking(KINDS["choice"]), asking(KINDS["choice"])
+    for request in (astray, other):
+        grammars.follow(request)
+    astray.tokens += [5]
+    for _ in range(2):
+        found = grammars.masks(astray, [1, 2])
+        assert [allowed(row) for row in found] == [EVERY] * 3
+        assert "cannot be followed further" in str(astray.error)
+        assert "\n" not in str(astray.error)
+    assert [allowed(row) for row in grammars.masks(other, [])] == [slow(grammars, "choice", ())]
+    assert other.error is None
+
+
+def test_a_request_without_a_grammar_is_not_followed(grammars: Grammars):
+    grammars.follow(asking(None))
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged", "another vocabulary"])
+def test_a_tokenizer_that_cannot_serve_is_named_when_the_first_grammar_comes(
+    tmp_path: Path, damage: str
+):
+    file = tmp_path / "tokenizer.json"
+    if damage == "damaged":
+        file.write_text('{"model":')
+    if damage == "another vocabulary":
+        shutil.copy(FILE, file)
+    grammars = Grammars(file, 100, [2])
+    grammars.follow(asking(None))
+    with pytest.raises(ValueError, match=r"^structured_outputs need .*tokenizer\.json") as caught:
+        grammars.follow(asking(KINDS["regex"]))
+    wanted = {"missing": "does not exist", "damaged": "error", "another vocabulary": "100"}[damage]
+    assert wanted in str(caught.value)
+    assert str(caught.value).endswith(".")
+
+
+def test_a_vocabulary_padded_beyond_the_tokenizers_never_allows_the_padding():
+    grammars = Grammars(FILE, VOCAB + 40, sorted(ENDS))
+    request = asking(StructuredOutputs(regex="(.|\n)*"))
+    grammars.follow(request)
+    found = grammars.masks(request, [])
+    assert found.shape == (1, WORDS + 2)
+    bits = np.unpackbits(found.view(np.uint8), bitorder="little")
+    assert bits[:VOCAB].sum() > VOCAB / 2
+    assert not bits[VOCAB : VOCAB + 40].any()
+
+
+# grammars that are out to harm
+
+DEEP: dict[str, dict[str, Any]] = {
+    "rules": {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(6000))},
+    "schema text": {"json": '{"items":' * 5000 + "{}" + "}" * 5000},
+    "regex": {"regex": "(" * 5000 + "a" + ")" * 5000},
+    "parentheses": {"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000},
+    "gbnf": {"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
+}
+DEEP["rules"]["grammar"] += 'r6000: "a"'
+
+
+def test_rules_that_lead_to_one_another_thousands_deep_do_not_end_the_process(grammars: Grammars):
+    """On a usual stack 6,000 do."""
+    follower = Follower(grammars.compile(StructuredOutputs(**DEEP["rules"])))
+    (mask,) = masks(follower, [], [])
+    assert len(mask) == 1
+
+
+@pytest.mark.parametrize("name", sorted(DEEP.keys() - {"rules"}))
+def test_what_is_nested_too_deep_is_refused_in_a_short_sentence(grammars: Grammars, name: str):
+    with pytest.raises(ValueError, match=r"^structured_outputs do not compile: ") as caught:
+        grammars.compile(StructuredOutputs(**DEEP[name]))
+    assert len(str(caught.value)) < 400
+
+
+def test_what_is_too_long_to_compile_in_time_is_refused_with_its_size(grammars: Grammars):
+    with pytest.raises(ValueError, match=r"come to 200\d\d\d characters, but at most 131072"):
+        grammars.compile(StructuredOutputs(regex="a" * 200_000))
+
+
+# models that think first
+
+
+@pytest.mark.parametrize("kind", ["json", "choice"])
+def test_an_answer_may_open_thinking_or_begin_at_once(grammars: Grammars, kind: str):
+    """opener: behind it everything is free up to the marker; without it the grammar holds."""
+    opener, after, tokens = 1, (7, 8), walk(grammars, kind, 4)
+    first = slow(grammars, kind, ())
+    assert first is not None
+
+    def follower() -> Follower:
+        return Follower(grammars.compile(KINDS[kind]), after, opener)
+
+    def slow_opened(output: list[int], drafts: list[int]) -> list[frozenset[int]]:
+        known = [*output, *drafts]
+        begun = known[:1] == [opener] and bool(output)
+        if begun:
+            return slow_masks(grammars, kind, output[1:], drafts, after)
+        if known[:1] == [opener]:
+            return [first | {opener}, *slow_masks(grammars, kind, [], drafts[1:], after)]
+        found = slow_masks(grammars, kind, output, drafts)
+        return found if output else [found[0] | {opener}, *found[1:]]
+
+    for known in ([opener, 20, 7, 7, 8, *tokens[:4]], [*tokens[:6]], [9, opener, 7, 8, 5]):
+        stepped = follower()
+        for done in range(len(known) + 1):
+            if known[:1] == [9] and done:
+                break
+            for drafts in (known[done : done + 3], known[done:], [opener, 5], []):
+                wanted = slow_opened(known[:done], drafts)
+                assert masks(follower(), known[:done], drafts) == wanted
+                assert masks(stepped, known[:done], drafts) == wanted
+
+
+def test_a_text_may_lead_and_then_the_answer_follows(grammars: Grammars, tokenizer: Tokenizer):
+    lead = "\n\n"
+    led = StructuredOutputs(choice=CHOICES, lead=lead)
+    tokens = tokenizer.encode(lead, add_special_tokens=False)
+    plain = slow(grammars, "choice", ())
+    first, *_ = masks(Follower(grammars.compile(led)), [], [])
+    assert plain is not None
+    assert plain < first
+    (behind,) = masks(Follower(grammars.compile(led)), tokens, [])
+    assert behind == plain
+
+
+def test_another_form_may_come_instead_of_the_one_asked_for(grammars: Grammars):
+    either = StructuredOutputs(choice=CHOICES, instead='start: "<" /[a-d]+/ ">"')
+    follower = Follower(grammars.compile(either))
+    first = {"lark": slow(grammars, "lark", ()), "choice": slow(grammars, "choice", ())}
+    for kind in ("choice", "lark", "choice"):
+        tokens = walk(grammars, kind, 3)[:3]
+        found = masks(follower, [], tokens)
+        assert found[0] == first["lark"] | first["choice"]
+        assert found[1] == slow(grammars, kind, (tokens[0],))
+
+
+# the cache
+
+
+def test_requests_of_one_grammar_share_no_state(grammars: Grammars):
+    tokens = walk(grammars, "json", 1)
+    first, second = asking(KINDS["json"]), asking(KINDS["json"])
+    grammars.follow(first)
+    first.tokens += tokens[:5]
+    grammars.masks(first, tokens[5:8])
+    grammars.follow(second)
+    for request, output in ((second, []), (first, tokens[:5]), (second, [])):
+        found = [allowed(row) for row in grammars.masks(request, tokens[:3])]
+        assert found == slow_masks(grammars, "json", output, tokens[:3])
+    second.tokens += tokens[:2]
+    assert [allowed(row) for row in grammars.masks(first, [])] == slow_masks(
+        grammars, "json", tokens[:5], []
+    )
+
+
+def test_a_grammar_is_compiled_once_and_the_oldest_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    made: list[str] = []
+
+    def counting(tokenizer: Any, source: str, **options: Any) -> LLMatcher:
+        made.append(source)
+        return LLMatcher(tokenizer, source, **options)
+
+    monkeypatch.setattr("strobe.sampling.grammar.LLMatcher", Counting(counting))
+    monkeypatch.setattr("strobe.sampling.grammar._KEPT", 3)
+    grammars = Grammars(FILE, VOCAB, [2])
+
+    def compiled(*letters: str) -> int:
+        before = len(made)
+        for letter in letters:
+            matcher = grammars.compile(StructuredOutputs(regex=letter))
+            assert len(allowed(matcher.compute_bitmask())) == 1
+        return len(made) - before
+
+    assert compiled("a", "b", "c", "a") == 3
+    assert compiled("d") == 1
+    assert compiled("a", "c", "d") == 0
+    assert compiled("b") == 1
+    assert compiled("a") == 1
+
+
+class Counting:
+    """LLMatcher with a constructor that is watched."""
+
+    def __init__(self, make: Callable[..., LLMatcher]):
+        self.make = make
+
+    def __call__(self, *args: Any, **options: Any) -> LLMatcher:
+        return self.make(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(LLMatcher, name)
+
+
+def test_threads_may_compile_while_requests_are_followed():
+    grammars = Grammars(FILE, VOCAB, sorted(ENDS))
+    start = threading.Barrier(4)
+
+    def work(number: int) -> list[list[frozenset[int]]]:
+        start.wait(30)
+        found = []
+        for i in range(12):
+            kind = list(KINDS)[(number + i) % len(KINDS)]
+            follower = Follower(grammars.compile(KINDS[kind]), ())
+            found.append([kind, masks(follower, [], [])[0]])
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(work, number) for number in range(4)]
+        for result in results:
+            for kind, mask in result.result(60):
+                assert mask == slow(grammars, kind, ())
