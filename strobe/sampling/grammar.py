@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ from strobe.request import Request, StructuredOutputs
 _KEPT = 128
 _LONGEST = 1 << 17
 _STACK = 1 << 28
+_WHITE = {"whitespace_pattern": "\\n[ \\t]{0,40}| ?"}
+"""Between the parts of JSON: a line break and an indent, or a space. A model that is made to write
+what it would not can otherwise go on with white space for ever."""
 
 
 def source_of(wanted: StructuredOutputs) -> str:
@@ -44,7 +47,7 @@ def _part(wanted: StructuredOutputs) -> dict[str, Any]:
     if wanted.json is not None:
         return {"json_schema": _schema(wanted.json)}
     if wanted.json_object:
-        return {"json_schema": {"type": "object"}}
+        return {"json_schema": {"type": "object", "x-guidance": _WHITE}}
     if wanted.regex is not None:
         return json.loads(LLMatcher.grammar_from_regex(wanted.regex))["grammars"][0]
     if wanted.choice is not None:
@@ -53,12 +56,15 @@ def _part(wanted: StructuredOutputs) -> dict[str, Any]:
 
 
 def _schema(given: Any) -> Any:
-    if not isinstance(given, str):
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"the JSON schema is no JSON ({error})") from None
+    if not isinstance(given, Mapping):
         return given
-    try:
-        return json.loads(given)
-    except ValueError as error:
-        raise ValueError(f"the JSON schema is no JSON ({error})") from None
+    own = given.get("x-guidance", {})
+    return {**given, "x-guidance": {**_WHITE, **own} if isinstance(own, Mapping) else own}
 
 
 class Follower:
