@@ -123,7 +123,8 @@ async def load(port: int, requests: list[dict[str, Any]], concurrency: int) -> i
         nonlocal made
         connection = await Connection(port).open()
         while left:
-            made += (await connection.post("/v1/completions", left.pop()))[0]
+            tokens, _ = await connection.post("/v1/completions", left.pop())
+            made += tokens
         connection.writer.close()
 
     await asyncio.gather(*[worker() for _ in range(concurrency)])

@@ -33,7 +33,7 @@ what it would not can otherwise go on with white space for ever."""
 
 def source_of(wanted: StructuredOutputs) -> str:
     """The grammar in llguidance's form. Raises ValueError for text that is none."""
-    parts = [{"name": "answer", **_part(wanted)}]
+    parts = [{**_part(wanted), "name": "answer"}]
     if wanted.lead or wanted.instead is not None:
         lead = f"({json.dumps(wanted.lead)})? " if wanted.lead else ""
         other = "" if wanted.instead is None else " | @instead"
@@ -132,7 +132,7 @@ class Follower:
 
     def _failure(self) -> str:
         reason = _line(self.matcher.get_error())
-        return f"structured_outputs cannot be followed further: {reason}"
+        return f"structured_outputs: the grammar cannot be followed further: {reason}"
 
 
 class Grammars:
@@ -174,7 +174,7 @@ class Grammars:
         try:
             source = source_of(wanted)
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"structured_outputs do not compile: {_line(str(error))}") from None
+            raise ValueError(f"structured_outputs: the grammar does not compile: {_line(str(error))}") from None
         if len(source) > _LONGEST:
             raise ValueError(
                 f"structured_outputs come to {len(source)} characters, but at most {_LONGEST} are "
@@ -188,7 +188,7 @@ class Grammars:
             tokenizer = self.tokenizer
         matcher = self._matcher(tokenizer, source)
         if matcher.is_error():
-            raise ValueError(f"structured_outputs do not compile: {_line(matcher.get_error())}")
+            raise ValueError(f"structured_outputs: the grammar does not compile: {_line(matcher.get_error())}")
         with self._lock:
             self._compiled[source] = matcher
             if len(self._compiled) > _KEPT:

@@ -82,7 +82,13 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
     request_id = request.request_id or http.scope["state"]["request_id"]
     reads = None if request.chat_template is not None else serving.template_reads
     return Prepared(
-        Job(ids, serving.params(arguments), request_id, parse),
+        Job(
+            ids,
+            serving.params(arguments),
+            request_id,
+            parse,
+            "tools" if toolbox.choice.forced else request.constraint,
+        ),
         name,
         request.warnings(reads),
         replies.Deadline(serving, request.timeout),

@@ -40,7 +40,9 @@ async def completions(serving: Serving, http: Request) -> Response:
         request_id = request.request_id or http.scope["state"]["request_id"]
         for i, prompt in enumerate(prompts):
             job_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
-            runs.append(Run(serving, Job(prompt.ids, params, job_id)))
+            runs.append(
+                Run(serving, Job(prompt.ids, params, job_id, constraint=request.constraint))
+            )
     except Exception as error:
         for run in runs:
             run.close()

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from strobe.answers import named
 from strobe.request import TokenLogprob
-from strobe.server.client import EngineDead, PromptRefused
+from strobe.server.client import EngineDead
 from strobe.server.protocol.errors import BadField, error_body
 from strobe.server.protocol.sampling import Sampling
 from strobe.server.runs import Run, speculation, usage
@@ -46,8 +46,6 @@ def problem(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """(HTTP status, body, headers) of what went wrong; unknown errors are not the client's."""
     if isinstance(error, BadField):
         return 400, error.body(), {}
-    if isinstance(error, PromptRefused):
-        return 400, error_body(str(error), param=field_of(str(error)), code="invalid_value"), {}
     if isinstance(error, Unserved):
         headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
         body = error_body(str(error), status=error.status, param=error.param, code=error.code)
@@ -59,12 +57,6 @@ def problem(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         return 504, error_body(sentence, status=504, code="timeout"), {}
     logger.error("a request failed", exc_info=error)
     return 500, error_body("The server failed at this request.", status=500, code="internal"), {}
-
-
-def field_of(sentence: str) -> str | None:
-    """The field that an engine's sentence begins with."""
-    word = sentence.split()[0].split("[")[0]
-    return word if word.replace(".", "").replace("_", "").islower() else None
 
 
 def failed(serving: Serving, error: Exception) -> Response:

@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from strobe.server import replies
 from strobe.server.chat import Prepared, chat_logprob, prepare
-from strobe.server.client import PromptRefused
 from strobe.server.protocol.errors import BadField
 from strobe.server.protocol.responses import ResponsesRequest
 from strobe.server.response_items import Event, Items, Logprobs, Status
@@ -52,7 +51,10 @@ async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -
         raise _in_own_words(error, request) from None
     reads = None if chat.chat_template is not None else serving.template_reads
     said = [re.sub("^reasoning_effort", "reasoning.effort", w) for w in request.warnings(reads)]
-    return replace(prepared, warnings=said)
+    job = prepared.job
+    if job.constraint == "response_format":
+        job = replace(job, constraint="text.format")
+    return replace(prepared, job=job, warnings=said)
 
 
 def _in_own_words(error: BadField, request: ResponsesRequest) -> BadField:
@@ -60,12 +62,6 @@ def _in_own_words(error: BadField, request: ResponsesRequest) -> BadField:
     sentence, param = _LIMIT.sub("max_output_tokens", str(error)), error.param
     if param == "messages":
         param = "input"
-    elif param == "structured_outputs":
-        if request.to_chat().toolbox.choice.forced:
-            param = "tools"
-        elif request.text_format["type"] != "text":
-            param = "text.format"
-        sentence = sentence if param == error.param else f"{param}: {sentence}"
     elif param is not None:
         param = _LIMIT.sub("max_output_tokens", param)
     return BadField(sentence, param, error.code)
@@ -143,10 +139,8 @@ class ResponseReply:
                 if steps[-1].finished:
                     events += self.items.end(self._status())
                 yield events
-        except PromptRefused as error:
-            sentence = str(error)
-            refused = BadField(sentence, replies.field_of(sentence))
-            raise _in_own_words(refused, self.request) from None
+        except BadField as error:
+            raise _in_own_words(error, self.request) from None
 
     def _take(self, segment: Segment) -> list[Event]:
         tokens = self._origins.of(segment)

@@ -10,20 +10,24 @@ from typing import Any, NamedTuple
 from strobe.answers import Answer, News
 from strobe.outputs import SpeculationReport, StreamDelta
 from strobe.request import SamplingParams, SpeculationCount, TokenLogprob
+from strobe.server.client import PromptRefused
 from strobe.server.messages import AnswerNews
 from strobe.server.parsers import Parsed, Parser
 from strobe.server.parsers.chain import Plain
+from strobe.server.protocol.errors import BadField
 from strobe.server.serving import Serving
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to answer. parser: makes the parser of each answer's text."""
+    """What to answer. parser: makes the parser of each answer's text. constraint: the request's
+    field that structured output came from."""
 
     prompt_ids: list[int]
     params: SamplingParams
     request_id: str
     parser: Callable[[], Parser] = Plain
+    constraint: str = "structured_outputs"
 
 
 class Progress(NamedTuple):
@@ -146,11 +150,14 @@ class Run:
         self._generation = serving.submit(job.prompt_ids, job.params, job.request_id)
 
     async def steps(self) -> AsyncIterator[list[Progress]]:
-        """The progress of each step. Leaving early gives up what still runs. Raises PromptRefused,
+        """The progress of each step. Leaving early gives up what still runs. Raises BadField,
         EngineDead."""
         try:
             async for news in self._generation:
                 yield [self._take(item) for item in news]
+        except PromptRefused as error:
+            sentence = str(error).replace("structured_outputs", self.job.constraint)
+            raise BadField(sentence, field_of(sentence)) from None
         finally:
             self._generation.close()
 
@@ -173,6 +180,12 @@ class Run:
         if progress.finished and news.finish_reason is None:
             self._generation.finish(news.choice, "stop")
         return progress
+
+
+def field_of(sentence: str) -> str | None:
+    """The field that an engine's sentence begins with."""
+    word = sentence.split()[0].rstrip(":")
+    return word if word.replace(".", "").replace("_", "").isalpha() and word.islower() else None
 
 
 def usage(runs: Sequence[Run]) -> dict[str, Any]:

@@ -289,12 +289,12 @@ def test_errors_name_this_endpoints_fields(body: dict[str, Any], param: str):
     [
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tools"),
-        ({"regex": "["}, "structured_outputs"),
+        ({"regex": "["}, "regex"),
     ],
 )
 def test_a_grammar_that_does_not_compile_is_the_field_that_asked_for_it(
     body: dict[str, Any], param: str
 ):
-    refused = PromptRefused("structured_outputs do not compile: no.")
+    refused = PromptRefused("structured_outputs: the grammar does not compile: no.")
     answer = post("/v1/responses", Script("", ends=refused), input="x", **body)
     assert (answer.status, answer.error["param"]) == (400, param)

@@ -250,16 +250,16 @@ def test_a_marker_inside_the_answer_starts_nothing_anew(grammars: Grammars):
 # what does not compile or cannot go on
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"json": "{"}, "do not compile: the JSON schema is no JSON"),
-    ({"json": "[1]"}, "do not compile"),
-    ({"json": {"type": "hamster"}}, "do not compile: .*hamster"),
-    ({"json": {"$ref": "#/nowhere"}}, "do not compile: .*nowhere"),
-    ({"json": {"enum": {1, 2}}}, "do not compile: .*set"),
-    ({"json": {"type": "string", "format": b"date"}}, "do not compile: .*bytes"),
-    ({"regex": "(a"}, "do not compile: .*unclosed group"),
-    ({"grammar": "start: nothing"}, 'do not compile: .*"nothing"'),
-    ({"grammar": "root ::= nothing"}, "do not compile: .*nothing"),
-    ({"grammar": ""}, "do not compile"),
+    ({"json": "{"}, "does not compile: the JSON schema is no JSON"),
+    ({"json": "[1]"}, "does not compile"),
+    ({"json": {"type": "hamster"}}, "does not compile: .*hamster"),
+    ({"json": {"$ref": "#/nowhere"}}, "does not compile: .*nowhere"),
+    ({"json": {"enum": {1, 2}}}, "does not compile: .*set"),
+    ({"json": {"type": "string", "format": b"date"}}, "does not compile: .*bytes"),
+    ({"regex": "(a"}, "does not compile: .*unclosed group"),
+    ({"grammar": "start: nothing"}, 'does not compile: .*"nothing"'),
+    ({"grammar": "root ::= nothing"}, "does not compile: .*nothing"),
+    ({"grammar": ""}, "does not compile"),
 ]
 
 
@@ -267,7 +267,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_what_does_not_compile_is_named_in_one_sentence(
     grammars: Grammars, fields: dict[str, Any], message: str
 ):
-    with pytest.raises(ValueError, match=f"^structured_outputs {message}") as caught:
+    with pytest.raises(ValueError, match=f"^structured_outputs: the grammar {message}") as caught:
         grammars.compile(StructuredOutputs(**fields))
     text = str(caught.value)
     assert text.endswith(".")
@@ -347,7 +347,7 @@ def test_rules_that_lead_to_one_another_thousands_deep_do_not_end_the_process(gr
 
 @pytest.mark.parametrize("name", sorted(DEEP.keys() - {"rules"}))
 def test_what_is_nested_too_deep_is_refused_in_a_short_sentence(grammars: Grammars, name: str):
-    with pytest.raises(ValueError, match=r"^structured_outputs do not compile: ") as caught:
+    with pytest.raises(ValueError, match=r"^structured_outputs does not compile: ") as caught:
         grammars.compile(StructuredOutputs(**DEEP[name]))
     assert len(str(caught.value)) < 400
 

@@ -202,6 +202,11 @@ class Sampling(Closed):
                 "min_tokens",
             )
 
+    @property
+    def constraint(self) -> str:
+        """The field that says what the answer must look like."""
+        return self._constraint.source if self._constraint is not None else "structured_outputs"
+
     def limit(self) -> tuple[str, int | None]:
         """The field that limits the answer's tokens, and its value; None: the context's end."""
         raise NotImplementedError
