@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -347,7 +348,9 @@ def test_rules_that_lead_to_one_another_thousands_deep_do_not_end_the_process(gr
 
 @pytest.mark.parametrize("name", sorted(DEEP.keys() - {"rules"}))
 def test_what_is_nested_too_deep_is_refused_in_a_short_sentence(grammars: Grammars, name: str):
-    with pytest.raises(ValueError, match=r"^structured_outputs does not compile: ") as caught:
+    with pytest.raises(
+        ValueError, match=r"^structured_outputs: the grammar does not compile: "
+    ) as caught:
         grammars.compile(StructuredOutputs(**DEEP[name]))
     assert len(str(caught.value)) < 400
 
@@ -391,11 +394,14 @@ def test_an_answer_may_open_thinking_or_begin_at_once(grammars: Grammars, kind: 
                 assert masks(stepped, known[:done], drafts) == wanted
 
 
-def test_a_text_may_lead_and_then_the_answer_follows(grammars: Grammars, tokenizer: Tokenizer):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_may_lead_and_then_the_answer_follows(
+    grammars: Grammars, kind: str, tokenizer: Tokenizer
+):
     lead = "\n\n"
-    led = StructuredOutputs(choice=CHOICES, lead=lead)
+    led = replace(KINDS[kind], lead=lead)
     tokens = tokenizer.encode(lead, add_special_tokens=False)
-    plain = slow(grammars, "choice", ())
+    plain = slow(grammars, kind, ())
     first, *_ = masks(Follower(grammars.compile(led)), [], [])
     assert plain is not None
     assert plain < first
@@ -403,15 +409,18 @@ def test_a_text_may_lead_and_then_the_answer_follows(grammars: Grammars, tokeniz
     assert behind == plain
 
 
-def test_another_form_may_come_instead_of_the_one_asked_for(grammars: Grammars):
-    either = StructuredOutputs(choice=CHOICES, instead='start: "<" /[a-d]+/ ">"')
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"lark", "gbnf"}))
+def test_another_form_may_come_instead_of_the_one_asked_for(grammars: Grammars, kind: str):
+    either = replace(KINDS[kind], instead=KINDS["lark"].grammar)
     follower = Follower(grammars.compile(either))
-    first = {"lark": slow(grammars, "lark", ()), "choice": slow(grammars, "choice", ())}
-    for kind in ("choice", "lark", "choice"):
-        tokens = walk(grammars, kind, 3)[:3]
+    lark, own = slow(grammars, "lark", ()), slow(grammars, kind, ())
+    assert lark
+    assert own
+    for followed in (kind, "lark", kind):
+        tokens = walk(grammars, followed, 3)[:3]
         found = masks(follower, [], tokens)
-        assert found[0] == first["lark"] | first["choice"]
-        assert found[1] == slow(grammars, kind, (tokens[0],))
+        assert found[0] == lark | own
+        assert found[1] == slow(grammars, followed, (tokens[0],))
 
 
 # the cache
