@@ -174,7 +174,9 @@ class Grammars:
         try:
             source = source_of(wanted)
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"structured_outputs: the grammar does not compile: {_line(str(error))}") from None
+            raise ValueError(
+                f"structured_outputs: the grammar does not compile: {_line(str(error))}"
+            ) from None
         if len(source) > _LONGEST:
             raise ValueError(
                 f"structured_outputs come to {len(source)} characters, but at most {_LONGEST} are "
@@ -188,7 +190,9 @@ class Grammars:
             tokenizer = self.tokenizer
         matcher = self._matcher(tokenizer, source)
         if matcher.is_error():
-            raise ValueError(f"structured_outputs: the grammar does not compile: {_line(matcher.get_error())}")
+            raise ValueError(
+                f"structured_outputs: the grammar does not compile: {_line(matcher.get_error())}"
+            )
         with self._lock:
             self._compiled[source] = matcher
             if len(self._compiled) > _KEPT:
