@@ -77,6 +77,7 @@ class Answer:
             logprobs=logprobs,
             drafted=news.drafted,
             accepted=accepted,
+            finished=output.finish_reason is not None,
         )
 
 

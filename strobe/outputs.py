@@ -112,7 +112,8 @@ class StreamDelta:
 
     pieces: each new token's share of the text, also of text that is held back yet; logprobs: one
     per new token where asked for; drafted: drafts verified in this step; accepted: how many of the
-    new tokens, from the first on, were drafts.
+    new tokens, from the first on, were drafts; finished: whether these are the last news, whatever
+    `output` has grown to since.
     """
 
     request_id: str
@@ -124,10 +125,7 @@ class StreamDelta:
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     drafted: int = 0
     accepted: int = 0
-
-    @property
-    def finished(self) -> bool:
-        return self.output.finish_reason is not None
+    finished: bool = False
 
 
 Prompt = str | list[int] | dict[str, Any]
