@@ -299,9 +299,8 @@ def chat_logprob(entry: TokenLogprob, tokenizer: Tokenizer, as_ids: bool) -> dic
     """A token's log probability in OpenAI's chat form."""
 
     def named(token: int, value: float) -> dict[str, Any]:
-        text = tokenizer.token_text(token)
-        shown = f"token_id:{token}" if as_ids else text
-        return {"token": shown, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
+        shown = f"token_id:{token}" if as_ids else tokenizer.token_text(token)
+        return {"token": shown, "logprob": value, "bytes": list(tokenizer.token_bytes(token))}
 
     top = [named(token, value) for token, value in entry.top]
     return {**named(entry.token, entry.logprob), "top_logprobs": top}

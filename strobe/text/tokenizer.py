@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,6 +51,16 @@ class Tokenizer:
         """One token's text by itself, special tokens included."""
         return self._token_text(token)
 
+    def token_bytes(self, token: int) -> bytes:
+        """One token's bytes, also where they are no whole character."""
+        text = self.token_text(token)
+        written = self.fast.id_to_token(token) or ""
+        if "\ufffd" in text and (single := re.fullmatch("<0x([0-9A-F]{2})>", written)):
+            return bytes.fromhex(single[1])
+        if "\ufffd" in text and _BYTES.keys() >= set(written):
+            return bytes(_BYTES[character] for character in written)
+        return text.encode("utf-8", "replace")
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
@@ -92,6 +103,17 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of `chat_text`."""
         return self.encode(self.chat_text(messages, **options), add_special_tokens=False)
+
+
+def _byte_table() -> dict[str, int]:
+    """The character that byte-level BPE writes for each byte (Radford et al., 2019): itself where
+    it is printable in Latin-1, else one from U+0100 on, in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+_BYTES = _byte_table()
 
 
 def _line(error: Exception) -> str:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "strobe"
 CORE = ("engine", "spec", "runner", "models", "kv", "sampling", "text")
-CORE_FILES = ("step.py", "request.py", "config.py", "parallel.py")
+CORE_FILES = ("step.py", "request.py", "structured.py", "checks.py", "config.py", "parallel.py")
 
 FILE_LINES, CORE_LINES, STEP_LINES = 400, 5000, 30
 

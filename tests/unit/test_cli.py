@@ -56,6 +56,13 @@ FLAGS = {
         *SAMPLING_FLAGS, *ENGINE_FLAGS, "--method",
     ],
     "chat": ["--thinking", "--system", "--debug", *SAMPLING_FLAGS, *ENGINE_FLAGS, "--method"],
+    "serve": [
+        "--host", "--port", "--api-key", "--served-model-name", "--chat-template",
+        "--tool-call-parser", "--reasoning-parser", "--max-waiting", "--request-timeout", "--grace",
+        "--max-body-bytes", "--cors-origin", "--access-log", "--no-access-log", "--log-level",
+        "--log-json", "--log-prompts", *[flag for flag in ENGINE_FLAGS if flag != "--target"],
+        "--method", "--seed",
+    ],
     "demo": ["--prompts", "--max-tokens", "--repeats", "--json", "--debug", *ENGINE_FLAGS],
     "info": ["--draft", "--json"],
 }  # fmt: skip

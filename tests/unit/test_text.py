@@ -301,3 +301,11 @@ def test_a_checkpoint_without_a_template_says_so(pair: Pair, tmp_path: Path):
         bare.render_chat([HELLO])
     given = bare.chat_text([HELLO], chat_template="{{ messages[0].content }}")
     assert given == "hello"
+
+
+def test_the_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer):
+    text = "plain, \u65e5\u672c, na\u00efve, \U0001f600 \n\t end"
+    ids = tokenizer.encode(text)
+    assert any("\ufffd" in tokenizer.token_text(token) for token in ids)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+    assert tokenizer.token_bytes(1) == b"<|im_start|>"
