@@ -16,7 +16,7 @@ def to_host(plan: Plan, verdict: Verdict) -> HostVerdict:
     logprobs: dict[int, list[TokenLogprob]] = {}
     prompt: dict[int, list[TokenLogprob]] = {}
     if verdict.scores is not None:
-        asked = [(i, s.request.sampling.logprobs) for i, s in enumerate(plan.spans)]
+        asked = [(i, s.request.sampling.logprobs) for i, s in enumerate(plan.spans) if s.rows]
         sizes = [(i, plan.spans[i].rows, top) for i, top in asked if top is not None]
         rows = Rows(verdict.scores)
         for i, count, top in sizes:
