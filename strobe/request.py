@@ -296,8 +296,8 @@ class Request:
         self.num_preemptions = 0
         self.num_cached: int | None = None
         self.admitted_at: float | None = None
-        self.prompt_logprobs: list[TokenLogprob | None] = []
         self.scores_prompt = sampling.prompt_logprobs is not None and not sibling
+        self.prompt_logprobs: list[TokenLogprob | None] = [None] if self.scores_prompt else []
         self.structured = StructuredOutputs.of(sampling.structured_outputs)
         self.biased = bool(sampling.logit_bias) or sampling.allowed_token_ids is not None
         self.edited = (

@@ -20,7 +20,7 @@ from strobe.config import Limits
 from strobe.engine.stats import EngineStats
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
-from strobe.request import FinishReason, Request, Status, TokenLogprob
+from strobe.request import FinishReason, Request, Status
 from strobe.step import HostVerdict, PageWrite, Plan, Span, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,8 @@ class Scheduler:
                 self._release_if_landed(record)
                 continue
             if span.scored:
-                self._score_prompt(span, verdict.prompt_logprobs[i])
+                known = span.request.prompt_logprobs
+                known[span.start + 1 :] = verdict.prompt_logprobs[i]
             if span.rows:
                 drafted = max(0, min(span.drafts, self.limits.max_model_len - 1 - start))
                 events.append(self._take(record, start, drafted, i, verdict))
@@ -277,12 +278,6 @@ class Scheduler:
             self._leave(record)
         accepted, logprobs = min(verdict.accepted[i], count), verdict.logprobs.get(i, [])[:count]
         return TokenEvent(request, kept, reason, drafted, accepted, logprobs, start)
-
-    def _score_prompt(self, span: Span, found: list[TokenLogprob]) -> None:
-        """Take in the log probabilities of prompt tokens; the first one has none."""
-        known = span.request.prompt_logprobs
-        known[span.start + 1 :] = [] if known else [None] * (span.start + 1)
-        known += found
 
     def _ending(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
         """How many of `tokens` the request takes, and why it ends there, if it does."""
