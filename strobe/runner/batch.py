@@ -62,7 +62,7 @@ class Layout:
         self.table_row = self.slots[self.span_of_row] * columns
         self.source = self.tensor(source)
         self.groups = self._groups()
-        self.scored = self._scored(spans) if any([span.scored for span in spans]) else None
+        self.scored = self._scored(spans) if any(span.scored for span in spans) else None
 
     def _scored(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor, int]:
         rows: list[int] = []
@@ -119,8 +119,9 @@ class Layout:
 class WantedRows:
     """Which rows of a layout give logits: each span's last `rows`.
 
-    rows: how many of each span; index [R], None where every row is wanted; slots [R]; grid [S, K + 1]: each span's wanted rows
-    among the R, R itself standing for "none"; None where they are a plain rectangle.
+    rows: how many of each span; index [R], None where every row is wanted; slots [R]; grid
+    [S, K + 1]: each span's wanted rows among the R, R itself standing for "none"; None where they
+    are a plain rectangle.
     """
 
     def __init__(self, layout: Layout, rows: Sequence[int], width: int):

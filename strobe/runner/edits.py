@@ -1,6 +1,7 @@
 """What the device knows of each slot's rules on logits: bias, counts of tokens, end tokens.
 
-Each table is made when the first request needs it. Legend: N slots, V vocabulary, S spans, K drafts.
+Each table is made when the first request needs it. Legend: N slots, V vocabulary, S spans, K
+drafts.
 """
 
 from __future__ import annotations

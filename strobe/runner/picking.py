@@ -56,7 +56,7 @@ class PickingState:
     def of(self, plan: Plan, batch: Batch, proposal: Proposal) -> Picking:
         """How the batch's wanted rows pick."""
         requests = [span.request for span in plan.spans]
-        if not any([r.special for r in requests]):
+        if not any(r.special for r in requests):
             return PLAIN
         position = batch.wanted.of(batch.places.positions) + 1
         edits = self.logits.edits(plan, batch, proposal, position)

@@ -16,7 +16,6 @@ from strobe.runner.state import DecodeState
 from strobe.sampling.logprobs import joined, score
 from strobe.step import Plan, Proposal, Scores
 
-
 _SCORED_ROWS = 256
 
 
