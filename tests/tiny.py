@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from strobe.config import EngineConfig
 from strobe.engine.build import Parts, build, resolve
 from strobe.engine.engine import Engine
-from strobe.request import Request, SamplingParams
+from strobe.request import Request, SamplingParams, TokenLogprob
 from strobe.runner.state import DecodeState
 from strobe.spec.base import Proposer, ProposerSet
-from strobe.step import Drafts
+from strobe.step import Drafts, TokenEvent
 
 VOCAB = 61
 HIDDEN = 32
@@ -59,6 +60,27 @@ def make_target(directory: Path, *, seed: int = 0, shards: str | None = None, **
     options = {"max_shard_size": shards} if shards else {}
     model.save_pretrained(directory, **options)
     return model
+
+
+LETTERS = 'abcdefghijklmnopqrstuvwxyz0123456789{}[]":,.-_+ \n'
+MERGES = ("a b", "b a", "n o", "e s", "y es", '" :', '{ "', "t r", "u e")
+
+
+def make_tokenizer(directory: Path) -> Path:
+    """Write a tokenizer.json for the tiny vocabulary: characters, some words, three special tokens;
+    returns its path."""
+    special = {EOS_IDS[0]: "<|end|>", EOS_IDS[1]: "<|stop|>", MASK_TOKEN: "<|mask|>"}
+    blank = LETTERS.replace(" ", "Ġ").replace("\n", "Ċ")
+    texts = iter([*blank, *(merge.replace(" ", "") for merge in MERGES)])
+    names = {special[i] if i in special else next(texts): i for i in range(VOCAB)}
+    assert not list(texts), "the vocabulary is too small"
+    merges = [tuple(merge.split()) for merge in MERGES]
+    tokenizer = Tokenizer(models.BPE(vocab=names, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special.values()))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory / "tokenizer.json"
 
 
 def greedy(hf: Any, prompt: Sequence[int], count: int, **options: Any) -> list[int]:
@@ -223,18 +245,22 @@ def drain(
     *,
     each_step: Callable[[list[Request]], None] | None = None,
     most_steps: int = 3000,
-) -> None:
-    """Step until the engine is idle, distrusting each step."""
+) -> dict[Request, list[TokenLogprob]]:
+    """Step until the engine is idle, distrusting each step; returns the log probabilities told."""
     told: dict[Request, list[int]] = {request: [] for request in requests}
+    logprobs: dict[Request, list[TokenLogprob]] = {request: [] for request in requests}
     ended: set[Request] = set()
     steps = 0
     while engine.has_work:
-        for request, tokens, reason, *_ in engine.step():
+        for event in engine.step():
+            request = event.request
             assert request not in ended, "news of a request after its end"
-            told[request] += tokens
+            told[request] += event.tokens
             assert told[request] == request.output_ids
-            assert request.finish_reason == reason
-            if reason is not None:
+            assert request.finish_reason == event.finish_reason
+            check_event(event)
+            logprobs[request] += event.logprobs
+            if event.finish_reason is not None:
                 ended.add(request)
         engine.check()
         if each_step is not None:
@@ -243,6 +269,19 @@ def drain(
         assert steps < most_steps, "the engine does not come to an end"
     assert all(request in ended for request in requests)
     assert engine.parts.pool.available == engine.parts.pool.capacity
+    return logprobs
+
+
+def check_event(event: TokenEvent) -> None:
+    """What it says beside the tokens fits them."""
+    sampling, tokens = event.request.sampling, event.tokens
+    assert 0 <= event.accepted <= min(event.drafted, len(tokens))
+    assert event.drafted <= event.request.num_drafts
+    if sampling.logprobs is None:
+        assert not event.logprobs
+        return
+    assert [found.token for found in event.logprobs] == tokens
+    assert {len(found.top) for found in event.logprobs} <= {sampling.logprobs}
 
 
 def cursor(state: DecodeState, slot: int) -> tuple[int, int]:

@@ -1,0 +1,515 @@
+"""Every rule on logits, every grammar and every log probability, while speculating.
+
+Three ways to the same tokens: plain Python over transformers' logits, one token after another;
+plain decoding, one request at a time; and each way to draft, schedule and store. Each pair of the
+values below meets in at least one run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import slow_rules
+import torch
+from llguidance import LLMatcher
+from pairwise import all_pairs, covering, pairs_of
+from slow_sampling import law, uniform
+from tiny import (
+    EOS_IDS,
+    VOCAB,
+    Scripted,
+    adversary,
+    drain,
+    greedy,
+    make_engine,
+    make_tokenizer,
+    oracle,
+    pool_bytes,
+    run,
+    wavering,
+)
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from strobe.config import EngineConfig
+from strobe.engine.engine import Engine
+from strobe.request import Request, SamplingParams, TokenLogprob
+from strobe.sampling.grammar import Grammars, source_of
+from strobe.sampling.noise import stream_key
+
+LENGTH = 80
+"""max_model_len of every engine here."""
+
+SCRIPTS = {"oracle": oracle, "adversary": adversary, "wavering": wavering}
+
+DIMENSIONS: dict[str, tuple[Any, ...]] = {
+    "feature": ("penalties", "bias", "logprobs", "json", "texts", "everything"),
+    "proposer": ("dflash", "ngram", "oracle", "adversary", "wavering"),
+    "drafts": (1, 3, 7),
+    "overlap": (1, 2),
+    "pool": ("ample", "tiny"),
+    "caching": (True, False),
+    "rows": ("tight", "ample"),
+    "seqs": (1, 4),
+}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One run: a value of each dimension."""
+
+    feature: str
+    proposer: str
+    drafts: int
+    overlap: int
+    pool: str
+    caching: bool
+    rows: str
+    seqs: int
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in vars(self).values())
+
+    @property
+    def preempts(self) -> bool:
+        return self.pool == "tiny" and self.seqs > 1
+
+
+def combinations() -> list[Combination]:
+    """A covering set, and some more in which requests make room for each other."""
+    rng = random.Random(4)
+    chosen = [Combination(**values) for values in covering(DIMENSIONS, rng)]
+    for feature in DIMENSIONS["feature"]:
+        values = {name: rng.choice(values) for name, values in DIMENSIONS.items()}
+        values |= {"feature": feature, "pool": "tiny", "seqs": 4, "proposer": "wavering"}
+        chosen.append(Combination(**values))
+    return chosen
+
+
+COMBINATIONS = combinations()
+
+
+def test_every_pair_of_values_occurs():
+    assert set().union(*(pairs_of(vars(c)) for c in COMBINATIONS)) == all_pairs(DIMENSIONS)
+    assert {c.feature for c in COMBINATIONS if c.preempts} == set(DIMENSIONS["feature"])
+
+
+# what is asked for
+
+Job = tuple[list[int], SamplingParams]
+
+COLD = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+STOPS = COLD.clone(ignore_eos=False)
+WARM = SamplingParams(temperature=1.0, max_tokens=18, seed=7)
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"enum": ["yes", "no"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+REGEX = r"[a-f]{3,6}( [0-9]+)?"
+CHOICES = ("yes", "no", "abba", "trueue")
+WORDS = r"\[[a-c]+(,[a-c]+)*\]"
+LARK = 'start: "[" word ("," word)* "]"\nword: /[a-c]+/'
+GBNF = 'root ::= "[" word ("," word)* "]"\nword ::= [a-c]+'
+MARKER = (13, 5)
+
+
+def prompts() -> list[list[int]]:
+    """Nine, some of which begin alike, one of a single token."""
+    noise = torch.Generator().manual_seed(9)
+    made = [torch.randint(0, VOCAB, (n,), generator=noise).tolist() for n in (5, 33, 12, 1, 20)]
+    return [*made, [*made[1][:32], 3], [*made[1][:17], 8], [4, 9, 2] * 5, [*made[1][:16], 1, 2]]
+
+
+def asked() -> dict[str, list[SamplingParams]]:
+    """Of each feature's requests, beside plain ones."""
+    every = {"presence_penalty": 0.9, "frequency_penalty": 0.7, "repetition_penalty": 1.4}
+    allowed = list(range(0, VOCAB, 3))
+    scored = STOPS.clone(logprobs=2, prompt_logprobs=3)
+    kinds: dict[str, list[SamplingParams]] = {
+        "penalties": [
+            COLD.clone(presence_penalty=2.0),
+            COLD.clone(frequency_penalty=1.5, max_tokens=30),
+            COLD.clone(repetition_penalty=1.7),
+            COLD.clone(presence_penalty=-1.0, frequency_penalty=-0.5, repetition_penalty=0.8),
+            COLD.clone(**every),
+            COLD,
+            WARM.clone(**every, n=2),
+            WARM.clone(frequency_penalty=-2.0, top_p=0.9),
+            STOPS.clone(**every, min_tokens=12, stop_token_ids=list(range(0, VOCAB, 2))),
+        ],
+        "bias": [
+            COLD.clone(logit_bias={3: 6.0, 9: -100.0, 30: 5.0}),
+            COLD.clone(allowed_token_ids=allowed),
+            COLD.clone(allowed_token_ids=[5], max_tokens=9),
+            STOPS.clone(logit_bias={EOS_IDS[0]: 4.0}, min_tokens=6),
+            COLD.clone(allowed_token_ids=allowed, logit_bias={3: 3.0, 4: 100.0}, **every),
+            COLD,
+            WARM.clone(logit_bias=dict.fromkeys(range(20), 2.0), n=2),
+            WARM.clone(allowed_token_ids=allowed, top_k=5),
+            WARM.clone(logit_bias={1: -100, 2: 2.5}, presence_penalty=-2.0, min_tokens=18),
+        ],
+        "logprobs": [
+            COLD.clone(logprobs=0),
+            COLD.clone(logprobs=3, prompt_logprobs=0),
+            STOPS.clone(prompt_logprobs=5, logprobs=VOCAB),
+            COLD.clone(prompt_logprobs=1),
+            WARM.clone(logprobs=2, prompt_logprobs=2, n=2),
+            COLD,
+            COLD.clone(max_tokens=0, prompt_logprobs=2, logprobs=1),
+            WARM.clone(logprobs=1, **every, allowed_token_ids=allowed),
+            WARM.clone(top_k=4),
+        ],
+        "json": [
+            STOPS.clone(structured_outputs={"json": SCHEMA}, max_tokens=40),
+            STOPS.clone(structured_outputs={"json": json.dumps(SCHEMA)}, logit_bias={48: -9.0}),
+            STOPS.clone(structured_outputs={"json_object": True}, max_tokens=30),
+            COLD,
+            WARM.clone(structured_outputs={"json": SCHEMA}, n=2, max_tokens=40),
+            WARM.clone(structured_outputs={"json_object": True}, temperature=2.0),
+            scored.clone(structured_outputs={"json": SCHEMA}),
+            WARM,
+            STOPS.clone(structured_outputs={"json": SCHEMA, "after": MARKER, "opener": 2}),
+        ],
+        "texts": [
+            STOPS.clone(structured_outputs={"regex": REGEX}),
+            STOPS.clone(structured_outputs={"choice": CHOICES}),
+            STOPS.clone(structured_outputs={"grammar": LARK}, max_tokens=30, **every),
+            WARM.clone(structured_outputs={"grammar": GBNF}, n=2, temperature=2.0),
+            COLD,
+            STOPS.clone(
+                structured_outputs={"regex": REGEX, "after": MARKER},
+                logit_bias=dict.fromkeys(MARKER, 4.0),
+                presence_penalty=2.0,
+            ),
+            WARM.clone(structured_outputs={"choice": CHOICES}, min_tokens=9, logprobs=1),
+            STOPS.clone(structured_outputs={"regex": "[xyz]*"}, allowed_token_ids=[1, 2]),
+            WARM.clone(structured_outputs={"regex": REGEX, "lead": "no "}, top_k=3),
+        ],
+    }
+    kinds["everything"] = [
+        kinds["penalties"][6],
+        kinds["bias"][4],
+        kinds["json"][0].clone(**every),
+        scored.clone(**every, n=2, ignore_eos=True),
+        COLD,
+        kinds["texts"][3].clone(logprobs=0),
+        WARM.clone(n=2),
+        kinds["json"][4].clone(prompt_logprobs=0, presence_penalty=0.4, n=1),
+        STOPS.clone(min_tokens=10, logit_bias={EOS_IDS[1]: 9.0}, frequency_penalty=1.0),
+    ]
+    return kinds
+
+
+ASKED = asked()
+TEXTS = prompts()
+
+
+def jobs(feature: str) -> list[Job]:
+    return list(zip(TEXTS, ASKED[feature], strict=True))
+
+
+# the slow way
+
+
+class Reader(NamedTuple):
+    """The tiny target beside a tokenizer, and transformers' model of it."""
+
+    hf: Any
+    path: Path
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Of every position, [T, V]."""
+        return logits_of(self, tuple(tokens))
+
+
+@cache
+def logits_of(reader: Reader, tokens: tuple[int, ...]) -> Tensor:
+    with torch.no_grad():
+        return reader.hf(torch.tensor([tokens])).logits[0]
+
+
+@pytest.fixture(scope="module")
+def reader(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    path = tmp_path_factory.mktemp("reader") / "target"
+    shutil.copytree(target.path, path)
+    make_tokenizer(path)
+    return Reader(target.hf, path)
+
+
+class Reading:
+    """What a request's grammar allows, by a matcher of its own that reads token by token."""
+
+    def __init__(self, grammars: Grammars, wanted: Any):
+        self.wanted = wanted
+        self.matcher = LLMatcher(grammars.tokenizer, source_of(wanted), log_level=0)
+
+    def allowed(self, output: Sequence[int]) -> set[int]:
+        """After the whole output, which is one token longer than at the call before."""
+        after, opener = list(self.wanted.after), self.wanted.opener
+        thinks = bool(after) and (opener is None or list(output[:1]) == [opener])
+        size = len(after)
+        ends = [i for i in range(size, len(output) + 1) if list(output[i - size : i]) == after]
+        if thinks and not ends:
+            return set(range(VOCAB))
+        read = output[ends[0] :] if thinks else output
+        if read:
+            assert self.matcher.consume_token(read[-1]), "the answer left its grammar"
+        bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        found = set(np.flatnonzero(np.unpackbits(bits, bitorder="little")[:VOCAB]).tolist())
+        return found | {opener} if opener is not None and not output else found
+
+
+def check_tokens(reader: Reader, job: Job, sibling: int, made: list[int]) -> tuple[int, int]:
+    """Each token is what the slow rules and the noise make of transformers' logits; returns how
+    many, and how many were too near an edge to tell."""
+    prompt, asks = job
+    ends = {*asks.stop_token_ids, *(() if asks.ignore_eos else EOS_IDS)}
+    key = stream_key(asks.seed or 0, sibling) % 2**64
+    grammars = Grammars(reader.path / "tokenizer.json", VOCAB, EOS_IDS)
+    structured = asks.structured_outputs
+    reading = None if structured is None else Reading(grammars, structured)
+    unsure = 0
+    logits = reader.logits([*prompt, *made])
+    for i, token in enumerate(made):
+        row = logits[len(prompt) + i - 1].tolist()
+        row = slow_rules.edited(row, asks, prompt, made[:i], ends)
+        if reading is not None:
+            row = slow_rules.within(row, reading.allowed(made[:i]))
+        if asks.temperature == 0:
+            best = max(row)
+            unsure += sum(x > best - 1e-4 for x in row) > 1 and best != 0
+            assert row[token] >= best - 1e-4, (asks, i)
+        else:
+            shares = list(itertools.accumulate(law(row, asks.temperature, asks.top_k, asks.top_p)))
+            noise = uniform(key, len(prompt) + i)
+            if min(abs(share - noise) for share in shares) < 1e-4:
+                unsure += 1
+            else:
+                assert token == sum(share < noise for share in shares), (asks, i)
+        stops = token in ends and i >= asks.min_tokens
+        assert stops <= (i == len(made) - 1), "the answer went on behind its end"
+    if len(made) < (asks.max_tokens or 0):
+        assert made[-1] in ends
+    return len(made), unsure
+
+
+class Told(NamedTuple):
+    """What became of one answer."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob | None]
+    finish_reason: str | None
+
+
+def told(requests: Sequence[Request], logprobs: dict[Request, list[TokenLogprob]]) -> list[Told]:
+    return [Told(r.output_ids, logprobs[r], r.prompt_logprobs, r.finish_reason) for r in requests]
+
+
+def config(reader: Reader, **options: Any) -> EngineConfig:
+    return EngineConfig(target=str(reader.path), max_model_len=LENGTH).with_(**options)
+
+
+def add(engine: Engine, given: Sequence[Job]) -> list[Request]:
+    return [
+        engine.add(prompt, asks, sibling=i, seed=asks.seed)
+        for prompt, asks in given
+        for i in range(asks.n)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(reader: Reader) -> Callable[[str], list[Told]]:
+    """plain(feature) -> every answer by plain decoding, one request at a time."""
+    made: dict[str, list[Told]] = {}
+
+    def get(feature: str) -> list[Told]:
+        if feature not in made:
+            options: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
+            engine = make_engine(config(reader, **options))
+            requests = add(engine, jobs(feature))
+            made[feature] = told(requests, drain(engine, requests))
+        return made[feature]
+
+    return get
+
+
+@pytest.mark.parametrize("feature", DIMENSIONS["feature"])
+def test_plain_decoding_is_what_the_slow_rules_make_of_transformers_logits(
+    feature: str, reader: Reader, plain: Callable[[str], list[Told]]
+):
+    answers = iter(plain(feature))
+    total = unsure = 0
+    for job in jobs(feature):
+        for sibling in range(job[1].n):
+            answer = next(answers)
+            counts = check_tokens(reader, job, sibling, answer.tokens)
+            total, unsure = total + counts[0], unsure + counts[1]
+            assert answer.finish_reason == (
+                "length" if len(answer.tokens) == job[1].max_tokens else "stop"
+            )
+    assert total > 90
+    assert unsure <= total / 20
+
+
+def test_the_rules_change_the_answers_and_grammars_come_to_their_ends(
+    reader: Reader, plain: Callable[[str], list[Told]]
+):
+    """Or the comparisons would prove little."""
+    for feature in ("penalties", "bias"):
+        made = iter(plain(feature))
+        for prompt, asks in jobs(feature):
+            answers = [next(made).tokens for _ in range(asks.n)]
+            if asks != COLD and asks.temperature == 0:
+                assert answers[0] != greedy(reader.hf, prompt, 20, eos_token_id=None)
+            assert len(set(map(tuple, answers))) == asks.n
+    fast = Tokenizer.from_file(str(reader.path / "tokenizer.json"))
+    texts = [fast.decode(answer.tokens) for answer in plain("texts")]
+    assert re.fullmatch(REGEX, texts[0])
+    assert texts[1] in CHOICES
+    assert any(re.fullmatch(WORDS, text) for text in texts[2:5])
+    whole = [a for a in plain("json") + plain("everything") if a.finish_reason == "stop"]
+    assert len(whole) > 3
+    parsed = [json.loads(fast.decode(plain("json")[i].tokens)) for i in (0, 4)]
+    assert all(isinstance(value["a"], bool) for value in parsed)
+
+
+@pytest.mark.parametrize("strength", [0.7, 1.3, 3.0])
+def test_the_repetition_penalty_is_transformers(strength: float, reader: Reader):
+    engine = make_engine(config(reader, method="ngram", num_drafts=3))
+    asks = COLD.clone(repetition_penalty=strength, max_tokens=24)
+    for prompt, made in zip(TEXTS, run(engine, TEXTS, asks), strict=True):
+        wanted = greedy(reader.hf, prompt, 24, eos_token_id=None, repetition_penalty=strength)
+        assert made == wanted
+
+
+# log probabilities
+
+
+def check_scores(rows: Tensor, tokens: Sequence[int], found: Sequence[Any], top: int) -> None:
+    """rows [n, V]: transformers' logits before each of the tokens."""
+    wanted = rows.log_softmax(-1)
+    assert len(found) == len(tokens) == len(wanted)
+    for row, token, one in zip(wanted, tokens, found, strict=True):
+        assert one.token == token
+        assert abs(one.logprob - row[token].item()) < 1e-4
+        near = [int((row > row[token] + edge).sum()) + 1 for edge in (1e-5, -1e-5)]
+        assert near[0] <= one.rank <= near[1]
+        ids, values = [i for i, _ in one.top], [v for _, v in one.top]
+        assert len(set(ids)) == len(ids) == top
+        assert values == sorted(values, reverse=True)
+        assert torch.allclose(row[ids], torch.tensor(values), atol=1e-4)
+        assert torch.allclose(row.topk(top).values, torch.tensor(values), atol=1e-4)
+        if one.rank <= top:
+            assert dict(one.top)[token] == one.logprob
+
+
+def check_logprobs(reader: Reader, job: Job, sibling: int, answer: Told) -> None:
+    """Log probabilities are those of transformers' logits, and only where asked for."""
+    (prompt, asks), made = job, answer.tokens
+    logits = reader.logits([*prompt, *made])
+    if asks.logprobs is None:
+        assert not answer.logprobs
+    else:
+        rows = logits[len(prompt) - 1 : len(prompt) - 1 + len(made)]
+        check_scores(rows, made, answer.logprobs, asks.logprobs)
+    if asks.prompt_logprobs is None or sibling:
+        assert not answer.prompt_logprobs
+    else:
+        assert answer.prompt_logprobs[0] is None
+        rows, rest = logits[: len(prompt) - 1], answer.prompt_logprobs[1:]
+        check_scores(rows, prompt[1:], rest, asks.prompt_logprobs)
+
+
+@pytest.mark.parametrize("feature", DIMENSIONS["feature"])
+def test_plain_log_probabilities_are_transformers(
+    feature: str, reader: Reader, plain: Callable[[str], list[Told]]
+):
+    check_all_logprobs(reader, feature, plain(feature))
+
+
+def check_all_logprobs(reader: Reader, feature: str, answers: Sequence[Told]) -> None:
+    siblings = [(job, i) for job in jobs(feature) for i in range(job[1].n)]
+    for (job, sibling), answer in zip(siblings, answers, strict=True):
+        check_logprobs(reader, job, sibling, answer)
+
+
+# while speculating
+
+
+def engine_for(c: Combination, reader: Reader, drafter: Path) -> Engine:
+    loads = c.proposer == "dflash"
+    options: dict[str, Any] = {
+        "draft": str(drafter) if loads else None,
+        "method": None if loads else "ngram",
+        "num_drafts": c.drafts,
+        "max_num_seqs": c.seqs,
+        "max_num_batched_tokens": c.seqs * (c.drafts + 1) + 3 if c.rows == "tight" else None,
+        "page_size": 4,
+        "overlap": c.overlap,
+        "enable_prefix_caching": c.caching,
+    }
+    if c.pool == "tiny":
+        layers = 2 if loads else 0
+        options["kv_cache_memory"] = pool_bytes(LENGTH // 4, 4, drafter_layers=layers)
+    script = SCRIPTS.get(c.proposer)
+    if script is None:
+        return make_engine(config(reader, **options))
+    return make_engine(
+        config(reader, **options),
+        lambda parts, _: Scripted(parts.state, c.drafts, script),
+        names=["ngram"],
+    )
+
+
+def check_counts(c: Combination, requests: Sequence[Request]) -> None:
+    """The oracle's drafts are all kept up to the answer's end, the adversary's never."""
+    for request in requests:
+        counts = request.speculation
+        if c.proposer == "adversary":
+            assert counts.accepted == 0
+        if c.proposer == "oracle":
+            assert counts.drafted - counts.accepted <= c.drafts
+            if not request.num_preemptions and request.num_output:
+                assert counts.steps == -(-(request.num_output - 1) // (c.drafts + 1))
+
+
+@pytest.mark.parametrize("c", COMBINATIONS, ids=str)
+def test_speculation_changes_no_token_and_no_log_probability(
+    c: Combination,
+    reader: Reader,
+    draft: Callable[..., Path],
+    plain: Callable[[str], list[Told]],
+):
+    """Twice over the same engine, so that prefixes are in the cache the second time."""
+    wanted = plain(c.feature)
+    engine = engine_for(c, reader, draft())
+    for _ in range(2):
+        requests = add(engine, jobs(c.feature))
+        if c.proposer in SCRIPTS:
+            script: Any = engine.proposers.proposers["ngram"]
+            for request, answer in zip(requests, wanted, strict=True):
+                script.answers[request] = request.tokens + answer.tokens
+        answers = told(requests, drain(engine, requests))
+        assert [a.tokens for a in answers] == [a.tokens for a in wanted]
+        assert [a.finish_reason for a in answers] == [a.finish_reason for a in wanted]
+        check_all_logprobs(reader, c.feature, answers)
+        check_counts(c, requests)
+    assert (engine.stats.preemptions > 0) >= c.preempts
+    assert engine.stats.num_draft_tokens > 0
+    if c.proposer == "wavering" and c.drafts > 1:
+        assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
