@@ -43,7 +43,8 @@ SAMPLING_FIELDS = [
 ]  # fmt: skip
 SAMPLING_FLAGS = [
     "--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--max-tokens", "--min-tokens",
-    "--presence-penalty", "--frequency-penalty", "--repetition-penalty", "--stop", "--stop-token-ids", "--include-stop-str-in-output", "--ignore-eos",
+    "--presence-penalty", "--frequency-penalty", "--repetition-penalty", "--stop",
+    "--stop-token-ids", "--include-stop-str-in-output", "--ignore-eos",
 ]  # fmt: skip
 ENGINE_FLAGS = [
     "--target", "--draft", "--num-drafts", "--max-model-len", "--max-num-seqs",

@@ -211,7 +211,9 @@ def test_banned_tokens_are_never_picked_and_the_rest_keep_their_law(temperature:
     logits = torch.tensor([[3.0, 9.0, 1.0, 2.0, 9.5]]).repeat(20_000, 1)
     banned = torch.zeros(20_000, 5, dtype=torch.bool)
     banned[:, [1, 4]] = True
-    picks = sample(logits, rows(20_000, temperature=temperature, top_k=3), LogitEdits(banned=banned))
+    picks = sample(
+        logits, rows(20_000, temperature=temperature, top_k=3), LogitEdits(banned=banned)
+    )
     counts = torch.bincount(picks, minlength=5).tolist()
     assert counts[1] == counts[4] == 0
     if temperature < 1:
@@ -264,6 +266,8 @@ def test_a_row_without_any_weight_gives_a_token_and_leaves_other_rows_alone(filt
     logits = torch.tensor([[1.0, 5.0, 3.0], [math.nan] * 3, [1.0, 5.0, 3.0]])
     banned = torch.tensor([[True] * 3, [False] * 3, [False, True, False]])
     for temperature in (0.0, 1.0):
-        picks = sample(logits, rows(3, temperature=temperature, **filters), LogitEdits(banned=banned)).tolist()
+        picks = sample(
+            logits, rows(3, temperature=temperature, **filters), LogitEdits(banned=banned)
+        ).tolist()
         assert all(0 <= token < 3 for token in picks)
         assert picks[2] in (0, 2)
