@@ -210,7 +210,8 @@ def measure(llm: LLM, server: Server, asked: argparse.Namespace) -> dict[str, An
                 "server_cpu_s": round(spent[0], 2),
                 "engine_cpu_s": round(spent[1], 2),
             }
-    assert len(tokens) == 1, f"the ways made different numbers of tokens: {tokens}"
+    # In bf16 a near-tie may fall otherwise in another batch; in fp32 all ways make the same tokens.
+    assert max(tokens) - min(tokens) <= 0.02 * max(tokens), f"different numbers of tokens: {tokens}"
     best = {name: max(found) for name, found in rates.items()}
     few = prompts[:48]
     extra: list[float] = []
@@ -225,10 +226,11 @@ def measure(llm: LLM, server: Server, asked: argparse.Namespace) -> dict[str, An
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {n: version(n) for n in ("strobe", "torch", "fastapi", "uvicorn")},
         "python": platform.python_version(),
+        "device": str(llm.engine.resolved.device),
         "requests": asked.requests,
         "concurrency": asked.concurrency,
         "max_tokens": most,
-        "tokens": tokens.pop(),
+        "tokens": sorted(tokens),
         "tokens_per_s": {name: round(rate, 1) for name, rate in best.items()},
         "all_rounds": {name: [round(rate) for rate in found] for name, found in rates.items()},
         "cost": {

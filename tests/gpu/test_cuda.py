@@ -38,6 +38,43 @@ def test_speculation_on_equals_off_in_fp32(params: SamplingParams, overlap: int)
     assert answers(params, device="cuda", overlap=overlap) == plain
 
 
+RULES = {
+    "penalties": {"presence_penalty": 0.6, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+    "bias": {"logit_bias": {40: 4.0, 41: -100.0}, "min_tokens": 20},
+    "allowed": {"allowed_token_ids": list(range(2, 1500))},
+    "json": {"structured_outputs": {"json_object": True}},
+    "regex": {"structured_outputs": {"regex": "[a-z ]{5,60}"}},
+    "logprobs": {"logprobs": 3, "prompt_logprobs": 2},
+}
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_rules_hold_on_a_gpu_with_speculation_on_and_off(params: SamplingParams, rules: dict):
+    asked = params.clone(**rules, max_tokens=48)
+    plain = answers(asked, method="none", device="cuda")
+    assert answers(asked, device="cuda", overlap=2) == plain
+    assert plain == answers(asked, device="cpu")
+
+
+def test_logprobs_of_a_gpu_are_those_of_the_cpu():
+    found = []
+    for device in ("cuda", "cpu"):
+        llm = LLM(dtype="float32", kv_cache_memory="1GiB", device=device)
+        (output,) = llm.generate(
+            prompts_of(llm, pick_examples(1)),
+            GREEDY.clone(logprobs=2, prompt_logprobs=1),
+            use_tqdm=False,
+        )
+        entries = [entry for entry in output.prompt_logprobs or [] if entry]
+        entries += output.outputs[0].logprobs or []
+        found.append([{token: one.logprob for token, one in entry.items()} for entry in entries])
+    assert len(found[0]) == len(found[1]) > 40
+    for cuda, cpu in zip(*found, strict=True):
+        assert cuda.keys() == cpu.keys()
+        assert all(abs(cuda[token] - cpu[token]) < 1e-3 for token in cuda)
+
+
 def test_a_gpu_gives_the_tokens_of_the_cpu():
     assert answers(SEEDED, device="cuda") == answers(SEEDED, device="cpu")
 
