@@ -83,8 +83,8 @@ class Engine:
         self.proposers.observe(batch, out.hidden)  # the drafter's K/V, on the same pages
         picking = self.picking.of(plan, batch, proposal)  # rules, noise and filters of each row
         verdict = verify(out.logits, proposal, batch.wanted, picking)
+        self.picking.advance(plan, batch, verdict)  # before lengths: it may find no memory
         self.state.advance(batch, verdict)  # lengths and tails for the next step
-        self.picking.advance(plan, batch, verdict)
         return plan, verdict._replace(prompt_scores=out.prompt_scores)
 
     @property
