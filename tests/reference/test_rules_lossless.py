@@ -513,3 +513,141 @@ def test_speculation_changes_no_token_and_no_log_probability(
     assert engine.stats.num_draft_tokens > 0
     if c.proposer == "wavering" and c.drafts > 1:
         assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+
+
+# where it could go wrong
+
+
+def scripted(reader: Reader, drafts: int, **options: Any) -> tuple[Engine, dict[Request, Any]]:
+    """An engine whose drafts are all true, and where it looks for them."""
+    engine = make_engine(
+        config(reader, method="ngram", num_drafts=drafts, page_size=4, **options),
+        lambda parts, _: Scripted(parts.state, drafts, oracle),
+        names=["ngram"],
+    )
+    script: Any = engine.proposers.proposers["ngram"]
+    return engine, script.answers
+
+
+def test_a_prompt_preempted_while_it_is_scored_is_scored_whole(reader: Reader):
+    noise = torch.Generator().manual_seed(3)
+    short, long = (torch.randint(0, VOCAB, (n,), generator=noise).tolist() for n in (5, 56))
+    engine, answers = scripted(
+        reader,
+        7,
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        kv_cache_memory=pool_bytes(LENGTH // 4, 4),
+        enable_prefix_caching=False,
+    )
+    fast = engine.add(short, COLD.clone(max_tokens=None))
+    answers[fast] = short + greedy(reader.hf, short, LENGTH - 5, eos_token_id=None)
+    asks = COLD.clone(max_tokens=4, prompt_logprobs=2, logprobs=1)
+    scored = engine.add(long, asks)
+    seen: list[tuple[int, int]] = []
+    logprobs = drain(
+        engine,
+        [fast, scored],
+        each_step=lambda _: seen.append((scored.num_preemptions, len(scored.prompt_logprobs))),
+    )
+    assert any(preempted and 1 < known < 56 for preempted, known in seen)
+    assert scored.output_ids == greedy(reader.hf, long, 4, eos_token_id=None)
+    answer = told([scored], logprobs)[0]
+    check_logprobs(reader, (long, asks), 0, answer)
+
+
+def test_a_prompt_whose_beginning_is_in_the_cache_is_read_anew_to_be_scored(reader: Reader):
+    prompt = [*range(30), 3, 1]
+    engine = make_engine(config(reader, page_size=4))
+    asks = COLD.clone(max_tokens=2)
+    for scores, cached in ((None, 0), (None, 28), (1, 0), (None, 28), (0, 0)):
+        job = (prompt, asks.clone(prompt_logprobs=scores))
+        requests = add(engine, [job])
+        (answer,) = told(requests, drain(engine, requests))
+        check_logprobs(reader, job, 0, answer)
+        assert requests[0].num_cached == cached
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("place", ["of", "advance"])
+def test_a_step_that_failed_counts_no_token_twice(
+    place: str, overlap: int, reader: Reader, plain: Callable[[str], list[Told]]
+):
+    engine, answers = scripted(reader, 3, overlap=overlap, max_num_seqs=3)
+    true, calls = getattr(engine.picking, place), 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 1:
+            raise MemoryError("no memory")
+        return true(*args)
+
+    setattr(engine.picking, place, failing)
+    wanted = plain("everything")
+    requests = add(engine, jobs("everything"))
+    for request, answer in zip(requests, wanted, strict=True):
+        answers[request] = request.tokens + answer.tokens
+    failures = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except MemoryError:
+            failures += 1
+        engine.check()
+    assert failures > 5
+    assert [r.output_ids for r in requests] == [a.tokens for a in wanted]
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_request_alone(reader: Reader):
+    engine, _ = scripted(reader, 3)
+    asks = STOPS.clone(structured_outputs={"regex": REGEX})
+    broken, other = add(engine, [(TEXTS[0], asks), (TEXTS[2], asks)])
+    engine.step()
+    assert broken.num_output == 1
+    broken.tokens[-1] = VOCAB - 1
+    drain_events = [event for _ in range(40) for event in engine.step()]
+    last = next(e for e in drain_events if e.request is broken)
+    assert (last.tokens, last.finish_reason) == ([], "error")
+    assert "cannot be followed further" in str(broken.error)
+    assert (other.finish_reason, other.error) == ("stop", None)
+    assert not engine.has_work
+    engine.check()
+
+
+def test_min_tokens_beyond_a_grammars_end_is_filled_with_the_end(reader: Reader):
+    """Neither the grammar nor the minimum gives way, and speculation makes no difference."""
+    asks = STOPS.clone(structured_outputs={"choice": ["no"]}, min_tokens=9)
+    made = {}
+    for drafts in (0, 1, 3, 7):
+        engine, answers = scripted(reader, drafts or 1)
+        (request,) = add(engine, [(TEXTS[0], asks.clone(speculation=drafts > 0))])
+        answers[request] = TEXTS[0] + made.get(0, [])
+        drain(engine, [request])
+        made[drafts] = request.output_ids
+    tokens = made[0]
+    assert len(tokens) == 10
+    assert set(tokens[-8:]) <= set(EOS_IDS)
+    assert made == dict.fromkeys(made, tokens)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_a_request_with_a_grammar_is_never_planned_before_its_tokens_are_known(
+    overlap: int, reader: Reader, plain: Callable[[str], list[Told]]
+):
+    engine, answers = scripted(reader, 3, overlap=overlap)
+    requests = add(engine, jobs("everything"))
+    for request, answer in zip(requests, plain("everything"), strict=True):
+        answers[request] = request.tokens + answer.tokens
+    launch, twice = engine.launch, set[Request]()
+
+    def launching(plan: Any) -> Any:
+        flying = {s.request for earlier, _ in engine._flying for s in earlier.spans}
+        twice.update(s.request for s in plan.spans if s.request in flying and s.tokens is None)
+        return launch(plan)
+
+    engine.launch = launching
+    drain(engine, requests)
+    free = {r for r in requests if r.structured is None and r.num_output > 5}
+    assert twice >= free if overlap == 2 else not twice
+    assert not any(r.structured for r in twice)
