@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from strobe.config import Limits
 from strobe.engine.scheduler import Scheduler
 from strobe.kv.pages import PagePool
-from strobe.request import Request, SamplingParams, Status
+from strobe.request import Request, SamplingParams, Status, TokenLogprob
 from strobe.step import HostVerdict, Plan, TokenEvent
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +43,16 @@ def sequence(request: Request, length: int) -> list[int]:
     return (prompt + [truth(request, p) for p in range(request.num_prompt, length)])[:length]
 
 
+def score_of(request: Request, position: int) -> TokenLogprob:
+    """What the target gives the token at a position of the prompt."""
+    return TokenLogprob(request.tokens[position], -float(position), position)
+
+
 def answer(request: Request, max_model_len: int) -> tuple[list[int], str]:
     """What the request must say in the end, and why it stops, by the stop rules alone."""
     made: list[int] = []
+    if request.sampling.max_tokens == 0:
+        return made, "length"
     for position in range(request.num_prompt, max_model_len):
         made.append(truth(request, position))
         if made[-1] in request.stop_ids and len(made) > request.sampling.min_tokens:
@@ -83,7 +90,8 @@ class Device:
         """accept(drafts) -> how many of so many drafts the target keeps."""
         self.apply(plan)
         tokens, accepted = [], []
-        for span in plan.spans:
+        scores: dict[int, list[TokenLogprob]] = {}
+        for i, span in enumerate(plan.spans):
             request, slot = span.request, span.slot
             assert self.owner[slot] is request, "a slot serves a request it was not given to"
             start = self.length[slot]
@@ -91,7 +99,7 @@ class Device:
             if span.tokens is None:
                 assert span.start <= start <= span.bound
                 assert span.rows == 1 + span.drafts
-                if request.method in self.host_methods:
+                if request.method in self.host_methods or request.needs_host_tokens:
                     assert len(request.tokens) == start + 1, "the host's tokens are late"
             else:
                 assert span.start == span.bound == start
@@ -99,6 +107,9 @@ class Device:
                 assert not span.drafts
                 ends = start + len(span.tokens) == len(request.tokens)
                 assert span.rows == (1 if ends else 0)
+            if span.scored:
+                scores[i] = [score_of(request, p + 1) for p in range(start, start + span.scored)]
+            assert span.scored == self._to_score(request, start, span.num_tokens)
             room = max(0, self.limits.max_model_len - 1 - start)
             offered = min(span.drafts, room)
             kept = accept(offered)
@@ -111,7 +122,14 @@ class Device:
             made = [truth(request, p) for p in range(first, first + kept + 1)] if span.rows else [0]
             tokens.append(made)
             accepted.append(kept)
-        return HostVerdict(tokens, accepted)
+        return HostVerdict(tokens, accepted, {}, scores)
+
+    def _to_score(self, request: Request, start: int, count: int) -> int:
+        """Of so many positions from `start` on, how many are followed by a prompt token whose
+        score was asked for."""
+        if request.sampling.prompt_logprobs is None or request.sibling:
+            return 0
+        return sum(position + 1 < request.num_prompt for position in range(start, start + count))
 
     def _write(self, slot: int, start: int, true: int, rejected: int, known: list[int]) -> None:
         for position in range(start, start + true + rejected):
@@ -171,6 +189,7 @@ class World:
         num_drafts: int | None = None,
         method: str = "dflash",
         stop: bool = False,
+        sibling: int = 0,
         **sampling: object,
     ) -> Request:
         prompt = prompt if isinstance(prompt, list) else [1] * prompt
@@ -180,6 +199,7 @@ class World:
             prompt,
             SamplingParams(**({"max_tokens": 8} | sampling)),
             seed=len(self.requests),
+            sibling=sibling,
             stop_ids=frozenset([STOP]) if stop else frozenset(),
             method=method if drafts else "none",
             num_drafts=drafts,
@@ -225,6 +245,11 @@ class World:
         for request in self.requests:
             made, reason = answer(request, self.limits.max_model_len)
             assert request.status is Status.FINISHED
+            asked = request.sampling.prompt_logprobs is not None and not request.sibling
+            if request.finish_reason != "abort" or not asked:
+                places = range(1, request.num_prompt) if asked else ()
+                scores = [score_of(request, p) for p in places]
+                assert request.prompt_logprobs == ([None, *scores] if asked else [])
             if request.finish_reason == "abort":
                 assert request.output_ids == made[: request.num_output]
             else:
@@ -598,6 +623,125 @@ def test_a_method_that_reads_the_hosts_tokens_waits_for_its_result():
     world.check_answers()
 
 
+def test_a_request_with_a_grammar_waits_for_its_result_from_its_first_token_on():
+    """Chunks of its prompt need none and follow each other."""
+    world = World(depth=2, num_drafts=3, max_num_seqs=2, budget=12)
+    follows = world.add(14, max_tokens=12, structured_outputs={"regex": "a*"})
+    free = world.add(2, max_tokens=20)
+    planned = [[(s.request, s.num_tokens, s.rows) for s in world.launch().spans] for _ in range(2)]
+    assert planned == [[(follows, 12, 0)], [(follows, 2, 1), (free, 2, 1)]]
+    world.collect()
+    plan = world.launch()
+    assert [span.request for span in plan.spans] == [free]
+    world.collect()
+    plan = world.launch()
+    assert [(span.request, span.drafts) for span in plan.spans] == [(follows, 3), (free, 3)]
+    world.drain()
+    world.check_answers()
+
+
+def scored(world: World) -> list[tuple[int, int, int]]:
+    """(start, tokens, scored) of the next step's spans."""
+    plan = world.launch()
+    world.collect()
+    return [(s.start, s.num_tokens, s.scored) for s in plan.spans]
+
+
+def test_every_row_of_a_prompt_but_the_last_is_scored_in_whatever_chunks():
+    world = World(max_num_seqs=1, budget=4, num_drafts=3)
+    world.add(9, prompt_logprobs=0)
+    assert [scored(world) for _ in range(4)] == [
+        [(0, 4, 4)],
+        [(4, 4, 4)],
+        [(8, 1, 0)],
+        [(9, 1, 0)],
+    ]
+    world.drain()
+    world.add(8, prompt_logprobs=0)
+    assert [scored(world) for _ in range(3)] == [[(0, 4, 4)], [(4, 4, 3)], [(8, 1, 0)]]
+    world.drain()
+    world.check_answers()
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score():
+    world = World()
+    request = world.add(1, prompt_logprobs=2)
+    assert scored(world) == [(0, 1, 0)]
+    world.drain()
+    assert request.prompt_logprobs == [None]
+    world.check_answers()
+
+
+def test_only_the_first_of_siblings_scores_the_prompt_and_the_others_use_the_cache():
+    world = World(page_size=4, max_num_seqs=1)
+    prompt = [1, 2, 3, 4, 5, 6, 0, 1, 2]
+    world.add(prompt)
+    world.drain()
+    requests = [world.add(prompt, sibling=i, prompt_logprobs=0, max_tokens=2) for i in range(2)]
+    world.drain()
+    assert [request.num_cached for request in requests] == [0, 8]
+    assert [len(request.prompt_logprobs) for request in requests] == [9, 0]
+    world.check_answers()
+
+
+def test_a_request_for_no_tokens_ends_with_its_prompt():
+    world = World(num_drafts=3, max_num_seqs=1, budget=4)
+    request = world.add(9, max_tokens=0, prompt_logprobs=1)
+    assert [world.step(), world.step()] == [[], []]
+    (event,) = world.step()
+    assert (event.tokens, event.finish_reason, event.drafted) == ([], "length", 0)
+    assert len(request.prompt_logprobs) == 9
+    assert not world.scheduler.has_work
+    assert world.scheduler.stats.generation_tokens == 0
+
+
+def test_a_request_in_error_ends_without_the_tokens_of_its_last_step():
+    world = World(num_drafts=3)
+    broken, other = world.add(4), world.add(4)
+    world.step()
+    world.launch()
+    broken.error = "What was wrong."
+    ended, going = world.collect()
+    assert (ended.tokens, ended.finish_reason) == ([], "error")
+    assert len(going.tokens) == 4
+    assert broken.num_output == 1
+    world.drain()
+    assert other.finish_reason == "length"
+
+
+def test_events_say_what_was_drafted_accepted_and_where():
+    world = World(num_drafts=3, accept=lambda drafts: min(drafts, 2), max_model_len=40)
+    request = world.add(5, max_tokens=6)
+    told = [world.step()[0] for _ in range(3)]
+    assert [(e.drafted, e.accepted, e.context, len(e.tokens)) for e in told] == [
+        (0, 0, 0, 1),
+        (3, 2, 5, 3),
+        (3, 2, 8, 2),
+    ]
+    assert request.speculation.accepted == 4
+
+
+def test_accepted_drafts_are_never_more_than_the_tokens_that_count():
+    world = World(num_drafts=5, max_model_len=40, budget=64)
+    world.add(5, max_tokens=3)
+    world.step()
+    (event,) = world.step()
+    assert (event.drafted, event.accepted, len(event.tokens)) == (5, 2, 2)
+
+
+def test_log_probabilities_are_cut_with_the_tokens_that_do_not_count():
+    world = World(num_drafts=3)
+    request = world.add(4, max_tokens=3, logprobs=0)
+    world.step()
+    plan = world.scheduler.plan()
+    verdict = world.device.run(plan, world.accept)
+    found = [TokenLogprob(token, -1.0, 1) for token in verdict.tokens[0]]
+    assert len(found) == 4
+    (event,) = world.scheduler.commit(plan, verdict._replace(logprobs={0: found}))
+    assert event.logprobs == found[:2]
+    assert [one.token for one in event.logprobs] == event.tokens == request.output_ids[1:]
+
+
 def test_a_prefix_hit_starts_behind_the_cached_pages():
     world = World(page_size=4)
     prompt = [1, 2, 3, 4, 5, 6, 0, 1, 2]
@@ -686,14 +830,16 @@ class Scheduling(RuleBasedStateMachine):
         limits = self.world.limits
         size = data.draw(st.integers(1, limits.max_model_len - 1))
         rest = data.draw(st.integers(0, 2))
-        most = data.draw(st.sampled_from([None, 1, 2, 5, 30]))
+        most = data.draw(st.sampled_from([None, 0, 1, 2, 5, 30]))
         self.world.add(
             [1] * (size - min(rest, size - 1)) + [2] * min(rest, size - 1),
             num_drafts=data.draw(st.integers(0, limits.num_drafts)),
             method=data.draw(st.sampled_from(["dflash", "ngram"])),
             stop=data.draw(st.booleans()),
             max_tokens=most,
-            min_tokens=data.draw(st.integers(0, min(4, most or 4))),
+            min_tokens=data.draw(st.integers(0, min(4, 4 if most is None else most))),
+            prompt_logprobs=data.draw(st.sampled_from([None, None, 0])),
+            structured_outputs=data.draw(st.sampled_from([None, None, {"regex": "a"}])),
         )
 
     @rule(times=st.integers(1, 4))
