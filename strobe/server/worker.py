@@ -1,7 +1,8 @@
 """The engine's own process: requests come in through a pipe, news go out through it.
 
-A thread takes messages from the pipe as they come, so that the server never waits for a step; it
-also compiles grammars. The main thread only steps the engine.
+A thread takes messages from the pipe as they come, so that the server never waits for a step;
+another compiles grammars, so that nobody waits for those of others. The main thread only steps the
+engine.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from strobe.server.messages import (
     Beginning,
     Failed,
     Finish,
+    FromEngine,
     FromServer,
     Ready,
     Refused,
@@ -50,14 +52,20 @@ def run_engine(pipe: Connection, config: EngineConfig, logs: LogSettings) -> Non
         engine = Engine(config)
         warm_up(engine)
     except ValueError as error:
-        pipe.send(Failed(str(error), True))
+        tell(pipe, Failed(str(error), True))
         return
     except BaseException as error:
         logger.exception("the engine cannot start")
-        pipe.send(Failed(f"The engine cannot start: {type(error).__name__}: {error}", False))
+        tell(pipe, Failed(f"The engine cannot start: {type(error).__name__}: {error}", False))
         raise
-    pipe.send(facts(engine))
+    tell(pipe, facts(engine))
     Worker(engine, pipe).run()
+
+
+def tell(pipe: Connection, message: FromEngine) -> None:
+    """Say something to the server; one that has gone is noticed where messages come in."""
+    with contextlib.suppress(OSError):
+        pipe.send(message)
 
 
 def warm_up(engine: Engine) -> None:
@@ -100,15 +108,19 @@ class Worker:
 
     def __init__(self, engine: Engine, pipe: Connection):
         self.engine, self.pipe = engine, pipe
-        self.inbox: queue.SimpleQueue[FromServer] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[FromServer | Refused] = queue.SimpleQueue()
+        self.grammars: queue.SimpleQueue[Submit] = queue.SimpleQueue()
+        self.compiling: set[int] = set()
+        self.given_up: set[int] = set()
         self.owners: dict[Request, Owner] = {}
         self.requests: dict[tuple[int, int], Request] = {}
         self.told: set[Request] = set()
         self.last_snapshot = 0.0
 
     def run(self) -> None:
-        """Work until the server says stop."""
+        """Work until the server says stop or has gone."""
         threading.Thread(target=self._listen, daemon=True, name="strobe-inbox").start()
+        threading.Thread(target=self._compile, daemon=True, name="strobe-grammars").start()
         while self._take_in():
             events = self.engine.step()
             idle = not self.engine.has_work
@@ -118,7 +130,7 @@ class Worker:
                 self.last_snapshot = now
             if events or due:
                 news = [self._news(event) for event in events if event.request in self.owners]
-                self.pipe.send(Step(news, self.snapshot() if due else None))
+                tell(self.pipe, Step(news, self.snapshot() if due else None))
 
     def snapshot(self) -> EngineSnapshot:
         stats, scheduler = self.engine.stats, self.engine.scheduler
@@ -144,30 +156,53 @@ class Worker:
         try:
             while True:
                 message: FromServer = self.pipe.recv()
-                if isinstance(message, Submit):
-                    self._compile(message.params)
-                self.inbox.put(message)
+                if isinstance(message, Submit) and message.params.structured_outputs is not None:
+                    self.compiling.add(message.key)
+                    self.grammars.put(message)
+                else:
+                    self.inbox.put(message)
         except (EOFError, OSError):
             self.inbox.put(Stop())
 
-    def _compile(self, params: SamplingParams) -> None:
-        """Have a grammar ready before the engine's thread needs it, which says what is wrong."""
-        with contextlib.suppress(ValueError):
-            self.engine.compile(params)
+    def _compile(self) -> None:
+        """The grammars' thread: has each ready before the engine's thread needs it."""
+        while True:
+            message = self.grammars.get()
+            result: Submit | Refused = message
+            try:
+                self.engine.compile(message.params)
+            except ValueError as error:
+                result = Refused(message.key, str(error))
+            finally:
+                self.inbox.put(result)
 
     def _take_in(self) -> bool:
         """All messages there are; waits for one while there is nothing to do. False: stop."""
+        wait = not self.engine.has_work
         while True:
             try:
-                message = self.inbox.get(block=not self.engine.has_work)
+                message = self.inbox.get(block=wait)
             except queue.Empty:
                 return True
+            wait = False  # what this message changes is told before the next wait
             if isinstance(message, Stop):
                 return False
-            if isinstance(message, Submit):
+            if isinstance(message, Finish):
+                self._finish(message)
+            elif not self._wanted(message.key):
+                continue
+            elif isinstance(message, Submit):
                 self._submit(message)
             else:
-                self._finish(message)
+                tell(self.pipe, message)
+
+    def _wanted(self, key: int) -> bool:
+        """Whether somebody still waits for a prompt, which may have been given up while its grammar
+        was compiled."""
+        self.compiling.discard(key)
+        wanted = key not in self.given_up
+        self.given_up.discard(key)
+        return wanted
 
     def _submit(self, message: Submit) -> None:
         came, first = time.monotonic(), None
@@ -186,9 +221,11 @@ class Worker:
                 self.owners[request] = Owner(message.key, index, came)
                 self.requests[message.key, index] = request
         except ValueError as error:
-            self.pipe.send(Refused(message.key, str(error)))
+            tell(self.pipe, Refused(message.key, str(error)))
 
     def _finish(self, message: Finish) -> None:
+        if message.key in self.compiling:
+            self.given_up.add(message.key)
         indices = [i for key, i in self.requests if key == message.key]
         for index in indices if message.choice is None else [message.choice]:
             request = self.requests.get((message.key, index))

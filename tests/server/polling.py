@@ -1,0 +1,25 @@
+"""Waiting for what another thread or process does, without sleeping for a guessed time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Found = TypeVar("Found")
+
+PATIENCE = 60.0
+_PAUSE = threading.Event()  # never set: waiting for it lets others run
+
+
+def until(look: Callable[[], Found], what: str, patience: float = PATIENCE) -> Found:
+    """What `look` gives once that is true. Raises AssertionError, saying `what`, when it is too
+    late."""
+    deadline = time.monotonic() + patience
+    while True:
+        found = look()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"waited {patience:g} s in vain: {what}"
+        _PAUSE.wait(0.005)

@@ -1,0 +1,333 @@
+"""The engine's process without a process: a real engine behind a pipe, stepped as a test allows."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from polling import PATIENCE, until
+from textpair import Pair, make_pair
+from tiny import make_engine, run
+
+from strobe.config import EngineConfig
+from strobe.engine.engine import Engine
+from strobe.request import SamplingParams
+from strobe.server.messages import AnswerNews, Finish, Refused, Step, Stop, Submit
+from strobe.server.snapshot import EngineSnapshot
+from strobe.server.worker import Worker
+from strobe.text.tokenizer import Tokenizer
+
+PROMPT = list(range(100, 130))
+LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+FREE = 10**6
+"""More steps than any test needs."""
+
+both_depths = pytest.mark.parametrize("overlap", [1, 2])
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+class Desk:
+    """The server's end of a worker's pipe. The engine takes a step with work only when allowed."""
+
+    def __init__(self, engine: Engine):
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.engine, self.worker = engine, Worker(engine, theirs)
+        self.steps, self.allowed = 0, threading.Semaphore(0)
+        self.news: list[AnswerNews] = []
+        self.refused: dict[int, str] = {}
+        self.snapshot: EngineSnapshot | None = None
+        self._step, engine.step = engine.step, self._paced
+        self.failure: Exception | None = None
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        try:
+            self.worker.run()
+        except Exception as error:
+            self.failure = error
+
+    def _paced(self) -> Any:
+        if self.engine.has_work:
+            assert self.allowed.acquire(timeout=PATIENCE), "no step was allowed"
+            self.steps += 1
+        return self._step()
+
+    def allow(self, steps: int) -> None:
+        self.allowed.release(steps)
+
+    def send(self, *messages: Any) -> None:
+        """Say it, and wait until the worker can find it at its next look."""
+        for message in messages:
+            self.pipe.send(message)
+        self.pipe.send(Finish(-1, None, "abort"))  # of nobody: what stood before it has come
+        until(self._all_read, "the messages are read")
+
+    def _all_read(self) -> bool:
+        """Whether the listening thread has taken everything off the pipe."""
+        return not self.worker.pipe.poll()
+
+    def take(self) -> None:
+        """Read what the worker has said so far."""
+        while self.pipe.poll():
+            message = self.pipe.recv()
+            if isinstance(message, Step):
+                self.news += message.news
+                self.snapshot = message.snapshot or self.snapshot
+            else:
+                assert isinstance(message, Refused)
+                self.refused[message.key] = message.error
+
+    def hear(self, look: Callable[[], Any], what: str) -> None:
+        """Read until `look` is content."""
+
+        def listen() -> Any:
+            self.take()
+            return look()
+
+        until(listen, what)
+
+    def tokens(self, key: int, choice: int = 0) -> list[int]:
+        return [t for n in self.news if (n.key, n.choice) == (key, choice) for t in n.tokens]
+
+    def reasons(self, key: int) -> dict[int, str]:
+        return {n.choice: n.finish_reason for n in self.news if n.key == key and n.finish_reason}
+
+    @property
+    def free(self) -> bool:
+        """Whether every page is back."""
+        return self.engine.parts.pool.available == self.engine.parts.pool.capacity
+
+
+@contextmanager
+def working(pair: Pair, **options: Any) -> Iterator[Desk]:
+    options = {"max_num_seqs": 2, "max_model_len": 256, "page_size": 4} | options
+    config = EngineConfig(target=str(pair.target), draft=str(pair.draft)).with_(**options)
+    desk = Desk(make_engine(config))
+    try:
+        yield desk
+        if not desk.pipe.closed:
+            desk.pipe.send(Stop())
+        desk.allow(FREE)
+        until(lambda: not desk.thread.is_alive(), "the worker leaves")
+        assert desk.failure is None
+        desk.engine.check()
+    finally:
+        desk.allow(FREE)
+        desk.pipe.close()
+        desk.thread.join(PATIENCE)
+
+
+@both_depths
+def test_who_leaves_between_two_tokens_frees_the_pages_within_two_steps(pair: Pair, overlap: int):
+    with working(pair, overlap=overlap) as desk:
+        desk.allow(3)
+        desk.send(Submit(1, PROMPT, LONG, "a"))
+        desk.hear(lambda: desk.steps == 3 and desk.tokens(1), "the first tokens")
+        assert not desk.free
+        desk.send(Finish(1, None, "abort"))
+        desk.allow(2)
+        until(lambda: desk.free, "the pages come back with the second step")
+        assert desk.steps <= 5
+        assert not desk.worker.owners
+        assert not desk.worker.requests
+
+
+@both_depths
+def test_who_leaves_while_the_prompt_is_read_frees_the_pages_within_two_steps(
+    pair: Pair, overlap: int
+):
+    prompt = list(range(200, 400))
+    with working(pair, overlap=overlap, max_num_batched_tokens=16) as desk:
+        desk.allow(2)
+        desk.send(Submit(1, prompt, LONG, "a"))
+        until(lambda: desk.steps == 2, "two steps of the prompt")
+        assert not desk.free
+        desk.send(Finish(1, None, "abort"))
+        desk.allow(2)
+        until(lambda: desk.free, "the pages come back with the second step")
+        desk.take()
+        assert not desk.news
+
+
+@both_depths
+def test_who_leaves_the_queue_never_runs_and_the_others_go_on(pair: Pair, overlap: int):
+    with working(pair, overlap=overlap, max_num_seqs=1) as desk:
+        desk.allow(2)
+        desk.send(Submit(1, PROMPT, SHORT, "a"), Submit(2, PROMPT, SHORT, "b"))
+        until(lambda: desk.steps == 2, "the first runs")
+        until(lambda: len(desk.engine.scheduler.waiting) == 1, "the second waits")
+        desk.send(Finish(2, None, "abort"))
+        desk.allow(1)
+        until(lambda: not desk.engine.scheduler.waiting, "the second has left with one step")
+        desk.allow(FREE)
+        desk.hear(lambda: desk.reasons(1), "the first comes to its end")
+        assert not desk.tokens(2)
+        assert len(desk.tokens(1)) == 12
+
+
+def test_an_engine_that_becomes_idle_says_so(pair: Pair):
+    """Or /metrics would show the last request as running until the next one comes."""
+    with working(pair) as desk:
+        desk.allow(2)
+        desk.send(Submit(1, PROMPT, LONG, "a"))
+        desk.hear(lambda: desk.tokens(1) and desk.snapshot, "news of the first request")
+        assert desk.snapshot is not None
+        assert desk.snapshot.running == 1
+        assert desk.snapshot.kv_used > 0
+        desk.send(Finish(1, None, "abort"))
+        desk.allow(1)
+        desk.hear(lambda: desk.snapshot and not desk.snapshot.running, "news of an idle engine")
+        assert desk.snapshot.kv_used == 0
+
+
+def test_news_add_up_to_what_the_engine_alone_makes(pair: Pair):
+    params = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=20, ignore_eos=True)
+    config = EngineConfig(target=str(pair.target), draft=str(pair.draft), max_model_len=256)
+    alone = run(make_engine(config), [PROMPT], params)
+    with working(pair, max_num_seqs=4) as desk:
+        desk.allow(FREE)
+        desk.send(Submit(7, PROMPT, params, "a"), Submit(8, PROMPT, SHORT, "b"))
+        desk.hear(lambda: len(desk.reasons(7)) == 3 and desk.reasons(8), "all four answers")
+        assert [desk.tokens(7, choice) for choice in range(3)] == alone
+        assert len({tuple(answer) for answer in alone}) == 3
+        for key, choice in ((7, 0), (7, 1), (7, 2), (8, 0)):
+            own = [n for n in desk.news if (n.key, n.choice) == (key, choice)]
+            assert own[0].beginning is not None
+            assert all(news.beginning is None for news in own[1:])
+            assert [n.finish_reason for n in own] == [None] * (len(own) - 1) + ["length"]
+        assert not desk.worker.owners
+        assert not desk.worker.told
+
+
+def test_one_answer_of_several_ends_alone(pair: Pair):
+    with working(pair, max_num_seqs=4) as desk:
+        desk.allow(3)
+        params = LONG.clone(n=3, max_tokens=60, temperature=1.0)
+        desk.send(Submit(1, PROMPT, params, "a"))
+        desk.hear(lambda: desk.steps == 3 and desk.tokens(1, 1), "the first tokens")
+        before = len(desk.tokens(1, 1))
+        desk.send(Finish(1, 1, "stop"))
+        desk.allow(FREE)
+        desk.hear(lambda: len(desk.reasons(1)) == 2, "the other two end")
+        assert desk.reasons(1) == {0: "length", 2: "length"}
+        assert len(desk.tokens(1, 0)) == len(desk.tokens(1, 2)) == 60
+        assert len(desk.tokens(1, 1)) - before <= 8, "more than the step that was under way"
+        until(lambda: desk.free, "all pages come back")
+
+
+def test_a_prompt_that_cannot_be_answered_is_refused_with_its_sentence(pair: Pair):
+    with working(pair) as desk:
+        desk.allow(FREE)
+        desk.send(
+            Submit(1, [5] * 300, SHORT, "a"),
+            Submit(2, [5, 999_999], SHORT.clone(n=2), "b"),
+            Submit(3, PROMPT, SHORT, "c"),
+        )
+        desk.hear(lambda: desk.reasons(3), "the good one is answered")
+        assert desk.refused.keys() == {1, 2}
+        assert "300 tokens" in desk.refused[1]
+        assert "999999" in desk.refused[2]
+        assert not desk.worker.owners
+
+
+def structured(**form: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=24, structured_outputs=form)
+
+
+def test_answers_follow_a_grammar_and_one_that_does_not_compile_is_refused(pair: Pair):
+    tokenizer = Tokenizer(Path(pair.target))
+    with working(pair) as desk:
+        desk.allow(FREE)
+        desk.send(
+            Submit(1, PROMPT, structured(choice=["left", "right"]), "a"),
+            Submit(2, PROMPT, structured(regex="(unfinished"), "b"),
+            Submit(3, PROMPT, SHORT, "c"),
+        )
+        desk.hear(lambda: desk.reasons(1) and desk.reasons(3) and desk.refused, "all three")
+        assert tokenizer.decode(desk.tokens(1)) in ("left", "right")
+        assert desk.reasons(1) == {0: "stop"}
+        assert desk.refused.keys() == {2}
+        assert "does not compile" in desk.refused[2]
+
+
+def test_a_grammar_that_takes_long_to_compile_holds_up_nobody_else(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    begun, go = threading.Event(), threading.Event()
+    with working(pair) as desk:
+        compile = desk.engine.compile
+
+        def slow(params: SamplingParams) -> None:
+            begun.set()
+            assert go.wait(PATIENCE)
+            compile(params)
+
+        monkeypatch.setattr(desk.engine, "compile", slow)
+        desk.allow(FREE)
+        wanted = structured(choice=["left", "right"])
+        desk.send(Submit(1, PROMPT, wanted, "a"), Submit(2, PROMPT, wanted, "b"))
+        assert begun.wait(PATIENCE)
+        desk.send(Submit(3, PROMPT, SHORT, "c"), Submit(4, PROMPT, SHORT, "d"))
+        desk.hear(lambda: desk.reasons(3) and desk.reasons(4), "those without a grammar")
+        desk.send(Finish(1, None, "abort"))
+        until(lambda: desk.worker.given_up, "the first is given up before it is an engine's")
+        go.set()
+        desk.hear(lambda: desk.reasons(2), "the one still wanted")
+        assert not any(news.key == 1 for news in desk.news)
+        assert not desk.worker.given_up
+        assert not desk.worker.compiling
+
+
+def test_a_refused_grammar_that_nobody_waits_for_leaves_nothing_behind(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    go = threading.Event()
+    with working(pair) as desk:
+        compile = desk.engine.compile
+
+        def slow(params: SamplingParams) -> None:
+            assert go.wait(PATIENCE)
+            compile(params)
+
+        monkeypatch.setattr(desk.engine, "compile", slow)
+        desk.send(Submit(1, PROMPT, structured(regex="(unfinished"), "a"), Finish(1, None, "abort"))
+        until(lambda: desk.worker.given_up, "it is given up")
+        go.set()
+        until(lambda: not desk.worker.given_up, "it is forgotten")
+        assert not desk.worker.compiling
+        desk.take()
+        assert not desk.refused
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_engine_leaves_when_the_server_has_gone(pair: Pair, busy: bool):
+    with working(pair) as desk:
+        if busy:
+            desk.allow(2)
+            desk.send(Submit(1, PROMPT, LONG, "a"))
+            desk.hear(lambda: desk.steps == 2 and desk.tokens(1), "it runs")
+        desk.pipe.close()
+        desk.allow(1)
+        until(lambda: not desk.thread.is_alive(), "the worker leaves with its next step")
+
+
+def test_told_to_stop_it_gives_up_what_runs(pair: Pair):
+    with working(pair) as desk:
+        desk.allow(2)
+        desk.send(Submit(1, PROMPT, LONG, "a"), Submit(2, PROMPT, LONG, "b"))
+        until(lambda: desk.steps == 2, "they run")
+        desk.pipe.send(Stop())
+        desk.allow(1)
+        until(lambda: not desk.thread.is_alive(), "the worker leaves with its next step")
+        assert desk.steps == 3
