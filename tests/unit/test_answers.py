@@ -1,23 +1,229 @@
-"""Answers put together from news: what a delta says stays true while its answer grows."""
+"""Answers put together from the engine's news: text, cut tokens, pieces and log probabilities."""
 
 from __future__ import annotations
 
-from strobe.answers import Answer, News
-from strobe.request import SamplingParams
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from strobe.answers import Answer, News, named
+from strobe.outputs import StreamDelta
+from strobe.request import SamplingParams, TokenLogprob
 from strobe.text.tokenizer import Tokenizer
 
+END = 2
+TEXTS = [
+    "Sort these words: pear, apple, fig. Then say: done.",
+    "Zwölf Boxkämpfer jagen Viktor über den Sylter Deich 🦊🦊 und zurück",
+    "one two one two one two three",
+    "日本語のテキスト、そして😀終わり",
+]
 
-def test_only_the_last_delta_is_finished_also_when_read_late(tokenizer: Tokenizer):
-    ids = tokenizer.encode("The list is paper, pear.")
-    answer = Answer(tokenizer, SamplingParams(), request_id="r")
-    news = [*(News([token]) for token in ids[:-1]), News(ids[-1:], "length")]
-    deltas = [answer.push(one) for one in news]
-    assert [delta.finished for delta in deltas] == [False] * (len(ids) - 1) + [True]
-    assert "".join(delta.text for delta in deltas) == answer.output.text
+
+def scores_of(tokens: Sequence[int], top: int = 2) -> list[TokenLogprob]:
+    """Log probabilities that tell their token: -token / 100, rank by its parity."""
+    best = tuple((n, -0.5 - n) for n in range(top))
+    return [TokenLogprob(t, -t / 100, 1 + t % 2, best) for t in tokens]
 
 
-def test_a_stop_text_finishes_the_delta_that_meets_it(tokenizer: Tokenizer):
-    answer = Answer(tokenizer, SamplingParams(stop=" is"), request_id="r")
-    first, second = (answer.push(News(tokenizer.encode(text))) for text in ("The list", " is on"))
-    assert (first.finished, second.finished) == (False, True)
-    assert answer.output.stop_reason == " is"
+def news(
+    tokens: Sequence[int], rng: random.Random, params: SamplingParams, reason: str = "length"
+) -> Iterator[News]:
+    """The tokens in random steps, the last one with the reason."""
+    place = 0
+    while place < len(tokens):
+        made = list(tokens[place : place + rng.randint(1, 6)])
+        place += len(made)
+        yield News(
+            made,
+            reason if place == len(tokens) else None,
+            None,
+            drafted=7,
+            accepted=rng.randint(0, len(made)),
+            logprobs=scores_of(made) if params.logprobs is not None else (),
+        )
+
+
+def answer_of(tokenizer: Tokenizer, params: SamplingParams) -> Answer:
+    return Answer(tokenizer, params, request_id="r", index=3, stop_ids=frozenset([END]))
+
+
+def play(answer: Answer, told: Iterator[News]) -> list[tuple[News, StreamDelta]]:
+    """What becomes of the news, up to the answer's end."""
+    pairs = []
+    for one in told:
+        pairs.append((one, answer.push(one)))
+        if answer.output.finish_reason is not None:
+            break
+    return pairs
+
+
+def slow(
+    tokenizer: Tokenizer, tokens: Sequence[int], params: SamplingParams
+) -> tuple[str, int, str | None]:
+    """Text, tokens that count and the stop string: by decoding every beginning anew."""
+    for count in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:count]).rstrip("\ufffd")
+        places = [(text.find(stop), stop) for stop in params.stop if stop in text]
+        if places and count > params.min_tokens:
+            at, stop = min(places)
+            return text[: at + len(stop) * params.include_stop_str_in_output], count, stop
+    return tokenizer.decode(tokens), len(tokens), None
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("text", TEXTS)
+def test_all_is_cut_at_a_stop_string_in_whatever_steps_it_comes(
+    tokenizer: Tokenizer, text: str, include: bool
+):
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    rng, stops = random.Random(text), 0
+    for _ in range(60):
+        begin = rng.randrange(len(text))
+        given = [text[begin : begin + rng.randint(1, 9)], "never to be found"]
+        params = SamplingParams(stop=given, include_stop_str_in_output=include, logprobs=1)
+        want, count, stop = slow(tokenizer, tokens, params)
+        answer = answer_of(tokenizer, params)
+        deltas = play(answer, news(tokens, rng, params))
+        output, stops = answer.output, stops + (stop is not None)
+        assert (output.text, output.token_ids) == (want, tokens[:count])
+        assert "".join(delta.text for _, delta in deltas) == want
+        assert [t for _, delta in deltas for t in delta.token_ids] == tokens[:count]
+        reason = ("stop", stop) if stop is not None else ("length", None)
+        assert (output.finish_reason, output.stop_reason) == reason
+        found = [one for _, delta in deltas for one in delta.logprobs]
+        assert found == scores_of(tokens[:count])
+        assert output.logprobs == [named(one, tokenizer) for one in found]
+        total = sum(one.logprob for one in found)
+        assert math.isclose(output.cumulative_logprob or 0.0, total, abs_tol=1e-9)
+        assert [delta.finished for _, delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert stops > 50
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_are_each_tokens_share_of_the_text(tokenizer: Tokenizer, text: str):
+    """One for each token. Text of earlier steps that turned out to begin a stop string was in
+    pieces already: it is all that they have too much."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    rng, whole, more = random.Random(text), 0, 0
+    for trial in range(60):
+        begin = rng.randrange(len(text))
+        stop = text[begin : begin + rng.randint(1, 9)]
+        params = SamplingParams(stop=[stop] if trial % 3 else [])
+        answer = answer_of(tokenizer, params)
+        deltas = play(answer, news(tokens, rng, params))
+        assert all(len(delta.pieces) == len(delta.token_ids) for _, delta in deltas)
+        joined = "".join(piece for _, delta in deltas for piece in delta.pieces)
+        assert joined.startswith(answer.output.text)
+        beyond = joined[len(answer.output.text) :]
+        assert stop.startswith(beyond)
+        assert beyond != stop
+        whole, more = whole + (not beyond), more + bool(beyond)
+    assert whole > 20
+    assert more > 2
+
+
+def test_accepted_is_never_more_than_the_tokens_kept(tokenizer: Tokenizer):
+    tokens = tokenizer.encode("one two three four five", add_special_tokens=False)
+    sizes = set[int]()
+    for stop in ("one", "three", "five", "x"):
+        params = SamplingParams(stop=stop)
+        kept = slow(tokenizer, tokens, params)[1]
+        sizes.add(kept)
+        for accepted in range(len(tokens) + 1):
+            answer = answer_of(tokenizer, params)
+            delta = answer.push(News(tokens, None, None, drafted=7, accepted=accepted))
+            assert (delta.drafted, delta.accepted) == (7, min(accepted, kept))
+    assert len(sizes) == 3
+
+
+def test_a_stop_string_before_min_tokens_is_text(tokenizer: Tokenizer):
+    tokens = tokenizer.encode("one two one two", add_special_tokens=False)
+    first = slow(tokenizer, tokens, SamplingParams(stop="two"))[1]
+    for least in range(len(tokens)):
+        params = SamplingParams(stop="two", min_tokens=least)
+        answer = answer_of(tokenizer, params)
+        play(answer, news(tokens, random.Random(least), params))
+        assert (answer.output.text == "one ") == (least < first)
+        assert len(answer.output.token_ids) > least
+
+
+def test_an_end_token_is_kept_and_leaves_no_text_and_an_empty_piece(tokenizer: Tokenizer):
+    tokens = [*tokenizer.encode("all done", add_special_tokens=False), END]
+    answer = answer_of(tokenizer, SamplingParams(logprobs=0, skip_special_tokens=False))
+    delta = answer.push(News(tokens, "stop", 17, logprobs=scores_of(tokens, 0)))
+    assert (delta.text, delta.token_ids, delta.pieces[-1]) == ("all done", tokens, "")
+    assert "".join(delta.pieces) == "all done"
+    output = answer.output
+    assert (output.finish_reason, output.stop_reason) == ("stop", 17)
+    assert [list(entry) for entry in output.logprobs or []] == [[t] for t in tokens]
+    shown = answer_of(tokenizer, SamplingParams(include_stop_str_in_output=True))
+    assert shown.push(News(tokens, "stop")).text == "all done"
+    spelt = SamplingParams(include_stop_str_in_output=True, skip_special_tokens=False)
+    assert answer_of(tokenizer, spelt).push(News(tokens, "stop")).text == "all done<|im_end|>"
+
+
+def test_bytes_that_never_became_a_character_come_out_with_the_last_token(tokenizer: Tokenizer):
+    tokens = tokenizer.encode("a😀", add_special_tokens=False)[:-1]
+    answer = answer_of(tokenizer, SamplingParams())
+    first = answer.push(News(tokens))
+    assert (first.text, "".join(first.pieces)) == ("a", "a")
+    last = answer.push(News([tokens[0]], "length"))
+    assert answer.output.text == tokenizer.decode([*tokens, tokens[0]])
+    assert "".join([*first.pieces, *last.pieces]) == answer.output.text == first.text + last.text
+
+
+@pytest.mark.parametrize(("reason", "error"), [("error", "What was wrong."), ("abort", None)])
+def test_an_end_without_tokens_carries_its_reason(
+    tokenizer: Tokenizer, reason: str, error: str | None
+):
+    tokens = tokenizer.encode("so far", add_special_tokens=False)
+    answer = answer_of(tokenizer, SamplingParams(stop="far away", logprobs=0))
+    first = answer.push(News(tokens, logprobs=scores_of(tokens, 0)))
+    assert (first.text, first.finished) == ("so ", False)
+    delta = answer.push(News([], reason, None, error=error))
+    assert (delta.text, delta.token_ids, delta.pieces, delta.logprobs) == ("far", [], [], [])
+    assert delta.finished
+    output = answer.output
+    assert (output.text, output.finish_reason, output.error) == ("so far", reason, error)
+    assert len(output.logprobs or []) == len(tokens)
+
+
+def test_an_error_is_told_only_where_the_answer_ended_in_one(tokenizer: Tokenizer):
+    tokens = tokenizer.encode("so far", add_special_tokens=False)
+    answer = answer_of(tokenizer, SamplingParams(stop="far"))
+    answer.push(News(tokens, "error", None, error="What was wrong."))
+    assert (answer.output.finish_reason, answer.output.error) == ("stop", None)
+
+
+def test_an_answer_of_no_tokens_is_empty(tokenizer: Tokenizer):
+    answer = answer_of(tokenizer, SamplingParams(max_tokens=0, logprobs=2))
+    delta = answer.push(News([], "length"))
+    output = answer.output
+    assert (delta.text, delta.pieces, output.text, output.token_ids) == ("", [], "", [])
+    assert (output.finish_reason, output.index) == ("length", 3)
+    assert (output.logprobs, output.cumulative_logprob) == ([], 0.0)
+
+
+def test_without_logprobs_asked_for_there_are_none(tokenizer: Tokenizer):
+    answer = answer_of(tokenizer, SamplingParams())
+    delta = answer.push(News([300, 301], "length"))
+    assert (delta.logprobs, answer.output.logprobs) == ([], None)
+    assert answer.output.cumulative_logprob is None
+
+
+def test_a_named_token_stands_first_with_its_own_rank_and_the_best_behind_it(
+    tokenizer: Tokenizer,
+):
+    top = ((300, -0.1), (301, -2.5), (302, -3.0))
+    far = named(TokenLogprob(400, -9.0, 77, top), tokenizer)
+    assert list(far) == [400, 300, 301, 302]
+    assert far[400] == (-9.0, 77, tokenizer.decode([400]))
+    assert [far[t].rank for t in (300, 301, 302)] == [1, 2, 3]
+    assert far[301].logprob == -2.5
+    near = named(TokenLogprob(301, -2.5, 2, top), tokenizer)
+    assert list(near) == [301, 300, 302]
+    assert near[301] == (-2.5, 2, tokenizer.decode([301]))
+    assert named(TokenLogprob(END, -1.0, 1), tokenizer)[END].decoded_token == "<|im_end|>"
