@@ -1,0 +1,329 @@
+"""The offline API's fields beyond plain sampling, as its users meet them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from textpair import EOS_IDS, Pair
+from transformers import AutoModelForCausalLM
+
+from strobe import LLM, SamplingParams
+from strobe.outputs import CompletionOutput, Logprob, RequestOutput
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+WARM = SamplingParams(temperature=1, max_tokens=20, seed=7)
+PROMPTS = ["hello there", "Sort these words: pear, apple, fig", "7 * 8 ="]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "animal": {"enum": ["cat", "dog", "zebra"]},
+        "legs": {"type": "integer", "minimum": 0, "maximum": 9},
+        "tame": {"type": "boolean"},
+    },
+    "required": ["animal", "legs", "tame"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llm(pair: Pair) -> LLM:
+    return LLM(pair.target, pair.draft, device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def _idle(llm: LLM) -> Iterator[None]:
+    yield
+    assert not llm.engine.has_work
+    assert llm.engine.parts.pool.available == llm.engine.parts.pool.capacity
+    llm.engine.check()
+
+
+def generate(llm: LLM, prompt: Any, params: Any) -> list[RequestOutput]:
+    return llm.generate(prompt, params, use_tqdm=False)
+
+
+def answer(llm: LLM, prompt: Any, params: SamplingParams) -> CompletionOutput:
+    return generate(llm, prompt, params)[0].outputs[0]
+
+
+SPECULATION = [None, False, {"method": "ngram"}, {"num_drafts": 2}]
+
+
+# log probabilities
+
+
+@pytest.fixture(scope="module")
+def hf(pair: Pair) -> Any:
+    return AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
+
+
+def true_logprobs(hf: Any, tokens: list[int]) -> torch.Tensor:
+    """[T, V]: what transformers gives behind each token."""
+    with torch.no_grad():
+        return hf(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+def check_entry(llm: LLM, entry: dict[int, Logprob], row: torch.Tensor, token: int, top: int):
+    assert next(iter(entry)) == token
+    assert top <= len(entry) <= top + 1
+    for found, one in entry.items():
+        assert math.isclose(one.logprob, row[found].item(), abs_tol=1e-4)
+        assert one.decoded_token == llm.tokenizer.decode([found], skip_special_tokens=False)
+        assert one.rank == int((row > row[found]).sum()) + 1
+    assert {one.rank for one in entry.values()} >= set(range(1, top + 1))
+
+
+@pytest.mark.parametrize("speculation", SPECULATION, ids=str)
+@pytest.mark.parametrize("params", [GREEDY, WARM.clone(n=2)], ids=["greedy", "sampled"])
+def test_logprobs_are_vllms_dicts_of_transformers_values(
+    llm: LLM, hf: Any, params: SamplingParams, speculation: Any
+):
+    asked = params.clone(logprobs=3, prompt_logprobs=2, speculation=speculation)
+    for output in generate(llm, PROMPTS, asked):
+        prompt = output.prompt_token_ids
+        assert output.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == len(prompt)
+        assert output.prompt_logprobs[0] is None
+        for made in output.outputs:
+            truth = true_logprobs(hf, [*prompt, *made.token_ids])
+            assert made.logprobs is not None
+            assert len(made.logprobs) == len(made.token_ids)
+            behind = zip(truth[len(prompt) - 1 :], made.token_ids, made.logprobs, strict=False)
+            for row, token, entry in behind:
+                check_entry(llm, entry, row, token, 3)
+            own = [e[t].logprob for e, t in zip(made.logprobs, made.token_ids, strict=True)]
+            assert math.isclose(made.cumulative_logprob or 0, sum(own), abs_tol=1e-9)
+        for row, token, entry in zip(truth, prompt[1:], output.prompt_logprobs[1:], strict=False):
+            assert entry is not None
+            check_entry(llm, entry, row, token, 2)
+
+
+def test_logprobs_of_nothing_asked_for_are_none(llm: LLM):
+    (output,) = generate(llm, PROMPTS[0], GREEDY)
+    assert output.prompt_logprobs is None
+    assert output.outputs[0].logprobs is None
+    assert output.outputs[0].cumulative_logprob is None
+
+
+def test_zero_logprobs_name_the_token_itself(llm: LLM):
+    (output,) = generate(llm, PROMPTS[0], GREEDY.clone(logprobs=0, prompt_logprobs=0))
+    made = output.outputs[0]
+    assert [list(entry) for entry in made.logprobs or []] == [[t] for t in made.token_ids]
+    scores = output.prompt_logprobs or []
+    assert [list(entry or []) for entry in scores[1:]] == [[t] for t in output.prompt_token_ids[1:]]
+
+
+def test_logprobs_are_the_models_own_whatever_the_rules_did(llm: LLM, hf: Any):
+    rules: dict[str, Any] = {
+        "logit_bias": {300: 100.0},
+        "presence_penalty": 2.0,
+        "temperature": 0.7,
+        "top_k": 2,
+        "logprobs": 0,
+    }
+    (output,) = generate(llm, PROMPTS[0], WARM.clone(**rules))
+    made = output.outputs[0]
+    truth = true_logprobs(hf, [*output.prompt_token_ids, *made.token_ids])
+    assert made.token_ids[0] == 300
+    for i, (token, entry) in enumerate(zip(made.token_ids, made.logprobs or [], strict=True)):
+        row = truth[len(output.prompt_token_ids) - 1 + i]
+        check_entry(llm, entry, row, token, 0)
+    assert any(entry[t].rank > 50 for t, entry in zip(made.token_ids, made.logprobs, strict=True))
+
+
+def test_a_stop_string_cuts_logprobs_with_the_tokens(llm: LLM):
+    whole = answer(llm, PROMPTS[0], GREEDY.clone(logprobs=1))
+    place = len(whole.text) // 2
+    stop = whole.text[place : place + 3]
+    cut = answer(llm, PROMPTS[0], GREEDY.clone(logprobs=1, stop=stop))
+    assert cut.stop_reason == stop
+    size = len(cut.token_ids)
+    assert size < len(whole.token_ids)
+    assert [list(e) for e in cut.logprobs or []] == [list(e) for e in whole.logprobs or []][:size]
+    own = [e[t].logprob for e, t in zip(cut.logprobs or [], cut.token_ids, strict=True)]
+    assert math.isclose(cut.cumulative_logprob or 0, sum(own), abs_tol=1e-9)
+
+
+def test_deltas_of_a_stream_carry_a_score_and_a_piece_for_each_token(llm: LLM):
+    params = GREEDY.clone(logprobs=1, prompt_logprobs=0)
+    want = answer(llm, PROMPTS[1], params)
+    deltas = list(llm.stream(PROMPTS[1], params))
+    assert all(len(d.token_ids) == len(d.logprobs) == len(d.pieces) for d in deltas)
+    assert "".join(piece for d in deltas for piece in d.pieces) == want.text
+    assert [one.token for d in deltas for one in d.logprobs] == want.token_ids
+    assert all(0 <= d.accepted <= min(d.drafted, len(d.token_ids)) for d in deltas)
+    assert sum(d.drafted for d in deltas) == want.speculation.drafted  # pyright: ignore
+    assert deltas[-1].output.logprobs == want.logprobs
+
+
+def test_a_prompt_is_scored_without_an_answer(llm: LLM, hf: Any):
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1, logprobs=1)
+    for speculation in SPECULATION:
+        for output in generate(llm, PROMPTS, params.clone(speculation=speculation)):
+            made = output.outputs[0]
+            assert (made.text, made.token_ids, made.finish_reason) == ("", [], "length")
+            assert (made.logprobs, made.cumulative_logprob) == ([], 0.0)
+            truth = true_logprobs(hf, output.prompt_token_ids)
+            scores = (output.prompt_logprobs or [])[1:]
+            for row, token, entry in zip(truth, output.prompt_token_ids[1:], scores, strict=False):
+                assert entry is not None
+                check_entry(llm, entry, row, token, 1)
+    one = generate(llm, [[300]], params)[0]
+    assert one.prompt_logprobs == [None]
+
+
+def test_the_report_of_an_answer_without_tokens_says_why_nothing_was_drafted(llm: LLM):
+    report = answer(llm, PROMPTS[0], SamplingParams(max_tokens=0)).speculation
+    assert report is not None
+    assert (report.used, report.steps) == (False, 0)
+    assert report.off_reason == "the answer ended before the first draft"
+
+
+# rules
+
+
+def test_a_bias_and_allowed_ids_are_obeyed(llm: LLM):
+    assert set(answer(llm, PROMPTS[0], GREEDY.clone(logit_bias={300: 100})).token_ids) == {300}
+    allowed = [310, 311, 312, 313]
+    for params in (GREEDY, WARM):
+        made = answer(llm, PROMPTS[0], params.clone(allowed_token_ids=allowed)).token_ids
+        assert len(made) == params.max_tokens
+        assert set(made) <= set(allowed)
+    free = answer(llm, PROMPTS[0], GREEDY).token_ids
+    banned = answer(llm, PROMPTS[0], GREEDY.clone(logit_bias=dict.fromkeys(free, -100)))
+    assert not set(banned.token_ids) & set(free)
+
+
+@pytest.mark.parametrize(
+    "rule", [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 50.0}]
+)
+def test_a_penalty_makes_an_answer_repeat_itself_less(llm: LLM, rule: dict[str, float]):
+    params = GREEDY.clone(logit_bias=dict.fromkeys(range(300, 340), 60.0), max_tokens=30)
+    plain = answer(llm, PROMPTS[0], params).token_ids
+    varied = answer(llm, PROMPTS[0], params.clone(**rule)).token_ids
+    assert len(set(varied)) > len(set(plain))
+
+
+# structured output
+
+
+def of_the_schema(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        set(value) == {"animal", "legs", "tame"}
+        and value["animal"] in ("cat", "dog", "zebra")
+        and value["legs"] in range(10)
+        and isinstance(value["tame"], bool)
+    )
+
+
+FORMS: list[tuple[dict[str, Any], Any]] = [
+    ({"json": SCHEMA}, of_the_schema),
+    ({"json": json.dumps(SCHEMA)}, of_the_schema),
+    ({"regex": r"[a-z]{3,8}-\d{2}"}, re.compile(r"[a-z]{3,8}-\d{2}").fullmatch),
+    ({"choice": ["yes", "no", "maybe so"]}, lambda text: text in ("yes", "no", "maybe so")),
+    ({"grammar": 'start: "<" /[a-d]{2,5}/ ">"'}, re.compile("<[a-d]{2,5}>").fullmatch),
+    ({"grammar": 'root ::= "<" [a-d] [a-d]? ">"'}, re.compile("<[a-d]{1,2}>").fullmatch),
+]
+
+
+@pytest.mark.parametrize(("form", "fits"), FORMS, ids=[str(form)[:20] for form, _ in FORMS])
+def test_an_answer_has_the_form_asked_for_however_it_is_drafted(
+    llm: LLM, form: dict[str, Any], fits: Any
+):
+    for params in (GREEDY.clone(max_tokens=300), WARM.clone(max_tokens=300, n=2, temperature=2)):
+        made = []
+        for speculation in SPECULATION:
+            asked = params.clone(structured_outputs=form, speculation=speculation)
+            made.append([a for o in generate(llm, PROMPTS, asked) for a in o.outputs])
+        for answers in made:
+            assert [a.token_ids for a in answers] == [a.token_ids for a in made[0]]
+            assert {a.finish_reason for a in answers} == {"stop"}
+            assert all(fits(a.text) for a in answers)
+            assert all(a.token_ids[-1] in EOS_IDS for a in answers)
+
+
+def test_any_json_object_parses(llm: LLM):
+    """Of few characters, so that a random model comes to an end."""
+    ids = [llm.tokenizer.encode(c, add_special_tokens=False)[0] for c in '{}[],:"ab1']
+    params = WARM.clone(
+        structured_outputs={"json_object": True},
+        allowed_token_ids=[*ids, *EOS_IDS],
+        max_tokens=80,
+        temperature=20,
+    )
+    texts = set[str]()
+    for seed in range(8):
+        made = answer(llm, PROMPTS[1], params.clone(seed=seed))
+        if made.finish_reason == "stop":
+            texts.add(made.text)
+            assert isinstance(json.loads(made.text), dict)
+    assert len(texts) > 2
+
+
+def test_the_pair_in_the_box_writes_json_by_a_grammar_and_drafts_as_well_as_without():
+    box = LLM()
+    text = "Give the name and the age as JSON: Anna is 30 years old and lives in Rome."
+    texts, lengths = [], []
+    for form in (None, {"json_object": True}):
+        (output,) = box.chat(
+            [{"role": "user", "content": text}],
+            SamplingParams(temperature=0, max_tokens=100, structured_outputs=form),
+            use_tqdm=False,
+            chat_template_kwargs={"enable_thinking": False},
+        )
+        (made,) = output.outputs
+        assert made.finish_reason == "stop"
+        assert json.loads(made.text)["name"] == "Anna"
+        assert made.speculation is not None
+        texts.append(made.text)
+        lengths.append(made.speculation.acceptance_length or 0)
+    assert texts[0] == texts[1]
+    assert min(lengths) > 3  # measured 10.0 with both
+
+
+# what is wrong
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"logit_bias": {2048: 1}}, "logit_bias holds token id 2048, but the vocabulary has ids 0 to"),
+    ({"allowed_token_ids": [5, 9999]}, "allowed_token_ids holds token id 9999"),
+    ({"structured_outputs": {"regex": "(a"}}, "the grammar does not compile: .*unclosed group"),
+    ({"structured_outputs": {"json": {"type": "hamster"}}}, "does not compile: .*hamster"),
+    ({"structured_outputs": {"regex": "a", "after": [9999]}}, "after holds token id 9999"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG, ids=[str(f)[:40] for f, _ in WRONG])
+def test_what_cannot_run_fails_alone_in_a_batch_with_a_sentence(
+    llm: LLM, fields: dict[str, Any], message: str
+):
+    alone = answer(llm, PROMPTS[0], GREEDY)
+    params = [GREEDY, GREEDY.clone(**fields, n=2), GREEDY.clone(structured_outputs={"regex": "a"})]
+    first, wrong, last = generate(llm, [PROMPTS[0]] * 3, params)
+    assert first.outputs[0].token_ids == alone.token_ids
+    assert last.outputs[0].text == "a"
+    assert [a.finish_reason for a in wrong.outputs] == ["error", "error"]
+    for made in wrong.outputs:
+        assert re.search(message, str(made.error)), made.error
+        assert str(made.error).endswith(".")
+        assert made.token_ids == []
+    with pytest.raises(ValueError, match=message):
+        next(llm.stream(PROMPTS[0], GREEDY.clone(**fields)))
+
+
+def test_a_checkpoint_without_tokenizer_json_says_so_for_grammars_only(pair: Pair, tmp_path: Path):
+    llm = LLM(pair.copied(tmp_path).target)
+    shutil.move(tmp_path / "target" / "tokenizer.json", tmp_path / "elsewhere.json")
+    made = answer(llm, PROMPTS[0], GREEDY.clone(structured_outputs={"regex": "a"}))
+    assert made.finish_reason == "error"
+    assert re.search(r"tokenizer\.json, which does not exist; save the tokenizer", str(made.error))
+    assert answer(llm, PROMPTS[0], GREEDY).finish_reason != "error"
