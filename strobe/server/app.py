@@ -83,10 +83,13 @@ def _add_reads(app: FastAPI, serving: Serving) -> None:
     @app.get("/health")
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
         """200 once the server can answer, else 503."""
-        if serving.client.can_answer:
+        if serving.drain.stopping:
+            state = "The server is stopping."
+        elif serving.client.can_answer:
             return PlainTextResponse("")
-        state = "has ended" if serving.client.dead else "is still starting"
-        return JSONResponse(error_body(f"The engine {state}.", status=503, code="not_ready"), 503)
+        else:
+            state = f"The engine {'has ended' if serving.client.dead else 'is still starting'}."
+        return JSONResponse(error_body(state, status=503, code="not_ready"), 503)
 
     @app.get("/version")
     async def show_version() -> answers.Version:  # pyright: ignore[reportUnusedFunction]

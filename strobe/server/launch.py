@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ _POLL = 0.05
 
 def serve(config: EngineConfig, settings: ServerConfig) -> int:
     """Serve until told to stop; the exit status. Raises ValueError for settings that do not fit."""
+    from_environment = [key for key in [os.environ.get("STROBE_API_KEY")] if key]
+    settings = replace(settings, api_key=(*settings.api_key, *from_environment))
     config, settings = config.check(), settings.check()
     settings.logs.configure()
     template = read_template(settings.chat_template)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from strobe.answers import Answer, News
-from strobe.outputs import SpeculationReport, StreamDelta
+from strobe.outputs import CompletionOutput, SpeculationReport, StreamDelta
 from strobe.request import SamplingParams, SpeculationCount, TokenLogprob
 from strobe.server.client import PromptRefused
 from strobe.server.messages import AnswerNews
@@ -47,9 +47,7 @@ class Choice:
 
     def __init__(self, serving: Serving, job: Job, index: int, began: float):
         self.job, self.index, self.parser = job, index, job.parser()
-        self.output = Answer(
-            serving.tokenizer, job.params, request_id=job.request_id, index=index
-        ).output
+        self.output = CompletionOutput(index)
         self._serving, self._began, self._last = serving, began, began
         self._answer: Answer | None = None
         self.counts = SpeculationCount()

@@ -28,7 +28,9 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is every interface.")
     port: int = option(8000, "Port to listen on; 0 takes a free one.")
-    api_key: Sequence[str] = option((), "Clients must send one of these keys as a bearer token.")
+    api_key: Sequence[str] = option(
+        (), "Clients must send one of these keys, or the one in STROBE_API_KEY."
+    )
     served_model_name: Sequence[str] = option(
         (), "Names clients call the model by; the first one is given back."
     )
