@@ -110,10 +110,10 @@ class RequestOutput:
 class StreamDelta:
     """News of one answer: new text and tokens, and the whole answer so far in `output`.
 
-    pieces: each new token's share of the text, also of text that is held back yet; logprobs: one
-    per new token where asked for; drafted: drafts verified in this step; accepted: how many of the
-    new tokens, from the first on, were drafts; finished: whether these are the last news, whatever
-    `output` has grown to since.
+    pieces: each new token's share of the raw text, also of what is held back yet or cut off at a
+    stop string; logprobs: one per new token where asked for; drafted: drafts verified in this step;
+    accepted: how many of the new tokens, from the first on, were drafts; finished: whether these
+    are the last news, whatever `output` has grown to since.
     """
 
     request_id: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -167,7 +166,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
 
 class TextDelta(NamedTuple):
     """New text, how many of the tokens given made it, the stop string met, if any, and each of
-    those tokens' share of the text."""
+    those tokens' share of the raw text, a stop string's part included."""
 
     text: str
     num_tokens: int
@@ -207,17 +206,15 @@ class Detokenizer:
     def push(self, ids: Sequence[int], *, last: bool = False) -> TextDelta:
         """Take in tokens. last: nothing follows, so what was held back comes out."""
         stopped = None
-        used = 0
-        ends = [len(self.text)]
+        pieces: list[str] = []
         for token in ids:
             self.ids.append(token)
-            used += 1
-            if last and used == len(ids) and token in self._silent:
-                ends.append(len(self.text))
+            if last and len(pieces) + 1 == len(ids) and token in self._silent:
+                pieces.append("")
                 break
-            piece = self._stream.step(self._fast, token)
-            self.text += piece or ""
-            ends.append(len(self.text))
+            piece = self._stream.step(self._fast, token) or ""
+            self.text += piece
+            pieces.append(piece)
             if piece:
                 stopped = self._find_stop(len(piece))
             if len(self.ids) <= self._min_tokens:
@@ -225,14 +222,14 @@ class Detokenizer:
             if stopped is not None:
                 break
         if last and stopped is None:
+            before = len(self.text)
             self._flush()
+            if pieces:
+                pieces[-1] += self.text[before:]
         hold = 0 if last or stopped is not None else self._held_back()
         end = len(self.text) - hold
         delta, self._sent = self.text[self._sent : end], max(self._sent, end)
-        if last and len(ends) > 1:
-            ends[-1] = len(self.text)
-        pieces = [self.text[a:b] for a, b in itertools.pairwise(ends)]
-        return TextDelta(delta, used, stopped, pieces)
+        return TextDelta(delta, len(pieces), stopped, pieces)
 
     def _flush(self) -> None:
         """Bring out bytes that never became a whole character, as decoding all at once would."""
