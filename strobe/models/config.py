@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,6 @@ from strobe.request import SamplingParams
 
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that a checkpoint may be in."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -247,12 +244,11 @@ def is_drafter(config: dict[str, Any]) -> bool:
 
 
 def _default_sampling(generation: dict[str, Any], path: Path) -> dict[str, Any]:
-    keys = ("temperature", "top_p", "top_k", "min_p")
+    keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     sampling: dict[str, Any] = {k: generation[k] for k in keys if generation.get(k) is not None}
     if generation.get("do_sample") is False:
-        sampling = {"temperature": 0.0}
-    if generation.get("repetition_penalty", 1.0) != 1.0:
-        logger.warning("%s: repetition_penalty is not supported yet and is left out.", path)
+        kept = {k: v for k, v in sampling.items() if k == "repetition_penalty"}
+        sampling = {"temperature": 0.0, **kept}
     try:
         SamplingParams(**sampling)
     except ValueError as error:

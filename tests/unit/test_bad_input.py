@@ -178,7 +178,14 @@ def test_an_end_token_that_is_none(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("temperature", "hot"), ("top_p", 7), ("top_k", 1.5), ("min_p", -1)]
+    ("key", "value"),
+    [
+        ("temperature", "hot"),
+        ("top_p", 7),
+        ("top_k", 1.5),
+        ("min_p", -1),
+        ("repetition_penalty", -1),
+    ],
 )
 def test_recommended_sampling_that_cannot_be(
     damaged: Pair, refused: Callable[..., str], key: str, value: Any

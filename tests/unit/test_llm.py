@@ -391,11 +391,13 @@ def test_recommended_sampling_and_end_tokens_come_from_the_checkpoint(pair: Pair
         top_k=20,
         min_p=0.01,
         do_sample=True,
-        repetition_penalty=1.0,
+        repetition_penalty=1.05,
     )
     engine = LLM(target)
     params = engine.get_default_sampling_params()
-    assert params == SamplingParams(temperature=0.6, top_p=0.95, top_k=20, min_p=0.01)
+    assert params == SamplingParams(
+        temperature=0.6, top_p=0.95, top_k=20, min_p=0.01, repetition_penalty=1.05
+    )
     (answer,) = engine.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs
     assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
     assert answer.token_ids == free[:place]
@@ -406,6 +408,9 @@ def test_recommended_sampling_and_end_tokens_come_from_the_checkpoint(pair: Pair
     (kept,) = engine.generate(PROMPTS[0], with_end, use_tqdm=False)
     assert kept.outputs[0].text == engine.tokenizer.decode(free[:place])
     edit_json(target / "generation_config.json", do_sample=False)
+    greedy = SamplingParams(temperature=0.0, repetition_penalty=1.05)
+    assert LLM(target).get_default_sampling_params() == greedy
+    edit_json(target / "generation_config.json", repetition_penalty=None)
     assert LLM(target).get_default_sampling_params() == SamplingParams(temperature=0.0)
     edit_json(target / "generation_config.json", eos_token_id=end)
     assert (
