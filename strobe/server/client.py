@@ -38,6 +38,10 @@ class EngineDead(RuntimeError):
     """The engine's process has ended; nothing can be answered."""
 
 
+class EngineStopped(EngineDead):
+    """The server stops, and with it the engine, before the answer has ended."""
+
+
 class PromptRefused(ValueError):
     """The engine cannot answer this prompt; the sentence says what to change."""
 
@@ -138,12 +142,14 @@ class EngineClient:
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._readable)
 
     async def ready(self) -> Ready:
-        """What the engine says of itself once it can answer. Raises ValueError with its sentence
-        where it cannot start."""
+        """What the engine says of itself once it can answer. Where it cannot start: raises
+        ValueError for settings that do not fit, else EngineDead."""
         await self._ready.wait()
-        if self.facts is None:
-            raise ValueError(self.failed.error if self.failed else "The engine's process ended.")
-        return self.facts
+        if self.facts is not None:
+            return self.facts
+        if self.failed is None:
+            raise EngineDead("The engine's process ended before it could answer.")
+        raise (ValueError if self.failed.user_error else EngineDead)(self.failed.error)
 
     @property
     def can_answer(self) -> bool:
@@ -176,17 +182,19 @@ class EngineClient:
             self._generations.pop(generation.key, None)
 
     async def stop(self, patience: float = 5.0) -> None:
-        """End the process, by force if it does not listen."""
+        """End the process, by force if it does not listen, as while it starts."""
         if not self.dead:
             asyncio.get_running_loop().remove_reader(self._pipe.fileno())
             self.dead = True
             for generation in list(self._generations.values()):
-                generation.fail(EngineDead("The server stops."))
+                generation.fail(EngineStopped("The server stops before this answer has ended."))
             self._generations.clear()
             try:
                 self._pipe.send(Stop())
             except OSError:
                 logger.debug("the engine's process had gone before it was told to stop")
+        if self.facts is None:
+            self.process.kill()
         await asyncio.to_thread(self.process.join, patience)
         if self.process.is_alive():
             self.process.kill()

@@ -38,6 +38,7 @@ async def completions(serving: Serving, http: Request) -> Response:
         arguments = request.sampling(facts.sampling)
         params = serving.params(arguments)
         request_id = request.request_id or http.scope["state"]["request_id"]
+        serving.check_room(len(prompts) * params.n)
         for i, prompt in enumerate(prompts):
             job_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
             runs.append(

@@ -1,6 +1,7 @@
 """`strobe serve`: starts the engine's process and the HTTP server, and stops both in order.
 
 SIGTERM, SIGINT: no admission > what runs finishes, or the grace period ends > exit 0
+the same again: the grace period ends at once
 the engine's process ends: open requests fail > exit 1
 """
 
@@ -20,7 +21,7 @@ import uvicorn
 
 from strobe.config import EngineConfig
 from strobe.server.app import make_app
-from strobe.server.client import EngineClient
+from strobe.server.client import EngineClient, EngineDead
 from strobe.server.guards import Drain
 from strobe.server.metrics import ServerMetrics
 from strobe.server.serving import Formats, Serving, read_template
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 BOX_NAME = "strobe-demo"
 _POLL = 0.05
+_BACKLOG = 2048
 
 
 def serve(config: EngineConfig, settings: ServerConfig) -> int:
@@ -48,12 +50,13 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises ValueError where the address cannot be had."""
+    """A socket that listens. Raises ValueError where the address cannot be had."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen(_BACKLOG)  # or two servers that start together share the port
     except OSError as error:
         raise ValueError(
             f"{host} port {port} cannot be listened on ({error.strerror or error}); choose another "
@@ -83,6 +86,7 @@ class Server:
         self.listener = listener
         self.drain = Drain(retry_after=max(1, int(settings.grace)))
         self._stop = asyncio.Event()
+        self._hurry = False
 
     async def run(self) -> int:
         """Start, serve, stop; the exit status. Raises ValueError where the engine cannot start."""
@@ -91,7 +95,7 @@ class Server:
         client.on_death = self._stop.set
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, self._told_to_stop)
         client.start()
         http: asyncio.Task[None] | None = None
         try:
@@ -104,6 +108,7 @@ class Server:
                     log_config=None,
                     access_log=False,
                     lifespan="off",
+                    backlog=_BACKLOG,
                     timeout_keep_alive=75,
                     server_header=False,
                 )
@@ -118,11 +123,18 @@ class Server:
                 await asyncio.wait({stopped, http}, return_when=asyncio.FIRST_COMPLETED)
             ready.cancel()
             stopped.cancel()
-            return await self._end(client, server, http)
+            return await self._end(serving, server, http)
+        except EngineDead as error:
+            logger.error("%s", error)
+            return 1
         finally:
             if http is not None:
                 http.cancel()
             await client.stop()
+
+    def _told_to_stop(self) -> None:
+        self._hurry = self._stop.is_set()
+        self._stop.set()
 
     def _serving(self, client: EngineClient, tokenizer: Tokenizer, root: str) -> Serving:
         name = root if self.config.target else BOX_NAME
@@ -149,22 +161,21 @@ class Server:
             f"http://{host}:{port}/ is a page to try it, http://{host}:{port}/docs its API."
         )
 
-    async def _end(
-        self, client: EngineClient, server: uvicorn.Server, http: asyncio.Task[None]
-    ) -> int:
+    async def _end(self, serving: Serving, server: uvicorn.Server, http: asyncio.Task[None]) -> int:
         """Stop in order; the exit status."""
+        client = serving.client
         self.drain.stopping = True
         if client.dead:
             logger.error("the engine's process has ended; the server stops")
             await asyncio.sleep(_POLL)  # the open requests' errors go out first
         else:
             logger.info("stopping: %d answers are being finished", client.num_open)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.grace):
-                    while client.num_open and not client.dead:
+                    while serving.busy and not client.dead and not self._hurry:
                         await asyncio.sleep(_POLL)
-            except TimeoutError:
-                logger.warning("the grace period ends with %d answers unfinished", client.num_open)
+            if client.num_open:
+                logger.warning("stopping with %d answers unfinished", client.num_open)
         status = 1 if client.dead or http.done() else 0
         await client.stop()
         server.should_exit = True

@@ -97,6 +97,8 @@ class Serving:
     metrics: ServerMetrics
     drain: Drain = field(default_factory=Drain)
     created: int = field(default_factory=lambda: int(time.time()))
+    handling: int = 0
+    """Requests whose bodies are in and whose handlers have not returned."""
 
     def __post_init__(self) -> None:
         # One thread: a fast tokenizer serves one caller at a time.
@@ -110,6 +112,11 @@ class Serving:
             state = "has ended" if self.client.dead else "is still starting"
             raise Unserved(503, f"The engine {state}.", code="engine_not_ready", retry_after=5)
         return self.client.facts
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is still being answered."""
+        return bool(self.handling or self.client.num_open)
 
     def name(self, asked: str | None) -> str:
         """The model's name in the response. Raises Unserved for a model that is not served."""
@@ -130,16 +137,26 @@ class Serving:
 
     def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Generation:
         """Hand a prompt to the engine. Raises Unserved where the queue is full."""
-        room = self.facts.max_num_seqs + self.settings.max_waiting - self.client.num_open
-        if params.n > room:
-            self.metrics.refused(429, "queue_full")
+        self.check_room(params.n)
+        return self.client.submit(prompt_ids, params, request_id)
+
+    def check_room(self, answers: int) -> None:
+        """Raises Unserved where so many more answers find no place now, BadField where they never
+        will."""
+        most = self.facts.max_num_seqs + self.settings.max_waiting
+        if answers > most:
+            raise BadField(
+                f"The request asks for {answers} answers, but this server takes at most {most} at "
+                "once; ask for fewer.",
+                "n",
+            )
+        if answers > most - self.client.num_open:
             raise Unserved(
                 429,
                 f"{self.client.num_open} answers are being made or wait already; try again later.",
                 code="queue_full",
                 retry_after=RETRY_AFTER,
             )
-        return self.client.submit(prompt_ids, params, request_id)
 
     def params(self, arguments: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters. Raises BadField with the first word of a sentence as the field."""
