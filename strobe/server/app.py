@@ -73,7 +73,15 @@ def make_app(serving: Serving) -> ASGIApp:
 
 def _bound(handler: Handler, serving: Serving) -> Callable[[Request], Awaitable[Response]]:
     async def serve(http: Request) -> Response:
-        return await handler(serving, http)
+        try:
+            await replies.read_body(serving, http)
+        except Exception as error:
+            return replies.failed(serving, error)
+        serving.handling += 1
+        try:
+            return await handler(serving, http)
+        finally:
+            serving.handling -= 1
 
     serve.__name__ = handler.__name__
     return serve

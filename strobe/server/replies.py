@@ -10,12 +10,14 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from strobe.answers import named
 from strobe.request import TokenLogprob
-from strobe.server.client import EngineDead
+from strobe.server.access import CLIENT_CLOSED
+from strobe.server.client import EngineDead, EngineStopped
 from strobe.server.protocol.errors import BadField, error_body
 from strobe.server.protocol.sampling import Sampling
 from strobe.server.runs import Run, speculation, usage
@@ -26,10 +28,6 @@ logger = logging.getLogger(__name__)
 
 SPECULATION_HEADER = "x-strobe-speculation"
 DONE = b"data: [DONE]\n\n"
-
-
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
 
 
 def compact(value: Any) -> str:
@@ -50,6 +48,8 @@ def problem(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
         body = error_body(str(error), status=error.status, param=error.param, code=error.code)
         return error.status, body, headers
+    if isinstance(error, EngineStopped):
+        return 503, error_body(str(error), status=503, code="server_stopping"), {"Retry-After": "5"}
     if isinstance(error, EngineDead):
         return 500, error_body(str(error), status=500, code="engine_dead"), {}
     if isinstance(error, TimeoutError):
@@ -60,10 +60,24 @@ def problem(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
 
 
 def failed(serving: Serving, error: Exception) -> Response:
+    """The HTTP error for what went wrong before a response began."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_CLOSED)
     status, body, headers = problem(error)
-    if status == 400:
-        serving.metrics.refused(400, "bad_request")
+    serving.metrics.refused(status, body["error"]["code"])
     return JSONResponse(body, status, headers)
+
+
+async def read_body(serving: Serving, http: Request) -> None:
+    """Read the body, which handlers then find in `http`. Raises Unserved where it does not come in
+    the time that a request may take, ClientDisconnect."""
+    limit = serving.settings.request_timeout
+    try:
+        async with asyncio.timeout(limit or None):
+            await http.body()
+    except TimeoutError:
+        sentence = f"The body did not come within {limit:g} seconds; send it at once."
+        raise Unserved(408, sentence, code="body_timeout") from None
 
 
 class Watch:
@@ -84,14 +98,14 @@ class Watch:
 
 
 class EventStream(Response):
-    """Events as they come; a client that goes away closes the runs behind them."""
+    """Events as they come. at_end: called once, however the response ends."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], watch: Watch):
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], at_end: Callable[[], None]):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first, self._rest, self._watch = first, rest, watch
+        self._first, self._rest, self._at_end = first, rest, at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -102,7 +116,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         finally:
-            self._watch.stop()
+            self._at_end()
             await self._rest.aclose()
 
 
@@ -124,17 +138,13 @@ Events = Callable[[], AsyncGenerator[bytes]]
 
 
 class Ending(NamedTuple):
-    """What a stream ends with. failed: the events that tell of an error; done: behind them all."""
+    """What a stream ends with. failed: the events for an error's body; done: behind them all."""
 
-    failed: Callable[[Exception], bytes]
+    failed: Callable[[dict[str, Any]], bytes]
     done: bytes = b""
 
 
-def _error_chunk(error: Exception) -> bytes:
-    return event(problem(error)[1])
-
-
-CHUNKS = Ending(_error_chunk, DONE)
+CHUNKS = Ending(event, DONE)
 """Of chat and completions."""
 
 
@@ -148,17 +158,27 @@ async def stream(
 ) -> Response:
     """Answer with an event stream. What goes wrong before its first event is an HTTP error."""
     watch = Watch(http.receive, lambda: _close(runs))
+
+    def at_end() -> None:
+        watch.stop()
+        _settle(serving, http, runs, streams=True)
+
+    def failing(error: Exception) -> bytes:
+        status, body, _ = problem(error)
+        serving.metrics.refused(status, body["error"]["code"])
+        _log_of(http)["error"] = body["error"]["code"]
+        return ending.failed(body) + ending.done
+
     source = _until(events(), deadline)
     try:
         first = await anext(source)
     except StopAsyncIteration:
-        watch.stop()
-        return Response(status_code=499)
+        at_end()
+        return Response(status_code=CLIENT_CLOSED)
     except Exception as error:
-        watch.stop()
-        _close(runs)
+        at_end()
         return failed(serving, error)
-    return EventStream(first, _guarded(source, runs, ending), watch)
+    return EventStream(first, _guarded(source, runs, failing, ending.done), at_end)
 
 
 async def _until(events: AsyncGenerator[bytes], deadline: Deadline) -> AsyncGenerator[bytes]:
@@ -175,22 +195,22 @@ async def _until(events: AsyncGenerator[bytes], deadline: Deadline) -> AsyncGene
 
 
 async def _guarded(
-    events: AsyncGenerator[bytes], runs: Sequence[Run], ending: Ending
+    events: AsyncGenerator[bytes],
+    runs: Sequence[Run],
+    failing: Callable[[Exception], bytes],
+    done: bytes,
 ) -> AsyncGenerator[bytes]:
-    """The events and the stream's ending; an error becomes the last event before that."""
-    ended = False
+    """The events and `done`; or, where something goes wrong, what `failing` makes of it."""
     try:
         async for chunk in events:
             yield chunk
-        ended = not any(run.given_up for run in runs)
+        if done and not any(run.given_up for run in runs):
+            yield done
     except Exception as error:
-        ended = True
         _close(runs)
-        yield ending.failed(error)
+        yield failing(error)
     finally:
         await events.aclose()
-    if ended and ending.done:
-        yield ending.done
 
 
 async def whole(
@@ -206,17 +226,17 @@ async def whole(
         async with deadline():
             body = await make()
         if watch.gone:
-            return Response(status_code=499)
+            return Response(status_code=CLIENT_CLOSED)
         return Response(compact(body).encode("utf-8", "replace"), media_type="application/json")
     except Exception as error:
         return failed(serving, error)
     finally:
         watch.stop()
-        _close(runs)
+        _settle(serving, http, runs, streams=False)
 
 
 async def drained(runs: Sequence[Run]) -> None:
-    """Wait for all answers of all runs. Raises what any of them raises, and ClientGone."""
+    """Wait for all answers of all runs. Raises what any of them raises."""
 
     async def drain(run: Run) -> None:
         async for _ in run.steps():
@@ -273,15 +293,27 @@ def _close(runs: Sequence[Run]) -> None:
         run.close()
 
 
-def note(http: Request, name: str, runs: Sequence[Run], *, streams: bool) -> None:
-    """What the access log tells of this request."""
+def _settle(serving: Serving, http: Request, runs: Sequence[Run], *, streams: bool) -> None:
+    """A request's end, however it came: what still runs is given up and counted, and the access log
+    learns what became of the answers."""
+    _close(runs)
+    choices = [choice for run in runs for choice in run.choices]
+    for choice in choices:
+        if not choice.ended:
+            choice.count()
     report = speculation(runs)
     length = report["acceptance_length"]
-    http.scope["state"]["log"] = {
-        "model": name,
-        "stream": streams,
+    _log_of(http).update(
+        answer_id=runs[0].job.request_id,
+        model=serving.names[0],
+        stream=streams,
         **{key: value for key, value in usage(runs).items() if key.endswith("tokens")},
-        "finish_reason": runs[0].choices[0].output.finish_reason,
-        "speculation": report["method"],
-        "acceptance_length": None if length is None else round(length, 3),
-    }
+        finish_reason=",".join(dict.fromkeys(c.output.finish_reason or "abort" for c in choices)),
+        speculation=report["method"],
+        acceptance_length=None if length is None else round(length, 3),
+    )
+
+
+def _log_of(http: Request) -> dict[str, Any]:
+    """What the access log will say of this request beside its own fields."""
+    return http.scope["state"].setdefault("log", {})

@@ -118,9 +118,9 @@ class ResponseReply:
             response = self._ended() | {"speculation": speculation([self.run])}
             yield self._event({"type": f"response.{response['status']}", "response": response})
 
-    def failed(self, error: Exception) -> bytes:
+    def failed(self, body: dict[str, Any]) -> bytes:
         """The last events of a stream that an error has ended."""
-        said = replies.problem(error)[1]["error"]
+        said = body["error"]
         told = {"type": "error", **{name: said[name] for name in ("code", "message", "param")}}
         self.items.close("incomplete")
         response = self._response("failed")

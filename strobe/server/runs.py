@@ -56,6 +56,10 @@ class Choice:
         self.logprobs: list[TokenLogprob] = []
         self.pieces: list[str] = []
 
+    @property
+    def ended(self) -> bool:
+        return self.output.finish_reason is not None
+
     def push(self, news: AnswerNews) -> Progress:
         """Take in a step's news of this answer."""
         if self._answer is None:
@@ -93,7 +97,7 @@ class Choice:
             )
         self._clock(first, len(delta.token_ids))
         if delta.finished:
-            self._end()
+            self.count()
         return Progress(self, delta, parsed)
 
     @property
@@ -125,9 +129,10 @@ class Choice:
             self._serving.metrics.inter_token(now - self._last, made)
         self._last = now
 
-    def _end(self) -> None:
+    def count(self) -> None:
+        """Have this answer counted once it has ended, or been given up."""
         self._serving.metrics.finished(
-            reason=self.output.finish_reason or "stop",
+            reason=self.output.finish_reason or "abort",
             seconds=time.monotonic() - self._began,
             queue_seconds=self.queued,
             prompt_tokens=len(self.job.prompt_ids),
@@ -152,7 +157,8 @@ class Run:
         EngineDead."""
         try:
             async for news in self._generation:
-                yield [self._take(item) for item in news]
+                # A stop string ends an answer here, and the engine may have stepped on meanwhile.
+                yield [self._take(item) for item in news if not self.choices[item.choice].ended]
         except PromptRefused as error:
             sentence = str(error).replace("structured_outputs", self.job.constraint)
             raise BadField(sentence, field_of(sentence)) from None
@@ -165,9 +171,7 @@ class Run:
 
     @property
     def given_up(self) -> bool:
-        return self._generation.closed and any(
-            choice.output.finish_reason is None for choice in self.choices
-        )
+        return self._generation.closed and any(not choice.ended for choice in self.choices)
 
     def _take(self, news: AnswerNews) -> Progress:
         if news.beginning is not None and news.choice == 0:

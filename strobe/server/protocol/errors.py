@@ -11,6 +11,7 @@ ERROR_TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
+    408: "timeout",
     413: "request_too_large",
     429: "rate_limit_error",
     500: "server_error",
