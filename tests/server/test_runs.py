@@ -1,0 +1,163 @@
+"""Answers between the engine's news and a response, with news that a test makes up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from strobe.config import BOX, EngineConfig
+from strobe.request import SamplingParams
+from strobe.server.client import EngineClient, EngineDead, EngineStopped, Generation
+from strobe.server.guards import Drain
+from strobe.server.messages import AnswerNews, Beginning, Finish, Ready, Submit
+from strobe.server.metrics import ServerMetrics
+from strobe.server.protocol.errors import BadField
+from strobe.server.runs import Job, Progress, Run
+from strobe.server.serving import Formats, Serving, Unserved
+from strobe.server.settings import LogSettings, ServerConfig
+from strobe.text.tokenizer import Tokenizer
+
+BEGINNING = Beginning("dflash", None, 0, 0.0, [], frozenset({2}))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(BOX / "target")
+
+
+class Said(EngineClient):
+    """A client of no engine; keeps what the engine would have been told."""
+
+    def __init__(self) -> None:
+        super().__init__(EngineConfig(), LogSettings())
+        self.said: list[Any] = []
+        self.facts = Ready(2048, 2, 2048, 15, ("dflash", "none"), {}, "float32", "cpu", 100)
+
+    def send(self, message: Any) -> None:
+        self.said.append(message)
+
+
+def serving(tokenizer: Tokenizer, **settings: Any) -> Serving:
+    return Serving(
+        settings=ServerConfig(**settings),
+        client=Said(),
+        tokenizer=tokenizer,
+        names=("m",),
+        root="m",
+        chat_template=None,
+        formats=Formats(None, None),
+        metrics=ServerMetrics("m"),
+        drain=Drain(),
+    )
+
+
+def news(tokens: Sequence[int], choice: int = 0, **more: Any) -> AnswerNews:
+    told = AnswerNews(0, choice, list(tokens), None, None, 0, 0, [], 5, None, None)
+    return told._replace(**more)
+
+
+def ended(metrics: ServerMetrics) -> dict[str, float]:
+    """How many answers ended, by why."""
+    (family,) = [f for f in metrics.collect() if f.name == "vllm:request_success"]
+    return {s.labels["finished_reason"]: s.value for s in family.samples if s.value}
+
+
+def test_news_behind_a_stop_string_are_dropped(tokenizer: Tokenizer):
+    """The engine steps on until it hears of the stop string; those steps may be read at once."""
+
+    async def main() -> tuple[list[Progress], Run, Serving]:
+        served = serving(tokenizer)
+        params = SamplingParams(max_tokens=50, stop=["b"])
+        run = Run(served, Job([5, 6], params, "r"))
+        first, *others = (tokenizer.encode(text) for text in ("a", " b", " c", " d"))
+        generation: Generation = run._generation
+        generation.tell([news(first, beginning=BEGINNING)])
+        for tokens in others:
+            generation.tell([news(tokens, drafted=15, accepted=0)])
+        generation.tell([news([7], finish_reason="length")])
+        return [p async for steps in run.steps() for p in steps], run, served
+
+    progress, run, served = asyncio.run(main())
+    assert [p.finished for p in progress] == [False, True]
+    assert "".join(p.delta.text for p in progress) == run.choices[0].output.text == "a "
+    assert run.choices[0].output.finish_reason == "stop"
+    assert run.choices[0].counts.steps == 1
+    assert ended(served.metrics) == {"stop": 1}
+
+
+def test_a_stop_string_ends_the_engines_answer_and_only_that_one(tokenizer: Tokenizer):
+    async def main() -> list[Any]:
+        served = serving(tokenizer)
+        run = Run(served, Job([5], SamplingParams(max_tokens=50, n=2, stop=["b"]), "r"))
+        generation: Generation = run._generation
+        generation.tell([news(tokenizer.encode("b"), 1, beginning=BEGINNING)])
+        steps = run.steps()
+        assert [p.choice.index for p in await anext(steps)] == [1]
+        assert not run.given_up
+        generation.tell([news([9], 1), news([9], 0, beginning=BEGINNING, finish_reason="stop")])
+        assert [[p.choice.index for p in step] async for step in steps] == [[0]]
+        assert isinstance(served.client, Said)
+        return served.client.said
+
+    said = asyncio.run(main())
+    assert isinstance(said[0], Submit)
+    assert said[1:] == [Finish(0, 1, "stop")]
+
+
+def test_a_run_that_is_closed_tells_the_engine_once_and_ends(tokenizer: Tokenizer):
+    async def main() -> tuple[list[Any], Run]:
+        served = serving(tokenizer)
+        run = Run(served, Job([5], SamplingParams(max_tokens=50, n=2), "r"))
+        waiting = asyncio.ensure_future(anext(run.steps(), None))
+        await asyncio.sleep(0)
+        run.close()
+        run.close()
+        assert await waiting is None
+        assert served.client.num_open == 0
+        assert isinstance(served.client, Said)
+        return served.client.said[1:], run
+
+    said, run = asyncio.run(main())
+    assert said == [Finish(0, None, "abort")]
+    assert run.given_up
+
+
+@pytest.mark.parametrize("kind", [EngineDead, EngineStopped])
+def test_an_error_reaches_who_waits_and_needs_no_word_to_the_engine(
+    tokenizer: Tokenizer, kind: type[Exception]
+):
+    async def main() -> list[Any]:
+        served = serving(tokenizer)
+        run = Run(served, Job([5], SamplingParams(max_tokens=50), "r"))
+        waiting = asyncio.ensure_future(anext(run.steps()))
+        await asyncio.sleep(0)
+        run._generation.fail(kind("gone"))
+        with pytest.raises(kind):
+            await waiting
+        assert isinstance(served.client, Said)
+        return served.client.said[1:]
+
+    assert asyncio.run(main()) == []
+
+
+def test_room_for_answers_is_counted_in_answers(tokenizer: Tokenizer):
+    """Two places and three that may wait: five answers."""
+
+    async def main() -> None:
+        served = serving(tokenizer, max_waiting=3)
+        four = SamplingParams(max_tokens=5, n=4)
+        run = Run(served, Job([5], four, "a"))
+        with pytest.raises(Unserved) as full:
+            Run(served, Job([5], SamplingParams(max_tokens=5, n=2), "b"))
+        assert (full.value.status, full.value.retry_after) == (429, 1)
+        assert served.client.num_open == 4
+        Run(served, Job([5], SamplingParams(max_tokens=5), "c"))
+        run.close()
+        Run(served, Job([5], four, "d"))
+        with pytest.raises(BadField, match=r"6 answers.*at most 5"):
+            served.check_room(6)
+
+    asyncio.run(main())
