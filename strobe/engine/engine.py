@@ -78,6 +78,7 @@ class Engine:
         self.picking.apply(plan)
         proposal = self.proposers.propose(plan)  # tokens only
         plan = plan.shorten(proposal.known)
+        proposal = self.picking.mend(plan, proposal)  # by what grammars force
         batch = self.runner.prepare(plan, proposal)  # one ragged layout
         out = self.runner.forward(batch)  # logits at the wanted rows, hidden at the captured layers
         self.proposers.observe(batch, out.hidden)  # the drafter's K/V, on the same pages

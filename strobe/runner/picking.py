@@ -53,6 +53,18 @@ class PickingState:
             if request.edited:
                 self.logits.admit(slot, request)
 
+    def mend(self, plan: Plan, proposal: Proposal) -> Proposal:
+        """The proposal with drafts that no grammar allows replaced by what the grammar forces."""
+        tokens = proposal.tokens
+        for i, span in enumerate(plan.spans):
+            if span.drafts and span.request.structured is not None:
+                drafts: list[int] = proposal.tokens[i, : span.drafts].tolist()
+                mended = self.grammars.mend(span.request, drafts)
+                if mended != drafts:
+                    tokens = tokens.clone() if tokens is proposal.tokens else tokens
+                    tokens[i, : span.drafts] = torch.tensor(mended, device=self.device)
+        return proposal._replace(tokens=tokens)
+
     def of(self, plan: Plan, batch: Batch, proposal: Proposal) -> Picking:
         """How the batch's wanted rows pick."""
         requests = [span.request for span in plan.spans]

@@ -97,20 +97,50 @@ class Follower:
             if row == len(drafts):
                 break
             known.append(drafts[row])
-            if self._opens(known):
-                free = True
-            elif free:
-                free = not self._begins(known)
-            elif self.matcher.is_stopped():  # and stays there: behind the end comes only the end
-                if not _has(masks[row], drafts[row]):
+            if not free and self.matcher.is_stopped() and not self._opens(known):
+                if not _has(masks[row], drafts[row]):  # behind the end comes only the end
                     break
-            elif self.matcher.try_consume_tokens([drafts[row]]):
-                taken += 1
-            else:
+                continue
+            legal, free, consumed = self._walk(known, free)
+            taken += consumed
+            if not legal:
                 break
         if taken:
             self.matcher.rollback(taken)
         return masks
+
+    def mend(self, output: Sequence[int], drafts: Sequence[int]) -> list[int]:
+        """The drafts with what the grammar forces in place of the first that it does not allow,
+        and of later ones: where only one continuation is left, such as a schema's next key, it is
+        a better draft than any. Raises ValueError where the grammar cannot go on."""
+        self._catch_up(output)
+        mended, known, free, taken = list(drafts), list(output), self.free, 0
+        row = 0
+        while row < len(mended):
+            legal, ends, consumed = self._walk([*known, mended[row]], free)
+            if not legal:
+                forced = [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
+                if not forced:
+                    break
+                mended[row:] = [*forced, *mended[row + len(forced) :]][: len(mended) - row]
+                legal, ends, consumed = self._walk([*known, mended[row]], free)
+                if not legal:
+                    break
+            known.append(mended[row])
+            free, taken, row = ends, taken + consumed, row + 1
+        if taken:
+            self.matcher.rollback(taken)
+        return mended
+
+    def _walk(self, known: Sequence[int], free: bool) -> tuple[bool, bool, int]:
+        """Follow the newest of the tokens: whether it is allowed, whether the answer is free behind
+        it, and tokens that the matcher took."""
+        if self._opens(known):
+            return True, True, 0
+        if free:
+            return True, not self._begins(known), 0
+        took = not self.matcher.is_stopped() and self.matcher.try_consume_tokens([known[-1]]) == 1
+        return took, False, int(took)
 
     def _catch_up(self, output: Sequence[int]) -> None:
         """Take in the tokens committed since the last step."""
@@ -216,6 +246,14 @@ class Grammars:
             self._followers[request] = Follower(
                 matcher, request.structured.after, request.structured.opener
             )
+
+    def mend(self, request: Request, drafts: Sequence[int]) -> list[int]:
+        """A request's drafts, mended; a grammar that cannot go on leaves them as they are, and
+        `masks` says so."""
+        try:
+            return self._followers[request].mend(request.output_ids, drafts)
+        except ValueError:
+            return list(drafts)
 
     def masks(self, request: Request, drafts: Sequence[int]) -> np.ndarray:
         """[1 + len(drafts), words] int32 for the rows of a request's span. A grammar that cannot go
