@@ -14,7 +14,8 @@ h2 { border-top: 1px solid #8886; padding-top: 1.2rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; }
 td, th { text-align: left; vertical-align: top; padding: 0.3rem 0.8rem 0.3rem 0; }
 tr { border-bottom: 1px solid #8883; }
-td:nth-child(2) { white-space: nowrap; color: #888; }
+td:nth-child(2) { color: #888; width: 24%; }
+td:nth-child(3) { width: 48%; }
 """
 
 
@@ -32,7 +33,8 @@ def api_page(schema: Mapping[str, Any]) -> str:
 
 
 def _paths(schema: Mapping[str, Any]) -> Iterator[str]:
-    for path, methods in schema["paths"].items():
+    by_use = sorted(schema["paths"].items(), key=lambda item: "post" not in item[1])
+    for path, methods in by_use:
         for method, operation in methods.items():
             yield f"<h2><code>{method.upper()} {escape(path)}</code></h2>"
             text = operation.get("description") or operation.get("summary", "")
@@ -47,10 +49,15 @@ def _table(shape: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     rows = [
         f"<tr><td><code>{escape(name)}</code></td>"
         f"<td>{escape(_type(field, schema))}{', required' if name in needed else ''}</td>"
-        f"<td>{_code(field.get('description', ''))}</td></tr>"
+        f"<td>{_code(_description(field))}</td></tr>"
         for name, field in shape.get("properties", {}).items()
     ]
     return f"<table><tr><th>field<th>type<th>what it does</tr>{''.join(rows)}</table>"
+
+
+def _description(field: Mapping[str, Any]) -> str:
+    parts = [field, *field.get("anyOf", ())]
+    return next((part["description"] for part in parts if "description" in part), "")
 
 
 def _type(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:

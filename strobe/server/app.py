@@ -46,6 +46,15 @@ POSTS: tuple[tuple[str, Handler, type[BaseModel], type[BaseModel]], ...] = (
 that every mistake in it is one sentence and nothing is left out in silence."""
 
 
+SUMMARIES = {
+    "/v1/chat/completions": "An answer to a conversation.",
+    "/v1/completions": "The continuation of a text.",
+    "/v1/responses": "An answer in the form of OpenAI's Responses; nothing is stored.",
+    "/tokenize": "Token ids of a text or a conversation.",
+    "/detokenize": "The text of token ids.",
+}
+
+
 def make_app(serving: Serving) -> ASGIApp:
     """The whole server but for its socket."""
     app = FastAPI(title="Strobe", version=version("strobe"), docs_url=None, redoc_url=None)
@@ -61,7 +70,7 @@ def make_app(serving: Serving) -> ASGIApp:
         app,
         MiddlewareSettings(
             api_keys=tuple(settings.api_key),
-            open_paths=OPEN_PATHS | page.files().keys(),
+            open_paths=OPEN_PATHS | page.files().keys() | {"/docs", "/openapi.json"},
             max_body_bytes=settings.max_body_bytes,
             cors_origins=tuple(settings.cors_origin),
             access_log=settings.access_log,
@@ -101,7 +110,7 @@ def _add_reads(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/version")
     async def show_version() -> answers.Version:  # pyright: ignore[reportUnusedFunction]
-        """Strobe's own."""
+        """The version of Strobe."""
         return answers.Version(version=version("strobe"))
 
     @app.get("/docs", include_in_schema=False)
@@ -110,7 +119,7 @@ def _add_reads(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """For Prometheus."""
+        """Counters and histograms in Prometheus' format."""
         body, kind = serving.metrics.render(http.headers.get("accept"))
         return Response(body, headers={"Content-Type": kind})
 
@@ -136,7 +145,7 @@ def _add_reads(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/v1/models/{name:path}", response_model=answers.ModelCard)
     async def model(name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """One of them."""
+        """One of the names of the served model."""
         try:
             return JSONResponse(card(serving.name(name)))
         except Exception as error:
@@ -194,7 +203,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         schema["paths"][path] = {
             "post": {
                 "operationId": handler.__name__,
-                "summary": (handler.__doc__ or "").split("\n")[0],
+                "summary": SUMMARIES[path],
                 "requestBody": {"required": True, "content": content(asked, "validation")},
                 "responses": {
                     "200": {"description": "The answer", "content": good},
