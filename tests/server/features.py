@@ -1,0 +1,273 @@
+"""The cells of the matrix: what a request can ask for, and what must hold for its answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from expected import (
+    Check,
+    answers,
+    anything,
+    begins,
+    calls,
+    each,
+    ends,
+    hides,
+    is_json,
+    matches,
+    prompt_scored,
+    scored,
+    stops_at,
+    thinks,
+    without_calls,
+)
+from outcomes import Said
+from tokenizers import Tokenizer
+
+from strobe.config import BOX
+from strobe.demo_pair.tasks import Example, heldout
+
+TOKENIZER = Tokenizer.from_file(str(BOX / "target" / "tokenizer.json"))
+_TASKS = {(e.family, i % 24): e for i, e in enumerate(heldout(24, seed=5, thinking=False))}
+
+LIST = _TASKS["lists", 12]  # "The list is ..., I put the words ..., Answer: ...", 30 tokens
+SUM = _TASKS["arithmetic", 10]  # two lines "Step 1: ... coins.", and "Answer: 2", 44 tokens
+DATE = _TASKS["dates", 10]
+RECORD = _TASKS["json", 16]  # breakfast, city and guest
+CALL = _TASKS["tool", 1]  # a timer; there are check_stock and book_table as well
+ODDITY = replace(LIST, messages=({"role": "user", "content": "zzz 17 , 4 horse"},))
+WORDS = "rocket paper horse"
+"""What the pair never saw: it is unsure, and so its samples differ and most drafts are wrong."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One feature on one endpoint.
+
+    fields: of the request; check: what holds for every way of making the answers; unlike: a cell
+    with other answers, or the field had no effect; siblings: several answers to one prompt;
+    streams: whether it may be streamed; drafts: whether there is a step to verify drafts in;
+    accepts: the least acceptance length of DFlash at temperature 0, a little below what it is.
+    """
+
+    name: str
+    task: Example
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    check: Check = anything
+    unlike: str | None = None
+    siblings: bool = False
+    chat: bool = True
+    streams: bool = True
+    drafts: bool = True
+    accepts: float = 8.0
+    thinking: bool = False
+    tokens: int = 48
+
+    @property
+    def id(self) -> str:
+        return f"{'chat' if self.chat else 'text'}-{self.name}"
+
+    def body(self) -> dict[str, Any]:
+        """The request but for its temperature, speculation and stream."""
+        common: dict[str, Any] = {"return_token_ids": True, "include_speculation": True, "seed": 7}
+        common |= {"max_tokens": self.tokens, "top_p": 1.0, "top_k": -1}
+        if self.chat:
+            tools = {"tools": list(self.task.tools)} if self.task.tools else {}
+            common |= {"messages": list(self.task.messages), **tools}
+            common["chat_template_kwargs"] = {"enable_thinking": self.thinking}
+        else:
+            common["prompt"] = prompt_of(self.task)
+        return common | self.fields
+
+
+def prompt_of(task: Example) -> str:
+    """A task of one message as the model reads it, told not to think."""
+    (message,) = task.messages
+    asked = f"<|im_start|>user\n{message['content']}<|im_end|>\n"
+    return asked + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def strict_object(**properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+WORD = {"type": "string", "maxLength": 12}
+USUAL = strict_object(breakfast={"type": "boolean"}, city=WORD, guest=WORD)
+"""What the model writes by itself."""
+OTHER = strict_object(guest=WORD, city=WORD)
+"""Another order, and less."""
+ODD = strict_object(tags={"type": "array", "items": {"enum": ["hotel", 7]}, "maxItems": 2})
+"""What it never would."""
+STEPS = r"(Step [1-9]: [A-Za-z0-9 *+=,.-]{1,50}\n){2}Answer: \d{1,4}"
+GRAMMAR = r"""
+start: step step "Answer: " /[0-9]{1,4}/
+step: "Step " /[1-9]/ ": " /[A-Za-z0-9 *+=,.-]{1,50}/ "\n"
+"""
+CHOICE = [
+    "The list is paper, pear, rocket, horse.",
+    "The list is paper, pear, tiger.",
+    "There is no list.",
+]
+
+
+def response_format(schema: dict[str, Any]) -> dict[str, Any]:
+    inner = {"name": "record", "strict": True, "schema": schema}
+    return {"type": "json_schema", "json_schema": inner}
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def cells() -> list[Cell]:
+    """All of them."""
+    shared = [cell for chat in (True, False) for make in (_plain, _rules) for cell in make(chat)]
+    return [*shared, *_structures(), *_chats(), *_texts()]
+
+
+def _plain(chat: bool) -> list[Cell]:
+    """What each endpoint puts into a form of its own, in a chat and in completions."""
+    top = {"logprobs": True, "top_logprobs": 3} if chat else {"logprobs": 3}
+    (newline,) = ids_of("\n")
+    last = f"{'chat' if chat else 'text'}-plain"
+
+    def cell(name: str, fields: dict[str, Any], check: Check = anything, **own: Any) -> Cell:
+        return Cell(name, own.pop("task", LIST), fields, check, chat=chat, **own)
+
+    stop = {"stop": ["no such text", "rse.\nI", "Answer"]}
+    return [
+        cell("plain", {}),
+        cell("logprobs", top, scored(3)),
+        cell("prompt_logprobs", {"prompt_logprobs": 2}, each(prompt_scored), streams=False),
+        cell("stop", {"stop": " words"}, stops_at(" words"), unlike=last),
+        cell("stops", {**stop, **top}, stops_at(*stop["stop"]), unlike=last),
+        cell("stop_kept", {"stop": [","], "include_stop_str_in_output": True}, ends("stop", ","),
+             unlike=last, accepts=5),
+        cell("stop_token_ids", {"stop_token_ids": [newline]}, ends("stop", newline), unlike=last),
+        cell("max_tokens_1", {}, ends("length", tokens=1), tokens=1, drafts=False),
+        cell("max_tokens_2", {}, ends("length", tokens=2), tokens=2, accepts=2),
+        cell("max_tokens_3", {}, ends("length", tokens=3), tokens=3, accepts=3),
+        cell("n", {"n": 3, **({} if chat else {"prompt": WORDS})}, answers(3), task=ODDITY,
+             siblings=True, tokens=12, accepts=1),
+        cell("json_object", {"response_format": {"type": "json_object"}},
+             is_json({"type": "object"}), task=RECORD),
+        cell("json_schema", {"response_format": response_format(OTHER), **top}, is_json(OTHER),
+             task=RECORD, accepts=1.5),
+        cell("min_tokens", {"min_tokens": 36}, unlike=last, tokens=40, accepts=2.5),
+        cell("ignore_eos", {"skip_special_tokens": False, "ignore_eos": True},
+             ends("length", tokens=40), unlike=last, tokens=40),
+    ]  # fmt: skip
+
+
+def _rules(chat: bool) -> list[Cell]:
+    """What changes logits or draws: in a chat on a task that the pair can do, in completions on
+    words that it never saw together, where it is so unsure that each of them changes the answer."""
+    (newline,) = ids_of("\n")
+    first = ids_of(" boxes" if not chat else LIST.answer)[0]
+    allowed = [
+        t
+        for t in range(5, 2048)
+        if TOKENIZER.decode([t], skip_special_tokens=False).isascii() and t != first
+    ] + [2]
+    bias = {str(first): -100, str(newline): 5.0, **{str(t): -1.5 for t in range(300, 400)}}
+
+    def cell(
+        name: str, fields: dict[str, Any], check: Check = anything, accepts: float | None = None
+    ) -> Cell:
+        """accepts: in a chat, where the answer changes there."""
+        if not chat:
+            own = {"prompt": WORDS, **fields}
+            return Cell(name, LIST, own, check, "text-unsure", chat=False, tokens=16, accepts=1)
+        if accepts is None:
+            return Cell(name, LIST, fields, check)
+        return Cell(name, LIST, fields, check, "chat-plain", accepts=accepts)
+
+    def keeps_to(said: Said) -> None:
+        assert set(said.token_ids) <= set(allowed)
+
+    return [
+        *([] if chat else [replace(cell("unsure", {}), unlike=None)]),
+        cell("presence_penalty", {"presence_penalty": 2.0}),
+        cell("frequency_penalty", {"frequency_penalty": 2.0}),
+        cell("repetition_penalty", {"repetition_penalty": 1.8}, accepts=4),
+        cell("penalties", {"presence_penalty": 0.7, "frequency_penalty": 0.6,
+                           "repetition_penalty": 1.2}),
+        cell("negative_penalties", {"frequency_penalty": -1.5, "presence_penalty": -1.0}),
+        cell("logit_bias", {"logit_bias": bias}, accepts=1.8),
+        cell("allowed_token_ids", {"allowed_token_ids": allowed}, each(keeps_to), 1.8),
+        cell("top_k", {"top_k": 2}),
+        cell("top_p", {"top_p": 0.8}),
+        cell("min_p", {"min_p": 0.2}),
+        cell("filters_penalties", {"top_k": 40, "top_p": 0.97, "min_p": 0.01,
+                                   "repetition_penalty": 1.1, "logit_bias": {str(newline): -3}}),
+    ]  # fmt: skip
+
+
+def _structures() -> list[Cell]:
+    """Grammars, alone and with others."""
+    usual, other = {"structured_outputs": {"json": USUAL}}, {"guided_json": OTHER}
+    penalties = {"frequency_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"300": 3}}
+    return [
+        Cell("json", RECORD, usual, is_json(USUAL)),
+        Cell("json_odd", RECORD, {"guided_json": ODD}, is_json(ODD), tokens=80, accepts=1),
+        Cell("json_penalties", RECORD, {**other, **penalties}, is_json(OTHER), accepts=1.5),
+        Cell("json_n", RECORD, {**other, "n": 3, "stop": ["never"]}, is_json(OTHER), accepts=1.5),
+        Cell("regex", SUM, {"structured_outputs": {"regex": STEPS}}, matches(STEPS), tokens=99),
+        Cell("choice", LIST, {"guided_choice": CHOICE}, matches("|".join(CHOICE))),
+        Cell("grammar", SUM, {"guided_grammar": GRAMMAR}, matches(STEPS), tokens=99),
+    ]
+
+
+def _chats() -> list[Cell]:
+    """What chats have alone."""
+    named = {"tool_choice": {"type": "function", "function": {"name": "check_stock"}}}
+    required, tools = {"tool_choice": "required"}, CALL.tools
+    every = ("create_timer", "check_stock", "book_table")
+    begun = (*SUM.messages, {"role": "assistant", "content": "Step 1: The plants cost"})
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False, "echo": True}
+    return [
+        Cell("tool_auto", CALL, {"tool_choice": "auto"}, calls(tools, "create_timer")),
+        Cell("tool_required", CALL, required, calls(tools, *every, most=9), tokens=99),
+        Cell("tool_named", CALL, named, calls(tools, "check_stock"), "chat-tool_auto", accepts=3),
+        Cell("tool_none", CALL, {"tool_choice": "none"}, each(without_calls), accepts=3),
+        Cell("tool_single", CALL, {**required, "parallel_tool_calls": False}, calls(tools, *every)),
+        Cell("tool_logprobs", CALL, {**required, "n": 2, "logprobs": True},
+             calls(tools, *every, most=9), tokens=99),
+        Cell("echo", replace(SUM, messages=begun), goes_on, begins("Step 1: The plants cost 7")),
+        Cell("reasoning", DATE, {}, thinks(), thinking=True, tokens=99),
+        Cell("reasoning_hidden", DATE, {"include_reasoning": False}, each(hides), thinking=True,
+             unlike="chat-reasoning", tokens=99),
+        Cell("reasoning_cut", DATE, {}, ends("length", tokens=20), thinking=True, tokens=20),
+        Cell("reasoning_json", RECORD, {"response_format": response_format(OTHER)},
+             thinks(is_json(OTHER)), thinking=True, tokens=160, accepts=4),
+        Cell("reasoning_call", CALL, named, thinks(calls(tools, "check_stock")), thinking=True,
+             tokens=160, accepts=5),
+    ]  # fmt: skip
+
+
+def _texts() -> list[Cell]:
+    """What completions have alone."""
+    both = [prompt_of(LIST), prompt_of(DATE)]
+    ids = [ids_of(text) for text in both]
+    echo = {"echo": True, "logprobs": 2}
+
+    def cell(name: str, fields: dict[str, Any], check: Check = anything, **own: Any) -> Cell:
+        return Cell(name, LIST, fields, check, chat=False, **own)
+
+    return [
+        cell("echo", {"echo": True}, begins("<|im_start|>user"), unlike="text-plain"),
+        cell("echo_logprobs", {**echo, "n": 2}, scored(2, echoed=True)),
+        cell("echo_alone", {**echo, "max_tokens": 0}, scored(2, echoed=True), drafts=False),
+        cell("best_of", {"prompt": WORDS, "best_of": 3, "n": 2}, answers(2), streams=False,
+             siblings=True, tokens=12, accepts=1),
+        cell("regex", {"regex": r"The list is [a-z, ]{5,40}\."},
+             matches(r"The list is [a-z, ]{5,40}\."), unlike="text-plain"),
+        cell("prompts", {"prompt": both, "n": 2}, answers(4)),
+        cell("token_ids", {"prompt": ids, "return_tokens_as_token_ids": True, "logprobs": 0}),
+    ]  # fmt: skip

@@ -1,0 +1,263 @@
+"""Every feature of the API while speculating: drafted or not, streamed or whole, the same answers.
+
+All cells run side by side on one server, each in these ways:
+
+             speculation off    dflash             ngram
+    greedy   whole, stream      whole, stream      stream
+    sampled  whole              whole, stream      whole
+
+The acceptance length of each feature is printed at the end; STROBE_MATRIX_REPORT names a file that
+gets it as JSON. That a drafter that is always right loses nothing to a feature is shown where
+drafts can be scripted: tests/reference/test_rules_lossless.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+from features import Cell, cells
+from openai.resources.chat.completions import Completions as Chats
+from openai.resources.completions import Completions as Texts
+from outcomes import Outcome, Said, streamed, whole
+from served import Served
+
+SPECULATION: dict[str, Any] = {
+    "off": False,
+    "dflash": True,
+    "ngram": {"method": "ngram", "num_drafts": 6},
+}
+HEATS = {"greedy": 0.0, "sampled": 1.0}
+
+
+class Way(NamedTuple):
+    """How a cell is asked for."""
+
+    speculation: str
+    form: str
+    heat: str
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+BASES = [Way("off", "whole", heat) for heat in HEATS]
+WAYS = [
+    Way("off", "stream", "greedy"),
+    *(Way("dflash", form, heat) for heat in HEATS for form in ("whole", "stream")),
+    Way("ngram", "stream", "greedy"),
+    Way("ngram", "whole", "sampled"),
+]
+CELLS = {cell.id: cell for cell in cells()}
+
+
+def with_cells(chosen: Callable[[Cell], bool]) -> pytest.MarkDecorator:
+    cells = [pytest.param(cell, id=name) for name, cell in CELLS.items() if chosen(cell)]
+    return pytest.mark.parametrize("cell", cells)
+
+
+@dataclass
+class Matrix:
+    """The answers to all cells, each made once."""
+
+    client: openai.OpenAI
+    model: str
+    pool: ThreadPoolExecutor
+    made: dict[tuple[str, Way], Future[Outcome]]
+
+    def outcome(self, cell: Cell, way: Way) -> Outcome:
+        """Waits for it; it begins at the latest here."""
+        self.begin(cell, way)
+        return self.made[cell.id, way].result()
+
+    def begin(self, cell: Cell, way: Way) -> None:
+        if (cell.id, way) not in self.made:
+            self.made[cell.id, way] = self.pool.submit(self._ask, cell, way)
+
+    def _ask(self, cell: Cell, way: Way) -> Outcome:
+        """OpenAI's fields go as the client's own arguments, all others as its extra_body."""
+        resource: Any = self.client.chat.completions if cell.chat else self.client.completions
+        body = cell.body() | {"model": self.model, "temperature": HEATS[way.heat]}
+        body["speculation"] = SPECULATION[way.speculation]
+        if way.form == "stream":
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        known = inspect.signature((Chats if cell.chat else Texts).create).parameters
+        extra = {name: body.pop(name) for name in list(body) if name not in known}
+        answer = resource.create(**body, extra_body=extra)
+        if way.form == "whole":
+            return whole(answer.model_dump())
+        return streamed(chunk.model_dump(exclude_unset=True) for chunk in answer)
+
+
+@pytest.fixture(scope="module")
+def matrix(request: pytest.FixtureRequest, server: Served) -> Iterator[Matrix]:
+    """What the selected tests ask for is on its way from the start."""
+    with (
+        openai.OpenAI(base_url=server.url + "/v1", api_key="-", timeout=900) as client,
+        ThreadPoolExecutor(24) as pool,
+    ):
+        matrix = Matrix(client, client.models.list().data[0].id, pool, {})
+        for item in request.session.items:
+            values: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+            if item.path == request.path and "cell" in values:
+                for way in [*BASES, *([values["way"]] if "way" in values else [])]:
+                    matrix.begin(values["cell"], way)
+        try:
+            yield matrix
+        finally:
+            pool.shutdown(cancel_futures=True)
+        report = Report(matrix)
+        request.config.pluginmanager.register(report)
+        if os.environ.get("STROBE_MATRIX_REPORT"):
+            Path(os.environ["STROBE_MATRIX_REPORT"]).write_text(json.dumps(report.rows, indent=1))
+
+
+class Report:
+    """Acceptance lengths by cell, method and temperature, for pytest's summary."""
+
+    def __init__(self, matrix: Matrix):
+        self.rows: dict[str, dict[str, float | None]] = {}
+        for (name, way), future in matrix.made.items():
+            done = future.done() and not future.cancelled() and future.exception() is None
+            if done and way.speculation != "off":
+                length = future.result().report["acceptance_length"]
+                self.rows.setdefault(name, {})[f"{way.speculation} {way.heat}"] = length
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        columns = [
+            (f"{place}-", f"{method} {heat}")
+            for place in ("chat", "text")
+            for method in ("dflash", "ngram")
+            for heat in HEATS
+        ]
+        line = terminalreporter.line
+        terminalreporter.section("acceptance length, in chats and in completions")
+        methods = "dflash T=0    T=1 ngram T=0    T=1"
+        line(f"{'':20}{methods:>35}   {methods:>35}")
+        for name in dict.fromkeys(name[5:] for name in self.rows):
+            found = [self.rows.get(place + name, {}).get(column) for place, column in columns]
+            shown = [f"{'' if value is None else f'{value:.1f}':>8}" for value in found]
+            line(f"{name:20}" + "".join(shown[:4]) + "      " + "".join(shown[4:]))
+
+
+PAIRS = [
+    pytest.param(cell, way, id=f"{name}-{way}")
+    for name, cell in CELLS.items()
+    for way in WAYS
+    if cell.streams or way.form == "whole"
+]
+
+
+@pytest.mark.parametrize(("cell", "way"), PAIRS)
+def test_however_it_is_made_the_answer_is_the_same(matrix: Matrix, cell: Cell, way: Way):
+    base = matrix.outcome(cell, Way("off", "whole", way.heat))
+    found = matrix.outcome(cell, way)
+    assert found.usage == base.usage
+    assert len(found.choices) == len(base.choices)
+    for one, other in zip(found.choices, base.choices, strict=True):
+        assert_close(one.logprobs, other.logprobs)
+        assert_close(one.prompt_logprobs, other.prompt_logprobs)
+        left_out: Any = {"logprobs": [], "prompt_logprobs": None, "steps": []}
+        assert replace(one, **left_out) == replace(other, **left_out)
+
+
+@pytest.mark.parametrize(("cell", "way"), PAIRS)
+def test_reports_and_steps_add_up(matrix: Matrix, cell: Cell, way: Way):
+    found = matrix.outcome(cell, way)
+    report = found.report
+    drafts = report["used"]
+    assert report["method"] == ("none" if way.speculation == "off" else way.speculation)
+    assert drafts == (report["steps"] > 0) == (report["off_reason"] is None)
+    assert sum(report["accepted_per_position"]) == report["accepted"] <= report["drafted"]
+    if drafts:
+        assert report["acceptance_length"] == 1 + report["accepted"] / report["steps"]
+    if way.speculation != "ngram":  # which may find nothing to copy
+        assert drafts == (way.speculation == "dflash" and cell.drafts)
+    if way.form == "stream":
+        steps = [step for said in found.choices for step in said.steps]
+        assert sum(step["drafted"] for step in steps) == report["drafted"]
+        assert sum(step["accepted"] for step in steps) == report["accepted"]
+        assert sum(step["drafted"] > 0 for step in steps) == report["steps"]
+        for said in found.choices:
+            assert_told(said, echo=bool(cell.fields.get("echo")))
+
+
+@pytest.mark.parametrize("name", ["chat-stop", "chat-stops", "text-stop", "text-stops"])
+def test_a_stop_text_inside_a_block_drops_the_drafts_behind_it(matrix: Matrix, name: str):
+    (said,) = matrix.outcome(CELLS[name], Way("dflash", "stream", "greedy")).choices
+    last = said.steps[-1]
+    assert last["accepted"] == len(last["tokens"]) <= last["drafted"]
+    assert said.text + str(said.stop_reason) in "".join(
+        t for s in said.steps for t, _ in s["tokens"]
+    )
+
+
+def assert_told(said: Said, *, echo: bool) -> None:
+    """The steps of a stream tell of every token, the accepted drafts in front."""
+    told = [token for step in said.steps for token in step["tokens"]]
+    assert len(told) == len(said.token_ids)
+    for step in said.steps:
+        flags = [accepted for _, accepted in step["tokens"]]
+        assert flags == sorted(flags, reverse=True)
+        assert sum(flags) == step["accepted"]
+        assert len(flags) - sum(flags) <= 1
+    if not echo:
+        assert said.text in "".join(text for text, _ in told)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """The same, with numbers within 1e-4; of the best ones, a near tie may name another token."""
+    if isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=1e-4)
+    elif isinstance(expected, dict) and isinstance(found, dict):
+        values = [sorted(map(_value, side.values())) for side in (found, expected)]
+        assert_close(*values)
+        for key in found.keys() & expected.keys():
+            assert_close(_value(found[key]), _value(expected[key]))
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other)
+    else:
+        assert found == expected
+
+
+def _value(entry: Any) -> float:
+    return entry["logprob"] if isinstance(entry, dict) else entry
+
+
+@with_cells(lambda cell: True)
+def test_the_answer_is_what_was_asked_for(matrix: Matrix, cell: Cell):
+    for way in BASES:
+        found = matrix.outcome(cell, way)
+        cell.check(found)
+        for said in found.choices:
+            assert len(said.token_ids) <= cell.tokens
+            assert said.finish_reason in ("stop", "length", "tool_calls")
+
+
+@with_cells(lambda cell: bool(cell.unlike))
+def test_the_field_changes_the_answer(matrix: Matrix, cell: Cell):
+    plain = [matrix.outcome(CELLS[cell.unlike or ""], way).choices for way in BASES]
+    assert [matrix.outcome(cell, way).choices for way in BASES] != plain
+
+
+@with_cells(lambda cell: cell.siblings)
+def test_siblings_of_one_seed_differ(matrix: Matrix, cell: Cell):
+    greedy, sampled = ([said.text for said in matrix.outcome(cell, w).choices] for w in BASES)
+    assert len(set(greedy)) == 1
+    assert len(set(sampled)) > 1
+
+
+@with_cells(lambda cell: cell.drafts)
+def test_drafts_are_accepted(matrix: Matrix, cell: Cell):
+    length = matrix.outcome(cell, Way("dflash", "whole", "greedy")).report["acceptance_length"]
+    assert length >= cell.accepts
