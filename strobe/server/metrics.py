@@ -6,8 +6,9 @@ families are made when someone asks for them.
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -113,6 +114,7 @@ class ServerMetrics(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._engine = IDLE
+        self.open_answers: Callable[[], int] = int
         # Per phase and context bucket: verify steps, tokens drafted, tokens accepted.
         self._verified = {phase: [[0, 0, 0] for _ in CONTEXTS] for phase in PHASES}
         self._finished: dict[str, int] = dict.fromkeys(REASONS, 0)
@@ -230,6 +232,10 @@ class ServerMetrics(Collector):
         yield self._gauge(
             "vllm:kv_cache_usage_perc", "Share of the K/V pages in use, 0 to 1.", engine.kv_used
         )
+        yield self._gauge(
+            "strobe:open_answers", "Answers that clients wait for.", self.open_answers()
+        )
+        yield self._gauge("strobe:server_tasks", "Tasks on the server's event loop.", _tasks())
         for total in TOTALS:
             family = self._counter(total.name, total.help)
             family.add_metric([self.model_name], getattr(engine, total.field))
@@ -284,3 +290,11 @@ class ServerMetrics(Collector):
 
     def _counter(self, name: str, help: str, *labels: str) -> CounterMetricFamily:
         return CounterMetricFamily(name, help, labels=["model_name", *labels])
+
+
+def _tasks() -> int:
+    """How many tasks the running event loop has; 0 where none runs."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0

@@ -303,7 +303,8 @@ def _settle(serving: Serving, http: Request, runs: Sequence[Run], *, streams: bo
             choice.count()
     report = speculation(runs)
     length = report["acceptance_length"]
-    _log_of(http).update(
+    told = _log_of(http)
+    told.update(
         answer_id=runs[0].job.request_id,
         model=serving.names[0],
         stream=streams,
@@ -312,6 +313,11 @@ def _settle(serving: Serving, http: Request, runs: Sequence[Run], *, streams: bo
         speculation=report["method"],
         acceptance_length=None if length is None else round(length, 3),
     )
+    if serving.settings.log_prompts:
+        prompts = [run.job.prompt_ids for run in runs]
+        decode = serving.tokenizer.decode
+        told["prompts"] = [decode(ids, skip_special_tokens=False) for ids in prompts]
+        told["answers"] = [choice.output.text for choice in choices]
 
 
 def _log_of(http: Request) -> dict[str, Any]:

@@ -101,6 +101,7 @@ class Serving:
     """Requests whose bodies are in and whose handlers have not returned."""
 
     def __post_init__(self) -> None:
+        self.metrics.open_answers = lambda: self.client.num_open
         # One thread: a fast tokenizer serves one caller at a time.
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="strobe-text")
         self.template_reads = _variables(self.chat_template or self.tokenizer.hf.chat_template)

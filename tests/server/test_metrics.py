@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -26,6 +27,8 @@ EXPOSED = {
     ("vllm:num_requests_running", "gauge"),
     ("vllm:num_requests_waiting", "gauge"),
     ("vllm:kv_cache_usage_perc", "gauge"),
+    ("strobe:open_answers", "gauge"),
+    ("strobe:server_tasks", "gauge"),
     ("vllm:num_preemptions_total", "counter"),
     ("vllm:prompt_tokens_total", "counter"),
     ("vllm:generation_tokens_total", "counter"),
@@ -320,6 +323,21 @@ def test_a_finished_answer_counts_in_each_histogram(metrics: ServerMetrics):
         for reason in ("stop", "length", "abort", "error")
     }
     assert reasons == {"stop": 1, "length": 0, "abort": 0, "error": 1}
+
+
+def test_what_the_server_holds_is_asked_for_at_each_render(metrics: ServerMetrics):
+    assert value(metrics, "strobe:open_answers") == value(metrics, "strobe:server_tasks") == 0
+    metrics.open_answers = lambda: 3
+    assert value(metrics, "strobe:open_answers") == 3
+
+    async def main() -> list[float]:
+        alone = value(metrics, "strobe:server_tasks")
+        other = asyncio.ensure_future(asyncio.sleep(0))
+        both = value(metrics, "strobe:server_tasks")
+        await other
+        return [alone, both, value(metrics, "strobe:server_tasks")]
+
+    assert asyncio.run(main()) == [1, 2, 1]
 
 
 def test_refusals_count_by_status_and_reason(metrics: ServerMetrics):
