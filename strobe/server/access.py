@@ -53,7 +53,8 @@ class AccessLog:
     Fields: time (of its arrival), request_id, client, method, path (without the query, its first
     256 characters), status, duration_ms, bytes (of the body sent), error (the exception's type,
     if one was raised), and what the handler put in scope["state"]["log"], which must be no text of
-    the user's unless the operator asks for it. status is 499 where the client left first, 500 where the handler failed.
+    the user's unless the operator asks for it. status is 499 where the client left first, 500 where
+    the handler failed.
     """
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.perf_counter):
