@@ -1,0 +1,368 @@
+"""What users of the `openai` client do with chats and completions, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+from served import Served
+from textpair import make_pair
+
+MODEL = "strobe-demo"
+SUM = "With 44 coins Tom buys 3 cups. Each cup costs 11 coins. How many coins are left?"
+PET = (
+    "Take this text and write a JSON object with the keys animal, name and age. "
+    "The white turtle of Noah is called Bamin and is 12 years old."
+)
+WEATHER = "What is the weather in Athens in celsius?"
+PLAIN: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+class Pet(BaseModel):
+    animal: Literal["turtle", "dog"]
+    name: str
+    age: int
+
+
+class GetWeather(BaseModel):
+    """Use this to know the weather in a city."""
+
+    city: str
+    unit: Literal["celsius", "kelvin"]
+
+
+TOOL: Any = openai.pydantic_function_tool(GetWeather, name="get_weather")
+
+
+def user(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
+def fields(text: str, **given: Any) -> dict[str, Any]:
+    """Arguments of a greedy chat without thinking."""
+    extra = {**PLAIN, **given.pop("extra_body", {})}
+    common = {"model": MODEL, "messages": user(text), "temperature": 0, "max_tokens": 64}
+    return {**common, **given, "extra_body": extra}
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+# chats
+
+
+def test_a_chat_is_a_completion_with_its_usage(client: openai.OpenAI):
+    completion = client.chat.completions.create(**fields(SUM))
+    assert (completion.object, completion.model) == ("chat.completion", MODEL)
+    (choice,) = completion.choices
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "stop")
+    assert choice.message.content is not None
+    assert choice.message.content.endswith("Answer: 11")
+    assert choice.message.tool_calls is None
+    usage = completion.usage
+    assert usage is not None
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.completion_tokens > 20
+
+
+def test_a_stream_is_the_same_text_and_ends_in_its_usage(client: openai.OpenAI):
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(**fields(SUM), **options))
+    completion = client.chat.completions.create(**fields(SUM))
+    *told, last = chunks
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in told)
+        == completion.choices[0].message.content
+    )
+    assert [c.choices[0].delta.role for c in told] == ["assistant"] + [None] * (len(told) - 1)
+    reasons = [c.choices[0].finish_reason for c in told]
+    assert reasons == [None] * (len(told) - 1) + ["stop"]
+    assert {c.object for c in chunks} == {"chat.completion.chunk"}
+    assert all(c.usage is None for c in told)
+    assert last.choices == []
+    assert last.usage is not None
+    assert completion.usage is not None
+    assert last.usage.completion_tokens == completion.usage.completion_tokens
+
+
+def test_reasoning_is_apart_from_the_content_and_may_be_sent_back(client: openai.OpenAI):
+    asked = fields(SUM, max_tokens=256)
+    asked["extra_body"] = {}
+    message = client.chat.completions.create(**asked).choices[0].message
+    thought: Any = message
+    assert "33" in thought.reasoning_content
+    assert message.content is not None
+    assert message.content.endswith("Answer: 11")
+    messages = [*user(SUM), message, *user("Hello!")]
+    again = client.chat.completions.create(**fields("", messages=messages))
+    assert again.choices[0].message.content
+
+
+def test_content_may_come_in_parts_and_from_a_developer(client: openai.OpenAI):
+    head, tail = SUM.split(" Each ")
+    parts = [{"type": "text", "text": head}, {"type": "text", "text": f"Each {tail}"}]
+    messages = [
+        {"role": "developer", "content": "You are a careful assistant."},
+        {"role": "user", "content": parts, "name": "Tom"},
+    ]
+    completion = client.chat.completions.create(**fields("", messages=messages))
+    assert "11" in (completion.choices[0].message.content or "")
+
+
+def test_several_answers_have_their_places(client: openai.OpenAI):
+    chunks = client.chat.completions.create(
+        **fields("zzz 17 , 4 horse", n=3, temperature=1, seed=7, max_tokens=12), stream=True
+    )
+    texts: dict[int, str] = {}
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+    assert sorted(texts) == [0, 1, 2]
+    assert len(set(texts.values())) > 1
+
+
+def test_logprobs_are_the_clients_objects(client: openai.OpenAI):
+    completion = client.chat.completions.create(**fields(SUM, logprobs=True, top_logprobs=2))
+    (choice,) = completion.choices
+    assert choice.logprobs is not None
+    content = choice.logprobs.content or []
+    assert "".join(entry.token for entry in content[:-1]) == choice.message.content
+    assert content[-1].token == "<|im_end|>"
+    for entry in content:
+        assert entry.logprob <= 0
+        assert bytes(entry.bytes or []).decode() == entry.token
+        assert entry.top_logprobs[0].token == entry.token  # it is greedy
+        assert len(entry.top_logprobs) == 2
+
+
+# the client's helpers
+
+
+def test_the_stream_helper_puts_the_answer_together(client: openai.OpenAI):
+    with client.chat.completions.stream(**fields(SUM)) as stream:
+        events = list(stream)
+        final = stream.get_final_completion()
+    deltas = [event.delta for event in events if event.type == "content.delta"]
+    (done,) = [event for event in events if event.type == "content.done"]
+    assert "".join(deltas) == done.content == final.choices[0].message.content
+    assert final.choices[0].finish_reason == "stop"
+
+
+def test_a_pydantic_model_is_parsed_whole_and_streamed(client: openai.OpenAI):
+    whole = client.chat.completions.parse(**fields(PET), response_format=Pet)
+    expected = Pet(animal="turtle", name="Bamin", age=12)
+    assert whole.choices[0].message.parsed == expected
+    with client.chat.completions.stream(**fields(PET), response_format=Pet) as stream:
+        (done,) = [event for event in stream if event.type == "content.done"]
+    assert done.parsed == expected
+
+
+def test_a_parsed_answer_that_was_cut_is_the_clients_error(client: openai.OpenAI):
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(**fields(PET, max_tokens=5), response_format=Pet)
+
+
+def test_tools_are_called_and_their_results_answered(client: openai.OpenAI):
+    first = client.chat.completions.create(**fields(WEATHER, tools=[TOOL]))
+    (choice,) = first.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Athens", "unit": "celsius"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"degrees": 31}'}
+    messages = [*user(WEATHER), choice.message, result]
+    second = client.chat.completions.create(**fields("", messages=messages, tools=[TOOL]))
+    assert second.choices[0].finish_reason == "stop"
+    assert "31" in (second.choices[0].message.content or "")
+
+
+def test_streamed_calls_are_put_together_and_parsed(client: openai.OpenAI):
+    named: Any = {"type": "function", "function": {"name": "get_weather"}}
+    asked = fields(WEATHER, tools=[TOOL], tool_choice=named)
+    with client.chat.completions.stream(**asked) as stream:
+        events = list(stream)
+        message = stream.get_final_completion().choices[0].message
+    deltas = [e for e in events if e.type == "tool_calls.function.arguments.delta"]
+    (done,) = [e for e in events if e.type == "tool_calls.function.arguments.done"]
+    (call,) = message.tool_calls or []
+    assert "".join(e.arguments_delta for e in deltas) == call.function.arguments == done.arguments
+    assert call.function.parsed_arguments == GetWeather(city="Athens", unit="celsius")
+    assert call.id
+
+
+# completions and models
+
+
+def test_a_text_is_completed_whole_and_streamed(client: openai.OpenAI):
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "The list is", "temperature": 0, "seed": 1}
+    whole = client.completions.create(**asked, max_tokens=12, logprobs=1, echo=True)
+    (choice,) = whole.choices
+    assert (whole.object, choice.finish_reason) == ("text_completion", "length")
+    assert choice.text.startswith("The list is")
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    assert "".join(choice.logprobs.tokens or []) == choice.text
+    stream = client.completions.create(**asked, max_tokens=12, stream=True)
+    text = "".join(chunk.choices[0].text for chunk in stream)
+    assert f"The list is{text}" == choice.text
+
+
+def test_models_are_listed_and_retrieved(client: openai.OpenAI):
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == (MODEL, "model", "strobe")
+    assert client.models.retrieve(MODEL) == model
+    found: Any = model
+    assert found.max_model_len == 2048
+
+
+# what Strobe adds
+
+
+def test_speculation_is_chosen_and_reported(client: openai.OpenAI):
+    reports: list[dict[str, Any]] = []
+    texts = set[str | None]()
+    for wanted in (False, {"method": "dflash", "num_drafts": 7}, {"method": "ngram"}):
+        extra = {"speculation": wanted, "include_speculation": True}
+        completion: Any = client.chat.completions.create(**fields(SUM, extra_body=extra))
+        reports.append(completion.speculation)
+        texts.add(completion.choices[0].message.content)
+    assert len(texts) == 1
+    assert [report["method"] for report in reports] == ["none", "dflash", "ngram"]
+    assert [report["used"] for report in reports] == [False, True, True]
+    assert reports[0]["off_reason"]
+    assert len(reports[1]["accepted_per_position"]) == 7
+    assert reports[1]["acceptance_length"] > 5
+
+
+def test_a_header_asks_for_the_report(client: openai.OpenAI):
+    headers = {"X-Strobe-Speculation": "1"}
+    completion: Any = client.chat.completions.create(**fields(SUM), extra_headers=headers)
+    assert completion.speculation["used"]
+    without: Any = client.chat.completions.create(**fields(SUM))
+    assert "speculation" not in without.model_extra
+
+
+def test_what_has_no_effect_is_named(client: openai.OpenAI):
+    idle: dict[str, Any] = {"user": "u", "store": True, "metadata": {"a": "b"}}
+    idle |= {"service_tier": "priority", "prediction": {"type": "content", "content": "x"}}
+    completion: Any = client.chat.completions.create(**fields(SUM, **idle))
+    assert {sentence.split()[0] for sentence in completion.warnings} == set(idle)
+    first: Any = next(iter(client.chat.completions.create(**fields(SUM, **idle), stream=True)))
+    assert first.warnings == completion.warnings
+    without: Any = client.chat.completions.create(**fields(SUM))
+    assert "warnings" not in without.model_extra
+
+
+def test_request_ids_are_returned(client: openai.OpenAI):
+    raw = client.chat.completions.with_raw_response.create(**fields(SUM, max_tokens=2))
+    assert raw.headers["x-request-id"] in raw.parse().id
+    own = {"X-Request-Id": "mine-1"}
+    completion = client.chat.completions.create(**fields(SUM, max_tokens=2), extra_headers=own)
+    assert completion._request_id == "mine-1"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**fields(SUM, temperature=-1), extra_headers=own)
+    assert caught.value.request_id == "mine-1"
+
+
+# errors
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("given", "param", "code"),
+    [
+        ({"temperature": 101}, "temperature", "invalid_value"),
+        ({"max_tokens": "many"}, "max_tokens", "invalid_type"),
+        ({"extra_body": {"wat": 1}}, "wat", "unknown_parameter"),
+        ({"extra_body": {"bad_words": ["x"]}}, "bad_words", "unsupported_parameter"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+        ({"max_tokens": 4000}, "max_tokens", "context_length_exceeded"),
+        ({"messages": user("word " * 3000)}, "messages", "context_length_exceeded"),
+        ({"extra_body": {"guided_regex": "("}}, "guided_regex", "invalid_value"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
+    ],
+)
+def test_a_bad_field_is_named(
+    client: openai.OpenAI, given: dict[str, Any], param: str, code: str, stream: bool
+):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**fields(SUM, **given), stream=stream)
+    error = caught.value
+    assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
+    assert error.body["message"].endswith(".")  # pyright: ignore
+
+
+def test_what_is_not_there_is_not_found(client: openai.OpenAI):
+    asked = {**fields(SUM), "model": "gpt-4o"}
+    with pytest.raises(openai.NotFoundError, match="strobe-demo") as caught:
+        client.chat.completions.create(**asked)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4o")
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model=MODEL, input="text")
+
+
+def test_a_request_that_takes_too_long_is_the_servers_error(client: openai.OpenAI):
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.chat.completions.create(**fields(SUM, extra_body={"timeout": 1e-9}))
+    assert (caught.value.status_code, caught.value.code) == (504, "timeout")
+
+
+def test_a_key_is_asked_for(tmp_path: Path):
+    pair = make_pair(tmp_path)
+    served = Served(str(pair.target), "--api-key=open", "--served-model-name=tiny")
+    try:
+        url = f"{served.url}/v1"
+        asked: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+        for key in ("wrong", "ope", "none"):
+            client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+            with pytest.raises(openai.AuthenticationError):
+                client.completions.create(**asked)
+            with pytest.raises(openai.AuthenticationError):
+                client.models.list()
+        client = openai.OpenAI(base_url=url, api_key="open", max_retries=0)
+        assert client.models.list().data[0].id == "tiny"
+        assert client.completions.create(**asked).usage.completion_tokens == 2  # pyright: ignore
+    finally:
+        assert served.stop() == 0
+    assert "open" not in served.log.replace("openapi", "")
+
+
+# many at once
+
+
+def test_sixteen_streams_at_once_do_not_mix(client: openai.OpenAI, server: Served):
+    words = ("horse", "pear", "paper", "rocket", "ladder", "boat", "lemon", "tiger")
+    texts = [
+        f"Take the words {', '.join((*words[i % 8 :], *words[: i % 8])[: 4 + i // 8])} and "
+        "sort them from A to Z."
+        for i in range(16)
+    ]
+
+    async def one(client: openai.AsyncOpenAI, text: str) -> str:
+        stream = await client.chat.completions.create(**fields(text, max_tokens=80), stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def every() -> list[str]:
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as many:
+            return await asyncio.gather(*(one(many, text) for text in texts))
+
+    answers = asyncio.run(every())
+    assert len(set(answers)) == 16
+    for text, answer in list(zip(texts, answers, strict=True))[::5]:
+        alone = client.chat.completions.create(**fields(text, max_tokens=80))
+        assert alone.choices[0].message.content == answer
