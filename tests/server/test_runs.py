@@ -3,60 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from engineless import BEGINNING, Said, news, serving
 
-from strobe.config import BOX, EngineConfig
+from strobe.config import BOX
 from strobe.request import SamplingParams
-from strobe.server.client import EngineClient, EngineDead, EngineStopped, Generation
-from strobe.server.guards import Drain
-from strobe.server.messages import AnswerNews, Beginning, Finish, Ready, Submit
+from strobe.server.client import EngineDead, EngineStopped, Generation
+from strobe.server.messages import Finish, Submit
 from strobe.server.metrics import ServerMetrics
 from strobe.server.protocol.errors import BadField
 from strobe.server.runs import Job, Progress, Run
-from strobe.server.serving import Formats, Serving, Unserved
-from strobe.server.settings import LogSettings, ServerConfig
+from strobe.server.serving import Serving, Unserved
 from strobe.text.tokenizer import Tokenizer
-
-BEGINNING = Beginning("dflash", None, 0, 0.0, [], frozenset({2}))
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer(BOX / "target")
-
-
-class Said(EngineClient):
-    """A client of no engine; keeps what the engine would have been told."""
-
-    def __init__(self) -> None:
-        super().__init__(EngineConfig(), LogSettings())
-        self.said: list[Any] = []
-        self.facts = Ready(2048, 2, 2048, 15, ("dflash", "none"), {}, "float32", "cpu", 100)
-
-    def send(self, message: Any) -> None:
-        self.said.append(message)
-
-
-def serving(tokenizer: Tokenizer, **settings: Any) -> Serving:
-    return Serving(
-        settings=ServerConfig(**settings),
-        client=Said(),
-        tokenizer=tokenizer,
-        names=("m",),
-        root="m",
-        chat_template=None,
-        formats=Formats(None, None),
-        metrics=ServerMetrics("m"),
-        drain=Drain(),
-    )
-
-
-def news(tokens: Sequence[int], choice: int = 0, **more: Any) -> AnswerNews:
-    told = AnswerNews(0, choice, list(tokens), None, None, 0, 0, [], 5, None, None)
-    return told._replace(**more)
 
 
 def ended(metrics: ServerMetrics) -> dict[str, float]:

@@ -1,0 +1,52 @@
+"""A server's parts without an engine: the news are what a test makes up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from strobe.config import BOX, EngineConfig
+from strobe.server.client import EngineClient, Generation
+from strobe.server.guards import Drain
+from strobe.server.messages import AnswerNews, Beginning, Ready, Submit
+from strobe.server.metrics import ServerMetrics
+from strobe.server.serving import Formats, Serving
+from strobe.server.settings import LogSettings, ServerConfig
+from strobe.text.tokenizer import Tokenizer
+
+BEGINNING = Beginning("dflash", None, 0, 0.0, [], frozenset({2}))
+
+
+class Said(EngineClient):
+    """A client of no engine; keeps what the engine would have been told. at_submit: what the engine
+    does with a prompt, at once."""
+
+    def __init__(self, at_submit: Callable[[Generation], None] = lambda generation: None):
+        super().__init__(EngineConfig(), LogSettings())
+        self.said: list[Any] = []
+        self.at_submit = at_submit
+        self.facts = Ready(2048, 2, 2048, 15, ("dflash", "none"), {}, "float32", "cpu", 100)
+
+    def send(self, message: Any) -> None:
+        self.said.append(message)
+        if isinstance(message, Submit):
+            self.at_submit(self._generations[message.key])
+
+
+def serving(tokenizer: Tokenizer | None = None, **settings: Any) -> Serving:
+    return Serving(
+        settings=ServerConfig(**settings),
+        client=Said(),
+        tokenizer=tokenizer or Tokenizer(BOX / "target"),
+        names=("m",),
+        root="m",
+        chat_template=None,
+        formats=Formats(None, None),
+        metrics=ServerMetrics("m"),
+        drain=Drain(),
+    )
+
+
+def news(tokens: Sequence[int], choice: int = 0, **more: Any) -> AnswerNews:
+    told = AnswerNews(0, choice, list(tokens), None, None, 0, 0, [], 5, None, None)
+    return told._replace(**more)

@@ -1,0 +1,283 @@
+"""The whole application over a client of no engine: how responses end, and what is told of that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from asgi import Answer, call
+from engineless import BEGINNING, Said, news, serving
+
+from strobe.config import BOX
+from strobe.server.app import make_app
+from strobe.server.client import EngineDead, EngineStopped, Generation
+from strobe.server.messages import Finish, Submit
+from strobe.server.serving import Serving
+from strobe.text.tokenizer import Tokenizer
+
+CHAT = "/v1/chat/completions"
+ENDPOINTS = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+}
+every_endpoint = pytest.mark.parametrize("path", ENDPOINTS)
+Engine = Callable[[Generation], None]
+"""What the engine does with a prompt."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(BOX / "target")
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]]:
+    """The access log's lines so far."""
+    caplog.set_level(logging.INFO)
+
+    def read() -> list[dict[str, Any]]:
+        found = [record for record in caplog.records if record.name == "strobe.access"]
+        return [json.loads(record.getMessage()) for record in found]
+
+    return read
+
+
+def ask(served: Serving, path: str, engine: Engine | None = None, **fields: Any) -> Answer:
+    """Post the endpoint's smallest request with these fields."""
+    assert isinstance(served.client, Said)
+    if engine is not None:
+        served.client.at_submit = engine
+    return call(make_app(served), path, body=[json.dumps({**ENDPOINTS[path], **fields}).encode()])
+
+
+def events(answer: Answer) -> list[Any]:
+    """What a stream told; its `[DONE]` is a text."""
+    found = [line[6:] for line in answer.body.decode().split("\n") if line.startswith("data: ")]
+    return [text if text == "[DONE]" else json.loads(text) for text in found]
+
+
+def refusals(served: Serving) -> dict[tuple[str, str], float]:
+    (family,) = [f for f in served.metrics.collect() if f.name == "strobe:http_requests_refused"]
+    return {(s.labels["status"], s.labels["reason"]): s.value for s in family.samples}
+
+
+def one_token(generation: Generation) -> None:
+    """A first token, and nothing more."""
+    generation.tell([news([5], beginning=BEGINNING)])
+
+
+@every_endpoint
+def test_a_time_limit_before_the_first_token_is_a_504(tokenizer: Tokenizer, lines: Any, path: str):
+    for streams in (False, True):
+        served = serving(tokenizer)
+        answer = ask(served, path, stream=streams, timeout=0.01)
+        assert answer.status == 504
+        assert answer.error["code"] == "timeout"
+        assert isinstance(served.client, Said)
+        assert served.client.said[1:] == [Finish(0, None, "abort")]
+        assert not served.client.num_open
+        assert refusals(served) == {("504", "timeout"): 1}
+    assert [line["finish_reason"] for line in lines()] == ["abort", "abort"]
+
+
+@every_endpoint
+def test_a_time_limit_in_a_stream_is_an_error_event(tokenizer: Tokenizer, lines: Any, path: str):
+    served = serving(tokenizer, request_timeout=0.2)
+    answer = ask(served, path, one_token, stream=True)
+    assert answer.status == 200
+    told = events(answer)
+    if path == "/v1/responses":
+        assert [event["type"] for event in told[-2:]] == ["error", "response.failed"]
+        assert told[-2]["code"] == "timeout"
+    else:
+        assert told[-1] == "[DONE]"
+        assert told[-2]["error"]["code"] == "timeout"
+    assert isinstance(served.client, Said)
+    assert served.client.said[1:] == [Finish(0, None, "abort")]
+    assert refusals(served) == {("504", "timeout"): 1}
+    (line,) = lines()
+    assert (line["status"], line["error"], line["finish_reason"]) == (200, "timeout", "abort")
+    assert line["completion_tokens"] == 1
+
+
+def test_the_shorter_of_the_two_time_limits_holds(tokenizer: Tokenizer):
+    """Neither test could end if it were the longer one."""
+    for given, own in ((0.01, 600.0), (600.0, 0.01)):
+        served = serving(tokenizer, request_timeout=given)
+        assert ask(served, CHAT, timeout=own).status == 504
+
+
+@every_endpoint
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [(EngineDead("gone"), 500, "engine_dead"), (EngineStopped("over"), 503, "server_stopping")],
+)
+def test_an_engine_that_ends_is_an_error_at_once(
+    tokenizer: Tokenizer, path: str, error: Exception, status: int, code: str
+):
+    def ends(generation: Generation) -> None:
+        generation.fail(error)
+
+    def begins_and_ends(generation: Generation) -> None:
+        one_token(generation)
+        generation.fail(error)
+
+    for streams in (False, True):
+        answer = ask(serving(tokenizer), path, ends, stream=streams)
+        assert (answer.status, answer.error["code"]) == (status, code)
+        assert (answer.header("retry-after") is not None) == (status == 503)
+    answer = ask(serving(tokenizer), path, begins_and_ends, stream=True)
+    assert answer.status == 200
+    assert code in str(events(answer)[-2])
+
+
+@every_endpoint
+def test_a_client_that_leaves_ends_its_answers(tokenizer: Tokenizer, lines: Any, path: str):
+    for streams in (False, True):
+        served = serving(tokenizer)
+        body = json.dumps({**ENDPOINTS[path], "stream": streams}).encode()
+        call(make_app(served), path, body=[body], gone=True)
+        assert isinstance(served.client, Said)
+        assert [type(message) for message in served.client.said] == [Submit, Finish]
+        assert served.client.num_open == served.handling == 0
+        assert (
+            'finished_reason="abort",model_name="m"} 1.0' in served.metrics.render(None)[0].decode()
+        )
+    assert [(line["status"], line["finish_reason"]) for line in lines()] == [(499, "abort")] * 2
+
+
+def test_a_client_that_leaves_a_body_half_sent_is_no_failure_of_the_server(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, lines: Any
+):
+    served = serving(tokenizer)
+
+    async def half(scope: Any, receive: Any, send: Any) -> None:
+        given = iter([{"type": "http.request", "body": b'{"mess', "more_body": True}])
+
+        async def leaves() -> Any:
+            return next(given, {"type": "http.disconnect"})
+
+        await make_app(served)(scope, leaves, send)
+
+    call(half, CHAT, length=False)
+    assert [line["status"] for line in lines()] == [499]
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    assert not refusals(served)
+
+
+def test_a_body_that_never_ends_is_a_408_at_the_time_limit(tokenizer: Tokenizer):
+    served = serving(tokenizer, request_timeout=0.01)
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        given = iter([{"type": "http.request", "body": b'{"mess', "more_body": True}])
+
+        async def waits() -> Any:
+            return next(given, None) or await asyncio.Event().wait()
+
+        await make_app(served)(scope, waits, send)
+
+    answer = call(slow, CHAT, length=False)
+    assert (answer.status, answer.error["code"]) == (408, "body_timeout")
+    assert refusals(served) == {("408", "body_timeout"): 1}
+
+
+@every_endpoint
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_access_log_tells_what_became_of_the_answers(
+    tokenizer: Tokenizer, lines: Any, path: str, streams: bool
+):
+    def answers(generation: Generation) -> None:
+        generation.tell([news([300], beginning=BEGINNING)])
+        drafted = {"drafted": 15, "accepted": 2, "context": 9}
+        generation.tell([news([301, 302, 303], finish_reason="stop", **drafted)])
+
+    served = serving(tokenizer)
+    answer = ask(served, path, answers, stream=streams, request_id="mine")
+    assert answer.status == 200
+    (line,) = lines()
+    assert line["request_id"] == answer.header("x-request-id")
+    assert line["answer_id"] == "mine"
+    assert (line["model"], line["stream"], line["status"]) == ("m", streams, 200)
+    assert isinstance(served.client, Said)
+    prompt = len(served.client.said[0].prompt_ids)
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (prompt, 4)
+    assert line["total_tokens"] == prompt + 4
+    assert (line["finish_reason"], line["speculation"]) == ("stop", "dflash")
+    assert line["acceptance_length"] == 3.0
+    assert line["bytes"] == len(answer.body)
+    assert "prompts" not in line
+    assert "answers" not in line
+
+
+def test_prompts_and_answers_are_logged_where_the_operator_asks(tokenizer: Tokenizer, lines: Any):
+    def answers(generation: Generation) -> None:
+        ids = tokenizer.encode("the answer")
+        generation.tell([news(ids, beginning=BEGINNING, finish_reason="stop")])
+
+    ask(serving(tokenizer, log_prompts=True), "/v1/completions", answers)
+    (line,) = lines()
+    assert (line["prompts"], line["answers"]) == (["hi"], ["the answer"])
+
+
+def test_several_answers_that_end_in_several_ways_are_told_together(
+    tokenizer: Tokenizer, lines: Any
+):
+    def answers(generation: Generation) -> None:
+        generation.tell([news([300], 1, beginning=BEGINNING, finish_reason="stop")])
+        generation.tell([news([300], 0, beginning=BEGINNING, finish_reason="length")])
+        generation.tell([news([300], 2, beginning=BEGINNING, finish_reason="stop")])
+
+    ask(serving(tokenizer), CHAT, answers, n=3)
+    (line,) = lines()
+    assert (line["finish_reason"], line["completion_tokens"]) == ("length,stop", 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, 200),
+        ({"facts": None}, 503),
+        ({"dead": True}, 503),
+    ],
+)
+def test_health_is_good_only_where_answers_can_be_had(
+    tokenizer: Tokenizer, changes: dict[str, Any], status: int
+):
+    served = serving(tokenizer)
+    for name, value in changes.items():
+        setattr(served.client, name, value)
+    assert call(make_app(served), "/health", method="GET").status == status
+    served.drain.stopping = True
+    assert call(make_app(served), "/health", method="GET").status == 503
+
+
+@every_endpoint
+def test_what_no_engine_can_answer_is_a_503_with_a_time_to_try_again(
+    tokenizer: Tokenizer, path: str
+):
+    served = serving(tokenizer)
+    served.client.facts = None
+    answer = ask(served, path)
+    assert answer.status == 503
+    assert int(answer.header("retry-after") or 0) > 0
+
+
+def test_a_list_of_prompts_finds_room_for_all_or_none(tokenizer: Tokenizer):
+    """Three places: four prompts never fit, three do not beside another one."""
+    served = serving(tokenizer, max_waiting=1)
+    assert isinstance(served.client, Said)
+    app = make_app(served)
+
+    def post(prompts: list[str]) -> Answer:
+        return call(app, "/v1/completions", body=[json.dumps({"prompt": prompts}).encode()])
+
+    assert post(["a"] * 4).status == 400
+    served.client._generations[99] = type("Open", (), {"open": {0}})()
+    answer = post(["a"] * 3)
+    assert (answer.status, answer.header("retry-after")) == (429, "1")
+    assert not served.client.said
