@@ -1,0 +1,136 @@
+"""What a client needs: an environment of its own, and a server to talk to."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import strobe
+from strobe.config import BOX
+
+HERE = Path(__file__).parent
+MODEL = "strobe-demo"
+TARGET = BOX / "target"
+SPECULATION: dict[str, list[str]] = {"on": [], "off": ["--method", "none"]}
+"""Options of the server, with speculation (its default) and without."""
+
+
+class Client(NamedTuple):
+    """A client's environment. folder: where its files go; bin: its programs."""
+
+    folder: Path
+    bin: Path
+
+    def run(self, program: str, arguments: Sequence[object], log: Path) -> None:
+        """Run one of its programs in its folder, offline; RuntimeError where it fails."""
+        words = [str(self.bin / program), *map(str, arguments)]
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        with log.open("w", encoding="utf-8") as out:
+            out.write(" ".join(words) + "\n")
+            out.flush()
+            done = subprocess.run(
+                words, cwd=self.folder, env={**os.environ, **offline}, stdout=out, stderr=out
+            )
+        if done.returncode:
+            raise RuntimeError(f"{program} failed with {done.returncode}; its words are in {log}.")
+
+    def versions(self, *packages: str) -> str:
+        """Name and version of its packages."""
+        code = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[1:]))"
+        words = [str(self.bin / "python"), "-c", code, *packages]
+        found = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+        return ", ".join(f"{name} {version}" for name, version in zip(packages, found, strict=True))
+
+
+def environment(folder: Path, *steps: Sequence[str]) -> Client:
+    """The virtual environment in `folder`, made where it is not, by one `pip install` per step."""
+    venv = folder.resolve() / "venv"
+    client = Client(folder.resolve(), venv / "bin")
+    files = [HERE / word for step in steps for word in step if word.endswith(".txt")]
+    wanted = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    done = venv / "installed.txt"
+    if done.exists() and done.read_text(encoding="utf-8") == wanted:
+        return client
+    print(f"Making an environment in {venv}; this takes minutes.", file=sys.stderr)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
+    for step in steps:
+        pip = [str(client.bin / "python"), "-m", "pip", "install", "--quiet", *step]
+        subprocess.run(pip, cwd=HERE, check=True)
+    done.write_text(wanted, encoding="utf-8")
+    return client
+
+
+@contextmanager
+def serving(log: Path, options: Sequence[str] = ()) -> Iterator[str]:
+    """Strobe's server with the pair in the box on a free port: its address, without a path.
+
+    It has answered one request, so that the first one measured does not pay for what is lazy.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "strobe.cli", "serve", "--port", str(port), *options]
+    url = f"http://127.0.0.1:{port}"
+    with log.open("w", encoding="utf-8") as out:
+        server = subprocess.Popen(words, stdout=out, stderr=out)
+        try:
+            _wait(server, url, log)
+            _post(f"{url}/v1/completions", {"prompt": "Hello", "max_tokens": 32})
+            yield url
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def _wait(server: subprocess.Popen[bytes], url: str, log: Path, seconds: float = 180) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise RuntimeError(f"The server did not get ready; its words are in {log}.")
+
+
+def _post(url: str, body: dict[str, object]) -> None:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        reply.read()
+
+
+def origin(versions: str) -> str:
+    """Date, versions and machine, as a line above a table."""
+    return (
+        f"{date.today().isoformat()}, {processor()}, {os.cpu_count()} cores, "
+        f"{torch.get_num_threads()} threads; Python {platform.python_version()}, "
+        f"strobe {strobe.__version__}, torch {torch.__version__}; the client: {versions}"
+    )
+
+
+def processor() -> str:
+    """The processor's name as the kernel tells it."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text(encoding="utf-8").splitlines() if facts.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
