@@ -22,6 +22,10 @@ from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
 
 
+REASONING_NAMES = ("reasoning_content", "reasoning")
+"""Thinking goes under both: DeepSeek's name, which most clients read, and vLLM's newer one."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A chat that is ready for the engine."""
@@ -155,7 +159,7 @@ class Message:
         if not self.begun:
             self.begun, delta["role"] = True, "assistant"
         if parsed.reasoning:
-            delta["reasoning_content"] = parsed.reasoning
+            delta |= dict.fromkeys(REASONING_NAMES, parsed.reasoning)
         if parsed.content:
             delta["content"] = parsed.content
         calls = self.calls.take(parsed.calls)
@@ -174,7 +178,7 @@ class Message:
         else:
             message["content"] = self.content
         if reasoning and self.reasoning:
-            message["reasoning_content"] = self.reasoning
+            message |= dict.fromkeys(REASONING_NAMES, self.reasoning)
         return message
 
 
@@ -260,7 +264,8 @@ class ChatReply:
         begun = message.begun
         delta = message.take(progress)
         if not request.include_reasoning:
-            delta.pop("reasoning_content", None)
+            for name in REASONING_NAMES:
+                delta.pop(name, None)
         if not begun and request.echo_text:
             delta["content"] = request.echo_text + delta.get("content", "")
         entry: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None}

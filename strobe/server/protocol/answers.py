@@ -117,11 +117,13 @@ class ToolCallDelta(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """reasoning_content: what a reasoning model wrote before its answer."""
+    """reasoning_content, reasoning: what a reasoning model wrote before its answer, under both of
+    the names that clients read."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
 
@@ -130,6 +132,7 @@ class ChatDelta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 

@@ -63,7 +63,7 @@ class ChatCompletionRequest(Sampling, Conversation):
         description="Given to the chat template; `none` also sets its enable_thinking to false.",
     )
     include_reasoning: bool = Field(
-        True, description="false leaves reasoning_content out of the response."
+        True, description="false leaves `reasoning_content` and `reasoning` out of the response."
     )
     stream_options: StreamOptions | None = Field(
         None, description="With stream: `include_usage` and `continuous_usage_stats`."
