@@ -12,9 +12,6 @@ from examples import write_chats
 
 Words = Sequence[object]
 
-# The backend openai renders the chats itself, and the model thinks. vllm 0.33 reads reasoning only
-# under vllm's own name for it, so that a chat through the API is measured without.
-NO_THINKING: Words = ("--extra-body", '{"chat_template_kwargs": {"enable_thinking": false}}')
 RANDOM: Words = (
     *("--dataset-name", "random", "--random-input-len", 1024, "--random-output-len", 128),
     "--ignore-eos",
@@ -24,10 +21,7 @@ CHATS: Words = (
     "--disable-shuffle",
 )
 COMPLETIONS: Words = ("--backend", "openai", "--endpoint", "/v1/completions")
-CHAT: Words = (
-    *("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
-    *NO_THINKING,
-)
+CHAT: Words = ("--backend", "openai-chat", "--endpoint", "/v1/chat/completions")
 LOADS: dict[str, Words] = {
     "random 1024/128, completions": (*COMPLETIONS, *RANDOM),
     "random 1024/128, chat": (*CHAT, *RANDOM),
