@@ -500,3 +500,19 @@ def test_threads_may_compile_while_requests_are_followed():
         for result in results:
             for kind, mask in result.result(60):
                 assert mask == slow(grammars, kind, ())
+
+
+@pytest.mark.parametrize("form", [{"json": SCHEMA}, {"json_object": True}])
+def test_json_may_be_laid_out_as_usual_and_white_space_comes_to_an_end(
+    grammars: Grammars, tokenizer: Tokenizer, form: dict[str, Any]
+):
+    def fits(text: str) -> bool:
+        matcher = LLMatcher(grammars.tokenizer, source_of(StructuredOutputs(**form)), log_level=0)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    value = {"name": "ab", "size": 12}
+    for layout in ({}, {"indent": 2}, {"indent": 40}, {"indent": "\t"}, {"separators": (",", ":")}):
+        assert fits(json.dumps(value, **layout)), layout
+    for gap in ("\n\n", "  ", "\n" + " " * 41, "\n\t\n"):
+        assert not fits(json.dumps(value).replace(": ", f":{gap}")), gap
