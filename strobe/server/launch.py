@@ -24,7 +24,7 @@ from strobe.server.app import make_app
 from strobe.server.client import EngineClient, EngineDead
 from strobe.server.guards import Drain
 from strobe.server.metrics import ServerMetrics
-from strobe.server.serving import Formats, Serving, read_template
+from strobe.server.serving import Formats, Serving, check_template, read_template
 from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
 
@@ -139,6 +139,8 @@ class Server:
     def _serving(self, client: EngineClient, tokenizer: Tokenizer, root: str) -> Serving:
         name = root if self.config.target else BOX_NAME
         names = tuple(self.settings.served_model_name) or (name,)
+        if self.template is not None:
+            check_template(tokenizer, self.template)
         template = self.template or tokenizer.hf.chat_template
         return Serving(
             settings=self.settings,

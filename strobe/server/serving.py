@@ -262,3 +262,15 @@ def read_template(given: str | None) -> str | None:
             f"chat_template is {reprlib.repr(given)}, which is neither a file that can be read nor "
             f"a template ({error})."
         ) from None
+
+
+def check_template(tokenizer: Tokenizer, template: str) -> None:
+    """Raises ValueError for a chat template that no conversation could be put through."""
+    try:
+        tokenizer.chat_text([{"role": "user", "content": "Hello"}], chat_template=template)
+    except ValueError as error:
+        if isinstance(error.__cause__, jinja2.TemplateSyntaxError):
+            where, said = error.__cause__.lineno, " ".join(str(error.__cause__).split())
+            raise ValueError(
+                f"The chat template does not compile (line {where}): {said.rstrip('.')}."
+            ) from None

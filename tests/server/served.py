@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -13,6 +14,15 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def child_of(pid: int) -> list[int]:
+    """The engine's process of a server with that process id, in a list; empty before it begins."""
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    pids = [int(child) for path in children for child in path.read_text().split()]
+    names = {child: Path(f"/proc/{child}/cmdline").read_text() for child in pids}
+    return [child for child, name in names.items() if "spawn_main" in name]
 
 
 class Served:
@@ -26,10 +36,10 @@ class Served:
         self.lines: list[str] = []
         self._ready = threading.Event()
         self.url = ""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._paused: int | None = None
         self.process = subprocess.Popen(
             [sys.executable, "-m", "strobe.cli", "serve", "--port=0", "--device=cpu", *options],
-            cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+            cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         assert self.process.stderr is not None
         reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
@@ -45,11 +55,20 @@ class Served:
     @property
     def engine_pid(self) -> int:
         """The engine's process."""
-        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        pids = [int(pid) for path in children for pid in path.read_text().split()]
-        names = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in pids}
-        (engine,) = [pid for pid, name in names.items() if "resource_tracker" not in name]
+        (engine,) = child_of(self.process.pid)
         return engine
+
+    def pause(self) -> None:
+        """Stop the engine's process where it is; what is asked of it stays open."""
+        self._paused = self.engine_pid
+        os.kill(self._paused, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused engine go on."""
+        if self._paused is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._paused, signal.SIGCONT)
+        self._paused = None
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:

@@ -1,0 +1,264 @@
+"""The manners of a real server: keys, limits, leaving clients, time limits, the log.
+
+Where a test needs a request to stay open it pauses the engine's process; nothing here depends on
+how fast anything is. How servers start and stop is in test_stopping.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from polling import until
+from served import Served
+from talk import CHAT, Talk
+
+KEY = {"Authorization": "Bearer two"}
+PAGE = "https://page.example"
+MARK = "zebrawombat"
+"""Stands in every text that a client sends here."""
+MESSAGES = [{"role": "user", "content": f"Sort these words: pear {MARK} apple fig"}]
+LONG = {"messages": MESSAGES, "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+SHORT = LONG | {"max_tokens": 8}
+OPTIONS = (
+    "--api-key=one", "--api-key=two", f"--cors-origin={PAGE}", "--log-level=debug", "--log-json",
+    "--max-num-seqs=2", "--max-waiting=2", "--max-body-bytes=60000",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Served]:
+    """A server with two places, room for two more that wait, two keys and small limits."""
+    served = Served(*OPTIONS)
+    yield served
+    assert served.stop() == 0
+    assert "Traceback" not in served.log
+
+
+@pytest.fixture
+def server(strict: Served) -> Iterator[Served]:
+    """The same, which every test leaves as it was: nothing open, running, waiting or held."""
+    yield strict
+    strict.resume()
+    until(lambda: idle(strict), "the server is idle again")
+
+
+def idle(server: Served) -> bool:
+    names = ("strobe:open_answers", "vllm:num_requests_running", "vllm:num_requests_waiting")
+    return all(server.metric(name) == 0 for name in (*names, "vllm:kv_cache_usage_perc"))
+
+
+def post(server: Served, body: Any, path: str = CHAT, **headers: str) -> Talk:
+    return Talk(server.url, path, body, headers=KEY | headers)
+
+
+def lines(server: Served) -> list[dict[str, Any]]:
+    """The access log so far."""
+    found = [json.loads(line) for line in server.lines if '"strobe.access"' in line]
+    return [line for line in found if line["path"] != "/metrics"]
+
+
+def line_of(server: Served, name: str) -> dict[str, Any]:
+    """The access log's line of the request with that id."""
+    (line,) = until(
+        lambda: [line for line in lines(server) if line["request_id"] == name], f"a line of {name}"
+    )
+    return line
+
+
+def test_one_of_the_keys_opens_the_api_and_only_that(server: Served):
+    with Talk(server.url, body=SHORT) as talk:
+        assert talk.status == 401
+        assert talk.response.headers["WWW-Authenticate"] == "Bearer"
+    with Talk(server.url, "/v1/models", headers={"Authorization": "Bearer three"}) as talk:
+        assert talk.status == 401
+    with post(server, SHORT) as talk:
+        assert talk.status == 200
+    with Talk(server.url, "/health") as talk:
+        assert talk.status == 200
+
+
+def test_pages_of_the_named_origin_may_call_and_no_others(server: Served):
+    asks = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type",
+    }
+    for origin, allowed in ((PAGE, PAGE), ("https://other.example", None)):
+        with post(server, SHORT, Origin=origin) as talk:
+            assert talk.status == 200
+            assert talk.response.headers["Access-Control-Allow-Origin"] == allowed
+        headers = asks | {"Origin": origin}
+        with Talk(server.url, CHAT, headers=headers, method="OPTIONS") as talk:
+            assert talk.response.headers["Access-Control-Allow-Origin"] == allowed
+
+
+def test_a_body_above_the_limit_is_a_413(server: Served):
+    with post(server, {**SHORT, "user": MARK * 6000}) as talk:
+        assert talk.status == 413
+        assert "60000 bytes" in talk.error["message"]
+    with post(server, {**SHORT, "user": MARK * 5000}) as talk:
+        assert talk.status == 200
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_prompt_that_does_not_fit_the_context_is_a_400(server: Served, streams: bool):
+    many = [{"role": "user", "content": f"{MARK} " * 4000}]
+    with post(server, {"messages": many, "stream": streams}) as talk:
+        assert talk.status == 400
+        error = talk.error
+        assert error["code"] == "context_length_exceeded"
+        assert "2048" in error["message"]
+    with post(server, {**LONG, "max_tokens": 2048, "stream": streams}) as talk:
+        assert (talk.status, talk.error["param"]) == (400, "max_tokens")
+
+
+def test_a_full_queue_is_a_429_with_a_time_to_try_again(server: Served):
+    server.pause()
+    refused = server.metric("strobe:http_requests_refused_total")
+    with post(server, {**LONG, "n": 3}) as first:
+        until(lambda: server.metric("strobe:open_answers") == 3, "three of four places are taken")
+        for fields in ({"n": 2}, {"n": 2, "stream": True}):
+            with post(server, {**SHORT, **fields}) as talk:
+                assert talk.status == 429
+                assert int(talk.response.headers["Retry-After"]) >= 1
+                assert talk.error["code"] == "queue_full"
+        with post(server, {**SHORT, "n": 5}) as talk:
+            assert (talk.status, talk.error["param"]) == (400, "n")
+        with post(server, SHORT) as last:
+            until(lambda: server.metric("strobe:open_answers") == 4, "the last place is taken")
+            first.leave()
+            server.resume()
+            assert last.status == 200
+    assert server.metric("strobe:http_requests_refused_total") == refused + 3
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_while_it_is_answered_frees_its_pages(server: Served, streams: bool):
+    name = f"leaves-{streams}"
+    with post(server, {**LONG, "n": 2, "stream": streams}, **{"X-Request-Id": name}) as talk:
+        if streams:
+            events = talk.events()
+            assert [next(events)["object"] for _ in range(3)] == ["chat.completion.chunk"] * 3
+        until(lambda: server.metric("vllm:kv_cache_usage_perc") > 0, "it holds pages")
+    until(lambda: idle(server), "its pages are free")
+    line = line_of(server, name)
+    assert (line["status"], line["finish_reason"]) == (499, "abort")
+    assert line["completion_tokens"] < 3000
+    if streams:
+        assert line["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_the_queue_is_not_waited_for(server: Served, streams: bool):
+    server.pause()
+    name = f"waits-{streams}"
+    with post(server, {**LONG, "n": 2}) as first:
+        until(lambda: server.metric("strobe:open_answers") == 2, "both places are taken")
+        with post(server, {**LONG, "stream": streams}, **{"X-Request-Id": name}):
+            until(lambda: server.metric("strobe:open_answers") == 3, "one waits")
+        until(lambda: server.metric("strobe:open_answers") == 2, "nobody waits")
+        line = line_of(server, name)
+        assert (line["status"], line["finish_reason"]) == (499, "abort")
+        assert line["completion_tokens"] == 0
+        first.leave()
+
+
+def test_clients_that_leave_as_soon_as_they_have_asked_leave_nothing(server: Served):
+    for _ in range(4):
+        for fields in ({}, {"stream": True}, {"response_format": {"type": "json_object"}}):
+            post(server, {**LONG, "ignore_eos": False, **fields}).leave()
+    until(lambda: idle(server), "nothing of them is left")
+    with post(server, SHORT) as talk:
+        assert talk.json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_request_that_takes_too_long_is_a_504(server: Served):
+    server.pause()
+    for streams in (False, True):
+        with post(server, {**LONG, "timeout": 0.05, "stream": streams}) as talk:
+            assert talk.status == 504
+            assert talk.error["code"] == "timeout"
+
+
+def test_a_stream_that_takes_too_long_ends_in_an_error_event(server: Served):
+    seconds = 0.5
+    while True:  # until the machine is fast enough for a first token in that time
+        with post(server, {**LONG, "timeout": seconds, "stream": True}) as talk:
+            if talk.status == 200:
+                server.pause()
+                told = list(talk.events())
+                break
+        seconds *= 2
+        assert seconds < 60
+    assert told[-1] == "[DONE]"
+    assert told[-2]["error"]["code"] == "timeout"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_requests_id_comes_back_and_its_log_line_has_the_answers_figures(
+    server: Served, streams: bool
+):
+    name = f"figures-{streams}"
+    fields = {"stream": streams, "include_speculation": True, "max_tokens": 40}
+    if streams:
+        fields["stream_options"] = {"include_usage": True}
+    with post(server, {**LONG, **fields}, **{"X-Request-Id": name}) as talk:
+        assert talk.status == 200
+        assert talk.response.headers["X-Request-Id"] == name
+        last = [e for e in talk.events() if e != "[DONE]"][-1] if streams else talk.json()
+    assert name in last["id"]
+    line = line_of(server, name)
+    assert (line["method"], line["path"], line["status"]) == ("POST", CHAT, 200)
+    assert (line["model"], line["stream"], line["finish_reason"]) == (
+        last["model"],
+        streams,
+        "length",
+    )
+    for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert line[key] == last["usage"][key]
+    assert line["speculation"] == last["speculation"]["method"] == "dflash"
+    assert line["acceptance_length"] == round(last["speculation"]["acceptance_length"], 3)
+    assert line["duration_ms"] > 0
+    assert line["bytes"] > 0
+
+
+def test_requests_without_an_id_get_one_of_their_own(server: Served):
+    names: list[str] = []
+    for _ in range(2):
+        with post(server, SHORT) as talk:
+            names.append(talk.response.headers["X-Request-Id"])
+            assert names[-1] in talk.json()["id"]
+        line_of(server, names[-1])
+    assert len(set(names)) == 2
+
+
+def test_nothing_that_a_client_wrote_is_in_the_log_not_even_at_debug_level(server: Served):
+    tool = {"type": "function", "function": {"name": MARK, "parameters": {"type": "object"}}}
+    bodies: list[Any] = [
+        SHORT,
+        {**SHORT, "stop": [MARK], "stream": True},
+        {**SHORT, "model": MARK},
+        {**SHORT, MARK: 1},
+        {**SHORT, "temperature": MARK},
+        {**SHORT, "tools": [tool], "tool_choice": "required", "ignore_eos": False},
+        {**SHORT, "ignore_eos": False, "structured_outputs": {"choice": [MARK]}},
+        {**SHORT, "ignore_eos": False, "structured_outputs": {"regex": f"({MARK}"}},
+        {**SHORT, "chat_template": f"{{{{ {MARK}.x.y }}}}", "stream": False},
+        {**SHORT, "messages": [{"role": MARK, "content": MARK}]},
+        f'{{"messages": "{MARK}"'.encode(),
+        MARK.encode(),
+    ]
+    answers = ""
+    for number, body in enumerate(bodies):
+        with post(server, body, **{"X-Request-Id": f"text-{number}"}) as talk:
+            assert talk.status < 500
+            said = talk.response.read().decode()
+            if talk.status == 200 and b"{" in said.encode()[:1]:
+                answers += json.loads(said)["choices"][0]["message"].get("reasoning_content") or ""
+        line_of(server, f"text-{number}")
+    assert "verify request=" in server.log, "the debug level is on"
+    assert MARK not in server.log
+    assert len(answers) > 10
+    assert answers[:20] not in server.log

@@ -1,0 +1,202 @@
+"""How real servers start and stop: signals, an engine that dies, settings that do not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+from polling import PATIENCE, until
+from served import ENVIRONMENT, ROOT, Served, child_of
+from talk import CHAT, Talk
+
+MESSAGES = [{"role": "user", "content": "Sort these words: pear kiwi apple fig"}]
+LONG = {"messages": MESSAGES, "max_tokens": 250, "ignore_eos": True, "temperature": 0}
+
+
+@contextlib.contextmanager
+def serving(*options: str) -> Iterator[Served]:
+    served = Served(*options)
+    try:
+        yield served
+    finally:
+        served.resume()
+        served.process.kill()
+        served.process.wait(PATIENCE)
+
+
+def opened(served: Served) -> tuple[Talk, Talk, Talk]:
+    """A stream that has begun, one that has not, and a whole request, under a paused engine."""
+    begun = Talk(served.url, CHAT, {**LONG, "stream": True})
+    assert begun.status == 200
+    served.pause()
+    stream = Talk(served.url, CHAT, {**LONG, "max_tokens": 30, "stream": True})
+    whole = Talk(served.url, CHAT, {**LONG, "max_tokens": 30})
+    until(lambda: served.metric("strobe:open_answers") == 3, "all three are open")
+    return begun, stream, whole
+
+
+def health(served: Served) -> int:
+    with Talk(served.url, "/health") as talk:
+        return talk.status
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, reaped or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_told_to_stop_it_takes_nothing_new_finishes_what_runs_and_exits_with_0():
+    with serving("--grace=600") as served:
+        begun, stream, whole = opened(served)
+        served.process.send_signal(signal.SIGTERM)
+        until(lambda: health(served) == 503, "the server is stopping")
+        for path in (CHAT, "/v1/completions", "/tokenize"):
+            with Talk(served.url, path, LONG) as talk:
+                assert talk.status == 503
+                assert int(talk.response.headers["Retry-After"]) > 0
+                assert talk.error["code"] == "server_stopping"
+        assert served.metric("strobe:open_answers") == 3
+        assert served.process.poll() is None
+        served.resume()
+        for talk in (begun, stream):
+            told = list(talk.events())
+            assert told[-1] == "[DONE]"
+            assert told[-2]["choices"][0]["finish_reason"] == "length"
+        assert whole.json()["usage"]["completion_tokens"] == 30
+        assert served.process.wait(PATIENCE) == 0
+        assert "Traceback" not in served.log
+
+
+@pytest.mark.parametrize(
+    ("options", "signals"),
+    [
+        (("--grace=0.1",), (signal.SIGINT,)),
+        (("--grace=600",), (signal.SIGTERM, signal.SIGINT)),
+    ],
+    ids=["the grace period is over", "told twice"],
+)
+def test_what_is_not_finished_in_time_gets_an_error_and_the_status_is_0(
+    options: tuple[str, ...], signals: tuple[int, ...]
+):
+    with serving(*options) as served:
+        talks = opened(served)
+        for number in signals:
+            served.process.send_signal(number)
+            until(lambda: "stopping: 3 answers" in served.log, "the server is stopping")
+        until(lambda: "stopping with 3 answers unfinished" in served.log, "it waits no longer")
+        served.resume()
+        assert_ended(talks, 503, "server_stopping")
+        assert served.process.wait(PATIENCE) == 0
+        assert "Traceback" not in served.log
+
+
+def assert_ended(talks: tuple[Talk, Talk, Talk], status: int, code: str) -> None:
+    """All three requests of `opened` end with that error."""
+    begun, stream, whole = talks
+    told = list(begun.events())
+    assert told[-1] == "[DONE]"
+    assert told[-2]["error"]["code"] == code
+    for talk in (stream, whole):
+        assert talk.status == status
+        assert talk.error["code"] == code
+
+
+def test_an_engine_that_dies_fails_what_is_open_at_once_and_the_server_exits_with_1():
+    with serving() as served:
+        talks = opened(served)
+        os.kill(served.engine_pid, signal.SIGKILL)
+        assert_ended(talks, 500, "engine_dead")
+        assert served.process.wait(PATIENCE) == 1
+        assert "the engine's process has ended" in served.log
+        assert "Traceback" not in served.log
+
+
+def test_the_engine_leaves_when_the_server_is_killed():
+    with serving() as served:
+        engine = served.engine_pid
+        assert Talk(served.url, CHAT, {**LONG, "stream": True, "n": 4}).status == 200
+        served.process.kill()
+        until(lambda: gone(engine), "the engine's process has ended")
+        assert "Traceback" not in served.log
+
+
+def test_while_the_engine_starts_the_server_says_so_and_ends_with_it():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    process = launched(f"--port={port}")
+    try:
+        (engine,) = until(lambda: child_of(process.pid), "the engine's process has begun")
+        os.kill(engine, signal.SIGSTOP)
+        until(lambda: listens(url), "the server listens")
+        for path, body in (("/health", None), (CHAT, LONG), ("/v1/models", None)):
+            with Talk(url, path, body) as talk:
+                assert talk.status == 503
+                assert "still starting" in talk.error["message"]
+        with urlopen(f"{url}/version", timeout=PATIENCE) as answer:
+            assert answer.status == 200
+        os.kill(engine, signal.SIGKILL)
+        _, said = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 1
+        assert "ended before it could answer" in said
+        assert "Traceback" not in said
+    finally:
+        process.kill()
+
+
+def test_told_to_stop_while_the_engine_starts_it_exits_with_0():
+    process = launched("--port=0")
+    try:
+        (engine,) = until(lambda: child_of(process.pid), "the engine's process has begun")
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0
+        assert gone(engine)
+        assert "Traceback" not in said
+    finally:
+        process.kill()
+
+
+def launched(*options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "strobe.cli", "serve", "--device=cpu", *options],
+        cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+
+
+def listens(url: str) -> bool:
+    with contextlib.suppress(OSError), Talk(url, "/version") as talk:
+        return talk.status == 200
+    return False
+
+
+def test_a_start_that_cannot_be_is_one_sentence_and_status_2(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        wrong = {
+            ("--port=0", str(tmp_path / "nowhere")): "nowhere",
+            (f"--port={port}",): f"port {port}",
+            ("--port=0", "--chat-template={{ x"): "chat template",
+        }
+        for options, word in wrong.items():
+            process = launched(*options)
+            try:
+                _, said = process.communicate(timeout=PATIENCE)
+            finally:
+                process.kill()
+            assert process.returncode == 2, said
+            sentence = [line for line in said.splitlines() if line.startswith("strobe: ")]
+            assert len(sentence) == 1, said
+            assert word in sentence[0]
+            assert "Traceback" not in said
