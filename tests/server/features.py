@@ -183,9 +183,9 @@ def _rules(chat: bool) -> list[Cell]:
         """accepts: in a chat, where the answer changes there."""
         if not chat:
             own = {"prompt": WORDS, **fields}
-            return Cell(name, LIST, own, check, "text-unsure", chat=False, tokens=16, accepts=1)
+            return Cell(name, LIST, own, check, "text-unsure", chat=False, tokens=12, accepts=1)
         if accepts is None:
-            return Cell(name, LIST, fields, check)
+            return Cell(name, LIST, fields, check, tokens=24)
         return Cell(name, LIST, fields, check, "chat-plain", accepts=accepts)
 
     def keeps_to(said: Said) -> None:
