@@ -21,7 +21,6 @@ from strobe.server.runs import Choice, Job, Progress, Run, speculation, usage
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
 
-
 REASONING_NAMES = ("reasoning_content", "reasoning")
 """Thinking goes under both: DeepSeek's name, which most clients read, and vLLM's newer one."""
 
