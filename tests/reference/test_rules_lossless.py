@@ -31,6 +31,7 @@ from tiny import (
     Scripted,
     adversary,
     drain,
+    edit_json,
     greedy,
     make_engine,
     make_tokenizer,
@@ -392,7 +393,7 @@ def test_the_rules_change_the_answers_and_grammars_come_to_their_ends(
 def test_the_repetition_penalty_is_transformers(strength: float, reader: Reader):
     engine = make_engine(config(reader, method="ngram", num_drafts=3))
     asks = COLD.clone(repetition_penalty=strength, max_tokens=24)
-    for prompt, made in zip(TEXTS, run(engine, TEXTS, asks), strict=True):
+    for prompt, made in zip(TEXTS[:4], run(engine, TEXTS[:4], asks), strict=True):
         wanted = greedy(reader.hf, prompt, 24, eos_token_id=None, repetition_penalty=strength)
         assert made == wanted
 
@@ -671,3 +672,48 @@ def test_a_request_with_a_grammar_is_never_planned_before_its_tokens_are_known(
     free = {r for r in requests if r.structured is None and r.num_output > 5}
     assert twice >= free if overlap == 2 else not twice
     assert not any(r.structured for r in twice)
+
+
+FORMER = {
+    "stops": [
+        COLD.clone(stop_token_ids=list(range(0, VOCAB, 2)), min_tokens=20),
+        COLD.clone(stop_token_ids=[1, 3], min_tokens=20),
+    ],
+    "allowed": [COLD.clone(allowed_token_ids=[5, 6]), COLD.clone(logit_bias={7: 1.0})],
+    "bias": [COLD.clone(logit_bias={9: 50.0}), COLD.clone(allowed_token_ids=[9, 10, 11])],
+    "penalties": [COLD.clone(presence_penalty=2.0), COLD.clone(frequency_penalty=0.3)],
+    "grammar": [
+        STOPS.clone(structured_outputs={"choice": ["no"]}),
+        STOPS.clone(structured_outputs={"regex": REGEX}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_a_slots_former_rules_do_not_reach_its_next_request(name: str, reader: Reader):
+    """One behind the other in the one slot there is, against each alone."""
+    texts = [TEXTS[4], TEXTS[2]]
+
+    def engine() -> Engine:
+        return make_engine(config(reader, max_num_seqs=1, method="ngram", num_drafts=2))
+
+    for order in (FORMER[name], FORMER[name][::-1]):
+        wanted = [run(engine(), [t], asks)[0] for t, asks in zip(texts, order, strict=True)]
+        assert run(engine(), texts, order) == wanted
+
+
+def test_a_model_that_names_no_end_ends_a_grammar_with_the_tokenizers(
+    reader: Reader, tmp_path: Path
+):
+    path = tmp_path / "target"
+    shutil.copytree(reader.path, path)
+    edit_json(path / "config.json", eos_token_id=None)
+    edit_json(path / "generation_config.json", eos_token_id=None)
+    engine = make_engine(EngineConfig(target=str(path), max_model_len=LENGTH))
+    (end,) = engine.grammars.tokenizer.eos_tokens
+    request = engine.add(TEXTS[0], STOPS.clone(structured_outputs={"choice": ["no"]}))
+    drain(engine, [request])
+    assert (request.output_ids[-1], request.finish_reason) == (end, "stop")
+    free = engine.add(TEXTS[0], STOPS.clone(logit_bias={end: 100}))
+    drain(engine, [free])
+    assert free.finish_reason == "length"
