@@ -815,7 +815,10 @@ def test_one_bad_prompt_of_several_on_the_command_line(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["generte", "hello"], "'generte' is no command; there are generate, chat, demo, info."),
+        (
+            ["generte", "hello"],
+            "'generte' is no command; there are generate, chat, serve, demo, info.",
+        ),
         (["generate"], "No prompt was given; name one or more: strobe generate 'PROMPT'."),
         (
             ["generate", "hello", "--tempreature", "1"],
