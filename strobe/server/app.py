@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
@@ -18,6 +16,7 @@ from strobe.server.api_page import api_page
 from strobe.server.chat import chat
 from strobe.server.completions import completions
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
+from strobe.server.openapi import Post, describe
 from strobe.server.protocol import answers
 from strobe.server.protocol.chat import ChatCompletionRequest
 from strobe.server.protocol.completions import CompletionRequest
@@ -35,37 +34,54 @@ from strobe.server.tokens import detokenize, tokenize
 
 Handler = Callable[[Serving, Request], Awaitable[Response]]
 
-POSTS: tuple[tuple[str, Handler, type[BaseModel], type[BaseModel]], ...] = (
-    ("/v1/chat/completions", chat, ChatCompletionRequest, answers.ChatCompletion),
-    ("/v1/completions", completions, CompletionRequest, answers.Completion),
-    ("/v1/responses", responses, ResponsesRequest, answers.Response),
-    ("/tokenize", tokenize, TokenizeRequest, TokenizeResponse),
-    ("/detokenize", detokenize, DetokenizeRequest, DetokenizeResponse),
-)
-"""Path, handler, and the shapes of its request and response. Handlers read the body themselves, so
-that every mistake in it is one sentence and nothing is left out in silence."""
-
-
-SUMMARIES = {
-    "/v1/chat/completions": "An answer to a conversation.",
-    "/v1/completions": "The continuation of a text.",
-    "/v1/responses": "An answer in the form of OpenAI's Responses; nothing is stored.",
-    "/tokenize": "Token ids of a text or a conversation.",
-    "/detokenize": "The text of token ids.",
+POSTS: dict[Handler, Post] = {
+    chat: Post(
+        "/v1/chat/completions",
+        "An answer to a conversation.",
+        ChatCompletionRequest,
+        answers.ChatCompletion,
+    ),
+    completions: Post(
+        "/v1/completions", "The continuation of a text.", CompletionRequest, answers.Completion
+    ),
+    responses: Post(
+        "/v1/responses",
+        "An answer in the form of OpenAI's Responses; nothing is stored.",
+        ResponsesRequest,
+        answers.Response,
+    ),
+    tokenize: Post(
+        "/tokenize", "Token ids of a text or a conversation.", TokenizeRequest, TokenizeResponse
+    ),
+    detokenize: Post(
+        "/detokenize", "The text of token ids.", DetokenizeRequest, DetokenizeResponse
+    ),
 }
+"""Handlers read the body themselves, so that every mistake in it is one sentence and nothing is
+left out in silence."""
+
+READ_ERRORS: dict[str, tuple[str, ...]] = {
+    "/health": ("503",),
+    "/v1/models": ("401", "503"),
+    "/v1/models/{name}": ("401", "404", "503"),
+}
+"""What a GET may answer instead of what was asked for."""
 
 
 def make_app(serving: Serving) -> ASGIApp:
     """The whole server but for its socket."""
     app = FastAPI(title="Strobe", version=version("strobe"), docs_url=None, redoc_url=None)
-    for path, handler, _, _ in POSTS:
-        app.add_api_route(path, _bound(handler, serving), methods=["POST"], include_in_schema=False)
+    for handler, post in POSTS.items():
+        route = _bound(handler, serving)
+        app.add_api_route(post.path, route, methods=["POST"], include_in_schema=False)
     _add_reads(app, serving)
     _add_page(app)
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_allowed)
-    app.openapi = lambda: _openapi(app)  # pyright: ignore[reportAttributeAccessIssue]
     settings = serving.settings
+    keyless = OPEN_PATHS if settings.api_key else None
+    document = functools.cache(lambda: describe(app, POSTS.values(), READ_ERRORS, keyless))
+    app.openapi = document  # pyright: ignore[reportAttributeAccessIssue]
     return wrap(
         app,
         MiddlewareSettings(
@@ -97,7 +113,7 @@ def _bound(handler: Handler, serving: Serving) -> Callable[[Request], Awaitable[
 
 
 def _add_reads(app: FastAPI, serving: Serving) -> None:
-    @app.get("/health")
+    @app.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
         """200 once the server can answer, else 503."""
         if serving.drain.stopping:
@@ -179,37 +195,3 @@ async def _not_allowed(http: Request, error: Exception) -> Response:
     )
     headers = getattr(error, "headers", None)
     return JSONResponse(error_body(sentence, status=404, code="wrong_method"), 405, headers)
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The description of the API, with the requests that handlers read themselves."""
-    if app.openapi_schema is not None:
-        return app.openapi_schema
-    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    shapes: list[tuple[type[BaseModel], Any]] = [(answers.ErrorResponse, "serialization")]
-    for _, _, asked, given in POSTS:
-        shapes += [(asked, "validation"), (given, "serialization")]
-    references, parts = models_json_schema(shapes, ref_template="#/components/schemas/{model}")
-    schema.setdefault("components", {}).setdefault("schemas", {}).update(parts.get("$defs", {}))
-
-    def content(model: type[BaseModel], mode: Any) -> dict[str, Any]:
-        return {"application/json": {"schema": references[model, mode]}}
-
-    wrong = {"description": "Error", "content": content(answers.ErrorResponse, "serialization")}
-    for path, handler, asked, given in POSTS:
-        good = content(given, "serialization")
-        if "stream" in asked.model_fields:
-            good["text/event-stream"] = {"schema": {"type": "string"}}
-        schema["paths"][path] = {
-            "post": {
-                "operationId": handler.__name__,
-                "summary": SUMMARIES[path],
-                "requestBody": {"required": True, "content": content(asked, "validation")},
-                "responses": {
-                    "200": {"description": "The answer", "content": good},
-                    **dict.fromkeys(("400", "401", "404", "413", "429", "503"), wrong),
-                },
-            }
-        }
-    app.openapi_schema = schema
-    return schema
