@@ -140,6 +140,11 @@ class LLM:
         Raises ValueError for a prompt that cannot run.
         """
         ((job, params),) = self._jobs([prompt], sampling_params)
+        if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+            raise ValueError(
+                f"prompt_logprobs is {params.prompt_logprobs}, but a stream has no place for them; "
+                "use generate(), or leave them out."
+            )
         output = self._output()
         inbox = self._inboxes[output.request_id] = deque()
         try:

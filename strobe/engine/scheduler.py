@@ -289,7 +289,9 @@ class Scheduler:
             room = min(room, sampling.max_tokens - made)
         if not request.stop_ids.isdisjoint(tokens):
             for i, token in enumerate(tokens[:room]):
-                if token in request.stop_ids and made + i >= sampling.min_tokens:
+                # Before min_tokens only a grammar that is at its end lets an end token be made.
+                bound = request.structured is not None
+                if token in request.stop_ids and (bound or made + i >= sampling.min_tokens):
                     if token in sampling.stop_token_ids:
                         request.stop_reason = token
                     return i + 1, "stop"

@@ -117,16 +117,17 @@ class Follower:
         mended, known, free, taken = list(drafts), list(output), self.free, 0
         row = 0
         while row < len(mended):
-            legal, ends, consumed = self._walk([*known, mended[row]], free)
+            known.append(mended[row])
+            legal, ends, consumed = self._walk(known, free)
             if not legal:
                 forced = [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
                 if not forced:
                     break
                 mended[row:] = [*forced, *mended[row + len(forced) :]][: len(mended) - row]
-                legal, ends, consumed = self._walk([*known, mended[row]], free)
+                known[-1] = mended[row]
+                legal, ends, consumed = self._walk(known, free)
                 if not legal:
                     break
-            known.append(mended[row])
             free, taken, row = ends, taken + consumed, row + 1
         if taken:
             self.matcher.rollback(taken)
@@ -146,10 +147,11 @@ class Follower:
         """Take in the tokens committed since the last step."""
         while self.done < len(output):
             self.done += 1
-            if self._opens(output[: self.done]):
+            newest = output[max(0, self.done - len(self.after) - 1) : self.done]
+            if self._opens(newest):
                 self.free = True
             elif self.free:
-                self.free = not self._begins(output[: self.done])
+                self.free = not self._begins(newest)
             elif not self.matcher.consume_token(output[self.done - 1]):
                 raise ValueError(self._failure())
 

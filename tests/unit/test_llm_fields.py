@@ -154,7 +154,7 @@ def test_a_stop_string_cuts_logprobs_with_the_tokens(llm: LLM):
 
 
 def test_deltas_of_a_stream_carry_a_score_and_a_piece_for_each_token(llm: LLM):
-    params = GREEDY.clone(logprobs=1, prompt_logprobs=0)
+    params = GREEDY.clone(logprobs=1)
     want = answer(llm, PROMPTS[1], params)
     deltas = list(llm.stream(PROMPTS[1], params))
     assert all(len(d.token_ids) == len(d.logprobs) == len(d.pieces) for d in deltas)
@@ -163,6 +163,11 @@ def test_deltas_of_a_stream_carry_a_score_and_a_piece_for_each_token(llm: LLM):
     assert all(0 <= d.accepted <= min(d.drafted, len(d.token_ids)) for d in deltas)
     assert sum(d.drafted for d in deltas) == want.speculation.drafted  # pyright: ignore
     assert deltas[-1].output.logprobs == want.logprobs
+
+
+def test_a_stream_has_no_place_for_the_prompts_scores_and_says_so(llm: LLM):
+    with pytest.raises(ValueError, match=r"prompt_logprobs is 0, .*use generate"):
+        next(llm.stream(PROMPTS[1], GREEDY.clone(prompt_logprobs=0)))
 
 
 def test_a_prompt_is_scored_without_an_answer(llm: LLM, hf: Any):

@@ -55,7 +55,8 @@ def answer(request: Request, max_model_len: int) -> tuple[list[int], str]:
         return made, "length"
     for position in range(request.num_prompt, max_model_len):
         made.append(truth(request, position))
-        if made[-1] in request.stop_ids and len(made) > request.sampling.min_tokens:
+        least = 0 if request.structured is not None else request.sampling.min_tokens
+        if made[-1] in request.stop_ids and len(made) > least:
             return made, "stop"
         if len(made) == request.sampling.max_tokens:
             break
