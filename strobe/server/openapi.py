@@ -12,8 +12,21 @@ from pydantic.json_schema import models_json_schema
 
 from strobe.server.protocol import answers
 
-POST_ERRORS = ("400", "401", "404", "408", "413", "429", "503", "504")
+POST_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "503", "504")
 """What a POST may answer instead of what was asked for."""
+
+EVENT: dict[str, Any] = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {
+        "event": {"type": "string"},
+        "data": {
+            "type": "string",
+            "description": "A part of the answer as JSON, an error, or [DONE] at the end.",
+        },
+    },
+}
+"""An event of a stream."""
 
 
 class Post(NamedTuple):
@@ -55,7 +68,7 @@ def describe(
     for post in posts:
         good = content(post.given, "serialization")
         if "stream" in post.asked.model_fields:
-            good["text/event-stream"] = {"schema": {"type": "string"}}
+            good["text/event-stream"] = {"itemSchema": EVENT}
         operation = {
             "operationId": post.path.strip("/").replace("/", "_"),
             "summary": post.summary,

@@ -30,7 +30,9 @@ class Talk:
     ):
         self.http = HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE)
         sent = json.dumps(body) if isinstance(body, Mapping) else body
-        self.http.request(method or ("GET" if sent is None else "POST"), path, sent, headers or {})
+        kind = {} if sent is None else {"Content-Type": "application/json"}
+        method = method or ("GET" if sent is None else "POST")
+        self.http.request(method, path, sent, kind | dict(headers or {}))
         self._response: HTTPResponse | None = None
 
     def __enter__(self) -> Talk:

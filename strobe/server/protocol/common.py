@@ -140,6 +140,7 @@ class Closed(BaseModel):
         reference = handler(schema)
         page: dict[str, Any] = handler.resolve_ref_schema(reference)
         properties: dict[str, Any] = page.setdefault("properties", {})
+        page["additionalProperties"] = {"type": "null"}  # null is not given, whatever its name
         required = page.get("required", ())
         for name, shape in properties.items():
             kinds = [kind.get("type") for kind in shape.get("anyOf", [shape])]

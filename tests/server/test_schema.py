@@ -1,0 +1,120 @@
+"""The server against its own OpenAPI document: requests made from it find no fault in the server,
+and answers have the shapes that it promises.
+
+STROBE_SCHEMA_EXAMPLES is how many requests are made for each operation and way of making them;
+benchmarks/schema.py is the long form.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from polling import PATIENCE
+from served import Served
+
+schemathesis = pytest.importorskip(
+    "schemathesis", reason="schemathesis is not installed; pip install schemathesis"
+)
+from schemathesis.config import SchemathesisConfig  # noqa: E402
+
+EXAMPLES = int(os.environ.get("STROBE_SCHEMA_EXAMPLES", 8))
+CONFIG = {
+    "seed": 1,
+    "checks": {
+        # Schemas cannot say all that fields mean together: what fits them may still be a 400.
+        "positive_data_acceptance": {"enabled": False},
+        "not_a_server_error": {"enabled": False},  # asserted here, with the two that may be
+    },
+}
+READS = ("/health", "/version", "/metrics", "/v1/models")
+MODEL = "/v1/models/{name}"
+BASES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 3},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 16},
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [5, 6]},
+}
+ALLOWED = {503, 504}
+"""5xx that are not the server's fault; nothing else may be one."""
+
+bounded = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(scope="session")
+def api(server: Served) -> Any:
+    config = SchemathesisConfig.from_dict(CONFIG)
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json", config=config)
+
+
+def checked(case: Any) -> int:
+    """Send a request and hold its answer against the document; the answer's status."""
+    response = case.call(timeout=PATIENCE)
+    assert response.status_code < 500 or response.status_code in ALLOWED, response.text
+    case.validate_response(response)
+    return response.status_code
+
+
+@pytest.mark.parametrize(
+    ("path", "mode"),
+    [
+        *((path, mode) for path in BASES for mode in ("positive", "negative")),
+        (MODEL, "positive"),  # any text may be a name
+    ],
+)
+def test_whatever_is_asked_the_answer_is_as_the_document_says(api: Any, path: str, mode: str):
+    """negative: requests that the document does not allow."""
+    operation, statuses = api[path]["POST" if path in BASES else "GET"], Counter[int]()
+    made = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
+
+    @bounded
+    @given(made)
+    def holds(case: Any) -> None:
+        statuses[checked(case)] += 1
+
+    holds()
+    assert statuses.total() >= EXAMPLES
+    if mode == "negative":
+        assert not statuses[200], statuses
+
+
+@pytest.mark.parametrize("path", READS)
+def test_what_is_only_read_is_as_the_document_says(api: Any, path: str):
+    assert checked(api[path]["GET"].Case()) == 200
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_some_fields_beside_a_good_request_are_answered_as_the_document_says(api: Any, path: str):
+    """Requests made from the whole schema nearly all end in some 400; these mostly do not."""
+    operation, statuses = api[path]["POST"], Counter[int]()
+    known = operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE)
+
+    @bounded
+    @given(known, st.sets(st.integers(0, 200), min_size=1, max_size=3))
+    def holds(case: Any, places: set[int]) -> None:
+        fields = [item for item in sorted(case.body.items()) if item[1] is not None]
+        chosen = dict(fields[place % len(fields)] for place in places) if fields else {}
+        case.body = {**BASES[path], **chosen, **BASES[path]}
+        statuses[checked(case)] += 1
+
+    holds()
+    assert statuses[200] >= EXAMPLES / 4, statuses
+
+
+def test_the_server_has_come_through(server: Served, api: Any):
+    assert server.get("/health") == ""
+    paths = api.raw_schema["paths"]
+    assert {path for path, methods in paths.items() if "post" in methods} == BASES.keys()
+    assert paths.keys() - BASES.keys() == {*READS, MODEL}
+    assert "Traceback" not in server.log
