@@ -46,7 +46,10 @@ class Connection:
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, float]:
         """(completion tokens, seconds to the first byte of the answer's body)."""
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n"
+        )
         began = time.perf_counter()
         self.writer.write(head.encode() + data)
         headers = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()

@@ -220,7 +220,9 @@ class Serve:
         from strobe.server.launch import serve
 
         config = EngineConfig(**asdict(self.engine), target=self.target)
-        return serve(config, ServerConfig(**asdict(self.server)))
+        status = serve(config, ServerConfig(**asdict(self.server)))
+        logging.shutdown()
+        os._exit(status)  # a thread that still encodes some request's text would be waited for
 
 
 COMMANDS: dict[str, Any] = {

@@ -113,6 +113,7 @@ def _bound(handler: Handler, serving: Serving) -> Callable[[Request], Awaitable[
 
 
 def _add_reads(app: FastAPI, serving: Serving) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
         """200 once the server can answer, else 503."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -53,19 +54,24 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
     """The prompt as token ids, with sampling parameters and parsers. Raises BadField, Unserved."""
     name, facts = serving.name(request.model), serving.facts
     options = request.template_options()
-    options["chat_template"] = options["chat_template"] or serving.chat_template
+    options["chat_template"] = serving.template(request.chat_template)
+    keep, deadline = request.truncate_prompt_tokens, replies.Deadline(serving, request.timeout)
 
     def encode() -> tuple[str, list[int]]:
         try:
             text = serving.tokenizer.chat_text(request.conversation, **options)
+            serving.check_length(text, "messages", keep)
             return text, serving.tokenizer.encode(
                 text, add_special_tokens=request.add_special_tokens
             )
+        except BadField:
+            raise
         except ValueError as error:
             raise BadField(str(error), "messages") from None
 
-    text, ids = await serving.in_thread(encode)
-    ids = serving.fit(ids, request.limit(), request.truncate_prompt_tokens)
+    async with deadline():
+        text, ids = await serving.in_thread(encode)
+    ids = serving.fit(ids, request.limit(), keep, "messages")
     arguments = request.sampling(facts.sampling)
     toolbox, forms = request.toolbox, serving.formats
     parse = _parser(serving, request, text)
@@ -91,10 +97,11 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
             request_id,
             parse,
             "tools" if toolbox.choice.forced else request.constraint,
+            http.scope["state"]["came"],
         ),
         name,
         request.warnings(reads),
-        replies.Deadline(serving, request.timeout),
+        deadline,
     )
 
 
@@ -121,6 +128,16 @@ class Calls:
     def __init__(self, *, parallel: bool):
         self.parallel = parallel
         self.made: list[dict[str, Any]] = []
+
+    @property
+    def whole(self) -> bool:
+        """Whether there are calls, the last one to its end: a stop string may have cut it."""
+        try:
+            return bool(self.made) and isinstance(
+                json.loads(self.made[-1]["function"]["arguments"]), dict
+            )
+        except ValueError:
+            return False
 
     def take(self, deltas: tuple[CallDelta, ...]) -> list[dict[str, Any]]:
         """The same as OpenAI's deltas; without `parallel` there is only the first call."""
@@ -156,7 +173,7 @@ class Message:
         self.reasoning += parsed.reasoning
         delta: dict[str, Any] = {}
         if not self.begun:
-            self.begun, delta["role"] = True, "assistant"
+            self.begun, delta["role"], delta["content"] = True, "assistant", ""
         if parsed.reasoning:
             delta |= dict.fromkeys(REASONING_NAMES, parsed.reasoning)
         if parsed.content:
@@ -168,10 +185,11 @@ class Message:
 
     def finish_reason(self, choice: Choice) -> str | None:
         reason = choice.output.finish_reason
-        return "tool_calls" if reason == "stop" and self.calls.made else reason
+        return "tool_calls" if reason == "stop" and self.calls.whole else reason
 
     def whole(self, *, reasoning: bool) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self.content or None}
+        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        message["content"] = self.content or None
         if self.calls.made:
             message["tool_calls"] = self.calls.made
         else:
@@ -244,8 +262,8 @@ class ChatReply:
                     continue
                 chunk = {**head, **first, "choices": [entry]}
                 first = {}
-                if options is not None and options.continuous_usage_stats:
-                    chunk["usage"] = usage([self.run])
+                if options is not None and options.include_usage:
+                    chunk["usage"] = usage([self.run]) if options.continuous_usage_stats else None
                 out += replies.event(chunk)
             if out:
                 yield out

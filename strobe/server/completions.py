@@ -14,6 +14,7 @@ from starlette.responses import Response
 from strobe.request import TokenLogprob
 from strobe.server import replies
 from strobe.server.chat import step_of
+from strobe.server.parsers.chain import Plain
 from strobe.server.protocol.completions import CompletionRequest
 from strobe.server.protocol.errors import BadField
 from strobe.server.runs import Choice, Job, Progress, Run, speculation, usage
@@ -34,21 +35,22 @@ async def completions(serving: Serving, http: Request) -> Response:
     try:
         request = CompletionRequest.read(await http.body())
         name, facts = serving.name(request.model), serving.facts
-        prompts = [await _prompt(serving, request, given) for given in request.prompts()]
-        arguments = request.sampling(facts.sampling)
-        params = serving.params(arguments)
+        deadline = replies.Deadline(serving, request.timeout)
+        params = serving.params(request.sampling(facts.sampling))
+        serving.check_room(len(request.prompts()) * params.n)
+        async with deadline():
+            prompts = [await _prompt(serving, request, given) for given in request.prompts()]
         request_id = request.request_id or http.scope["state"]["request_id"]
         serving.check_room(len(prompts) * params.n)
+        came = http.scope["state"]["came"]
         for i, prompt in enumerate(prompts):
             job_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
-            runs.append(
-                Run(serving, Job(prompt.ids, params, job_id, constraint=request.constraint))
-            )
+            job = Job(prompt.ids, params, job_id, Plain, request.constraint, came)
+            runs.append(Run(serving, job))
     except Exception as error:
         for run in runs:
             run.close()
         return replies.failed(serving, error)
-    deadline = replies.Deadline(serving, request.timeout)
     report = replies.wants_report(http, request)
     reply = CompletionReply(serving, request, prompts, runs, name, request_id, report)
     if request.stream:
@@ -62,7 +64,10 @@ async def _prompt(serving: Serving, request: CompletionRequest, given: str | lis
     def read() -> Prompt:
         if isinstance(given, str):
             try:
+                serving.check_length(given, "prompt", request.truncate_prompt_tokens)
                 ids = tokenizer.encode(given, add_special_tokens=request.add_special_tokens)
+            except BadField:
+                raise
             except ValueError as error:
                 raise BadField(str(error), "prompt") from None
             return Prompt(given, ids)
@@ -71,7 +76,7 @@ async def _prompt(serving: Serving, request: CompletionRequest, given: str | lis
         return Prompt(tokenizer.decode(known, skip_special_tokens=False), given)
 
     prompt = await serving.in_thread(read)
-    ids = serving.fit(prompt.ids, request.limit(), request.truncate_prompt_tokens)
+    ids = serving.fit(prompt.ids, request.limit(), request.truncate_prompt_tokens, "prompt")
     if len(ids) < len(prompt.ids):
         text = await serving.in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
         return Prompt(text, ids)
@@ -222,8 +227,8 @@ class CompletionReply:
             chunk: dict[str, Any] = {**self.head, "choices": [entry]}
             if first and self.warnings:
                 chunk["warnings"] = self.warnings
-            if options is not None and options.continuous_usage_stats:
-                chunk["usage"] = usage(self.runs)
+            if options is not None and options.include_usage:
+                chunk["usage"] = usage(self.runs) if options.continuous_usage_stats else None
             tells = text or progress.finished or entry["logprobs"] or len(entry) > 4 or first
             if tells:
                 chunks.append(replies.event(chunk))

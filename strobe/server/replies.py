@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 SPECULATION_HEADER = "x-strobe-speculation"
 DONE = b"data: [DONE]\n\n"
+_UNREAD = 5.0
 
 
 def compact(value: Any) -> str:
@@ -69,8 +71,17 @@ def failed(serving: Serving, error: Exception) -> Response:
 
 
 async def read_body(serving: Serving, http: Request) -> None:
-    """Read the body, which handlers then find in `http`. Raises Unserved where it does not come in
-    the time that a request may take, ClientDisconnect."""
+    """Read the body, which handlers then find in `http`. Raises Unserved where it is not said to be
+    JSON, since any page in a browser may post text, or does not come in the time that a request may
+    take; ClientDisconnect."""
+    http.scope["state"]["came"] = time.monotonic()
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise Unserved(
+            415,
+            f"The Content-Type is {kind[:100]!r}, but must be application/json; send that header.",
+            code="unsupported_media_type",
+        )
     limit = serving.settings.request_timeout
     try:
         async with asyncio.timeout(limit or None):
@@ -98,23 +109,33 @@ class Watch:
 
 
 class EventStream(Response):
-    """Events as they come. at_end: called once, however the response ends."""
+    """Events as they come. at_end: called once, however the response ends. A client that does not
+    read is given up a little after the deadline."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], at_end: Callable[[], None]):
+    def __init__(
+        self,
+        first: bytes,
+        rest: AsyncGenerator[bytes],
+        deadline: Deadline,
+        at_end: Callable[[], None],
+    ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first, self._rest, self._at_end = first, rest, at_end
+        self._first, self._rest, self._at_end, self._deadline = first, rest, at_end, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
-            await send(start)
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for chunk in self._rest:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+            async with self._deadline(_UNREAD):
+                await send(start)
+                await send({"type": "http.response.body", "body": self._first, "more_body": True})
+                async for chunk in self._rest:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except TimeoutError:
+            logger.info("a client did not read its stream to the end in time")
         finally:
             self._at_end()
             await self._rest.aclose()
@@ -129,8 +150,9 @@ class Deadline:
         now = asyncio.get_running_loop().time()
         self._at = now + min(given) if given else None
 
-    def __call__(self) -> asyncio.Timeout:
-        return asyncio.timeout_at(self._at)
+    def __call__(self, later: float = 0.0) -> asyncio.Timeout:
+        """A block that ends in time, or so many seconds later."""
+        return asyncio.timeout_at(None if self._at is None else self._at + later)
 
 
 Events = Callable[[], AsyncGenerator[bytes]]
@@ -178,7 +200,7 @@ async def stream(
     except Exception as error:
         at_end()
         return failed(serving, error)
-    return EventStream(first, _guarded(source, runs, failing, ending.done), at_end)
+    return EventStream(first, _guarded(source, runs, failing, ending.done), deadline, at_end)
 
 
 async def _until(events: AsyncGenerator[bytes], deadline: Deadline) -> AsyncGenerator[bytes]:
@@ -298,7 +320,7 @@ def _settle(serving: Serving, http: Request, runs: Sequence[Run], *, streams: bo
     learns what became of the answers."""
     _close(runs)
     choices = [choice for run in runs for choice in run.choices]
-    for choice in choices:
+    for choice in [c for run in runs if not run.refused for c in run.choices]:
         if not choice.ended:
             choice.count()
     report = speculation(runs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from strobe.answers import Answer, News
@@ -21,13 +21,14 @@ from strobe.server.serving import Serving
 @dataclass(frozen=True)
 class Job:
     """What to answer. parser: makes the parser of each answer's text. constraint: the request's
-    field that structured output came from."""
+    field that structured output came from. began: when the request came, by time.monotonic."""
 
     prompt_ids: list[int]
     params: SamplingParams
     request_id: str
     parser: Callable[[], Parser] = Plain
     constraint: str = "structured_outputs"
+    began: float = field(default_factory=time.monotonic)
 
 
 class Progress(NamedTuple):
@@ -146,8 +147,8 @@ class Run:
     def __init__(self, serving: Serving, job: Job):
         """Hands the prompt to the engine. Raises Unserved, EngineDead."""
         self.job = job
-        began = time.monotonic()
-        self.choices = [Choice(serving, job, index, began) for index in range(job.params.n)]
+        self.choices = [Choice(serving, job, index, job.began) for index in range(job.params.n)]
+        self.refused = False
         self.num_cached = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self._generation = serving.submit(job.prompt_ids, job.params, job.request_id)
@@ -160,6 +161,7 @@ class Run:
                 # A stop string ends an answer here, and the engine may have stepped on meanwhile.
                 yield [self._take(item) for item in news if not self.choices[item.choice].ended]
         except PromptRefused as error:
+            self.refused = True
             sentence = str(error).replace("structured_outputs", self.job.constraint)
             raise BadField(sentence, field_of(sentence)) from None
         finally:

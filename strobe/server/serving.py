@@ -102,8 +102,8 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.metrics.open_answers = lambda: self.client.num_open
-        # One thread: a fast tokenizer serves one caller at a time.
-        self._texts = ThreadPoolExecutor(1, thread_name_prefix="strobe-text")
+        self._texts = ThreadPoolExecutor(4, thread_name_prefix="strobe-text")
+        self._longest = max(map(len, self.tokenizer.fast.get_vocab()), default=1)
         self.template_reads = _variables(self.chat_template or self.tokenizer.hf.chat_template)
 
     @property
@@ -131,6 +131,30 @@ class Serving:
                 param="model",
             )
         return asked
+
+    def template(self, asked: str | None) -> str | None:
+        """The chat template to use in place of the checkpoint's. Raises BadField for a request's
+        own where the operator does not trust them."""
+        if asked is not None and not self.settings.trust_request_chat_template:
+            raise BadField(
+                "chat_template is given, but this server does not run templates of its clients; "
+                "leave it out, or start the server with --trust-request-chat-template.",
+                "chat_template",
+                "unsupported_parameter",
+            )
+        return asked or self.chat_template
+
+    def check_length(self, text: str, field: str, keep: int | None = None) -> None:
+        """Raises BadField for a text that has too many tokens whatever they are, before time is
+        spent on encoding it. keep: its last tokens that are wanted alone."""
+        most = self.facts.max_model_len * self._longest
+        if keep is None and len(text) > most:
+            raise BadField(
+                f"The prompt has {len(text)} characters, but the context of "
+                f"{self.facts.max_model_len} tokens holds at most {most}; shorten it.",
+                field,
+                "context_length_exceeded",
+            )
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """Encode or decode much text beside the event loop."""
@@ -166,21 +190,30 @@ class Serving:
         except ValueError as error:
             raise BadField(str(error), str(error).split()[0]) from None
 
-    def fit(self, ids: list[int], limit: tuple[str, int | None], keep: int | None) -> list[int]:
+    def fit(
+        self, ids: list[int], limit: tuple[str, int | None], keep: int | None, field: str
+    ) -> list[int]:
         """The prompt, cut to its last `keep` tokens where asked. Raises BadField where it does not
-        fit the context with the answer."""
+        fit the context with the answer, or is none. field: what the prompt came from."""
         most, (name, wanted) = self.facts.max_model_len, limit
         if keep is not None:
             room = max(1, most - max(wanted or 1, 1)) if keep == -1 else keep
             ids = ids[-room:]
         if not ids:
-            raise BadField("The prompt is empty; give it at least one token.", "prompt")
+            raise BadField("The prompt is empty; give it at least one token.", field)
+        size = self.facts.vocab_size
+        if max(ids) >= size:
+            raise BadField(
+                f"The prompt holds token id {max(ids)}, but the vocabulary has ids 0 to "
+                f"{size - 1}.",
+                field,
+            )
         at_least = 1 if wanted is None else wanted
         if len(ids) + at_least > most or len(ids) >= most:
             raise BadField(
                 f"The prompt has {len(ids)} tokens and {name} is {at_least}, but the context holds "
                 f"{most}; shorten the prompt or lower {name}.",
-                name if wanted is not None and len(ids) < most else "messages",
+                name if wanted is not None and len(ids) < most else field,
                 "context_length_exceeded",
             )
         return ids

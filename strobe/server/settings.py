@@ -37,6 +37,9 @@ class ServerConfig:
     chat_template: str | None = option(
         None, "A Jinja file, or its text, in place of the checkpoint's chat template."
     )
+    trust_request_chat_template: bool = option(
+        False, "Let requests bring chat templates, which can take all time and memory there is."
+    )
     tool_call_parser: str = option(
         "auto", "How the model writes tool calls: hermes, llama3_json, openai, none or auto."
     )

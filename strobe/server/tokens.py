@@ -18,28 +18,27 @@ async def tokenize(serving: Serving, http: Request) -> Response:
     try:
         request = TokenizeRequest.read(await http.body())
         serving.name(request.model)
+        most = serving.facts.max_model_len
 
-        def encode() -> list[int]:
+        def encode() -> bytes:
             tokenizer, text = serving.tokenizer, request.prompt
             try:
                 if text is None:
                     options = request.template_options()
-                    options["chat_template"] = options["chat_template"] or serving.chat_template
+                    options["chat_template"] = serving.template(request.chat_template)
                     text = tokenizer.chat_text(request.conversation, **options)
-                return tokenizer.encode(text, add_special_tokens=request.adds_special_tokens)
+                ids = tokenizer.encode(text, add_special_tokens=request.adds_special_tokens)
+            except BadField:
+                raise
             except ValueError as error:
                 field = "prompt" if request.messages is None else "messages"
                 raise BadField(str(error), field) from None
+            body: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
+            if request.return_token_strs:
+                body["token_strs"] = [tokenizer.token_text(token) for token in ids]
+            return replies.compact(body).encode("utf-8", "replace")
 
-        ids = await serving.in_thread(encode)
-        body: dict[str, Any] = {
-            "count": len(ids),
-            "max_model_len": serving.facts.max_model_len,
-            "tokens": ids,
-        }
-        if request.return_token_strs:
-            body["token_strs"] = [serving.tokenizer.token_text(token) for token in ids]
-        return JSONResponse(body)
+        return Response(await serving.in_thread(encode), media_type="application/json")
     except Exception as error:
         return replies.failed(serving, error)
 

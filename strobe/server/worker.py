@@ -162,6 +162,8 @@ class Worker:
                 else:
                     self.inbox.put(message)
         except (EOFError, OSError):
+            logger.debug("the server has closed the pipe")
+        finally:
             self.inbox.put(Stop())
 
     def _compile(self) -> None:
@@ -170,11 +172,13 @@ class Worker:
             message = self.grammars.get()
             result: Submit | Refused = message
             try:
-                self.engine.compile(message.params)
-            except ValueError as error:
+                if message.key not in self.given_up:
+                    self.engine.compile(message.params)
+            except Exception as error:
+                if not isinstance(error, ValueError):
+                    logger.exception("a grammar could not be compiled")
                 result = Refused(message.key, str(error))
-            finally:
-                self.inbox.put(result)
+            self.inbox.put(result)
 
     def _take_in(self) -> bool:
         """All messages there are; waits for one while there is nothing to do. False: stop."""

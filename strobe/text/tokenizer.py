@@ -28,6 +28,8 @@ class Tokenizer:
         try:
             self.hf: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
             self.fast: FastTokenizer = self.hf.backend_tokenizer
+            self.fast.no_truncation()
+            self.fast.no_padding()
         except Exception as error:
             raise ValueError(
                 f"{directory} has no tokenizer that can be read ({_line(error)}); {mend}"
@@ -44,7 +46,7 @@ class Tokenizer:
                 f"A prompt holds {text[error.start]!r}, half a character, at place {error.start}; "
                 "give whole Unicode characters."
             ) from None
-        return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        return list(self.fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def token_text(self, token: int) -> str:
         """One token's text by itself, special tokens included."""

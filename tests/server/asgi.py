@@ -51,9 +51,11 @@ def call(
     answer: Answer | None = None,
 ) -> Answer:
     """The answer to one request. body: its parts as the server hands them on. length: send a
-    Content-Length. gone: the client leaves after its body."""
+    Content-Length. gone: the client leaves after its body. A body is JSON unless `headers` say."""
     parts = list(body)
     named = [(k.lower().encode(), v.encode()) for k, v in headers]
+    if not any(name == b"content-type" for name, _ in named):
+        named.append((b"content-type", b"application/json"))
     if length:
         named.append((b"content-length", str(sum(map(len, parts))).encode()))
     scope = {

@@ -59,7 +59,8 @@ FLAGS = {
     "chat": ["--thinking", "--system", "--debug", *SAMPLING_FLAGS, *ENGINE_FLAGS, "--method"],
     "serve": [
         "--host", "--port", "--api-key", "--served-model-name", "--chat-template",
-        "--tool-call-parser", "--reasoning-parser", "--max-waiting", "--request-timeout", "--grace",
+        "--trust-request-chat-template", "--tool-call-parser", "--reasoning-parser",
+        "--max-waiting", "--request-timeout", "--grace",
         "--max-body-bytes", "--cors-origin", "--access-log", "--no-access-log", "--log-level",
         "--log-json", "--log-prompts", *[flag for flag in ENGINE_FLAGS if flag != "--target"],
         "--method", "--seed",

@@ -13,6 +13,7 @@ ERROR_TYPES: Mapping[int, str] = {
     404: "not_found_error",
     408: "timeout",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable",

@@ -79,7 +79,9 @@ class ResponsesRequest(Sampling):
         None, description="Accepted; nothing in it has an effect."
     )
     chat_template: str | None = Field(
-        None, description="A Jinja chat template in place of the model's own."
+        None,
+        description="A Jinja chat template in place of the model's own, where the server was "
+        "started with --trust-request-chat-template.",
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description='Variables for the chat template, such as {"enable_thinking": false}.'

@@ -13,6 +13,10 @@ from strobe.server.protocol.common import Closed, Texts, TokenIds, Whole, Within
 from strobe.server.protocol.errors import BadField, shown, wrong
 from strobe.server.protocol.structured import SOURCES, Constraint, read_constraint
 
+MOST_STOPS = 64
+LONGEST_STOP = 1000
+"""Characters."""
+
 LONGEST_TIMEOUT = 86400.0
 """Seconds."""
 
@@ -138,7 +142,9 @@ class Sampling(Closed):
     allowed_token_ids: Annotated[TokenIds, BeforeValidator(_some_ids)] | None = Field(
         None, description="Only these token ids may be made."
     )
-    stop: Texts = Field((), description="A text or several that end the answer and are cut off it.")
+    stop: Texts = Field(
+        (), description="A text or up to 64 that end the answer and are cut off it."
+    )
     stop_token_ids: TokenIds = Field((), description="Token ids that end the answer.")
     include_stop_str_in_output: bool = Field(
         False, description="Leave the stop text in the answer."
@@ -186,6 +192,7 @@ class Sampling(Closed):
 
     def check(self) -> None:
         super().check()
+        self._check_stop()
         given = {name: getattr(self, name) for name in SOURCES if self.given(name)}
         self._constraint = read_constraint(given, self._notes)
         if self._constraint is not None and self.ignore_eos:
@@ -194,12 +201,36 @@ class Sampling(Closed):
                 "end; leave one of them out.",
                 "ignore_eos",
             )
+        if self._constraint is not None:
+            source = self._constraint.source
+            if self.min_tokens:
+                self._notes.append(f"min_tokens has no effect where {source} is at its end.")
+            if self.allowed_token_ids is not None:
+                self._notes.append(
+                    f"allowed_token_ids has no effect where it leaves nothing that {source} allows."
+                )
         name, most = self.limit()
         if most is not None and self.min_tokens > most:
             raise BadField(
                 f"min_tokens is {self.min_tokens}, above {name} {most}; lower the one or raise the "
                 "other.",
                 "min_tokens",
+            )
+
+    def _check_stop(self) -> None:
+        """Every token is searched for every stop text, so that there is a most of them."""
+        if len(self.stop) > MOST_STOPS:
+            raise BadField(
+                f"stop holds {len(self.stop)} texts, but may hold at most {MOST_STOPS}; leave some "
+                "out.",
+                "stop",
+            )
+        longest = max(map(len, self.stop), default=0)
+        if longest > LONGEST_STOP:
+            raise BadField(
+                f"stop holds a text of {longest} characters, but each may have at most "
+                f"{LONGEST_STOP}; shorten it.",
+                "stop",
             )
 
     @property
