@@ -330,4 +330,4 @@ def test_told_to_stop_it_gives_up_what_runs(pair: Pair):
         desk.pipe.send(Stop())
         desk.allow(1)
         until(lambda: not desk.thread.is_alive(), "the worker leaves with its next step")
-        assert desk.steps == 3
+        assert desk.steps <= 3
