@@ -63,6 +63,10 @@ class Desk:
             self.steps += 1
         return self._step()
 
+    def is_told(self) -> bool:
+        """Whether a message waits for the next step's end, or the worker has left with it."""
+        return not self.worker.inbox.empty() or not self.thread.is_alive()
+
     def allow(self, steps: int) -> None:
         self.allowed.release(steps)
 
@@ -318,6 +322,7 @@ def test_the_engine_leaves_when_the_server_has_gone(pair: Pair, busy: bool):
             desk.send(Submit(1, PROMPT, LONG, "a"))
             desk.hear(lambda: desk.steps == 2 and desk.tokens(1), "it runs")
         desk.pipe.close()
+        until(desk.is_told, "the worker is told")
         desk.allow(1)
         until(lambda: not desk.thread.is_alive(), "the worker leaves with its next step")
 
@@ -328,6 +333,7 @@ def test_told_to_stop_it_gives_up_what_runs(pair: Pair):
         desk.send(Submit(1, PROMPT, LONG, "a"), Submit(2, PROMPT, LONG, "b"))
         until(lambda: desk.steps == 2, "they run")
         desk.pipe.send(Stop())
+        until(desk.is_told, "the worker is told")
         desk.allow(1)
         until(lambda: not desk.thread.is_alive(), "the worker leaves with its next step")
         assert desk.steps <= 3
