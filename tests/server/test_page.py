@@ -716,13 +716,9 @@ def test_the_end_stays_in_sight_until_the_reader_scrolls_away(chat: Page, server
 
 
 @needs_chromium
-def test_the_real_server_answers_the_page(page: Page, request: pytest.FixtureRequest):
-    """The whole way, on the pair in the box. The fixture page_server gives the server's URL."""
-    try:
-        url = request.getfixturevalue("page_server")
-    except pytest.FixtureLookupError:
-        pytest.skip("There is no fixture page_server that starts the real server.")
-    visit(page, url)
+def test_the_real_server_answers_the_page(page: Page, page_server: str):
+    """The whole way, on the pair in the box."""
+    visit(page, page_server)
     page.click("#examples li:nth-child(4) button")  # code: short, and without thinking
     ask_and_wait(page, "")
     assert "def longest(message):" in "".join(page.texts(".answer .token"))
