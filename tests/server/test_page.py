@@ -730,7 +730,7 @@ def test_the_real_server_answers_the_page(page: Page, page_server: str):
     page.until("document.querySelector('.verdict')")
     assert "The texts are identical." in page.text(".verdict")
     assert page.problems == []
-    assert [other for other in page.requests if not other.startswith(url)] == []
+    assert [other for other in page.requests if not other.startswith(page_server)] == []
 
 
 @needs_chromium
