@@ -1,0 +1,346 @@
+"""Many clients at once, good and bad, for a while; afterwards the server must be as before.
+
+    python benchmarks/soak.py [--streams 1000] [--seconds 300] [--max-waiting 256] [--json FILE]
+
+Each stream asks again and again: well-formed requests with features at random, some of which their
+clients leave at a random moment, and bad bodies, bad HTTP, oversized prompts, halves of requests. A
+429 is asked again after its Retry-After. It exits with 1 where a well-formed request was not
+answered in full, where an error was another than the one it should be, or where the server did not
+come to rest: requests, pages, tasks, threads, file descriptors and memory are compared with those
+after a warm-up of the same kind, and one answer with the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import random
+import re
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.request import Request, urlopen
+
+from soak_requests import COMPLETIONS, Sent, Wrong, bad_body, bad_http, good, half, oversized, read
+
+PATIENCE = 240.0
+"""Seconds within which a request must have its answer, and an idle server its rest."""
+GROWTH = {"server": 48 << 20, "engine": 96 << 20}
+"""Bytes that a process may grow by after the warm-up."""
+LEAVING = 0.25
+"""Share of the well-formed requests whose client leaves."""
+MIX: tuple[tuple[Callable[[random.Random], Sent], int], ...] = (
+    (good, 66), (bad_body, 12), (bad_http, 6), (oversized, 4), (half, 6), (read, 6),
+)  # fmt: skip
+IDLE = (
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
+    "strobe:open_answers",
+)  # fmt: skip
+
+
+class Server:
+    """`strobe serve` in a process of its own, whose log goes to a file."""
+
+    def __init__(self, options: list[str], log: Path):
+        self.log = log
+        command = [sys.executable, "-m", "strobe.cli", "serve", "--port=0", "--device=cpu"]
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [*command, *options], stdout=subprocess.DEVNULL, stderr=file
+            )
+        self.port = 0
+
+    async def start(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not self.port:
+            found = re.search(r"http://127\.0\.0\.1:(\d+)/ is a page", self.log.read_text())
+            self.port = int(found[1]) if found else 0
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("the server did not start:\n" + self.log.read_text())
+            await asyncio.sleep(0.1)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        pids = [int(pid) for path in children for pid in path.read_text().split()]
+        names = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in pids}
+        (engine,) = [pid for pid, name in names.items() if "spawn_main" in name]
+        return {"server": self.process.pid, "engine": engine}
+
+    def metrics(self) -> dict[str, float]:
+        """Each metric's samples added up."""
+        with urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=PATIENCE) as answer:
+            text = answer.read().decode()
+        found = Counter[str]()
+        for name, value in re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", text, re.M):
+            found[name] += float(value)
+        return found
+
+    def answer(self) -> str:
+        """The same answer each time, if all is well."""
+        asked = {"prompt": "Sort these words: pear apple fig", "max_tokens": 48, "temperature": 1}
+        body = json.dumps({**asked, "seed": 3, "ignore_eos": True}).encode()
+        url = f"http://127.0.0.1:{self.port}{COMPLETIONS}"
+        with urlopen(Request(url, body, {"Content-Type": "application/json"})) as answer:
+            return json.loads(answer.read())["choices"][0]["text"]
+
+    async def rest(self) -> None:
+        """Wait until nothing is asked of it any more. Raises Wrong."""
+        deadline = time.monotonic() + PATIENCE
+        while busy := {name: value for name in IDLE if (value := self.metrics()[name])}:
+            if time.monotonic() > deadline:
+                raise Wrong(f"the server does not come to rest: {busy}")
+            await asyncio.sleep(0.2)
+
+
+class Vitals(NamedTuple):
+    """What must not grow."""
+
+    descriptors: dict[str, int]
+    threads: dict[str, int]
+    memory: dict[str, int]
+    tasks: float
+
+    @staticmethod
+    def of(server: Server) -> Vitals:
+        pids = server.pids
+        return Vitals(
+            {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in pids.items()},
+            {name: len(os.listdir(f"/proc/{pid}/task")) for name, pid in pids.items()},
+            {name: _resident(pid) for name, pid in pids.items()},
+            server.metrics()["strobe:server_tasks"],
+        )
+
+    def faults(self, before: Vitals) -> list[str]:
+        found: list[str] = []
+        for name, bound in GROWTH.items():
+            for what in ("descriptors", "threads"):
+                now, then = getattr(self, what)[name], getattr(before, what)[name]
+                if now > then:
+                    found.append(f"the {name} has {now} {what} and had {then}")
+            grown = self.memory[name] - before.memory[name]
+            if grown > bound:
+                found.append(f"the {name} has grown by {grown >> 20} MiB of {bound >> 20}")
+        if self.tasks > before.tasks:
+            found.append(f"the server has {self.tasks:g} tasks and had {before.tasks:g}")
+        return found
+
+
+async def settled(server: Server, before: Vitals) -> Vitals:
+    """The vitals once they are good, or half a minute later: the last connections take a moment."""
+    deadline = time.monotonic() + 30
+    while (found := Vitals.of(server)).faults(before) and time.monotonic() < deadline:
+        await asyncio.sleep(0.5)
+    return found
+
+
+def _resident(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class Soak:
+    """The streams and what became of their requests."""
+
+    def __init__(self, port: int, seed: int):
+        self.port, self.seed = port, seed
+        self.done: Counter[tuple[str, str]] = Counter()
+        self.wrong: list[str] = []
+        self.again = 0
+        self.answered = 0
+
+    async def run(self, streams: int, seconds: float, requests: int, part: str) -> None:
+        """Ask until the time is over, or so many requests were sent."""
+        self._end = time.monotonic() + seconds if seconds else float("inf")
+        self._left = requests or sys.maxsize
+        await asyncio.gather(*(self._stream(f"{self.seed} {part} {i}") for i in range(streams)))
+
+    async def _stream(self, name: str) -> None:
+        rng = random.Random(name)
+        makers, weights = zip(*MIX, strict=True)
+        while time.monotonic() < self._end and self._left > 0:
+            self._left -= 1
+            sent = rng.choices(makers, weights)[0](rng)
+            leaves = sent.kind == "half a request" or (sent.good and rng.random() < LEAVING)
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    became = await (self._left_alone if leaves else self._answered)(rng, sent)
+            except (Wrong, OSError, asyncio.IncompleteReadError, ValueError, KeyError) as error:
+                became = "WRONG"
+                self.wrong.append(f"{sent.kind}: {type(error).__name__}: {str(error)[:300]}")
+            self.done[sent.kind, became] += 1
+            self.answered += became == "answered" and sent.good
+
+    async def _answered(self, rng: random.Random, sent: Sent) -> str:
+        """Ask, and again as long as the queue is full; the answer must be what it should be."""
+        while True:
+            status, headers, body = await exchange(self.port, sent)
+            if status != 429:
+                sent.judge(status, body)
+                return "answered" if sent.good or status < 400 else "refused"
+            self.again += 1
+            wait = int(headers["retry-after"])
+            await asyncio.sleep(wait * (1 + rng.random()))
+
+    async def _left_alone(self, rng: random.Random, sent: Sent) -> str:
+        """Ask and leave: at once, after some bytes of the answer, or after some time."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            writer.write(sent.parts[0])
+            await writer.drain()
+            if rng.random() < 0.7:
+                with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
+                    async with asyncio.timeout(rng.uniform(0, 3)):
+                        await reader.readexactly(rng.randrange(1, 3000))
+        finally:
+            if rng.random() < 0.5:  # a reset in place of a polite end
+                kill = struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, kill
+                )
+            writer.close()
+        return "left"
+
+
+async def exchange(port: int, sent: Sent) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers, body) of one request on a connection of its own; status 0 where it is
+    closed without an answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        with contextlib.suppress(OSError):
+            for part in sent.parts:
+                writer.write(part)
+                await writer.drain()
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        except (OSError, asyncio.IncompleteReadError):
+            return 0, {}, b""
+        headers = {
+            name.lower(): value.strip() for name, _, value in (h.partition(":") for h in head[1:])
+        }
+        status = int(head[0].split()[1])
+        if "chunked" in headers.get("transfer-encoding", ""):
+            body = bytearray()
+            while size := int(await reader.readuntil(b"\r\n"), 16):
+                body += (await reader.readexactly(size + 2))[:-2]
+            return status, headers, bytes(body)
+        return status, headers, await reader.readexactly(int(headers.get("content-length", 0)))
+    finally:
+        writer.close()
+
+
+async def soak(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
+    await server.start()
+    before = server.answer()
+    soak = Soak(server.port, arguments.seed)
+    part = arguments.streams, arguments.seconds * 0.2, arguments.requests // 4
+    await soak.run(*part, "warm-up")
+    await server.rest()
+    vitals, counted = Vitals.of(server), server.metrics()
+    began, answered = time.monotonic(), soak.answered
+    await soak.run(arguments.streams, arguments.seconds, arguments.requests, "soak")
+    seconds = time.monotonic() - began
+    faults = list(dict.fromkeys(soak.wrong))
+    try:
+        await server.rest()
+        after = await settled(server, vitals)
+        faults += after.faults(vitals)
+        if server.answer() != before:
+            faults.append("the answer after is not the answer before")
+    except (Wrong, OSError) as error:
+        faults.append(str(error))
+        after = vitals
+    counted = {name: value - counted[name] for name, value in server.metrics().items()}
+    server.process.terminate()
+    if (status := await asyncio.to_thread(server.process.wait, PATIENCE)) != 0:
+        faults.append(f"the server's exit status is {status}")
+    shouts = [line for line in server.log.read_text().splitlines() if _is_error(line)]
+    faults += [f"in the log: {line}" for line in shouts[:5]]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("strobe", "torch", "uvicorn", "fastapi")},
+        "streams": arguments.streams,
+        "seconds": round(seconds, 1),
+        "max_waiting": arguments.max_waiting,
+        "requests": {f"{kind}: {became}": n for (kind, became), n in sorted(soak.done.items())},
+        "asked_again_after_429": soak.again,
+        "answered_per_second": round((soak.answered - answered) / seconds, 1),
+        "tokens_per_second": round(counted["vllm:generation_tokens_total"] / seconds),
+        "aborted": counted["vllm:request_success_total"],
+        "before": vitals._asdict(),
+        "after": after._asdict(),
+        "faults": faults,
+    }
+
+
+def _is_error(line: str) -> bool:
+    return "Traceback" in line or bool(re.match(r"\S+ (ERROR|CRITICAL) ", line))
+
+
+def show(report: dict[str, Any]) -> None:
+    print(f"{report['date']}, {report['machine']}")
+    print(
+        f"{report['streams']} streams for {report['seconds']} s, max_waiting "
+        f"{report['max_waiting']}: {report['answered_per_second']} good requests/s, "
+        f"{report['tokens_per_second']} tokens/s, {report['asked_again_after_429']} times 429"
+    )
+    for name, count in report["requests"].items():
+        print(f"  {name:<40} {count:>8}")
+    for what in ("descriptors", "threads", "memory", "tasks"):
+        then, now = report["before"][what], report["after"][what]
+        if what == "memory":
+            then, now = ({k: f"{v >> 20} MiB" for k, v in x.items()} for x in (then, now))
+        print(f"  {what:<12} {then} -> {now}")
+    for fault in report["faults"][:20]:
+        print(f"FAULT {fault}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--requests", type=int, default=0, help="send so many instead")
+    parser.add_argument("--max-waiting", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not arguments.requests and not arguments.seconds:
+        arguments.seconds = 300.0
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the server
+    with tempfile.TemporaryDirectory() as directory:
+        options = [f"--max-waiting={arguments.max_waiting}", f"--max-body-bytes={1 << 20}"]
+        server = Server(options, Path(directory) / "log")
+        try:
+            report = asyncio.run(soak(arguments, server))
+        finally:
+            server.process.kill()
+            server.process.wait()
+    show(report)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 1 if report["faults"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""What the soak sends, and what an answer to it must look like.
+
+A request is bytes and a judgement: `judge(status, body)` raises Wrong for what is no answer to it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+WORDS = ("pear", "apple", "fig", "kiwi", "plum", "lime", "date", "melon", "grape", "peach", "olive")
+LONG_PROMPT = 6000
+"""Words; three times what the context of the pair in the box holds."""
+
+
+class Wrong(Exception):
+    """An answer that is not what was asked for."""
+
+
+Judge = Callable[[int, bytes], None]
+
+
+class Sent(NamedTuple):
+    """kind: what the table calls it; parts: the bytes, of which the last may never be sent; good:
+    whether it must be answered in full."""
+
+    kind: str
+    parts: tuple[bytes, ...]
+    judge: Judge
+    good: bool = False
+
+
+def http(
+    path: str,
+    body: bytes | None,
+    *headers: str,
+    method: str = "",
+    kind: str = "application/json",
+    length: int | None = None,
+) -> bytes:
+    """A request as it goes over the wire; length: what is said in place of the true one."""
+    lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "Host: soak"]
+    lines += headers
+    if body is not None:
+        lines += [f"Content-Type: {kind}"] if kind else []
+        lines += [f"Content-Length: {len(body) if length is None else length}"]
+    return "\r\n".join((*lines, "", "")).encode() + (body or b"")
+
+
+def status(*wanted: int) -> Judge:
+    """Any of these statuses, with an error object where it is the API's own."""
+
+    def judge(found: int, body: bytes) -> None:
+        if found not in wanted:
+            raise Wrong(f"status {found}, not {' or '.join(map(str, wanted))}: {body[:200]!r}")
+        if found >= 400 and body.startswith(b"{"):
+            error = json.loads(body)["error"]
+            if not error["message"] or not error["type"]:
+                raise Wrong(f"an error without a sentence: {body[:200]!r}")
+
+    return judge
+
+
+# Well-formed requests
+
+
+def good(rng: random.Random) -> Sent:
+    """A request that must be answered in full, with a few features at random."""
+    path = rng.choices((CHAT, COMPLETIONS, RESPONSES), (5, 4, 2))[0]
+    most = rng.choice((8, 12, 16, 24, 32))
+    text = f"Sort these words: {' '.join(rng.sample(WORDS, rng.randint(2, 6)))}"
+    streams = rng.random() < 0.6
+    fields: dict[str, Any] = {"stream": streams, "temperature": rng.choice((0, 0, 0.7, 1.2))}
+    checks: dict[str, Any] = {"most": most, "n": 1, "streams": streams}
+    if path == RESPONSES:
+        fields |= {"input": text, "max_output_tokens": max(16, most)}
+        checks["most"] = max(16, most)
+    else:
+        fields |= {"max_tokens": most}
+        fields |= (
+            {"prompt": text}
+            if path == COMPLETIONS
+            else {"messages": [{"role": "user", "content": text}]}
+        )
+        for feature in rng.sample(FEATURES, rng.randint(0, 2)):
+            feature(rng, path, fields, checks)
+    judge = judge_response if path == RESPONSES else judge_choices
+    kind = f"{path.removeprefix('/v1/')}, {'streamed' if streams else 'whole'}"
+    body = json.dumps(fields).encode()
+    return Sent(kind, (http(path, body),), lambda s, b: judge(s, b, checks), good=True)
+
+
+Feature = Callable[[random.Random, str, dict[str, Any], dict[str, Any]], None]
+
+
+def _several(rng: random.Random, path: str, fields: dict[str, Any], checks: dict[str, Any]) -> None:
+    fields["n"] = checks["n"] = rng.randint(2, 3)
+
+
+def _stop(rng: random.Random, path: str, fields: dict[str, Any], checks: dict[str, Any]) -> None:
+    fields["stop"] = rng.sample((" ", "e", ",", "word", "\n"), 2)
+
+
+def _logprobs(
+    rng: random.Random, path: str, fields: dict[str, Any], checks: dict[str, Any]
+) -> None:
+    checks["logprobs"] = True
+    fields |= {"logprobs": 2} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
+
+
+def _json(rng: random.Random, path: str, fields: dict[str, Any], checks: dict[str, Any]) -> None:
+    if "structured_outputs" not in fields:
+        fields["response_format"] = {"type": "json_object"}
+
+
+def _choice(rng: random.Random, path: str, fields: dict[str, Any], checks: dict[str, Any]) -> None:
+    if path == COMPLETIONS and "response_format" not in fields and "stop" not in fields:
+        checks["choices"] = WORDS[:4]
+        fields["structured_outputs"] = {"choice": WORDS[:4]}
+
+
+def _penalties(rng: random.Random, path: str, fields: dict[str, Any], checks: Any) -> None:
+    fields |= {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
+
+
+def _seed(rng: random.Random, path: str, fields: dict[str, Any], checks: dict[str, Any]) -> None:
+    fields |= {"seed": rng.randint(0, 9), "top_p": 0.9, "top_k": 40, "min_p": 0.01}
+
+
+def _bias(rng: random.Random, path: str, fields: dict[str, Any], checks: dict[str, Any]) -> None:
+    fields["logit_bias"] = {str(rng.randint(300, 900)): rng.choice((-5, 2))}
+
+
+def _plain(rng: random.Random, path: str, fields: dict[str, Any], checks: dict[str, Any]) -> None:
+    fields["speculation"] = rng.choice((False, {"method": "ngram", "num_drafts": 3}))
+
+
+def _usage(rng: random.Random, path: str, fields: dict[str, Any], checks: dict[str, Any]) -> None:
+    if fields["stream"]:
+        fields |= {"stream_options": {"include_usage": True}, "include_speculation": True}
+        checks["usage"] = True
+
+
+FEATURES: tuple[Feature, ...] = (
+    _several, _stop, _logprobs, _json, _choice, _penalties, _seed, _bias, _plain, _usage,
+)  # fmt: skip
+
+
+def judge_choices(found: int, body: bytes, checks: dict[str, Any]) -> None:
+    """A chat's or a completion's answer, whole or as a stream."""
+    status(200)(found, body)
+    texts, reasons = dict.fromkeys(range(checks["n"]), ""), dict[int, str]()
+    usage, logprobs = None, 0
+    for part in told(body) if checks["streams"] else [json.loads(body)]:
+        if "error" in part:
+            raise Wrong(f"an error: {part['error']}")
+        usage = part.get("usage") or usage
+        for choice in part["choices"]:
+            index, piece = choice["index"], choice.get("delta") or choice.get("message") or choice
+            texts[index] += piece.get("content") or piece.get("text") or ""
+            logprobs += bool(choice.get("logprobs"))
+            if choice["finish_reason"] is not None:
+                if index in reasons:
+                    raise Wrong(f"answer {index} ends twice")
+                reasons[index] = choice["finish_reason"]
+    if reasons.keys() != set(range(checks["n"])):
+        raise Wrong(f"of {checks['n']} answers only {sorted(reasons)} have ended")
+    if not set(reasons.values()) <= {"stop", "length"}:
+        raise Wrong(f"answers ended by {reasons}")
+    if usage is None and (checks.get("usage") or not checks["streams"]):
+        raise Wrong("no usage")
+    if usage is not None and not 0 < usage["completion_tokens"] <= checks["most"] * checks["n"]:
+        raise Wrong(f"{usage['completion_tokens']} tokens of at most {checks['most']}")
+    if checks.get("logprobs") and not logprobs:
+        raise Wrong("no log probabilities")
+    for index, text in texts.items():
+        if "choices" in checks and reasons[index] == "stop" and text not in checks["choices"]:
+            raise Wrong(f"{text!r} is none of the choices")
+
+
+def judge_response(found: int, body: bytes, checks: dict[str, Any]) -> None:
+    """An answer of /v1/responses, whole or as a stream."""
+    status(200)(found, body)
+    if not checks["streams"]:
+        response = json.loads(body)
+    else:
+        events = [json.loads(data) for data in re.findall(rb"^data: (\{.*)$", body, re.M)]
+        if [event["sequence_number"] for event in events] != list(range(len(events))):
+            raise Wrong("the events are not numbered in order")
+        if events[-1]["type"] not in ("response.completed", "response.incomplete"):
+            raise Wrong(f"a stream that ends with {events[-1]['type']}")
+        response = events[-1]["response"]
+    if response["status"] not in ("completed", "incomplete"):
+        raise Wrong(f"a response that is {response['status']}")
+    if not 0 < response["usage"]["output_tokens"] <= checks["most"]:
+        raise Wrong(f"{response['usage']['output_tokens']} tokens of at most {checks['most']}")
+
+
+def told(body: bytes) -> list[Any]:
+    """The chunks of a stream, which must end with [DONE]."""
+    lines = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
+    if not lines or lines[-1] != b"[DONE]":
+        raise Wrong(f"a stream that ends with {body[-100:]!r}")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+# Requests that are none, or too much
+
+
+def bad_body(rng: random.Random) -> Sent:
+    """A body that is wrong, for which an error is the answer."""
+    message = [{"role": "user", "content": "hi"}]
+    bodies: tuple[Any, ...] = (
+        b"", b"{", b"null", b"[]", b"nonsense", b"\xff\xfe\x00", b"[" * 100_000, b'{"a":NaN}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"', b'{"max_tokens": 1e999}',
+        {}, {"messages": []}, {"messages": "hi"}, {"messages": [1]},
+        {"messages": [{"role": "king", "content": "hi"}]},
+        {"messages": message, "max_tokens": "many"}, {"messages": message, "temperature": -1},
+        {"messages": message, "n": 10_000}, {"messages": message, "logprobs": 3},
+        {"messages": message, "unknown": 1}, {"messages": message, "stop": [""]},
+        {"messages": message, "logit_bias": {"x": 1}}, {"messages": message, "seed": 1.5},
+        {"messages": message, "stream_options": {"include_usage": True}},
+        {"messages": message, "tools": [{}]}, {"messages": message, "max_tokens": 10**9},
+        {"messages": message, "structured_outputs": {"regex": "(((("}},
+        {"messages": message, "structured_outputs": {"grammar": "start: nowhere"}},
+        {"messages": message, "response_format": {"type": "json_schema"}},
+    )  # fmt: skip
+    body = rng.choice(bodies)
+    sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return Sent("bad body", (http(CHAT, sent),), status(400))
+
+
+def bad_http(rng: random.Random) -> Sent:
+    """What is hardly HTTP: an error, or a connection that is closed."""
+    body = b'{"prompt": "hi", "max_tokens": 4}'
+    choices = (
+        (b"NONSENSE\r\n\r\n", (400, 0)),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", (400, 0)),
+        (b"POST / HTTP/9.9\r\n\r\n", (400, 404, 405, 0)),
+        (http(COMPLETIONS, body, length=-1), (400, 0)),
+        (http(COMPLETIONS, body).replace(b"Content-Length: ", b"Content-Length: x"), (400, 0)),
+        (http(COMPLETIONS, body, "Content-Length: 3"), (400, 0)),
+        (http(COMPLETIONS, body, kind="text/plain"), (200, 415, 429)),
+        (http(COMPLETIONS, body, "X-Long: " + "x" * 70_000), (200, 400, 429, 431, 0)),
+        (http(COMPLETIONS, body, method="BREW"), (400, 405, 0)),
+        (http("/v1/nowhere", body), (404,)),
+        (http(COMPLETIONS, None), (405,)),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+            (400, 0),
+        ),
+    )
+    sent, wanted = rng.choice(choices)
+    return Sent("bad HTTP", (sent,), status(*wanted))
+
+
+def oversized(rng: random.Random) -> Sent:
+    """A prompt that the context does not hold, or a body above the limit."""
+    text = " ".join(rng.choices(WORDS, k=LONG_PROMPT))
+    if rng.random() < 0.6:
+        body = json.dumps({"messages": [{"role": "user", "content": text}], "stream": True})
+        return Sent("oversized prompt", (http(CHAT, body.encode()),), status(400))
+    if rng.random() < 0.5:
+        head = http(COMPLETIONS, b"", length=1 << 30)
+        return Sent("oversized body", (head,), status(413))
+    head = http(COMPLETIONS, None, "Transfer-Encoding: chunked", "Content-Type: application/json",
+                method="POST")  # fmt: skip
+    chunk = b"100000\r\n" + b" " * 0x100000 + b"\r\n"
+    return Sent("oversized body", (head, *[chunk] * 3), status(413, 0))
+
+
+def half(rng: random.Random) -> Sent:
+    """A request whose end never comes: its client leaves."""
+    whole = good(rng).parts[0]
+    cut = rng.randrange(1, len(whole))
+    return Sent("half a request", (whole[:cut], b""), status())
+
+
+def read(rng: random.Random) -> Sent:
+    """A look at the server."""
+    path = rng.choice(("/health", "/v1/models", "/version", "/", "/metrics"))
+    if rng.random() < 0.4:
+        body = b'{"prompt": "Sort these words: pear apple fig"}'
+        return Sent("look", (http("/tokenize", body),), status(200))
+    return Sent("look", (http(path, None),), status(200))
