@@ -269,7 +269,7 @@ async def soak(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
     server.process.terminate()
     if (status := await asyncio.to_thread(server.process.wait, PATIENCE)) != 0:
         faults.append(f"the server's exit status is {status}")
-    shouts = [line for line in server.log.read_text().splitlines() if _is_error(line)]
+    shouts = [line for line in server.log.read_text().splitlines() if is_error(line)]
     faults += [f"in the log: {line}" for line in shouts[:5]]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -290,7 +290,7 @@ async def soak(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
     }
 
 
-def _is_error(line: str) -> bool:
+def is_error(line: str) -> bool:
     return "Traceback" in line or bool(re.match(r"\S+ (ERROR|CRITICAL) ", line))
 
 
