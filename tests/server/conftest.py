@@ -9,14 +9,21 @@ from served import Served
 
 
 @pytest.fixture(scope="session")
-def page_server(server: Served) -> str:
-    """Where the real page is."""
-    return f"{server.url}/"
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[Served]:
-    """`strobe serve` with its defaults."""
+def real_server() -> Iterator[Served]:
+    """`strobe serve` with its defaults; by this name also where a module has a `server` of its
+    own."""
     served = Served()
     yield served
     assert served.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def server(real_server: Served) -> Served:
+    """The same, as most tests call it."""
+    return real_server
+
+
+@pytest.fixture(scope="session")
+def page_server(real_server: Served) -> str:
+    """Where the real page is."""
+    return f"{real_server.url}/"
