@@ -72,7 +72,7 @@ def make_app(serving: Serving) -> ASGIApp:
     """The whole server but for its socket."""
     app = FastAPI(title="Strobe", version=version("strobe"), docs_url=None, redoc_url=None)
     for handler, post in POSTS.items():
-        route = _bound(handler, serving)
+        route = _bound(handler, serving, generates="stream" in post.asked.model_fields)
         app.add_api_route(post.path, route, methods=["POST"], include_in_schema=False)
     _add_reads(app, serving)
     _add_page(app)
@@ -96,10 +96,16 @@ def make_app(serving: Serving) -> ASGIApp:
     )
 
 
-def _bound(handler: Handler, serving: Serving) -> Callable[[Request], Awaitable[Response]]:
+def _bound(
+    handler: Handler, serving: Serving, *, generates: bool
+) -> Callable[[Request], Awaitable[Response]]:
+    """The handler behind what comes before it. generates: whether it needs the engine's."""
+
     async def serve(http: Request) -> Response:
         try:
             await replies.read_body(serving, http)
+            if generates:
+                serving.check_room(1)  # a full server spends no time on what it will refuse
         except Exception as error:
             return replies.failed(serving, error)
         serving.handling += 1

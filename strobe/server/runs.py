@@ -132,6 +132,7 @@ class Choice:
 
     def count(self) -> None:
         """Have this answer counted once it has ended, or been given up."""
+        self._serving.pace.ended()
         self._serving.metrics.finished(
             reason=self.output.finish_reason or "abort",
             seconds=time.monotonic() - self._began,

@@ -19,6 +19,7 @@ from strobe.server.client import EngineClient, Generation
 from strobe.server.guards import Drain
 from strobe.server.messages import Ready
 from strobe.server.metrics import ServerMetrics
+from strobe.server.pace import Pace
 from strobe.server.parsers import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -32,9 +33,6 @@ from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
-
-RETRY_AFTER = 1
-"""Seconds that a client is advised to wait where the queue is full."""
 
 
 class Unserved(Exception):
@@ -97,6 +95,7 @@ class Serving:
     metrics: ServerMetrics
     drain: Drain = field(default_factory=Drain)
     created: int = field(default_factory=lambda: int(time.time()))
+    pace: Pace = field(default_factory=Pace)
     handling: int = 0
     """Requests whose bodies are in and whose handlers have not returned."""
 
@@ -180,7 +179,7 @@ class Serving:
                 429,
                 f"{self.client.num_open} answers are being made or wait already; try again later.",
                 code="queue_full",
-                retry_after=RETRY_AFTER,
+                retry_after=self.pace.retry_after(self.client.num_open),
             )
 
     def params(self, arguments: Mapping[str, Any]) -> SamplingParams:
