@@ -19,6 +19,7 @@ test: $(VENV)/.dev check
 # Five minutes of 1,000 streams, broken requests and clients that leave, then schemathesis in full.
 soak: $(VENV)/.dev
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/schema.py
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu
