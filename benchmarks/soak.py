@@ -60,8 +60,13 @@ class Server:
         self.log = log
         command = [sys.executable, "-m", "strobe.cli", "serve", "--port=0", "--device=cpu"]
         with log.open("wb") as file:
+            # More threads than free cores wait for one another at every barrier: with two, beside a
+            # client on two cores, a step took 5 s in place of 0.1.
             self.process = subprocess.Popen(
-                [*command, *options], stdout=subprocess.DEVNULL, stderr=file
+                [*command, *options],
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                stdout=subprocess.DEVNULL,
+                stderr=file,
             )
         self.port = 0
 
