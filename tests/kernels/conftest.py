@@ -1,0 +1,25 @@
+"""Kernels run compiled where there is a GPU and in Triton's interpreter elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+# The interpreter is chosen when a kernel is decorated, so before any module of kernels is imported.
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def with_gpu(monkeypatch: pytest.MonkeyPatch, without_gpu: Callable[[], bool]) -> None:
+    """These tests see the machine as it is."""
+    monkeypatch.setattr("torch.cuda.is_available", without_gpu)
