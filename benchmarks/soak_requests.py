@@ -102,7 +102,8 @@ def _several(rng: random.Random, path: str, fields: dict[str, Any], checks: dict
 
 
 def _stop(rng: random.Random, path: str, fields: dict[str, Any], checks: dict[str, Any]) -> None:
-    fields["stop"] = rng.sample((" ", "e", ",", "word", "\n"), 2)
+    if "choices" not in checks:  # a stop string may cut a choice short
+        fields["stop"] = rng.sample((" ", "e", ",", "word", "\n"), 2)
 
 
 def _logprobs(
