@@ -1,0 +1,102 @@
+"""The row-wise kernels in plain torch: fp32 inside, rounded where the kernels round.
+
+Legend: T rows, H hidden size, I intermediate size, Hq / Hkv heads, D head size, L layers.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """To `dtype`; float8_e4m3fn saturates at its largest, 448."""
+    return x.clamp(-448.0, 448.0).to(dtype) if dtype == FP8 else x.to(dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, H], weight [H] -> [T, H]."""
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual [T, H] += x in place; -> rms_norm of what is then in residual, in x's dtype."""
+    residual.copy_(x.float() + residual.float())
+    return rms_norm(residual, weight, eps).to(x.dtype)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    """x [T, ..., D] in fp32, each pair (x_i, x_{i + D/2}) turned by its position's angle."""
+    half = x.shape[-1] // 2
+    shape = (x.shape[0], *(1,) * (x.ndim - 2), half)
+    c = cos[positions, :half].float().view(shape)
+    s = sin[positions, -half:].float().view(shape)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    kv: Tensor,
+    q_heads: int,
+    kv_heads: int,
+) -> Tensor:
+    """qkv [T, (Hq + 2 Hkv) D] -> q [T, Hq, D], written into qkv; k and v to kv [slots, 2, Hkv, D].
+
+    cos, sin [P, D] as `RotaryTable` has them or [P, D / 2] with sin as it is.
+    """
+    width = kv.shape[-1]
+    heads = qkv.view(qkv.shape[0], q_heads + 2 * kv_heads, width)
+    q, k, v = heads.split([q_heads, kv_heads, kv_heads], 1)
+    parts: list[Tensor] = []
+    for part, weight in ((q, q_weight), (k, k_weight)):
+        x = part.float()
+        if weight is not None:
+            x = F.rms_norm(x, weight.shape, weight.float(), eps)
+        parts.append(_turn(x, cos, sin, positions))
+    q.copy_(parts[0])
+    kv[slots] = torch.stack([_cast(parts[1], kv.dtype), _cast(v.float(), kv.dtype)], 1)
+    return q
+
+
+def context_store(
+    kv_rows: Tensor,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    data: Tensor,
+) -> None:
+    """kv_rows [T, L * 2 * Hkv * D] -> the slots of every layer of data [L, slots, 2, Hkv, D]."""
+    layers, _, _, kv_heads, width = data.shape
+    rows = kv_rows.view(-1, layers, 2, kv_heads, width).float()
+    keys = rows[:, :, 0]
+    if k_weight is not None:
+        keys = F.rms_norm(keys, (width,), None, eps) * k_weight.float()[:, None]
+    keys = _turn(keys, cos, sin, positions)
+    data[:, slots] = _cast(torch.stack([keys, rows[:, :, 1]], 2).transpose(0, 1), data.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of gate_up [T, 2 I], gates first -> [T, I]."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, K] -> (x8 [T, K] float8_e4m3fn, scale [T] float32 = max |x| / 448, 1 for zeros)."""
+    largest = x.float().abs().amax(-1)
+    scale = torch.where(largest > 0, (largest / 448.0).clamp_min(2.0**-126), 1.0)
+    return _cast(x.float() * (1.0 / scale)[:, None], FP8), scale

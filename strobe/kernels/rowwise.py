@@ -1,0 +1,375 @@
+# pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false
+"""Row-wise kernels: norms, rotary embedding with the K/V store, the gated product, fp8 rows.
+
+All compute in fp32 and round once, where they write. They read and write 16 bytes a thread and are
+bound by memory at many rows and by the launch at few, so the grid is chosen by the row count.
+
+Legend: T rows, H hidden size, I intermediate size, Hq / Hkv heads, D head size, L layers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+FEW_ROWS = 512
+"""Up to here rows are cut into small programs, so that 16 rows already reach every SM."""
+
+FP8_MAX = tl.constexpr(448.0)
+"""The largest float8_e4m3fn."""
+
+TINY = tl.constexpr(2.0**-126)
+"""The least scale of an fp8 row: its inverse is finite."""
+
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """x, fp32, to the nearest of `dtype`; float8_e4m3fn saturates and keeps a NaN."""
+    if dtype == tl.float8e4nv:
+        x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    if INTERPRETED and (dtype == tl.float8e4nv or dtype == tl.bfloat16):
+        # Triton's interpreter truncates to bfloat16 and loses the carry in float8, so it gets
+        # values that need no rounding; below 2^-6 float8 has a fixed step, 2^-9.
+        DROP = 20 if dtype == tl.float8e4nv else 16
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + ((1 << (DROP - 1)) - 1) + ((bits >> DROP) & 1)) & -(1 << DROP)
+        near = bits.to(tl.float32, bitcast=True)
+        if dtype == tl.float8e4nv:
+            near = tl.where(tl.abs(x) < 2.0**-6, (x + 1.5 * 2**14) - 1.5 * 2**14, near)
+        x = near
+    return x.to(dtype)
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    residual_stride,
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < H
+    x = tl.load(x_ptr + row * x_stride + at, inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + at, inside, other=0.0).to(tl.float32)
+    if ADD:
+        ptr = residual_ptr + row * residual_stride + at
+        total = x + tl.load(ptr, inside, other=0.0).to(tl.float32)
+        total = round_to(total, residual_ptr.dtype.element_ty)
+        tl.store(ptr, total, inside)
+        x = total.to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / H + eps) * weight
+    tl.store(out_ptr + row * H + at, round_to(y, out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _unit(x1, x2, eps, D: tl.constexpr):
+    """1 / rms of each head, whose halves are the rows of x1 and x2."""
+    square = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
+    return tl.rsqrt(square / D + eps)[:, None]
+
+
+@triton.jit
+def _angle(
+    cos_ptr, sin_ptr, position, cos_stride, sin_stride, WIDTH: tl.constexpr, D: tl.constexpr
+):
+    """cos and sin [1, D / 2] of a position. In a table of width D, sin's second half is the
+    positive one."""
+    at = tl.arange(0, D // 2)
+    cos = tl.load(cos_ptr + position * cos_stride + at).to(tl.float32)
+    sin = tl.load(sin_ptr + position * sin_stride + (WIDTH - D // 2) + at).to(tl.float32)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def _qk_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    slot_ptr,
+    kv_ptr,
+    qkv_stride,
+    cos_stride,
+    sin_stride,
+    eps,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NORM_Q: tl.constexpr,
+    NORM_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    cos, sin = _angle(
+        cos_ptr, sin_ptr, tl.load(position_ptr + row), cos_stride, sin_stride, WIDTH, D
+    )
+    # The heads of q, k and v lie in one line, and so do a slot's keys and values.
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    is_q, is_v = (head < Q_HEADS)[:, None], (head >= Q_HEADS + KV_HEADS)[:, None]
+    half = tl.arange(0, D // 2)
+    at = head[:, None] * D + half[None, :]
+    inside = (head < Q_HEADS + 2 * KV_HEADS)[:, None]
+    ptr = qkv_ptr + row * qkv_stride + at
+    x1 = tl.load(ptr, inside, other=0.0).to(tl.float32)
+    x2 = tl.load(ptr + D // 2, inside, other=0.0).to(tl.float32)
+    y1, y2 = x1, x2
+    if NORM_Q or NORM_K:
+        unit = _unit(x1, x2, eps, D)
+        if NORM_Q:
+            w1 = tl.load(q_weight_ptr + half).to(tl.float32)[None, :]
+            w2 = tl.load(q_weight_ptr + D // 2 + half).to(tl.float32)[None, :]
+            y1, y2 = tl.where(is_q, x1 * unit * w1, y1), tl.where(is_q, x2 * unit * w2, y2)
+        if NORM_K:
+            w1 = tl.load(k_weight_ptr + half).to(tl.float32)[None, :]
+            w2 = tl.load(k_weight_ptr + D // 2 + half).to(tl.float32)[None, :]
+            y1, y2 = tl.where(is_q, y1, x1 * unit * w1), tl.where(is_q, y2, x2 * unit * w2)
+    z1 = tl.where(is_v, x1, y1 * cos - y2 * sin)
+    z2 = tl.where(is_v, x2, y2 * cos + y1 * sin)
+    tl.store(ptr, round_to(z1, qkv_ptr.dtype.element_ty), is_q)
+    tl.store(ptr + D // 2, round_to(z2, qkv_ptr.dtype.element_ty), is_q)
+    kept = inside & (head >= Q_HEADS)[:, None]
+    ptr = kv_ptr + slot * (2 * KV_HEADS * D) + (at - Q_HEADS * D)
+    tl.store(ptr, round_to(z1, kv_ptr.dtype.element_ty), kept)
+    tl.store(ptr + D // 2, round_to(z2, kv_ptr.dtype.element_ty), kept)
+
+
+@triton.jit
+def _context_kernel(
+    rows_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    slot_ptr,
+    data_ptr,
+    rows_stride,
+    cos_stride,
+    sin_stride,
+    layer_stride,
+    eps,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    cos, sin = _angle(
+        cos_ptr, sin_ptr, tl.load(position_ptr + row), cos_stride, sin_stride, WIDTH, D
+    )
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    is_v = (head >= KV_HEADS)[:, None]
+    half = tl.arange(0, D // 2)
+    at = head[:, None] * D + half[None, :]
+    inside = (head < 2 * KV_HEADS)[:, None]
+    ptr = rows_ptr + row * rows_stride + layer * (2 * KV_HEADS * D) + at
+    x1 = tl.load(ptr, inside, other=0.0).to(tl.float32)
+    x2 = tl.load(ptr + D // 2, inside, other=0.0).to(tl.float32)
+    y1, y2 = x1, x2
+    if NORM:
+        unit = _unit(x1, x2, eps, D)
+        y1 = x1 * unit * tl.load(weight_ptr + layer * D + half).to(tl.float32)[None, :]
+        y2 = x2 * unit * tl.load(weight_ptr + layer * D + D // 2 + half).to(tl.float32)[None, :]
+    z1 = tl.where(is_v, x1, y1 * cos - y2 * sin)
+    z2 = tl.where(is_v, x2, y2 * cos + y1 * sin)
+    ptr = data_ptr + layer.to(tl.int64) * layer_stride + slot * (2 * KV_HEADS * D) + at
+    tl.store(ptr, round_to(z1, data_ptr.dtype.element_ty), inside)
+    tl.store(ptr + D // 2, round_to(z2, data_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _silu_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    gate = tl.load(x_ptr + row * x_stride + at, inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * x_stride + SIZE + at, inside, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * SIZE + at, round_to(y, out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _quantize_kernel(x_ptr, out_ptr, scale_ptr, x_stride, K: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < K
+    x = tl.load(x_ptr + row * x_stride + at, inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(x), 0)
+    scale = tl.where(largest > 0, tl.maximum(tl.div_rn(largest, FP8_MAX), TINY), 1.0)
+    y = x * tl.div_rn(1.0, scale)
+    tl.store(out_ptr + row * K + at, round_to(y, out_ptr.dtype.element_ty), inside)
+    tl.store(scale_ptr + row, scale)
+
+
+def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, add: bool) -> Tensor:
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(size)
+    _norm_kernel[(rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        x.stride(0),
+        residual.stride(0),
+        eps,
+        H=size,
+        BLOCK=block,
+        ADD=add,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, H] / rms(x) * weight [H] -> [T, H]; rounds where `F.rms_norm` does, at the end."""
+    return _launch_norm(x, x, weight, eps, add=False)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual [T, H] += x [T, H] in place, rounded; -> rms_norm of what is then in residual."""
+    return _launch_norm(x, residual, weight, eps, add=True)
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    kv: Tensor,
+    q_heads: int,
+    kv_heads: int,
+) -> Tensor:
+    """Per-head norms and rotary embedding of q and k; keys and values to their slots. One launch.
+
+    qkv [T, (Hq + 2 Hkv) D]; weights [D] or None for no norm; cos, sin [P, D] as `RotaryTable` has
+    them, or [P, D / 2] with sin as it is; positions, slots [T] int64; kv [slots, 2, Hkv, D],
+    contiguous, of any float dtype (float8_e4m3fn saturates). Returns q [T, Hq, D], which overwrote
+    the q part of qkv; its k part is left as it was. Of rows that share a slot any may win.
+    """
+    rows, width = qkv.shape[0], kv.shape[-1]
+    few = rows <= FEW_ROWS
+    group = max((512 if few else 2048) // width, 1)
+    _qk_kernel[(rows, triton.cdiv(q_heads + 2 * kv_heads, group))](
+        qkv,
+        qkv if q_weight is None else q_weight,
+        qkv if k_weight is None else k_weight,
+        cos,
+        sin,
+        positions,
+        slots,
+        kv,
+        qkv.stride(0),
+        cos.stride(0),
+        sin.stride(0),
+        eps,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        D=width,
+        WIDTH=sin.shape[1],
+        NORM_Q=q_weight is not None,
+        NORM_K=k_weight is not None,
+        GROUP=group,
+        num_warps=1 if few else 4,
+    )
+    return qkv[:, : q_heads * width].unflatten(1, (q_heads, width))
+
+
+def context_store(
+    kv_rows: Tensor,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    data: Tensor,
+) -> None:
+    """A drafter's context keys (normed and turned) and values of all layers to their slots.
+
+    kv_rows [T, L * 2 * Hkv * D], per layer keys then values; k_weight [L, D] contiguous, or None;
+    cos, sin, positions, slots as in `qk_norm_rope_store`; data [L, slots, 2, Hkv, D], each layer
+    contiguous.
+    """
+    rows, (layers, _, _, kv_heads, width) = kv_rows.shape[0], data.shape
+    few = rows <= FEW_ROWS
+    group = max((512 if few else 2048) // width, 1)
+    _context_kernel[(rows, triton.cdiv(2 * kv_heads, group), layers)](
+        kv_rows,
+        kv_rows if k_weight is None else k_weight,
+        cos,
+        sin,
+        positions,
+        slots,
+        data,
+        kv_rows.stride(0),
+        cos.stride(0),
+        sin.stride(0),
+        data.stride(0),
+        eps,
+        KV_HEADS=kv_heads,
+        D=width,
+        WIDTH=sin.shape[1],
+        NORM=k_weight is not None,
+        GROUP=group,
+        num_warps=1 if few else 4,
+    )
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of gate_up [T, 2 I], gates first -> [T, I]; torch rounds silu(gate) too."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024 if rows <= FEW_ROWS else 4096, triton.next_power_of_2(size))
+    _silu_mul_kernel[(rows, triton.cdiv(size, block))](
+        gate_up,
+        out,
+        gate_up.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        num_warps=4 if block <= 1024 else 8,
+    )
+    return out
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, K] -> (x8 [T, K] float8_e4m3fn, scale [T] float32) with x8 * scale close to x.
+
+    scale = max |x| / 448, at least 2^-126 so that its inverse is finite, and 1 for a row of zeros;
+    x8 is x times the rounded inverse of scale.
+    """
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(size)
+    _quantize_kernel[(rows,)](
+        x,
+        out,
+        scale,
+        x.stride(0),
+        K=size,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    return out, scale
