@@ -1,0 +1,182 @@
+"""The least time a step can take: what it must read and compute, over rates that were measured.
+
+Legend: c requests, n positions of context each, R rows verified per request (drafts and one more),
+B the drafter's block, H hidden size, I intermediate size, V vocabulary, L layers, Hq / Hkv query
+and key-value heads, D head size. Products only; activations, logits and norms' arithmetic are not
+counted, nor are the few embedding rows that are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes to read and write, and operations (a multiplication and an addition are two)."""
+
+    bytes: float = 0.0
+    operations: float = 0.0
+
+    def plus(self, other: Work) -> Work:
+        return Work(self.bytes + other.bytes, self.operations + other.operations)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this device does, measured in this run: bytes/s of a reduction over a large buffer and
+    of a copy (read and written), operations/s of a square matrix product."""
+
+    reduction: float
+    copy: float
+    matrix: float
+
+    @property
+    def bandwidth(self) -> float:
+        return max(self.reduction, self.copy)
+
+    def seconds(self, work: Work) -> float:
+        """max(bytes / bandwidth, operations / matrix rate): reading and computing overlap."""
+        return max(work.bytes / self.bandwidth, work.operations / self.matrix)
+
+    def bound(self, work: Work) -> str:
+        """Which of the two it is."""
+        memory = work.bytes / self.bandwidth >= work.operations / self.matrix
+        return "bytes" if memory else "operations"
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of one value: of the linear layers, of the head, of everything else in the weights, and
+    of keys and values."""
+
+    linear: int
+    head: int
+    rest: int
+    kv: int
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A target, the drafter that works beside it or none, and the rows each request verifies."""
+
+    target: TargetConfig
+    draft: DraftConfig | None
+    rows: int
+    widths: Widths
+
+    def verify(self, requests: float, context: float) -> Work:
+        """The target's forward over c x R rows.
+
+        bytes = linear + head + norms + c (n + R) KV; operations = 2 c R (linear + H V) + attention.
+        """
+        decoder, rows = self.target.decoder, requests * self.rows
+        values = linear_values(decoder)
+        weights = self._weights(values, small_values(decoder), head_values(decoder))
+        stored = rows * kv_values(decoder) * self.widths.kv
+        return Work(
+            weights + self._context(decoder, requests, context) + stored,
+            2 * rows * (values + head_values(decoder))
+            + requests * attention_operations(decoder, self.rows, context),
+        )
+
+    def drafting(self, requests: float, context: float) -> Work:
+        """The drafter's block, and its context K/V of the rows that the target verified; nothing
+        where there is no drafter.
+
+        bytes = linear + fc + context products + head + norms + c (n + R) KV, the head and the
+        layers' k and v once more, since block and context use them at different times;
+        operations = 2 c B linear + 2 c (B - 1) H V + 2 c R (fc + context) + attention.
+        """
+        if self.draft is None:
+            return Work()
+        decoder, rows = self.draft.decoder, requests * self.rows
+        values, head = linear_values(decoder), head_values(decoder)
+        block = self.draft.block_size
+        observed = observe_values(self.draft)
+        small = small_values(decoder) + decoder.hidden_size
+        stored = rows * kv_values(decoder) * self.widths.kv
+        return Work(
+            self._weights(values + observed, small, head)
+            + self._context(decoder, requests, context)
+            + stored,
+            2 * requests * (block * values + (block - 1) * head)
+            + 2 * rows * observed
+            + requests * attention_operations(decoder, block, context),
+        )
+
+    def seconds(self, rates: Rates, requests: float, context: float) -> float:
+        """The floor of one step: drafting and verification follow one another."""
+        parts = self.drafting(requests, context), self.verify(requests, context)
+        return sum(rates.seconds(part) for part in parts)
+
+    def prefill_operations(self, prompts: int, tokens: int) -> float:
+        """Operations of the linear layers over whole prompts: 2 T linear of every token, the head
+        of each prompt's last one only, and with a drafter fc and its context products."""
+        decoder = self.target.decoder
+        values = linear_values(decoder)
+        if self.draft is not None:
+            values += observe_values(self.draft)
+        return 2.0 * prompts * (tokens * values + head_values(decoder))
+
+    def _weights(self, linear: int, small: int, head: int) -> float:
+        widths = self.widths
+        return linear * widths.linear + small * widths.rest + head * widths.head
+
+    def _context(self, decoder: DecoderConfig, requests: float, context: float) -> float:
+        """Bytes of the keys and values that the requests' rows must read."""
+        seen = sum(min(context, mask.window or context) for mask in decoder.masks)
+        return requests * seen * kv_values(decoder) / decoder.num_layers * self.widths.kv
+
+
+def linear_values(decoder: DecoderConfig) -> int:
+    """L (H D (Hq + 2 Hkv) + Hq D H + 3 H I): q, k, v, o, gate, up and down."""
+    heads = 2 * decoder.num_heads + 2 * decoder.num_kv_heads
+    products = heads * decoder.head_dim + 3 * decoder.intermediate_size
+    return decoder.num_layers * decoder.hidden_size * products
+
+
+def small_values(decoder: DecoderConfig) -> int:
+    """Norms, L (2 H + 2 D) + H, and biases where there are any."""
+    each = 2 * decoder.hidden_size + 2 * decoder.head_dim
+    if decoder.attention_bias:
+        wide = (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim
+        each += wide + decoder.hidden_size
+    return decoder.num_layers * each + decoder.hidden_size
+
+
+def head_values(decoder: DecoderConfig) -> int:
+    """H V."""
+    return decoder.hidden_size * decoder.vocab_size
+
+
+def kv_values(decoder: DecoderConfig) -> int:
+    """2 L Hkv D: keys and values of one position."""
+    return 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
+
+
+def fc_values(draft: DraftConfig) -> int:
+    """m H H for m captured layers."""
+    return len(draft.capture) * draft.decoder.hidden_size**2
+
+
+def observe_values(draft: DraftConfig) -> int:
+    """fc, and the key and value products of every layer, 2 L H Hkv D."""
+    return fc_values(draft) + draft.decoder.hidden_size * kv_values(draft.decoder)
+
+
+def attention_operations(decoder: DecoderConfig, rows: int, context: float) -> float:
+    """4 Hq D per row, visible key and layer, of one request with `rows` rows behind its context.
+
+    A causal row i sees n + i + 1 keys, a block's row n + rows of them, a window's at most its width
+    (of a block's rows, those behind a row lie in its window, too).
+    """
+    total = 0.0
+    for mask in decoder.masks:
+        window = mask.window or float("inf")
+        for i in range(rows):
+            behind = 0 if mask.causal else rows - 1 - i
+            total += min(context + i + 1, window) + min(behind, window - 1)
+    return 4 * decoder.num_heads * decoder.head_dim * total

@@ -1,0 +1,75 @@
+"""What the device can do: read, copy and multiply, measured as medians of repeated calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from strobe.bench.floor import Rates
+from strobe.runner.memory import free_memory
+
+_GPU = (4 << 30, 8192)  # bytes of the buffer, rows of the square product
+_CPU = (256 << 20, 1024)
+_REPEATS = 15
+
+
+def measure(device: torch.device, dtype: torch.dtype) -> Rates:
+    """The device's rates, the product's with random values of `dtype`; the buffers are freed."""
+    size, side = _GPU if device.type == "cuda" else _CPU
+    reduction, copy = _bandwidths(device, min(size, free_memory(device) // 4))
+    rates = Rates(reduction, copy, _matrix_rate(device, dtype, side))
+    release(device)
+    return rates
+
+
+def _bandwidths(device: torch.device, size: int) -> tuple[float, float]:
+    """Bytes/s of a sum over `size` bytes, and of a copy of them, read and written."""
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    moved = source.numel() * source.element_size()
+    reduction = median_seconds(source.sum, device)
+    copy = median_seconds(lambda: target.copy_(source), device)
+    return moved / reduction, 2 * moved / copy
+
+
+def _matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    noise = torch.Generator(device).manual_seed(0)
+    left = torch.randn(side, side, generator=noise, device=device).to(dtype)
+    right = torch.randn(side, side, generator=noise, device=device).to(dtype)
+    out = torch.empty_like(left)
+    return 2 * side**3 / median_seconds(lambda: torch.mm(left, right, out=out), device)
+
+
+def median_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call on the device, after some that warm up."""
+    for _ in range(3):
+        call()
+    return median(_seconds(call, device) for _ in range(_REPEATS))
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    call()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release(device: torch.device) -> None:
+    """Give memory that nothing uses back to the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,101 @@
+"""Shapes of published pairs by name: the config.json of a target and of its DFlash drafter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from strobe.config import BOX
+from strobe.models.config import default_capture_layers
+
+DRAFT_LAYERS, DRAFT_BLOCK = 5, 16
+_MASK_TOKEN = 151669
+_COMMON: dict[str, Any] = {
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+_QWEN3: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}
+NAMES = ("box", *_QWEN3)
+
+
+def target_config(name: str) -> dict[str, Any]:
+    """The target's config.json as published."""
+    return {"architectures": ["Qwen3ForCausalLM"], **_COMMON, **_QWEN3[name]}
+
+
+def draft_config(name: str) -> dict[str, Any]:
+    """The drafter's: z-lab's Qwen3-8B-DFlash-b16 and Qwen3-4B-DFlash-b16. There is none for 0.6B;
+    its drafter is made by the same rule."""
+    target = _QWEN3[name]
+    layers = target["num_hidden_layers"]
+    return {
+        "architectures": ["DFlashDraftModel"],
+        **_COMMON,
+        **target,
+        "num_hidden_layers": DRAFT_LAYERS,
+        "num_target_layers": layers,
+        "block_size": DRAFT_BLOCK,
+        "dflash_config": {
+            "mask_token_id": _MASK_TOKEN,
+            "target_layer_ids": default_capture_layers(layers, DRAFT_LAYERS),
+        },
+    }
+
+
+@contextmanager
+def directories(name: str) -> Generator[tuple[str, str]]:
+    """Directories of a target and a drafter that hold a config.json; of the box, its own ones.
+
+    Raises ValueError for a name that there is not.
+    """
+    if name not in NAMES:
+        raise ValueError(
+            f"shapes is {name!r}; name one of {', '.join(NAMES)}, or give directories with "
+            "--target and --draft."
+        )
+    if name == "box":
+        yield str(BOX / "target"), str(BOX / "draft")
+        return
+    with TemporaryDirectory(prefix="strobe-shapes-") as directory:
+        parts = {"target": target_config(name), "draft": draft_config(name)}
+        for part, config in parts.items():
+            path = Path(directory, part)
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield str(Path(directory, "target")), str(Path(directory, "draft"))

@@ -1,0 +1,88 @@
+"""When each step drafted and verified, from the engine's marks.
+
+    start ---draft launched--- draft ---target and verification launched--- verify ... start
+
+With CUDA a mark is an event in the stream, so that times are the device's and nothing waits; on a
+CPU, where a launch is the work itself, it is the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+import torch
+
+
+@dataclass(frozen=True)
+class Split:
+    """Milliseconds per step, means but for `median`: of the draft, of target and verification, and
+    of the rest up to the next step's start."""
+
+    steps: int
+    draft: float
+    verify: float
+    rest: float
+    median: float
+
+    @property
+    def whole(self) -> float:
+        return self.draft + self.verify + self.rest
+
+
+Stamp = float | torch.cuda.Event
+
+
+class Timeline:
+    """Collects marks; `mark` goes where `Engine.mark` is."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._steps: list[dict[str, Stamp]] = []
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def mark(self, name: str) -> None:
+        """One of "start", "draft" and "verify", in this order in every step."""
+        if name == "start":
+            self._steps.append({})
+        self._steps[-1][name] = self._now()
+
+    def stop(self) -> None:
+        """The last step's end."""
+        self._steps.append({"start": self._now()})
+
+    def _now(self) -> Stamp:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def split(self, chosen: Sequence[int] | None = None) -> Split | None:
+        """The split over the steps with these numbers, or over all; None where there are none.
+        stop() must have been called, and the device must be done."""
+        numbers = range(len(self._steps) - 1) if chosen is None else chosen
+        drafts: list[float] = []
+        verifies: list[float] = []
+        wholes: list[float] = []
+        for i in numbers:
+            step, following = self._steps[i], self._steps[i + 1]
+            drafts.append(_ms(step["start"], step["draft"]))
+            verifies.append(_ms(step["draft"], step["verify"]))
+            wholes.append(_ms(step["start"], following["start"]))
+        if not wholes:
+            return None
+        draft, verify = mean(drafts), mean(verifies)
+        return Split(len(wholes), draft, verify, mean(wholes) - draft - verify, median(wholes))
+
+
+def _ms(first: Stamp, last: Stamp) -> float:
+    if isinstance(first, torch.cuda.Event):
+        assert isinstance(last, torch.cuda.Event)
+        return first.elapsed_time(last)
+    assert isinstance(last, float)
+    return 1e3 * (last - first)

@@ -1,0 +1,176 @@
+"""What `strobe bench` counts is right by hand and by torch's own count. No time is asserted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from strobe.attention.mask import LayerMask
+from strobe.bench import floor, rates, shapes, timeline
+from strobe.models.config import DraftConfig, TargetConfig, load_draft_config, load_target_config
+from strobe.models.dflash import DFlash
+from strobe.models.qwen3 import Qwen3
+
+CPU = torch.device("cpu")
+
+
+def pair_of(name: str) -> tuple[TargetConfig, DraftConfig]:
+    with shapes.directories(name) as (target, draft):
+        return load_target_config(Path(target)), load_draft_config(Path(draft))
+
+
+def shapes_of(name: str, *, rows: int = 16, bytes: int = 2) -> floor.Shapes:
+    return floor.Shapes(*pair_of(name), rows, floor.Widths(bytes, bytes, bytes, bytes))
+
+
+def test_the_bytes_of_qwen3_8b_are_those_counted_by_hand():
+    plain = replace(shapes_of("qwen3-8b"), draft=None, rows=1)
+    weights, row = 15_136_811_008, 147_456
+    assert plain.verify(1, 0).bytes == weights + row
+    assert plain.verify(8, 1000).bytes == weights + 8 * 1001 * row
+    assert plain.drafting(8, 1000) == floor.Work()
+    both = shapes_of("qwen3-8b")
+    assert both.verify(1, 0).bytes == weights + 16 * row
+    head, context_products = 151936 * 4096, 5 * 2 * 1024 * 4096
+    drafter = 2 * (1_048_626_432 + head + context_products)
+    assert both.drafting(1, 0).bytes == drafter + 16 * 20_480
+    assert both.drafting(4, 300).bytes == drafter + 4 * 316 * 20_480
+    assert (weights / 1e9, drafter / 1e9) == (pytest.approx(15.14, abs=0.01),
+                                              pytest.approx(3.42, abs=0.01))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [("qwen3-8b", 1_048_626_432), ("qwen3-4b", 537_427_200), ("qwen3-0.6b", None), ("box", None)],
+)
+def test_the_presets_have_the_parameters_of_the_modules(name: str, drafter: int | None):
+    target, draft = pair_of(name)
+    with torch.device("meta"):
+        model = Qwen3(target, 1)
+        drafting = DFlash(draft, model.embed_tokens.weight, model.head_weight, 1)
+    held = sum(p.numel() for p in model.parameters())
+    table = target.decoder.vocab_size * target.decoder.hidden_size
+    counted = floor.linear_values(target.decoder) + floor.small_values(target.decoder)
+    assert held == counted + table * (1 if target.tie_embeddings else 2)
+    own = sum(p.numel() for p in drafting.parameters())
+    counted = floor.linear_values(draft.decoder) + floor.small_values(draft.decoder)
+    assert own == counted + floor.fc_values(draft) + draft.decoder.hidden_size
+    assert drafter in (None, own)
+
+
+def test_biases_are_counted(draft: Callable[..., Path]):
+    config = load_draft_config(draft(bias=True))
+    with torch.device("meta"):
+        drafter = DFlash(config, torch.empty(0), torch.empty(0), 1)
+    own = sum(p.numel() for p in drafter.parameters())
+    counted = floor.linear_values(config.decoder) + floor.small_values(config.decoder)
+    assert own == counted + floor.fc_values(config) + config.decoder.hidden_size
+
+
+@torch.inference_mode()
+def test_the_operations_are_those_that_torch_counts():
+    """With attention taken out of the models."""
+    counts = shapes_of("box")
+    config, draft = counts.target, counts.draft
+    assert draft is not None
+    model = Qwen3(config, 64)
+    drafter = DFlash(draft, model.embed_tokens.weight, model.head_weight, 64)
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return q.flatten(1)
+
+    def run(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.zeros(rows, dtype=torch.int64)
+        return positions, positions
+
+    requests, block = 3, draft.block_size
+    with FlopCounterMode(display=False) as verified:
+        x, features = model(*run(requests * 16), attend, draft.capture)
+        model.head(x)
+    with FlopCounterMode(display=False) as drafted:
+        x, _ = drafter(*run(requests * block), attend)
+        drafter.head(x[: requests * (block - 1)])
+        drafter.context_kv(features, run(requests * 16)[1])
+    attention = requests * floor.attention_operations(config.decoder, 16, 0)
+    assert verified.get_total_flops() == counts.verify(requests, 0).operations - attention
+    attention = requests * floor.attention_operations(draft.decoder, block, 0)
+    assert drafted.get_total_flops() == counts.drafting(requests, 0).operations - attention
+    with FlopCounterMode(display=False) as prefilled:
+        x, features = model(*run(2 * 40), attend, draft.capture)
+        model.head(x[:2])
+        drafter.context_kv(features, run(2 * 40)[1])
+    assert prefilled.get_total_flops() == counts.prefill_operations(2, 40)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 5, 11, 40])
+def test_attention_counts_every_key_that_a_row_sees(causal: bool, window: int | None):
+    decoder = pair_of("box")[1].decoder
+    decoder = replace(decoder, num_layers=1, masks=(LayerMask(causal, window),))
+    start, rows = 9, 6
+    seen = sum(
+        (key <= start + i or not causal)
+        and (window is None or abs(start + i - key) < window)
+        for i in range(rows)
+        for key in range(start + rows)
+    )  # fmt: skip
+    assert floor.attention_operations(decoder, rows, start) == 4 * 4 * 64 * seen
+
+
+def test_a_window_bounds_what_is_read_and_fp8_halves_it():
+    counts = shapes_of("box")
+    assert counts.draft is not None
+    masks = (LayerMask(False), LayerMask(True, 10), LayerMask(True, 10))
+    windowed = replace(
+        counts, draft=replace(counts.draft, decoder=replace(counts.draft.decoder, masks=masks))
+    )
+    row = 2 * 2 * 64 * 2  # of one layer
+    less = counts.drafting(2, 100).bytes - windowed.drafting(2, 100).bytes
+    assert less == 2 * row * 2 * (100 - 10)
+    halved = replace(counts, widths=floor.Widths(linear=1, head=2, rest=2, kv=1))
+    saved = counts.verify(3, 50).bytes - halved.verify(3, 50).bytes
+    values = floor.linear_values(counts.target.decoder) + 3 * 66 * 2 * 16 * 2 * 64
+    assert saved == values
+
+
+def test_the_floor_is_the_slower_of_reading_and_computing_for_each_part():
+    counts = shapes_of("qwen3-8b")
+    slow = floor.Rates(reduction=4e12, copy=3e12, matrix=1e30)
+    assert slow.bandwidth == 4e12
+    parts = counts.drafting(1, 256), counts.verify(1, 256)
+    assert counts.seconds(slow, 1, 256) == pytest.approx(sum(p.bytes for p in parts) / 4e12)
+    busy = replace(slow, matrix=1e9)
+    assert counts.seconds(busy, 1, 256) == pytest.approx(sum(p.operations for p in parts) / 1e9)
+    assert [slow.bound(parts[0]), busy.bound(parts[0])] == ["bytes", "operations"]
+    between = floor.Rates(4e12, 3e12, 7e14)  # 32 requests: the drafter reads, the target computes
+    parts = counts.drafting(8, 256), counts.verify(64, 256)
+    assert [between.bound(part) for part in parts] == ["bytes", "operations"]
+
+
+def test_a_timeline_splits_the_chosen_steps(monkeypatch: pytest.MonkeyPatch):
+    clock: Iterator[float] = iter([0.0, 1.0, 3.0, 10.0, 12.0, 13.0, 14.0, 15.0, 16.0, 20.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    line = timeline.Timeline(CPU)
+    for _ in range(3):
+        for name in ("start", "draft", "verify"):
+            line.mark(name)
+    line.stop()
+    split = line.split()
+    assert split is not None
+    assert (split.steps, split.median) == (3, 6000)
+    assert split.draft == pytest.approx(1e3 * 4 / 3)
+    assert split.verify == pytest.approx(1e3 * 4 / 3)
+    assert split.whole == pytest.approx(1e3 * 20 / 3)
+    assert line.split([1]) == timeline.Split(1, 2000, 1000, 1000, 4000)
+    assert line.split([]) is None
+
+
+def test_rates_are_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rates, "_CPU", (1 << 20, 64))
+    found = rates.measure(CPU, torch.float32)
+    assert min(found.reduction, found.copy, found.matrix) > 0
