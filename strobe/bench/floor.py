@@ -15,23 +15,28 @@ from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes to read and write, and operations (a multiplication and an addition are two)."""
+    """Bytes to read and write, and operations (a multiplication and an addition are two): those of
+    the linear layers, which FP8 makes faster, and those of head and attention."""
 
     bytes: float = 0.0
-    operations: float = 0.0
+    linear: float = 0.0
+    others: float = 0.0
 
-    def plus(self, other: Work) -> Work:
-        return Work(self.bytes + other.bytes, self.operations + other.operations)
+    @property
+    def operations(self) -> float:
+        return self.linear + self.others
 
 
 @dataclass(frozen=True)
 class Rates:
     """What this device does, measured in this run: bytes/s of a reduction over a large buffer and
-    of a copy (read and written), operations/s of a square matrix product."""
+    of a copy (read and written), operations/s of a square matrix product in the engine's dtype, and
+    of one as the linear layers compute it, which is the same unless they are in FP8."""
 
     reduction: float
     copy: float
     matrix: float
+    linear: float
 
     @property
     def bandwidth(self) -> float:
@@ -39,12 +44,15 @@ class Rates:
 
     def seconds(self, work: Work) -> float:
         """max(bytes / bandwidth, operations / matrix rate): reading and computing overlap."""
-        return max(work.bytes / self.bandwidth, work.operations / self.matrix)
+        return max(work.bytes / self.bandwidth, self._computing(work))
 
     def bound(self, work: Work) -> str:
         """Which of the two it is."""
-        memory = work.bytes / self.bandwidth >= work.operations / self.matrix
+        memory = work.bytes / self.bandwidth >= self._computing(work)
         return "bytes" if memory else "operations"
+
+    def _computing(self, work: Work) -> float:
+        return work.linear / self.linear + work.others / self.matrix
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,8 @@ class Shapes:
         stored = rows * kv_values(decoder) * self.widths.kv
         return Work(
             weights + self._context(decoder, requests, context) + stored,
-            2 * rows * (values + head_values(decoder))
+            2 * rows * values,
+            2 * rows * head_values(decoder)
             + requests * attention_operations(decoder, self.rows, context),
         )
 
@@ -102,8 +111,8 @@ class Shapes:
             self._weights(values + observed, small, head)
             + self._context(decoder, requests, context)
             + stored,
-            2 * requests * (block * values + (block - 1) * head)
-            + 2 * rows * observed
+            2 * requests * block * values + 2 * rows * observed,
+            2 * requests * (block - 1) * head
             + requests * attention_operations(decoder, block, context),
         )
 

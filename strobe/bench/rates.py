@@ -16,13 +16,15 @@ _CPU = (256 << 20, 1024)
 _REPEATS = 15
 
 
-def measure(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The device's rates, the product's with random values of `dtype`; the buffers are freed."""
+def measure(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Rates:
+    """The device's rates, the product's with random values of `dtype` and, for linear layers in
+    FP8, of e4m3; the buffers are freed."""
     size, side = _GPU if device.type == "cuda" else _CPU
     reduction, copy = _bandwidths(device, min(size, free_memory(device) // 4))
-    rates = Rates(reduction, copy, _matrix_rate(device, dtype, side))
+    matrix = _matrix_rate(device, dtype, side)
+    linear = _matrix_rate(device, torch.float8_e4m3fn, side) if fp8 else matrix
     release(device)
-    return rates
+    return Rates(reduction, copy, matrix, linear)
 
 
 def _bandwidths(device: torch.device, size: int) -> tuple[float, float]:
@@ -39,8 +41,21 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
     noise = torch.Generator(device).manual_seed(0)
     left = torch.randn(side, side, generator=noise, device=device).to(dtype)
     right = torch.randn(side, side, generator=noise, device=device).to(dtype)
-    out = torch.empty_like(left)
-    return 2 * side**3 / median_seconds(lambda: torch.mm(left, right, out=out), device)
+    if dtype == torch.float8_e4m3fn:
+        one, columns = torch.ones((), device=device), right.t()
+
+        def product() -> torch.Tensor:
+            return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage]
+                left, columns, scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+            )
+
+    else:
+        out = torch.empty_like(left)
+
+        def product() -> torch.Tensor:
+            return torch.mm(left, right, out=out)
+
+    return 2 * side**3 / median_seconds(product, device)
 
 
 def median_seconds(call: Callable[[], object], device: torch.device) -> float:

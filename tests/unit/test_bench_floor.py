@@ -140,14 +140,19 @@ def test_a_window_bounds_what_is_read_and_fp8_halves_it():
 
 def test_the_floor_is_the_slower_of_reading_and_computing_for_each_part():
     counts = shapes_of("qwen3-8b")
-    slow = floor.Rates(reduction=4e12, copy=3e12, matrix=1e30)
+    slow = floor.Rates(reduction=4e12, copy=3e12, matrix=1e30, linear=1e30)
     assert slow.bandwidth == 4e12
     parts = counts.drafting(1, 256), counts.verify(1, 256)
     assert counts.seconds(slow, 1, 256) == pytest.approx(sum(p.bytes for p in parts) / 4e12)
-    busy = replace(slow, matrix=1e9)
+    busy = replace(slow, matrix=1e9, linear=1e9)
     assert counts.seconds(busy, 1, 256) == pytest.approx(sum(p.operations for p in parts) / 1e9)
     assert [slow.bound(parts[0]), busy.bound(parts[0])] == ["bytes", "operations"]
-    between = floor.Rates(4e12, 3e12, 7e14)  # 32 requests: the drafter reads, the target computes
+    work = counts.verify(1, 256)
+    fp8 = replace(busy, linear=4e9)
+    assert fp8.seconds(work) == pytest.approx(work.linear / 4e9 + work.others / 1e9)
+    between = floor.Rates(
+        4e12, 3e12, 7e14, 7e14
+    )  # 32 requests: the drafter reads, the target computes
     parts = counts.drafting(8, 256), counts.verify(64, 256)
     assert [between.bound(part) for part in parts] == ["bytes", "operations"]
 
@@ -174,3 +179,7 @@ def test_rates_are_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rates, "_CPU", (1 << 20, 64))
     found = rates.measure(CPU, torch.float32)
     assert min(found.reduction, found.copy, found.matrix) > 0
+    assert found.linear == found.matrix
+    fp8 = rates.measure(CPU, torch.float32, fp8=True)
+    assert fp8.linear > 0
+    assert fp8.linear != fp8.matrix
