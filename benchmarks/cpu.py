@@ -91,10 +91,10 @@ def remembering(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A forward that gives its last output again while the batch's shape stays the same."""
     last: dict[tuple[int, ...], Any] = {}
 
-    def answer(batch: Any) -> Any:
-        key = (batch.ids.shape[0], batch.wanted.slots.shape[0])
+    def answer(batch: Any, greedy: bool = False) -> Any:
+        key = (batch.ids.shape[0], batch.wanted.slots.shape[0], greedy)
         if key not in last:
-            last[key] = forward(batch)
+            last[key] = forward(batch, greedy=greedy)
         return last[key]
 
     return answer

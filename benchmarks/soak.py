@@ -324,8 +324,8 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--requests", type=int, default=0, help="send so many instead")
-    # Room for all of them to stand in line: of 1,000 clients for 256 places, who are refused and ask
-    # again, some are overtaken for longer than their patience.
+    # Room for all to stand in line: of 1,000 clients for 256 places, who are refused and ask again,
+    # some are overtaken for longer than their patience.
     parser.add_argument("--max-waiting", type=int, default=1100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)

@@ -11,6 +11,15 @@ from strobe.request import METHODS, option
 
 BOX = Path(__file__).parent / "demo_pair"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CHOICES = {
+    "load_format": ("auto", "dummy"),
+    "weight_dtype": ("auto", "fp8"),
+    "kv_cache_dtype": ("auto", "fp8"),
+    "attention_backend": ("auto", "triton", "reference"),
+    "draft_attention_backend": ("auto", "triton", "reference"),
+    "kernels": ("auto", "triton", "torch"),
+}
+"""The values of the options that name one of a few."""
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -56,7 +65,27 @@ class EngineConfig:
     )
     dtype: str = option("auto", "auto, float32, bfloat16 or float16; auto is float32 on a CPU.")
     device: str = option("auto", "auto, cpu, cuda or cuda:N; auto takes a GPU where there is one.")
-    overlap: int = option(1, "Steps in flight: 1 waits for each, 2 launches the next meanwhile.")
+    overlap: int | None = option(
+        None,
+        "Steps in flight: 1 waits for each, 2 launches the next meanwhile; by default 2 on a GPU.",
+    )
+    load_format: str = option(
+        "auto", "auto reads weights; dummy makes random ones by config.json, to measure speed."
+    )
+    weight_dtype: str = option(
+        "auto", "auto keeps weights in dtype; fp8 holds products in FP8, on a GPU that has it."
+    )
+    kv_cache_dtype: str = option("auto", "auto keeps keys and values in dtype; fp8 halves them.")
+    attention_backend: str = option(
+        "auto", "auto, triton or reference; auto takes triton where it runs."
+    )
+    draft_attention_backend: str | None = option(
+        None, "The drafter's attention backend; by default the target's."
+    )
+    kernels: str = option(
+        "auto", "auto, triton or torch: what runs norms, products and sampling on a GPU."
+    )
+    cuda_graphs: bool = option(True, "Replay decoding steps from captured graphs on a GPU.")
     seed: int = option(0, "Seeds requests that bring no seed of their own.")
     ngram_max: int = option(4, "Longest run of tokens that prompt lookup matches.")
     ngram_min: int = option(2, "Shortest run of tokens that prompt lookup matches.")
@@ -80,8 +109,14 @@ class EngineConfig:
             raise ValueError(f"dtype is {self.dtype!r}; name one of {', '.join(DTYPES)}.")
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,9})?", str(self.device)):
             raise ValueError(f"device is {self.device!r}; name auto, cpu, cuda or cuda:N.")
-        if type(self.overlap) is not int or self.overlap not in (1, 2):
+        if self.overlap is not None and (
+            type(self.overlap) is not int or not 1 <= self.overlap <= 2
+        ):
             raise ValueError(f"overlap is {self.overlap!r}, but must be 1 or 2.")
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
+            if value not in known and not (value is None and name.startswith("draft_")):
+                raise ValueError(f"{name} is {value!r}; name one of {', '.join(known)}.")
         if self.ngram_max > 32:
             raise ValueError(
                 f"ngram_max is {self.ngram_max}, but must be at most 32; every run of up to so "
@@ -92,11 +127,9 @@ class EngineConfig:
                 f"ngram_min is {self.ngram_min}, above ngram_max {self.ngram_max}; "
                 "lower the one or raise the other."
             )
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(
-                f"enable_prefix_caching is {self.enable_prefix_caching!r}, but must be True or "
-                "False."
-            )
+        for name in ("enable_prefix_caching", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but must be True or False.")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed is {self.seed!r}, but must be a whole number.")
         return self

@@ -99,8 +99,8 @@ class Plan:
 
 
 class Drafts(NamedTuple):
-    """What one proposer drafts for n spans: tokens [n, K'] int64 on the device; known: how many of
-    each row it means, where that is fewer than were asked for and the host knows it."""
+    """What one proposer drafts for n spans: tokens [n or more, K'] int64 on the device; known: how
+    many of each row it means, where that is fewer than were asked for and the host knows it."""
 
     tokens: Tensor
     known: tuple[int, ...] | None = None
@@ -109,8 +109,9 @@ class Drafts(NamedTuple):
 class Proposal(NamedTuple):
     """Draft tokens for the S spans of a plan.
 
-    tokens [S, K] int64 on the device; lengths [S] int64, how many of each row count, None where
-    all do. known: the drafts per span that the host knows were made; None for "as planned".
+    tokens [S or more, K] int64 on the device; lengths [S] int64, how many of each row count, None
+    until they are laid out. known: the drafts per span that the host knows were made; None for "as
+    planned".
     """
 
     tokens: Tensor

@@ -210,7 +210,7 @@ def make_engine(
         proposers = dict(parts.proposers.proposers)
         for name in names:
             proposers[name] = replace(parts, name)
-        parts.proposers = ProposerSet(proposers, parts.state, resolved.limits.max_model_len)
+        parts.proposers = ProposerSet(proposers, parts.state.device)
     return Engine(resolved, parts=parts, **options)
 
 

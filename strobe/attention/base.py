@@ -31,17 +31,19 @@ class Group:
 class AttentionInputs(NamedTuple):
     """One ragged batch over the paged cache; lengths and positions live on the device.
 
-    positions [T]; slots [T], where the rows' K/V go; starts [S, 1] and sizes [S]: a
-    span's rows see no key at starts + sizes or beyond; tables [N, columns]: what to
-    add to a position in column position // page_size to get its slot; table_rows [S], the spans'
-    rows in it. bounds: per group, a position that
-    no key of it reaches, as the host knows it.
+    positions [T]; slots [T], where the rows' K/V go; starts [S, 1] and sizes [S]: a span's rows see
+    no key at starts + sizes or beyond; row_starts [S]: each span's first row; longest: no span has
+    more rows; tables [N, columns]: what to add to a position in column position // page_size to get
+    its slot; table_rows [S], the spans' rows in it. groups, bounds: for backends that gather on the
+    host's word; per group, a position that no key of it reaches, as the host knows it.
     """
 
     positions: Tensor
     slots: Tensor
     starts: Tensor
     sizes: Tensor
+    row_starts: Tensor
+    longest: int
     tables: Tensor
     table_rows: Tensor
     page_size: int
@@ -50,6 +52,8 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionPlan(Protocol):
+    """One forward's attention. What trains passes a plain function instead."""
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq * D]: store K/V, then attend."""
         ...

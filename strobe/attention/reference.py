@@ -62,6 +62,8 @@ class ReferencePlan:
         out = None
         for index, group in enumerate(self.inputs.groups):
             keys, values = self.store.gather(layer, self._keys[index])
+            if keys.dtype != q.dtype:
+                keys, values = keys.to(q.dtype), values.to(q.dtype)
             spans, longest = group.rows.shape
             whole = group.flat is None and len(self.inputs.groups) == 1
             part = q if whole else q[group.rows.flatten()]

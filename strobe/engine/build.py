@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from strobe.attention.reference import ReferenceBackend
 from strobe.config import EngineConfig, Limits, resolve_limits
+from strobe.engine.device import Choice, backends, choose
 from strobe.kv.pages import PagePool
 from strobe.kv.store import KVSpec, KVStore
 from strobe.models.config import (
@@ -19,11 +20,14 @@ from strobe.models.config import (
     load_draft_config,
     load_target_config,
 )
+from strobe.models.dflash import DFlash
 from strobe.models.load import check_draft_tensors, check_target_tensors, load_draft, load_target
 from strobe.models.qwen3 import Qwen3
+from strobe.runner.graphs import CUDARecorder, Eager, Graphs
 from strobe.runner.memory import plan_pages
 from strobe.runner.picking import PickingState
 from strobe.runner.runner import ModelRunner
+from strobe.runner.shapes import Shapes
 from strobe.runner.state import DecodeState
 from strobe.sampling.grammar import Grammars
 from strobe.spec.base import Proposer, ProposerSet
@@ -42,6 +46,7 @@ class Resolved:
     limits: Limits
     device: torch.device
     dtype: torch.dtype
+    choice: Choice
 
 
 @dataclass
@@ -52,6 +57,7 @@ class Parts:
     proposers: ProposerSet
     state: DecodeState
     picking: PickingState
+    graphs: Graphs | Eager
     pool: PagePool
     stores: dict[str, KVStore]
 
@@ -96,14 +102,16 @@ def resolve(config: EngineConfig) -> Resolved:
         drafter_block=draft.block_size if draft is not None else None,
         method=method,
     )
-    values = check_target_tensors(target_path, target)
+    values = check_target_tensors(target_path, target, config.load_format)
     if draft is not None:
-        values += check_draft_tensors(Path(config.draft or ""), draft)
+        values += check_draft_tensors(Path(config.draft or ""), draft, config.load_format)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, target.dtype, device)
-    groups = list(kv_groups(target, draft, dtype).values())
+    drafter = draft.decoder if draft is not None else None
+    choice = choose(config, target.decoder, drafter, device, dtype)
+    groups = list(kv_groups(target, draft, choice.kv_dtype).values())
     plan_pages(config, limits, groups, device, weights=values * dtype.itemsize)
-    return Resolved(config, target, draft, method, limits, device, dtype)
+    return Resolved(config, target, draft, method, limits, device, dtype, choice)
 
 
 def kv_groups(
@@ -126,30 +134,32 @@ def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
     device, dtype = resolved.device, resolved.dtype
     block = resolved.draft.block_size if resolved.draft is not None else 0
     reach = limits.max_model_len + max(block, limits.num_drafts + 1) + 1
+    choice = resolved.choice
+    how: dict[str, Any] = {"max_positions": reach, "dtype": dtype, "device": device}
+    how |= {"load_format": config.load_format, "fp8": choice.fp8}
     if target is None:
-        target = load_target(
-            Path(config.target), resolved.target, max_positions=reach, dtype=dtype, device=device
-        )
-    groups = kv_groups(resolved.target, resolved.draft, dtype)
+        target = load_target(Path(config.target), resolved.target, **how)
+    groups = kv_groups(resolved.target, resolved.draft, choice.kv_dtype)
     drafter = None
     if resolved.draft is not None:
-        drafter = load_draft(
-            Path(config.draft or ""),
-            resolved.draft,
-            target,
-            max_positions=reach,
-            dtype=dtype,
-            device=device,
-        )
+        drafter = load_draft(Path(config.draft or ""), resolved.draft, target, **how)
+    if choice.kernels:
+        fuse(target, drafter, device, dtype)
     pages = plan_pages(config, limits, list(groups.values()), device)
     pool = PagePool(pages, limits.page_size)
     stores = {n: KVStore(spec, pages, limits.page_size, device) for n, spec in groups.items()}
     vocab = resolved.target.decoder.vocab_size
-    state = DecodeState(limits.max_num_seqs, reach, limits.page_size, device)
+    state = DecodeState(
+        limits.max_num_seqs, reach, limits.page_size, device, kernels=choice.kernels
+    )
     tokenizer = Path(config.target) / "tokenizer.json"
     grammars = Grammars(tokenizer, vocab, resolved.target.eos_ids)
-    picking = PickingState(limits.max_num_seqs, vocab, device, grammars)
-    backend = ReferenceBackend()
+    picking = PickingState(limits.max_num_seqs, vocab, device, grammars, kernels=choice.kernels)
+    decoder = resolved.draft.decoder if resolved.draft is not None else None
+    backend, draft_backend = backends(choice, resolved.target.decoder, decoder, device)
+    shapes, graphs = None, Eager()
+    if choice.graphs:
+        shapes, graphs = Shapes(limits.max_num_seqs, limits.num_drafts), Graphs(CUDARecorder())
     proposers: dict[str, Proposer] = {
         "ngram": NgramProposer(limits.num_drafts, config.ngram_min, config.ngram_max, device)
     }
@@ -159,16 +169,30 @@ def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
             drafter.config.decoder.masks,
             stores["draft"],
             state,
-            backend,
+            draft_backend,
+            limit=limits.max_model_len,
+            shapes=shapes,
         )
-        proposers["dflash"] = DFlashProposer(drafter, draft_runner, limits.num_drafts)
-    held = ProposerSet(proposers, state, limits.max_model_len)
+        proposers["dflash"] = DFlashProposer(drafter, draft_runner, graphs, limits.num_drafts)
+    held = ProposerSet(proposers, device)
     runner = ModelRunner(
         target,
         resolved.target.decoder.masks,
         stores["target"],
         state,
         backend,
+        limit=limits.max_model_len,
         capture=held.capture,
+        shapes=shapes,
     )
-    return Parts(runner, held, state, picking, pool, stores)
+    return Parts(runner, held, state, picking, graphs, pool, stores)
+
+
+def fuse(target: Qwen3, drafter: DFlash | None, device: torch.device, dtype: torch.dtype) -> None:
+    """Have the models run by kernels that share one workspace."""
+    from strobe.kernels.linear import Products
+
+    products = Products(device, dtype)
+    target.fuse(products)
+    if drafter is not None:
+        drafter.fuse(products)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,8 +19,10 @@ from strobe.request import (
     Speculation,
     StructuredOutputs,
 )
-from strobe.runner.collect import to_host
-from strobe.spec.verify import verify
+from strobe.runner.batch import Inputs
+from strobe.runner.collect import Flight
+from strobe.runner.picking import GREEDY, How
+from strobe.spec.verify import settle, verify
 from strobe.step import Plan, TokenEvent, Verdict
 
 
@@ -33,15 +35,19 @@ class Engine:
         *,
         parts: Parts | None = None,
         draft_length: DraftLength = full_length,
+        simulated_acceptance: float | None = None,
     ):
         """setup: settings, or what they were resolved to already. parts: made elsewhere (tests swap
-        in a scripted proposer). draft_length: how many drafts a request verifies in a step. Raises
-        ValueError for settings that do not fit."""
+        in a scripted proposer). draft_length: how many drafts a request verifies in a step.
+        simulated_acceptance: tokens that each drafting step shall bring on average, whatever the
+        target says: for measurements of speed only. Raises ValueError for settings that do not fit.
+        """
         self.resolved = resolve(setup) if isinstance(setup, EngineConfig) else setup
         self.config, self.limits = self.resolved.config, self.resolved.limits
         self.parts = parts or build(self.resolved)
         self.runner, self.proposers = self.parts.runner, self.parts.proposers
         self.state, self.picking = self.parts.state, self.parts.picking
+        self.graphs = self.parts.graphs
         held = self.proposers.proposers
         self.scheduler = Scheduler(
             self.limits,
@@ -51,8 +57,11 @@ class Engine:
             draft_length=draft_length,
         )
         self.grammars = self.parts.picking.grammars
-        self.depth = self.config.overlap
-        self._flying: deque[tuple[Plan, Verdict]] = deque()
+        self.depth = self.resolved.choice.overlap
+        self.simulated_acceptance = simulated_acceptance
+        self.mark: Callable[[str], None] = lambda name: None
+        """Called within each launch with "start", "draft" and "verify", as each is queued."""
+        self._flying: deque[Flight] = deque()
         self._numbers = itertools.count()
 
     def step(self) -> list[TokenEvent]:
@@ -66,27 +75,43 @@ class Engine:
                 raise
         if not self._flying or (plan.spans and len(self._flying) < self.depth):
             return []
-        plan, verdict = self._flying[0]
-        result = to_host(plan, verdict)
+        oldest = self._flying[0]
+        verdict = oldest.land()
         self._flying.popleft()
-        return self.scheduler.commit(plan, result)
+        return self.scheduler.commit(oldest.plan, verdict)
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> tuple[Plan, Verdict]:
+    def launch(self, plan: Plan) -> Flight:
         """Run one plan on the device; nothing here waits for a result."""
         self.state.apply(plan)
         self.picking.apply(plan)
+        self.mark("start")
         proposal = self.proposers.propose(plan)  # tokens only
+        self.mark("draft")
         plan = plan.shorten(proposal.known)
         proposal = self.picking.mend(plan, proposal)  # by what grammars force
-        batch = self.runner.prepare(plan, proposal)  # one ragged layout
-        out = self.runner.forward(batch)  # logits at the wanted rows, hidden at the captured layers
+        inputs, how = self.runner.arrange(plan, proposal), self.picking.how(plan)
+        if how.by_host or not self.runner.replays(inputs):
+            verdict = self.decide(inputs, how, plan)
+        else:
+            verdict = self.graphs.run(how, inputs, lambda inputs: self.decide(inputs, how, plan))
+        self.mark("verify")
+        return Flight(plan, verdict)
+
+    def decide(self, inputs: Inputs, how: How, plan: Plan) -> Verdict:
+        """The device's part of a step behind the drafts. Recorded in a graph unless `how` says that
+        the host has a hand in it, which alone reads the plan."""
+        batch = self.runner.prepare(inputs)  # one ragged layout
+        out = self.runner.forward(batch, greedy=how == GREEDY)  # features of the captured layers
         self.proposers.observe(batch, out.hidden)  # the drafter's K/V, on the same pages
-        picking = self.picking.of(plan, batch, proposal)  # rules, noise and filters of each row
-        verdict = verify(out.logits, proposal, batch.wanted, picking)
-        self.picking.advance(plan, batch, verdict)  # before lengths: it may find no memory
-        self.state.advance(batch, verdict)  # lengths and tails for the next step
-        return plan, verdict._replace(prompt_scores=out.prompt_scores)
+        picking = self.picking.of(batch, how, plan)  # rules, noise and filters of each row
+        if how.by_host:
+            verdict = verify(out, batch, picking, self.simulated_acceptance)
+            self.picking.advance(plan, batch, verdict)  # before lengths: it may find no memory
+            self.state.advance(batch, verdict)  # lengths and tails for the next step
+        else:
+            verdict = settle(out, batch, picking, self.state, self.simulated_acceptance)
+        return verdict._replace(prompt_scores=out.prompt_scores)
 
     @property
     def stats(self) -> EngineStats:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strobe.kv.store import KVStore
 from strobe.models.config import DraftConfig
 from strobe.models.layers import Attend, DecoderLayer, RMSNorm, Rope, RotaryTable, rotate, unit_rms
+from strobe.sampling.sampler import argmax
+
+if TYPE_CHECKING:
+    from strobe.kernels.linear import Products
+    from strobe.models.fused import FusedContext, FusedDecoder
 
 
 class DFlash(nn.Module):
@@ -34,10 +42,28 @@ class DFlash(nn.Module):
         self.rope = RotaryTable(decoder.head_dim, decoder.rope_theta, max_positions)
         self._shared = (embedding, head_weight)
         self._context: tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None = None
+        self.fused: FusedDecoder | None = None
+        self._fused_context: FusedContext | None = None
 
-    def fuse(self) -> None:
+    def join(self) -> None:
         """After loading: put the context products of all layers into one."""
         self._context = self._context_parts()
+
+    def fuse(self, products: Products) -> None:
+        """After loading, on a GPU: run by kernels."""
+        from strobe.kernels.linear import Weight
+        from strobe.models.fused import FusedContext, FusedDecoder, weight_of
+
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        self.fused = FusedDecoder(layers, self.config.decoder, self.rope, products)
+        width = self.config.decoder.num_heads * self.config.decoder.head_dim
+        parts = [layer.self_attn.qkv_proj for layer in layers]
+        weights = [weight_of(part) for part in parts]
+        scales = [weight.scale[width:] for weight in weights if weight.scale is not None]
+        rows = torch.cat([weight.data[width:] for weight in weights])
+        weight = Weight(rows, torch.cat(scales) if scales else None)
+        norms = torch.stack([layer.self_attn.k_norm.weight for layer in layers])
+        self._fused_context = FusedContext(self.fc, self.hidden_norm, weight, norms, self.fused)
 
     def _context_parts(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """The key and value rows of every layer's product, its bias, and the key norms' weights."""
@@ -64,6 +90,15 @@ class DFlash(nn.Module):
         rope: Rope = (cos[:, None], sin[:, None])
         return rotate(keys, rope), kv[:, :, 1]
 
+    def write_context(
+        self, features: Tensor, positions: Tensor, slots: Tensor, store: KVStore
+    ) -> None:
+        """features [T, n * H] of the tokens at positions [T] -> their context K/V in slots [T]."""
+        if self._fused_context is not None:
+            self._fused_context.store(features, positions, slots, store.data)
+        else:
+            store.write_all(slots, *self.context_kv(features, positions))
+
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
@@ -71,6 +106,8 @@ class DFlash(nn.Module):
         x = F.embedding(ids, self._shared[0])
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
+        if self.fused is not None:
+            return self.fused(x, positions, attend, capture)
         rope = self.rope(positions)
         for layer in self.layers:
             x = layer(x, rope, attend)
@@ -78,9 +115,19 @@ class DFlash(nn.Module):
 
     def head(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> logits [R, V] through the target's output head."""
-        logits = F.linear(self.norm(x), self._shared[1])
+        if self.fused is not None:
+            logits = self.fused.head(x, self.norm, self._shared[1])
+        else:
+            logits = F.linear(self.norm(x), self._shared[1])
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         if self.config.logit_softcap is not None:
             logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
         return logits
+
+    def pick(self, x: Tensor) -> Tensor:
+        """Residual stream [R, H] -> the most probable tokens [R]."""
+        plain = self.config.output_multiplier == 1.0 and self.config.logit_softcap is None
+        if self.fused is not None and plain:
+            return self.fused.pick(x, self.norm, self._shared[1])
+        return argmax(self.head(x))

@@ -77,10 +77,13 @@ class RotaryTable(nn.Module):
         cos, sin = angle.cos(), angle.sin()
         self.register_buffer("cos", torch.cat([cos, cos], -1).float(), persistent=False)
         self.register_buffer("sin", torch.cat([-sin, sin], -1).float(), persistent=False)
+        self.dtype = torch.float32
 
     def forward(self, positions: Tensor) -> Rope:
-        """positions [T] int64, each below the table's length."""
+        """positions [T] int64, each below the table's length -> angles in `dtype`."""
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        if self.dtype != torch.float32:
+            cos, sin = cos.to(self.dtype), sin.to(self.dtype)
         return cos[:, None], sin[:, None]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -138,13 +138,38 @@ def _check_tensors(module: Qwen3 | DFlash, checkpoint: Checkpoint, ignored: tupl
     return sum(math.prod(shape) for shape in wanted.values())
 
 
-def _fill(module: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-    """Give a module made on the meta device the checkpoint's tensors, on the CPU."""
+Source = Callable[[str, torch.Size], Tensor]
+"""(parameter name, its shape) -> its values on the device."""
+
+
+def _from(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Source:
+    """The checkpoint's tensors, one at a time, so that the host never holds them all."""
+
+    def read(name: str, shape: torch.Size) -> Tensor:
+        sources = fused_sources(name)
+        tensors = [checkpoint.read(source).to(device, dtype) for source in sources]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+    return read
+
+
+def _at_random(device: torch.device, dtype: torch.dtype) -> Source:
+    """Weights that only speed can be measured with: normal, or 1 for norms; the same each time."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def make(name: str, shape: torch.Size) -> Tensor:
+        value = torch.ones(shape, dtype=dtype, device=device)
+        return value if len(shape) == 1 else value.normal_(0.0, 0.02, generator=generator)
+
+    return make
+
+
+def _fill(module: nn.Module, source: Source) -> None:
+    """Give a module made on the meta device its weights."""
     for name, parameter in list(module.named_parameters()):
-        tensors = [checkpoint.read(source).to(dtype) for source in fused_sources(name)]
-        value = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        value = source(name, parameter.shape)
         owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(value, parameter.requires_grad))
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 
 
 def _lay_out_by_input(module: nn.Module) -> None:
@@ -156,20 +181,24 @@ def _lay_out_by_input(module: nn.Module) -> None:
             parameter.data = parameter.data.t().contiguous().t()
 
 
-def _finish(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move to the device, fuse what is fused, and freeze."""
+def _finish(module: nn.Module, device: torch.device, dtype: torch.dtype, fp8: bool) -> None:
+    """Lay out, fuse what is fused, and freeze."""
     module.to(device)
     module.requires_grad_(False)
     if device.type == "cpu":
         _lay_out_by_input(module)
     for part in module.modules():
         if isinstance(part, RotaryTable):
-            part.to(dtype)
+            part.dtype = dtype
         if isinstance(part, RMSNorm):
             part.fuse()
     for part in module.modules():
-        if isinstance(part, Attention | DFlash):
+        if isinstance(part, Attention):
             part.fuse()
+        if isinstance(part, DFlash) and not fp8:
+            part.join()
+    if fp8:
+        quantize(module)
 
 
 def _meta_target(config: TargetConfig, max_positions: int) -> tuple[Qwen3, tuple[str, ...]]:
@@ -178,19 +207,23 @@ def _meta_target(config: TargetConfig, max_positions: int) -> tuple[Qwen3, tuple
     return model, ("lm_head.weight",) if config.tie_embeddings else ()
 
 
-def check_target_tensors(directory: Path, config: TargetConfig) -> int:
+def check_target_tensors(directory: Path, config: TargetConfig, load_format: str = "auto") -> int:
     """How many learned values there are. Raises ValueError, reading headers only, for tensors that
     do not fit the config."""
     model, ignored = _meta_target(config, 1)
+    if load_format == "dummy":
+        return sum(parameter.numel() for parameter in model.parameters())
     with Checkpoint(directory) as checkpoint:
         return _check_tensors(model, checkpoint, ignored)
 
 
-def check_draft_tensors(directory: Path, config: DraftConfig) -> int:
+def check_draft_tensors(directory: Path, config: DraftConfig, load_format: str = "auto") -> int:
     """The same for a drafter."""
     nothing = torch.empty(0, device="meta")
     with torch.device("meta"):
         model = DFlash(config, nothing, nothing, 1)
+    if load_format == "dummy":
+        return sum(parameter.numel() for parameter in model.parameters())
     with Checkpoint(directory) as checkpoint:
         return _check_tensors(model, checkpoint, ())
 
@@ -202,13 +235,19 @@ def load_target(
     max_positions: int,
     dtype: torch.dtype,
     device: torch.device,
+    load_format: str = "auto",
+    fp8: bool = False,
 ) -> Qwen3:
-    """The target in `directory`. Raises ValueError naming a tensor that is not as it should be."""
+    """The target in `directory`, or one of its shape with random weights. fp8: products in FP8.
+    Raises ValueError naming a tensor that is not as it should be."""
     model, ignored = _meta_target(config, max_positions)
-    with Checkpoint(directory) as checkpoint:
-        _check_tensors(model, checkpoint, ignored)
-        _fill(model, checkpoint, dtype)
-    _finish(model, device, dtype)
+    if load_format == "dummy":
+        _fill(model, _at_random(device, dtype))
+    else:
+        with Checkpoint(directory) as checkpoint:
+            _check_tensors(model, checkpoint, ignored)
+            _fill(model, _from(checkpoint, device, dtype))
+    _finish(model, device, dtype, fp8)
     return model
 
 
@@ -220,12 +259,33 @@ def load_draft(
     max_positions: int,
     dtype: torch.dtype,
     device: torch.device,
+    load_format: str = "auto",
+    fp8: bool = False,
 ) -> DFlash:
-    """The drafter in `directory`, reading the target's embedding and head."""
+    """The drafter in `directory`, or one of its shape, reading the target's embedding and head."""
     with torch.device("meta"):
         model = DFlash(config, target.embed_tokens.weight, target.head_weight, max_positions)
-    with Checkpoint(directory) as checkpoint:
-        _check_tensors(model, checkpoint, ())
-        _fill(model, checkpoint, dtype)
-    _finish(model, device, dtype)
+    if load_format == "dummy":
+        _fill(model, _at_random(device, dtype))
+    else:
+        with Checkpoint(directory) as checkpoint:
+            _check_tensors(model, checkpoint, ())
+            _fill(model, _from(checkpoint, device, dtype))
+    _finish(model, device, dtype, fp8)
     return model
+
+
+def quantize(module: nn.Module) -> None:
+    """Turn every product of the module into FP8 (e4m3, Micikevicius et al., arXiv 2209.05433) with
+    one scale per output row, whose largest value becomes 448, the largest there is. Embeddings and
+    heads keep their dtype."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Linear) and name != "lm_head":
+            largest = part.weight.abs().amax(1).float()
+            scale = torch.where(largest > 0, largest / 448.0, 1.0)
+            rows = [
+                (some.float() / of[:, None]).to(torch.float8_e4m3fn)
+                for some, of in zip(part.weight.split(4096), scale.split(4096), strict=True)
+            ]
+            part.register_buffer("scale", scale, persistent=False)
+            part.weight = nn.Parameter(torch.cat(rows), requires_grad=False)

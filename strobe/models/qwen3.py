@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.models.config import TargetConfig
 from strobe.models.layers import Attend, DecoderLayer, RMSNorm, RotaryTable
+from strobe.sampling.sampler import argmax
+
+if TYPE_CHECKING:
+    from strobe.kernels.linear import Products
+    from strobe.models.fused import FusedDecoder
 
 
 class Qwen3(nn.Module):
@@ -26,6 +33,14 @@ class Qwen3(nn.Module):
             if config.tie_embeddings
             else nn.Linear(decoder.hidden_size, decoder.vocab_size, bias=False)
         )
+        self.fused: FusedDecoder | None = None
+
+    def fuse(self, products: Products) -> None:
+        """After loading, on a GPU: run by kernels."""
+        from strobe.models.fused import FusedDecoder
+
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        self.fused = FusedDecoder(layers, self.config.decoder, self.rope, products)
 
     @property
     def head_weight(self) -> Tensor:
@@ -40,6 +55,8 @@ class Qwen3(nn.Module):
         capture: counts of layers done; the residual stream there, in this order, side by side.
         """
         x = F.embedding(ids, self.embed_tokens.weight)
+        if self.fused is not None:
+            return self.fused(x, positions, attend, capture)
         rope = self.rope(positions)
         captured = {0: x} if 0 in capture else {}
         for done, layer in enumerate(self.layers, start=1):
@@ -50,4 +67,12 @@ class Qwen3(nn.Module):
 
     def head(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> logits [R, V]."""
+        if self.fused is not None:
+            return self.fused.head(x, self.norm, self.head_weight)
         return F.linear(self.norm(x), self.head_weight)
+
+    def pick(self, x: Tensor) -> Tensor:
+        """Residual stream [R, H] -> the most probable tokens [R]."""
+        if self.fused is not None:
+            return self.fused.pick(x, self.norm, self.head_weight)
+        return argmax(self.head(x))

@@ -5,6 +5,9 @@ Legend: S spans, T rows, R rows whose logits are wanted, K the longest draft.
     span 0: prefill chunk      span 1: decode     span 2: verify
     [ t t t t t t t t ]        [ tail ]           [ tail d d d d d ]
                     ^             ^                  ^   ^ ^ ^ ^ ^    wanted
+
+Where steps are captured in graphs, layouts are padded to a few shapes: spans of no rows, rows of no
+span and wanted rows that nobody wants fill them up, all of the spare slot, which leads to page 0.
 """
 
 from __future__ import annotations
@@ -13,56 +16,112 @@ import itertools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from strobe.attention.base import AttentionInputs, Group
-from strobe.step import Span
+from strobe.runner.upload import upload
+from strobe.step import Proposal, Span
 
 _KEPT = 64
+TAIL = -1
+"""What stands for a span's tail token among a layout's tokens; its draft j is TAIL - 1 - j."""
+
+
+DRAFTS = 2
+"""Where the drafts stand among the tensors of a batch's inputs."""
+
+
+class Shape(NamedTuple):
+    """What a layout is padded to: spans S, rows T, and K, the longest draft."""
+
+    spans: int
+    rows: int
+    width: int
 
 
 class Layout:
     """The geometry of a batch, known to the host; the same for every step of steady decoding.
 
-    slots [S]; counts [S, 1], tokens appended for certain; sizes [S], rows per span; span_of_row,
-    offset [T]: which span a row belongs to and its place there; table_row [T]: where its span's
-    page table begins in the flattened tables; source [T]: its token's place in (host tokens |
-    tails [S] | drafts [S * K]). scored: rows [A] whose next prompt token is scored, those tokens
-    [A], and how many of the most probable to name; None where there are none.
+    slots [S]; counts [S, 1], tokens appended for certain; drafts [S]; sizes, row_starts [S], rows
+    per span and the first one of each; span_of_row, offset [T]: which span a row belongs to and its
+    place there; table_row [T]: where its span's page table begins in the flattened tables; tokens
+    [T]: a token of the host's, or what stands for the tail or a draft. longest: rows of the longest
+    span, or more. scored: rows [A] whose next prompt token is scored, those tokens [A], and how
+    many of the most probable to name; None where there are none. packed: all of it in one tensor.
     """
 
-    def __init__(self, spans: Sequence[Span], width: int, columns: int, device: torch.device):
-        """width: K. columns: of the page table."""
-        self.device = device
-        self.num_spans = len(spans)
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        width: int,
+        columns: int,
+        device: torch.device,
+        *,
+        shape: Shape | None = None,
+        spare: int = 0,
+    ):
+        """width: K. columns: of the page table. shape: what to pad to; spare: the slot of padding
+        spans."""
+        self.device, self.columns = device, columns
         self.row_counts = [span.num_tokens + span.drafts for span in spans]
-        num_host = sum(span.num_tokens for span in spans if span.tokens is not None)
-        span_of_row: list[int] = []
-        offset: list[int] = []
-        source: list[int] = []
-        host = 0
-        for i, span in enumerate(spans):
-            size = self.row_counts[i]
-            span_of_row += [i] * size
-            offset += range(size)
-            if span.tokens is None:
-                source.append(num_host + i)
-            else:
-                source += range(host, host + len(span.tokens))
-                host += len(span.tokens)
-            drafts = num_host + self.num_spans + i * width
-            source += range(drafts, drafts + span.drafts)
-        self.num_rows = len(offset)
-        self.uniform = all(s.tokens is None and s.drafts == width for s in spans)
-        self.slots = self.tensor([span.slot for span in spans])
-        self.counts = self.tensor([span.num_tokens for span in spans])[:, None]
-        self.sizes = self.tensor(self.row_counts)
-        self.span_of_row, self.offset = self.tensor(span_of_row), self.tensor(offset)
-        self.table_row = self.slots[self.span_of_row] * columns
-        self.source = self.tensor(source)
-        self.groups = self._groups()
+        self.shape = shape or Shape(len(spans), sum(self.row_counts), width)
+        self.padded = shape is not None
+        self.num_spans, self.num_rows, self.width = self.shape
+        self.uniform = not self.padded and all(
+            s.tokens is None and s.drafts == width for s in spans
+        )
+        longest = max(self.row_counts)
+        if self.padded:  # one of few, since it is part of a recorded shape
+            longest = self.shape.width + 1 if longest <= self.shape.width + 1 else self.num_rows
+        self.longest = longest
+        self._split(upload(self._pack(spans, spare), device))
+        self._grouped: list[Group] | None = None
         self.scored = self._scored(spans) if any(span.scored for span in spans) else None
+
+    def _pack(self, spans: Sequence[Span], spare: int) -> np.ndarray:
+        """Everything the device must know, [5 * S + 3 * T]."""
+        fill = self.num_spans - len(spans)
+        firsts = [0, *itertools.accumulate(self.row_counts)]
+        per_span = [
+            [span.slot for span in spans] + [spare] * fill,
+            [span.num_tokens for span in spans] + [0] * fill,
+            [span.drafts for span in spans] + [0] * fill,
+            self.row_counts + [0] * fill,
+            firsts[:-1] + [firsts[-1]] * fill,
+        ]
+        rest = self.num_rows - firsts[-1]
+        owner = np.repeat(np.arange(len(spans)), self.row_counts)
+        offset = np.arange(firsts[-1]) - np.repeat(firsts[:-1], self.row_counts)
+        tokens = TAIL - offset
+        for span, first in zip(spans, firsts, strict=False):
+            if span.tokens is not None:
+                tokens[first : first + len(span.tokens)] = span.tokens
+                drafts = slice(first + len(span.tokens), first + len(span.tokens) + span.drafts)
+                tokens[drafts] = TAIL - 1 - np.arange(span.drafts)
+        # Rows of no span stand at position 0 of the first padding span, or of the last true one.
+        owner = np.append(owner, np.full(rest, min(len(spans), self.num_spans - 1)))
+        offset, tokens = np.append(offset, np.zeros(rest)), np.append(tokens, np.zeros(rest))
+        return np.concatenate([np.asarray(per_span).ravel(), owner, offset, tokens]).astype(
+            np.int64
+        )
+
+    def _split(self, packed: Tensor) -> None:
+        """Name the parts of a packed layout."""
+        self.packed, size = packed, self.num_spans
+        per_span = packed[: 5 * size].view(5, size)
+        self.slots, counts, self.drafts, self.sizes, self.row_starts = per_span.unbind()
+        self.counts = counts[:, None]
+        self.span_of_row, self.offset, self.tokens = packed[5 * size :].view(3, -1).unbind()
+        self.table_row = self.slots.index_select(0, self.span_of_row) * self.columns
+
+    def over(self, packed: Tensor) -> Layout:
+        """The same layout whose tensors are read from elsewhere, where others like it will be."""
+        other = object.__new__(Layout)
+        other.__dict__.update(self.__dict__)
+        other._split(packed)
+        return other
 
     def _scored(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor, int]:
         rows: list[int] = []
@@ -74,7 +133,7 @@ class Layout:
                 following += span.request.tokens[span.start + 1 : span.start + 1 + span.scored]
                 most = max(most, span.request.sampling.prompt_logprobs or 0)
             first += size
-        return self.tensor(rows), self.tensor(following), most
+        return upload(rows, self.device), upload(following, self.device), most
 
     def positions(self, start: Tensor) -> Tensor:
         """start [S, 1] -> the rows' positions [T]."""
@@ -82,11 +141,22 @@ class Layout:
             return (start + self.offset.view(self.num_spans, -1)).view(-1)
         return start[:, 0].index_select(0, self.span_of_row).add_(self.offset)
 
-    def tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    def ids(self, tails: Tensor, drafts: Tensor) -> Tensor:
+        """The rows' token ids [T], given the tails [S, 1] and the drafts [S, K]."""
+        made = torch.cat([tails, drafts], 1)
+        if self.uniform:
+            return made.view(-1)
+        place = (TAIL - self.tokens).clamp_min_(0) + self.span_of_row * made.shape[1]
+        return torch.where(self.tokens >= 0, self.tokens, made.view(-1).index_select(0, place))
+
+    @property
+    def groups(self) -> list[Group]:
+        """Spans of like length together, so that short ones are not padded to a prefill chunk."""
+        if self._grouped is None:
+            self._grouped = self._groups()
+        return self._grouped
 
     def _groups(self) -> list[Group]:
-        """Spans of like length together, so that short ones are not padded to a prefill chunk."""
         buckets: dict[int, list[int]] = {}
         for i, size in enumerate(self.row_counts):
             buckets.setdefault(max(size - 1, 15).bit_length(), []).append(i)
@@ -106,10 +176,10 @@ class Layout:
                 target += range(first, first + size)
             groups.append(
                 Group(
-                    spans=self.tensor(members),
-                    rows=self.tensor(rows),
-                    flat=None if len(flat) == len(members) * longest else self.tensor(flat),
-                    target=self.tensor(target),
+                    spans=upload(members, self.device),
+                    rows=upload(rows, self.device),
+                    flat=None if len(flat) == len(members) * longest else upload(flat, self.device),
+                    target=upload(target, self.device),
                     members=tuple(members),
                 )
             )
@@ -120,33 +190,54 @@ class WantedRows:
     """Which rows of a layout give logits: each span's last `rows`.
 
     rows: how many of each span; index [R], None where every row is wanted; slots [R]; grid
-    [S, K + 1]: each span's wanted rows among the R, R itself standing for "none"; None where they
-    are a plain rectangle.
+    [S, W]: each span's wanted rows among the R, R itself standing for "none"; None where they
+    are a plain rectangle, as they always are in a padded layout, where a span's last row fills up.
     """
 
     def __init__(self, layout: Layout, rows: Sequence[int], width: int):
-        index: list[int] = []
-        owner: list[int] = []
-        grid: list[list[int]] = []
-        total, first = sum(rows), 0
-        for i, (size, count) in enumerate(zip(layout.row_counts, rows, strict=True)):
-            seen = len(index)
-            index += range(first + size - count, first + size)
-            owner += [i] * count
-            grid.append([*range(seen, seen + count), *[total] * (width + 1 - count)])
-            first += size
-        self.num_spans, self.rows = layout.num_spans, tuple(rows)
-        self.device = layout.device
-        self.index = None if total == layout.num_rows else layout.tensor(index)
-        self.slots = layout.slots[layout.tensor(owner)]
-        self.grid = None if total and min(rows) == width + 1 else layout.tensor(grid)
+        """width: W, the most wanted rows of a span."""
+        self.num_spans, self.rows, self.device = layout.num_spans, tuple(rows), layout.device
+        starts = [0, *itertools.accumulate(layout.row_counts)]
+        if layout.padded:
+            self._firsts = [i * width for i in range(len(rows))]
+            index = [
+                [max(end - max(count - j, 1), 0) for j in range(width)]
+                for count, end in zip(rows, starts[1:], strict=True)
+            ]
+            index += [[layout.num_rows - 1] * width] * (self.num_spans - len(rows))
+            self.index: Tensor | None = upload(index, self.device).view(-1)
+            self.slots = layout.slots.repeat_interleave(width, output_size=self.num_spans * width)
+            self.grid: Tensor | None = None
+            return
+        total = sum(rows)
+        self._firsts = [0, *itertools.accumulate(rows)]
+        owner = [i for i, count in enumerate(rows) for _ in range(count)]
+        self.index = self.grid = None
+        if total != layout.num_rows:
+            ends = zip(rows, starts[1:], strict=True)
+            self.index = upload([r for n, end in ends for r in range(end - n, end)], self.device)
+        self.slots = layout.slots[upload(owner, self.device)]
+        if not total or min(rows) != width:
+            grid = [
+                [*range(first, first + n), *[total] * (width - n)]
+                for n, first in zip(rows, self._firsts, strict=False)
+            ]
+            self.grid = upload(grid, self.device)
+
+    def over(self, layout: Layout, index: Tensor) -> WantedRows:
+        """The same rows of a padded layout, read from elsewhere."""
+        other = object.__new__(WantedRows)
+        other.__dict__.update(self.__dict__)
+        other.index = index
+        width = index.shape[0] // self.num_spans
+        other.slots = layout.slots.repeat_interleave(width, output_size=index.shape[0])
+        return other
 
     def places(self, spans: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """For all wanted rows of some spans: which of the R they are, their span, and their place
         in it; [A] each."""
-        firsts = [0, *itertools.accumulate(self.rows)]
-        found = [(firsts[i] + rank, i, rank) for i in spans for rank in range(self.rows[i])]
-        columns = torch.tensor(found, dtype=torch.int64, device=self.device).view(-1, 3)
+        found = [(self._firsts[i] + rank, i, rank) for i in spans for rank in range(self.rows[i])]
+        columns = upload(found, self.device).view(-1, 3)
         return columns[:, 0], columns[:, 1], columns[:, 2]
 
     def of(self, rows: Tensor) -> Tensor:
@@ -154,7 +245,7 @@ class WantedRows:
         return rows if self.index is None else rows.index_select(0, self.index)
 
     def by_span(self, picks: Tensor) -> Tensor:
-        """Tokens of the R wanted rows -> [S, K + 1], 0 where a span has no such row."""
+        """Tokens of the R wanted rows -> [S, W], 0 where a span has no such row."""
         if self.grid is None:
             return picks.view(self.num_spans, -1)
         return torch.cat([picks, picks.new_zeros(1)])[self.grid]
@@ -185,6 +276,32 @@ class Kept:
         self._values[key] = value
 
 
+class Inputs(NamedTuple):
+    """What a forward is made of: which rows there are, which give logits, and the drafts, if they
+    come from elsewhere. bounds: see AttentionInputs."""
+
+    layout: Layout
+    wanted: WantedRows
+    proposal: Proposal | None
+    bounds: Sequence[int]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What varies between padded inputs of one shape: their geometry, then the drafts."""
+        assert self.layout.padded
+        assert self.wanted.index is not None
+        geometry = self.layout.packed, self.wanted.index
+        return geometry if self.proposal is None else (*geometry, self.proposal.tokens)
+
+    def over(self, tensors: Sequence[Tensor]) -> Inputs:
+        """The same inputs whose tensors are read from elsewhere."""
+        packed, index, *drafts = tensors
+        layout = self.layout.over(packed)
+        wanted = self.wanted.over(layout, index)
+        proposal = self.proposal and self.proposal._replace(tokens=drafts[0])
+        return Inputs(layout, wanted, proposal, self.bounds)
+
+
 class Batch(NamedTuple):
     """One forward's inputs: ids [T] at their places, and the rows that give logits."""
 
@@ -193,3 +310,4 @@ class Batch(NamedTuple):
     wanted: WantedRows
     ids: Tensor
     attention: AttentionInputs
+    proposal: Proposal

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import torch
+
 from strobe.request import TokenLogprob
+from strobe.runner.upload import download
 from strobe.step import HostVerdict, Plan, Scores, Verdict
+
+
+class Flight:
+    """A step under way: its plan, and its verdict on the way to the host."""
+
+    def __init__(self, plan: Plan, verdict: Verdict):
+        self.plan = plan
+        scores, prompt = verdict.scores, verdict.prompt_scores
+        self._verdict = Verdict(
+            download(verdict.tokens),
+            download(verdict.accepted),
+            scores and Scores(*map(download, scores)),
+            prompt and Scores(*map(download, prompt)),
+        )
+        self._landed = None
+        if verdict.tokens.device.type == "cuda":
+            self._landed = torch.cuda.Event()
+            self._landed.record()
+
+    def land(self) -> HostVerdict:
+        """Wait for the verdict."""
+        if self._landed is not None:
+            self._landed.synchronize()
+        return to_host(self.plan, self._verdict)
 
 
 def to_host(plan: Plan, verdict: Verdict) -> HostVerdict:
     """A verdict as lists."""
     accepted: list[int] = verdict.accepted.tolist()
     tokens: list[list[int]] = verdict.tokens.tolist()
+    if len(tokens) > len(plan.spans):
+        accepted, tokens = accepted[: len(plan.spans)], tokens[: len(plan.spans)]
     kept = [t[: a + 1] for t, a in zip(tokens, accepted, strict=True)]
     if verdict.scores is None and verdict.prompt_scores is None:
         return HostVerdict(kept, accepted)

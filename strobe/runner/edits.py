@@ -13,8 +13,9 @@ from torch import Tensor
 
 from strobe.request import Request
 from strobe.runner.batch import Batch
+from strobe.runner.upload import upload
 from strobe.sampling.rules import LogitEdits, Penalties, RowValues
-from strobe.step import Plan, Proposal, Verdict
+from strobe.step import Plan, Verdict
 
 
 class LogitState:
@@ -40,8 +41,8 @@ class LogitState:
             if allowed is not None:
                 self.bias[slot, self._ids(allowed)] = 0.0
             bias = sampling.logit_bias or {}
-            self.bias[slot, self._ids(list(bias))] += torch.tensor(
-                list(bias.values()), dtype=torch.float32, device=self.device
+            self.bias[slot, self._ids(list(bias))] += upload(
+                list(bias.values()), self.device, torch.float32
             )
         if sampling.penalizes:
             self._admit_penalties(slot, request)
@@ -64,11 +65,9 @@ class LogitState:
         self.prompt[slot, self._ids(request.tokens[: request.num_prompt])] = True
         s = request.sampling
         strength = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty)
-        self.strength[slot] = torch.tensor(strength, device=self.device)
+        self.strength[slot] = upload(strength, self.device, torch.float32)
 
-    def edits(
-        self, plan: Plan, batch: Batch, proposal: Proposal, position: Tensor
-    ) -> LogitEdits | None:
+    def edits(self, plan: Plan, batch: Batch, position: Tensor) -> LogitEdits | None:
         """What is done to the batch's R wanted rows, whose tokens go to `position` [R]; all but
         grammars, which the host knows. None where nothing is."""
         asked = [(i, span.request) for i, span in enumerate(plan.spans) if span.request.edited]
@@ -76,9 +75,7 @@ class LogitState:
             return None
         return LogitEdits(
             bias=self._bias(batch, [i for i, r in asked if r.biased]),
-            penalties=self._penalties(
-                batch, proposal, [i for i, r in asked if r.sampling.penalizes]
-            ),
+            penalties=self._penalties(batch, [i for i, r in asked if r.sampling.penalizes]),
             banned=self._banned(plan, batch, position),
         )
 
@@ -89,15 +86,13 @@ class LogitState:
         rows, span, _ = batch.wanted.places(spans)
         return RowValues(rows, self.bias[batch.layout.slots[span]])
 
-    def _penalties(
-        self, batch: Batch, proposal: Proposal, spans: Sequence[int]
-    ) -> Penalties | None:
+    def _penalties(self, batch: Batch, spans: Sequence[int]) -> Penalties | None:
         if not spans:
             return None
         assert self.counts is not None
         rows, span, rank = batch.wanted.places(spans)
         slots = batch.layout.slots[span]
-        drafts = proposal.tokens[span]
+        drafts = batch.proposal.tokens[span]
         counts, prompt, strength = self.counts[slots], self.prompt[slots], self.strength[slots]
         return Penalties(rows, counts, prompt, drafts, rank, strength)
 
@@ -110,8 +105,8 @@ class LogitState:
         if self.ends is None or not any(young):
             return None
         slots = batch.wanted.slots
-        owners = torch.tensor(young, device=self.device)
-        asked = owners.repeat_interleave(torch.tensor(batch.wanted.rows, device=self.device))
+        rows = batch.wanted.places([i for i, asked in enumerate(young) if asked])[0]
+        asked = torch.zeros_like(slots, dtype=torch.bool).index_fill_(0, rows, True)
         early = asked & (position < self.earliest[slots])
         return self.ends[slots] & early[:, None]
 
@@ -121,7 +116,7 @@ class LogitState:
         if not spans:
             return
         assert self.counts is not None
-        index = torch.tensor(spans, device=self.device)
+        index = upload(spans, self.device)
         tokens = verdict.tokens[index]
         kept = torch.arange(tokens.shape[1], device=self.device) <= verdict.accepted[index][:, None]
         slots = batch.layout.slots[index]
@@ -129,4 +124,4 @@ class LogitState:
         self.counts[slots] = counts
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self.device)
+        return upload(ids, self.device)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from strobe.request import Request
 from strobe.runner.batch import Batch
 from strobe.runner.edits import LogitState
+from strobe.runner.upload import upload
 from strobe.sampling.grammar import Grammars
 from strobe.sampling.noise import stream_key
 from strobe.sampling.rules import LogitEdits, RowValues
@@ -31,11 +30,34 @@ class Picking(NamedTuple):
 PLAIN = Picking()
 
 
+class How(NamedTuple):
+    """What the host knows of how a plan's rows pick: drawn: some are not greedy; filtered: some use
+    top-k, top-p or min-p; mixed: some are greedy; by_host: rules, grammars or log probabilities
+    are asked for, which the host has a hand in."""
+
+    drawn: bool = False
+    filtered: bool = False
+    mixed: bool = False
+    by_host: bool = False
+
+
+GREEDY = How()
+
+
 class PickingState:
     """One row per slot: the noise's key, top_k, and (temperature, top_p, min_p)."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, grammars: Grammars):
-        self.device, self.grammars = device, grammars
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        grammars: Grammars,
+        *,
+        kernels: bool = False,
+    ):
+        self.device, self.grammars, self.kernels = device, grammars, kernels
+        num_slots += 1  # the spare one of DecodeState, greedy and without rules
         self.key = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.heat = torch.zeros(num_slots, 3, dtype=torch.float32, device=device)
@@ -43,13 +65,16 @@ class PickingState:
 
     def apply(self, plan: Plan) -> None:
         """Take over the plan's admissions."""
-        for slot, request, _ in plan.admitted:
-            sampling = request.sampling
-            if sampling.temperature > 0:
-                self.key[slot] = stream_key(request.seed, request.sibling)
-                self.top_k[slot] = max(sampling.top_k, 0)
-            values = (sampling.temperature, sampling.top_p, sampling.min_p)
-            self.heat[slot] = torch.tensor(values, device=self.device)
+        if not plan.admitted:
+            return
+        found = [(slot, request, request.sampling) for slot, request, _ in plan.admitted]
+        whole = [(i, stream_key(r.seed, r.sibling), max(s.top_k, 0)) for i, r, s in found]
+        slots, keys, top_k = upload(whole, self.device).unbind(1)
+        heat = [(s.temperature, s.top_p, s.min_p) for _, _, s in found]
+        self.key.index_copy_(0, slots, keys)
+        self.top_k.index_copy_(0, slots, top_k)
+        self.heat.index_copy_(0, slots, upload(heat, self.device, torch.float32))
+        for slot, request, _ in found:
             if request.edited:
                 self.logits.admit(slot, request)
 
@@ -65,27 +90,38 @@ class PickingState:
                     tokens[i, : span.drafts] = torch.tensor(mended, device=self.device)
         return proposal._replace(tokens=tokens)
 
-    def of(self, plan: Plan, batch: Batch, proposal: Proposal) -> Picking:
-        """How the batch's wanted rows pick."""
+    def how(self, plan: Plan) -> How:
+        """How the plan's wanted rows pick, as far as the host must know."""
         requests = [span.request for span in plan.spans]
         if not any(r.special for r in requests):
+            return GREEDY
+        params = [request.sampling for request in requests]
+        drawn = not all(p.temperature == 0 for p in params)
+        return How(
+            drawn=drawn,
+            filtered=drawn and any(p.filters for p in params),
+            mixed=drawn and any(p.temperature == 0 for p in params),
+            by_host=any(r.edited or r.sampling.logprobs is not None for r in requests),
+        )
+
+    def of(self, batch: Batch, how: How, plan: Plan) -> Picking:
+        """How the batch's wanted rows pick; the plan is only read where the host has a hand in."""
+        if how == GREEDY:
             return PLAIN
         position = batch.wanted.of(batch.places.positions) + 1
-        edits = self.logits.edits(plan, batch, proposal, position)
+        draws = self._draws(batch, how, position) if how.drawn else None
+        if not how.by_host:
+            return Picking(draws)
+        edits = self.logits.edits(plan, batch, position)
         if edits is not None:
-            edits = edits._replace(grammar=self._grammar(plan, batch, proposal))
-        return Picking(self._draws(requests, batch, position), edits, self._scored(requests, batch))
+            edits = edits._replace(grammar=self._grammar(plan, batch))
+        return Picking(draws, edits, self._scored(plan, batch))
 
     def advance(self, plan: Plan, batch: Batch, verdict: Verdict) -> None:
         """Take in what the verdict kept."""
         self.logits.advance(plan, batch, verdict)
 
-    def _draws(
-        self, requests: Sequence[Request], batch: Batch, position: Tensor
-    ) -> SamplingRows | None:
-        params = [request.sampling for request in requests]
-        if all(p.temperature == 0 for p in params):
-            return None
+    def _draws(self, batch: Batch, how: How, position: Tensor) -> SamplingRows:
         slots = batch.wanted.slots
         heat = self.heat[slots]
         return SamplingRows(
@@ -95,25 +131,26 @@ class PickingState:
             top_k=self.top_k[slots],
             key=self.key[slots],
             position=position,
-            filtered=any(p.filters for p in params),
-            mixed=any(p.temperature == 0 for p in params),
+            filtered=how.filtered,
+            mixed=how.mixed,
+            kernel=self.kernels,
         )
 
-    def _scored(self, requests: Sequence[Request], batch: Batch) -> tuple[Tensor, int] | None:
+    def _scored(self, plan: Plan, batch: Batch) -> tuple[Tensor, int] | None:
         """The rows of requests that want log probabilities, and the most that any of them names."""
-        tops = {i: r.sampling.logprobs for i, r in enumerate(requests)}
+        tops = {i: span.request.sampling.logprobs for i, span in enumerate(plan.spans)}
         asked = {i: top for i, top in tops.items() if top is not None and batch.wanted.rows[i]}
         if not asked:
             return None
         return batch.wanted.places(list(asked))[0], max(asked.values())
 
-    def _grammar(self, plan: Plan, batch: Batch, proposal: Proposal) -> RowValues | None:
+    def _grammar(self, plan: Plan, batch: Batch) -> RowValues | None:
         """The masks of all rows that follow a grammar; the host reads their drafts for them."""
         found: list[np.ndarray] = []
         spans = [i for i, s in enumerate(plan.spans) if s.request.structured is not None and s.rows]
         for i in spans:
             span = plan.spans[i]
-            drafts: list[int] = proposal.tokens[i, : span.drafts].tolist()
+            drafts: list[int] = batch.proposal.tokens[i, : span.drafts].tolist()
             found.append(self.grammars.masks(span.request, drafts))
         if not found:
             return None

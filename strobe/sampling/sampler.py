@@ -22,7 +22,7 @@ class SamplingRows:
 
     temperature, top_p, min_p [R] float32, temperature 0 is greedy; top_k [R] int64, 0 is off; key,
     position [R] int64: the noise's key and the position of the token to pick. filtered: some row
-    uses top-k, top-p or min-p. mixed: some row is greedy.
+    uses top-k, top-p or min-p. mixed: some row is greedy. kernel: draw by triton's kernel.
     """
 
     temperature: Tensor
@@ -33,6 +33,7 @@ class SamplingRows:
     position: Tensor
     filtered: bool
     mixed: bool = True
+    kernel: bool = False
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -100,6 +101,11 @@ def sample(logits: Tensor, rows: SamplingRows | None, edits: LogitEdits | None =
     logits = apply_rules(logits, edits)
     if rows is None:
         return argmax(logits)
+    if rows.kernel:
+        from strobe.kernels.sampling import sample_rows
+
+        filters = rows.top_p, rows.min_p, rows.top_k
+        return sample_rows(logits, rows.temperature, *filters, rows.key, rows.position)
     weights = distribution(logits.float(), rows).cumsum(-1, dtype=torch.float64)
     share = uniforms(rows.key, rows.position) * weights[:, -1]
     drawn = torch.searchsorted(weights, share[:, None], right=True)[:, 0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strobe.runner.batch import Batch
-from strobe.runner.state import DecodeState
+from strobe.runner.upload import upload
 from strobe.step import Drafts, Plan, Proposal
 
 
@@ -25,7 +25,8 @@ class Proposer(Protocol):
     needs_host_tokens: bool
 
     def propose(self, plan: Plan, spans: Sequence[int]) -> Drafts:
-        """Drafts for `spans` of the plan, as many as each one asks for unless `known` says."""
+        """Drafts for `spans` of the plan, as many as each one asks for unless `known` says; rows
+        beyond theirs mean nothing."""
         ...
 
     def observe(self, batch: Batch, hidden: Tensor | None) -> None:
@@ -53,10 +54,9 @@ class NoProposer:
 class ProposerSet:
     """Several proposers by method name; each drafts for the requests that chose it."""
 
-    def __init__(self, proposers: Mapping[str, Proposer], state: DecodeState, limit: int):
-        """limit: the context's end; drafts that would lie beyond it do not count."""
-        self.proposers, self.state, self.limit = proposers, state, limit
-        self.plain = NoProposer(state.device)
+    def __init__(self, proposers: Mapping[str, Proposer], device: torch.device):
+        self.proposers, self.device = proposers, device
+        self.plain = NoProposer(device)
         self.capture = next((p.capture for p in proposers.values() if p.capture), ())
 
     def propose(self, plan: Plan) -> Proposal:
@@ -76,29 +76,18 @@ class ProposerSet:
             counts = [min(pair) for pair in zip(counts, drafts.known, strict=True)]
         width = max(counts)
         tokens = drafts.tokens[:, :width] if drafts.tokens.shape[1] > width else drafts.tokens
-        return Proposal(tokens, self._lengths(plan, counts, width), drafts.known)
-
-    def _lengths(self, plan: Plan, counts: list[int], width: int) -> Tensor | None:
-        """[S] drafts that count, or None where every row is full."""
-        near = any(s.drafts and s.bound + s.drafts >= self.limit for s in plan.spans)
-        if not near and min(counts) == width:
-            return None
-        lengths = torch.tensor(counts, device=self.state.device)
-        if near:
-            slots = torch.tensor([span.slot for span in plan.spans], device=self.state.device)
-            room = self.limit - 1 - self.state.cursor[slots, 0]
-            lengths = torch.minimum(lengths, room.clamp_min(0))
-        return lengths
+        return Proposal(tokens, known=drafts.known)
 
     def _join(self, plan: Plan, parts: Sequence[tuple[Sequence[int], Drafts]]) -> Drafts:
         """Put the parts' rows at their spans' places, zero elsewhere."""
-        device = self.state.device
-        tokens = torch.zeros(len(plan.spans), plan.num_drafts, dtype=torch.int64, device=device)
+        tokens = torch.zeros(
+            len(plan.spans), plan.num_drafts, dtype=torch.int64, device=self.device
+        )
         known = [span.drafts for span in plan.spans]
         for members, part in parts:
             columns = min(plan.num_drafts, part.tokens.shape[1])
-            index = torch.tensor(members, device=device)
-            tokens[index, :columns] = part.tokens[:, :columns]
+            index = upload(members, self.device)
+            tokens[index, :columns] = part.tokens[: len(members), :columns]
             if part.known is not None:
                 for i, length in zip(members, part.known, strict=True):
                     known[i] = length

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from strobe.models.dflash import DFlash
-from strobe.runner.batch import Batch
+from strobe.runner.batch import Batch, Inputs
+from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.runner import ModelRunner
-from strobe.sampling.sampler import argmax
 from strobe.step import Drafts, Plan, Proposal, Span
 
 
@@ -24,8 +24,8 @@ class DFlashProposer:
 
     needs_host_tokens = False
 
-    def __init__(self, model: DFlash, runner: ModelRunner, num_drafts: int):
-        self.model, self.runner = model, runner
+    def __init__(self, model: DFlash, runner: ModelRunner, graphs: Graphs | Eager, num_drafts: int):
+        self.model, self.runner, self.graphs = model, runner, graphs
         self.num_drafts = num_drafts
         self.capture = model.config.capture
         self.block = model.config.block_size
@@ -40,12 +40,18 @@ class DFlashProposer:
         blocks = tuple(
             Span(s.request, s.slot, s.start, s.bound, None, drafts, drafts) for s in chosen
         )
-        masks = Proposal(self._masks[: len(blocks)])
-        batch = self.runner.prepare(Plan(blocks), masks)
-        return Drafts(argmax(self.runner.forward(batch).logits).view(len(blocks), drafts))
+        inputs = self.runner.arrange(Plan(blocks), wanted=drafts)
+        return Drafts(self.graphs.run("draft", inputs, self._draft))
+
+    def _draft(self, inputs: Inputs) -> Tensor:
+        """The device's part: tokens [S, B - 1]."""
+        masks = Proposal(self._masks[: inputs.layout.num_spans])
+        out = self.runner.forward(self.runner.prepare(inputs._replace(proposal=masks)), greedy=True)
+        assert out.picks is not None
+        return out.picks.view(-1, self.block - 1)
 
     def observe(self, batch: Batch, hidden: Tensor | None) -> None:
         """Write the context K/V of every row, rejected ones included: they are never read."""
         assert hidden is not None, "the target's runner captures nothing"
-        keys, values = self.model.context_kv(hidden, batch.places.positions)
-        self.runner.store.write_all(batch.attention.slots, keys, values)
+        places = batch.places
+        self.model.write_context(hidden, places.positions, places.slots, self.runner.store)

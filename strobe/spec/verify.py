@@ -6,23 +6,57 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strobe.runner.batch import WantedRows
+from strobe.runner.batch import Batch
 from strobe.runner.picking import PLAIN, Picking
+from strobe.runner.runner import Output
+from strobe.runner.state import DecodeState
 from strobe.sampling.logprobs import score
 from strobe.sampling.sampler import sample
 from strobe.step import Proposal, Verdict
 
 
 def verify(
-    logits: Tensor, proposal: Proposal, wanted: WantedRows, picking: Picking = PLAIN
+    out: Output, batch: Batch, picking: Picking = PLAIN, simulated: float | None = None
 ) -> Verdict:
-    """logits [R, V] of a batch's wanted rows -> what its S spans keep of the proposal."""
-    picks = sample(logits, picking.draws, picking.edits)
-    verdict = match_prefix(wanted.by_span(picks), proposal)
+    """What the batch's S spans keep of their drafts, by what the target gave at the wanted rows.
+
+    simulated: instead, so many tokens per step on average, for measurements of speed.
+    """
+    picks = pick(out, picking)
+    verdict = match_prefix(batch.wanted.by_span(picks), batch.proposal)
+    if simulated is not None and batch.proposal.lengths is not None:
+        accepted = simulate(simulated, batch.places.start[:, 0], batch.proposal.lengths)
+        verdict = verdict._replace(accepted=accepted)
     if picking.scored is None:
         return verdict
+    assert out.logits is not None
     rows, top = picking.scored
-    return verdict._replace(scores=score(logits[rows], picks[rows], top))
+    return verdict._replace(scores=score(out.logits[rows], picks[rows], top))
+
+
+def settle(
+    out: Output, batch: Batch, picking: Picking, state: DecodeState, simulated: float | None = None
+) -> Verdict:
+    """verify, and have lengths and tails move on; on a GPU in one kernel."""
+    if not (state.kernels and batch.layout.padded):
+        verdict = verify(out, batch, picking, simulated)
+        state.advance(batch, verdict)
+        return verdict
+    from strobe.kernels.steps import accept
+
+    layout, proposal, start = batch.layout, batch.proposal, batch.places.start
+    picks = batch.wanted.by_span(pick(out, picking))
+    lengths = layout.drafts if proposal.lengths is None else proposal.lengths
+    rest = start, layout.counts, layout.slots, state.cursor, simulated
+    return Verdict(picks, accept(picks, proposal.tokens, lengths, *rest))
+
+
+def pick(out: Output, picking: Picking) -> Tensor:
+    """The target's own tokens [R] at the wanted rows."""
+    if out.picks is not None:
+        return out.picks
+    assert out.logits is not None
+    return sample(out.logits, picking.draws, picking.edits)
 
 
 def match_prefix(picks: Tensor, proposal: Proposal) -> Verdict:
@@ -33,14 +67,19 @@ def match_prefix(picks: Tensor, proposal: Proposal) -> Verdict:
     of d, and otherwise the token follows the target's distribution given that it is not d
     (Leviathan et al., arXiv 2211.17192, with q one-hot). Temperature 0 is the special case.
     """
-    drafts = proposal.tokens
+    drafts, lengths = proposal.tokens, proposal.lengths
     if not drafts.shape[1]:
         return Verdict(picks, picks.new_zeros(picks.shape[0]))
-    matched = drafts == picks[:, :-1]
-    if proposal.lengths is not None:
-        rank = torch.arange(drafts.shape[1], device=drafts.device)
-        matched = matched & (rank < proposal.lengths[:, None])
-    return Verdict(picks, leading(matched))
+    accepted = leading(drafts == picks[:, :-1])
+    return Verdict(picks, accepted if lengths is None else torch.minimum(accepted, lengths))
+
+
+def simulate(rate: float, start: Tensor, lengths: Tensor) -> Tensor:
+    """start, lengths [S] -> [S] int64, drafts to keep so that steps bring `rate` tokens on average:
+    one more or less by a sequence of low discrepancy over positions."""
+    whole = int(rate - 1)
+    more = (start * 0.6180339887498949).frac() < rate - 1 - whole
+    return torch.minimum(more + whole, lengths)
 
 
 def leading(matched: Tensor) -> Tensor:

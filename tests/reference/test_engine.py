@@ -108,13 +108,13 @@ def test_prompt_lookup_that_finds_nothing_verifies_nothing(
     lookup = COLD.clone(speculation={"method": "ngram"}, max_tokens=4)
     none = engine.add([1, 2, 3, 4, 5, 6], lookup)
     rows: list[int] = []
-    prepare = engine.runner.prepare
+    arrange = engine.runner.arrange
 
-    def preparing(plan: Any, proposal: Any) -> Any:
+    def arranging(plan: Any, proposal: Any) -> Any:
         rows.extend(s.num_tokens + s.drafts for s in plan.spans if s.request is none)
-        return prepare(plan, proposal)
+        return arrange(plan, proposal)
 
-    engine.runner.prepare = preparing
+    engine.runner.arrange = arranging
     if beside:
         engine.add([9, 8, 7], COLD.clone(max_tokens=4))
     while engine.has_work:
@@ -269,12 +269,12 @@ def test_an_engine_whose_step_failed_goes_on_as_if_it_had_not(
     true = getattr(owner, place)
     calls = 0
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls % 3 == 1:
             raise MemoryError("no memory")
-        return true(*args)
+        return true(*args, **options)
 
     setattr(owner, place, failing)
     texts = prompts(9, 20, 5)

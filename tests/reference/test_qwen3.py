@@ -109,21 +109,21 @@ def record(engine: Engine) -> dict[tuple[Request, int], torch.Tensor]:
     runner = engine.parts.runner
     runner.capture = tuple(range(len(runner.masks) + 1))
     seen: dict[tuple[Request, int], torch.Tensor] = {}
-    prepare, forward = runner.prepare, runner.forward
+    arrange, forward = runner.arrange, runner.forward
     plans: list[Any] = []
 
-    def preparing(plan: Any, proposal: Any) -> Any:
+    def arranging(plan: Any, proposal: Any) -> Any:
         plans.append(plan)
-        return prepare(plan, proposal)
+        return arrange(plan, proposal)
 
-    def forwarding(batch: Any) -> Any:
-        out = forward(batch)
+    def forwarding(batch: Any, greedy: bool) -> Any:
+        out = forward(batch, greedy=greedy)
         owners = [plans[-1].spans[i].request for i in batch.layout.span_of_row.tolist()]
         for i, key in enumerate(zip(owners, batch.places.positions.tolist(), strict=True)):
             seen[key] = out.hidden[i]
         return out
 
-    runner.prepare, runner.forward = preparing, forwarding
+    runner.arrange, runner.forward = arranging, forwarding
     return seen
 
 

@@ -663,7 +663,7 @@ def test_a_request_with_a_grammar_is_never_planned_before_its_tokens_are_known(
     launch, twice = engine.launch, set[Request]()
 
     def launching(plan: Any) -> Any:
-        flying = {s.request for earlier, _ in engine._flying for s in earlier.spans}
+        flying = {s.request for earlier in engine._flying for s in earlier.plan.spans}
         twice.update(s.request for s in plan.spans if s.request in flying and s.tokens is None)
         return launch(plan)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strobe.engine.build import Parts
 from strobe.request import Request
+from strobe.sampling.sampler import argmax
 from strobe.step import Drafts, Plan
 
 
@@ -41,9 +42,10 @@ class Watched(Scripted):
         self._forward = self.inner.runner.forward
         self.inner.runner.forward = self._keeping
 
-    def _keeping(self, batch: Any) -> Any:
+    def _keeping(self, batch: Any, greedy: bool) -> Any:
+        assert greedy, "drafts are the most probable tokens"
         self._last = self._forward(batch)
-        return self._last
+        return self._last._replace(picks=argmax(self._last.logits))
 
     def propose(self, plan: Plan, spans: Sequence[int]) -> Drafts:
         chosen = [plan.spans[i] for i in spans]

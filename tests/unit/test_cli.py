@@ -32,7 +32,8 @@ GREEDY = ["--temperature=0", "--max-tokens=8"]
 ENGINE_FIELDS = [
     "target", "draft", "method", "num_drafts", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "kv_cache_memory", "page_size", "enable_prefix_caching", "dtype",
-    "device", "overlap", "seed", "ngram_max", "ngram_min",
+    "device", "overlap", "load_format", "weight_dtype", "kv_cache_dtype", "attention_backend",
+    "draft_attention_backend", "kernels", "cuda_graphs", "seed", "ngram_max", "ngram_min",
 ]  # fmt: skip
 SAMPLING_FIELDS = [
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens",
@@ -49,7 +50,9 @@ SAMPLING_FLAGS = [
 ENGINE_FLAGS = [
     "--target", "--draft", "--num-drafts", "--max-model-len", "--max-num-seqs",
     "--max-num-batched-tokens", "--kv-cache-memory", "--page-size", "--enable-prefix-caching",
-    "--no-enable-prefix-caching", "--dtype", "--device", "--overlap", "--ngram-max", "--ngram-min",
+    "--no-enable-prefix-caching", "--dtype", "--device", "--overlap", "--load-format",
+    "--weight-dtype", "--kv-cache-dtype", "--attention-backend", "--draft-attention-backend",
+    "--kernels", "--cuda-graphs", "--no-cuda-graphs", "--ngram-max", "--ngram-min",
 ]  # fmt: skip
 FLAGS = {
     "generate": [

@@ -285,11 +285,11 @@ def fail_at(llm: LLM, call: int, action: Callable[[], None]) -> None:
     """Do `action` before the target's forward number `call`, counted from 1."""
     forward, calls = llm.engine.runner.forward, [0]
 
-    def failing(batch: Any) -> Any:
+    def failing(batch: Any, **options: Any) -> Any:
         calls[0] += 1
         if calls[0] == call:
             action()
-        return forward(batch)
+        return forward(batch, **options)
 
     llm.engine.runner.forward = failing
 

@@ -1,0 +1,103 @@
+"""What runs on which device: backends, kernels and dtypes chosen, or the reason why not."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from strobe.attention.base import AttentionBackend
+from strobe.attention.reference import ReferenceBackend
+from strobe.config import EngineConfig
+from strobe.models.config import DecoderConfig
+
+FP8 = torch.float8_e4m3fn
+
+
+class Choice(NamedTuple):
+    """attention, draft_attention: "triton" or "reference"; kernels: whether triton's run norms,
+    products and sampling; graphs: whether steps are captured; overlap: steps in flight; kv_dtype:
+    of keys and values; fp8: whether products are in FP8."""
+
+    attention: str
+    draft_attention: str
+    kernels: bool
+    graphs: bool
+    overlap: int
+    kv_dtype: torch.dtype
+    fp8: bool
+
+
+def choose(
+    config: EngineConfig,
+    target: DecoderConfig,
+    draft: DecoderConfig | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Choice:
+    """Raises ValueError where what is asked for cannot run here, in one sentence that says why."""
+    drafter = draft or target
+    wanted = config.draft_attention_backend or config.attention_backend
+    attention = _pick("attention_backend", config.attention_backend, target, device, dtype)
+    draft_attention = _pick("draft_attention_backend", wanted, drafter, device, dtype)
+    lacking = _lacking(target, device, dtype)
+    for decoder in (target, drafter):
+        if lacking is None and decoder.attention_bias:
+            lacking = "the kernels have no bias in attention's products"
+    if lacking is None and "reference" in (attention, draft_attention):
+        lacking = "the kernels need attention_backend triton"
+    if config.kernels == "triton" and lacking is not None:
+        raise ValueError(f"kernels is 'triton', but {lacking}; use kernels auto.")
+    kernels = config.kernels != "torch" and lacking is None
+    if config.weight_dtype == "fp8":
+        lacking = lacking or (None if config.kernels != "torch" else "kernels is 'torch'")
+        if lacking is None and torch.cuda.get_device_capability(device) < (8, 9):
+            lacking = "this GPU has no FP8 (compute capability 8.9 or above)"
+        if lacking is not None:
+            raise ValueError(f"weight_dtype is 'fp8', but {lacking}; use weight_dtype auto.")
+    both = attention == draft_attention == "triton"
+    return Choice(
+        attention,
+        draft_attention,
+        kernels,
+        graphs=both and config.cuda_graphs,
+        overlap=config.overlap or (2 if device.type == "cuda" else 1),
+        kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
+        fp8=config.weight_dtype == "fp8",
+    )
+
+
+def _pick(
+    option: str, name: str, decoder: DecoderConfig, device: torch.device, dtype: torch.dtype
+) -> str:
+    lacking = _lacking(decoder, device, dtype)
+    if name == "triton" and lacking is not None:
+        raise ValueError(f"{option} is 'triton', but {lacking}; use auto or reference.")
+    return "reference" if name == "reference" or lacking is not None else "triton"
+
+
+def _lacking(decoder: DecoderConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What stands in the way of triton's kernels, if anything does."""
+    if device.type != "cuda":
+        return f"the device is {device}, and triton needs a CUDA GPU"
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    from strobe.attention.triton import missing
+
+    return missing(decoder.head_dim, dtype, device)
+
+
+def backends(
+    choice: Choice, target: DecoderConfig, draft: DecoderConfig | None, device: torch.device
+) -> tuple[AttentionBackend, AttentionBackend]:
+    """The target's and the drafter's."""
+    if "triton" not in (choice.attention, choice.draft_attention):
+        return ReferenceBackend(), ReferenceBackend()
+    from strobe.attention.triton import TritonBackend
+
+    widest = max(target.head_dim, draft.head_dim if draft is not None else 0)
+    triton = TritonBackend(device, widest)
+    names = choice.attention, choice.draft_attention
+    first, second = (triton if name == "triton" else ReferenceBackend() for name in names)
+    return first, second

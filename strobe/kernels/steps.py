@@ -1,0 +1,184 @@
+# pyright: basic, reportCallIssue=false
+"""A step's bookkeeping on the device: where rows stand, and what became of the drafts.
+
+Legend: S spans, T rows, K drafts per span. The torch twins are `DecodeState.locate` with
+`Layout.ids`, and `match_prefix` with `DecodeState.advance`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 128
+
+
+@triton.jit(do_not_specialize=["spans", "rows", "columns", "limit", "draft_stride"])
+def _place_kernel(
+    cursor,
+    table,
+    slots,
+    span_of_row,
+    offset,
+    tokens,
+    drafts,
+    planned,
+    starts,
+    lengths,
+    positions,
+    places,
+    ids,
+    spans,
+    rows,
+    columns,
+    limit,
+    draft_stride,
+    K: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # Per span: where it starts, and how many of its drafts lie before the context's end.
+    real = lanes < spans
+    start = tl.load(cursor + 2 * tl.load(slots + lanes, real, 0), real, 0)
+    tl.store(starts + lanes, start, real)
+    if K:
+        room = tl.maximum(limit - 1 - start, 0)
+        tl.store(lengths + lanes, tl.minimum(tl.load(planned + lanes, real, 0), room), real)
+    # Per row: its position, its slot in the K/V stores, and its token.
+    real = lanes < rows
+    span = tl.load(span_of_row + lanes, real, 0)
+    slot = tl.load(slots + span, real, 0)
+    position = tl.load(cursor + 2 * slot, real, 0) + tl.load(offset + lanes, real, 0)
+    entry = tl.load(table + slot * columns + position // PAGE, real, 0)
+    token = tl.load(tokens + lanes, real, 0)
+    tail = tl.load(cursor + 2 * slot + 1, real & (token == -1), 0)
+    if K:
+        draft = tl.load(drafts + span * draft_stride - 2 - token, real & (token < -1), 0)
+        tail = tl.where(token < -1, draft, tail)
+    tl.store(positions + lanes, position, real)
+    tl.store(places + lanes, entry + position, real)
+    tl.store(ids + lanes, tl.where(token < 0, tail, token), real)
+
+
+def place(
+    cursor: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
+    drafts: Tensor,
+    planned: Tensor,
+    limit: int,
+    page_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """cursor [N, 2], table [N, columns], slots [S], rows (span_of_row, offset, tokens) [T],
+    drafts [S, K], planned [S] -> start, lengths [S], positions, slots, ids [T].
+
+    lengths: the planned drafts that lie before position `limit`; empty where K is 0. A token is an
+    id, -1 for the span's tail, or -2 - j for its draft j.
+    """
+    span_of_row, offset, tokens = rows
+    size, count, width = slots.shape[0], tokens.shape[0], drafts.shape[1]
+    found = torch.empty(2 * size + 3 * count, dtype=torch.int64, device=slots.device)
+    start, lengths, positions, places, ids = found.split([size, size, count, count, count])
+    _place_kernel[(triton.cdiv(max(size, count), _BLOCK),)](
+        cursor,
+        table,
+        slots,
+        span_of_row,
+        offset,
+        tokens,
+        drafts,
+        planned,
+        start,
+        lengths,
+        positions,
+        places,
+        ids,
+        size,
+        count,
+        table.shape[1],
+        limit,
+        drafts.stride(0),
+        K=width,
+        PAGE=page_size,
+        BLOCK=_BLOCK,
+        num_warps=1,
+    )
+    return start, lengths, positions, places, ids
+
+
+@triton.jit(do_not_specialize=["simulated", "draft_stride"])
+def _accept_kernel(
+    picks,
+    drafts,
+    lengths,
+    start,
+    counts,
+    slots,
+    cursor,
+    accepted,
+    simulated,
+    draft_stride,
+    K: tl.constexpr,
+    SIMULATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    span = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    picks += span * (K + 1)
+    kept = tl.zeros([], tl.int64)
+    begin = tl.load(start + span)
+    if K:
+        length = tl.load(lengths + span)
+        inside = lanes < length
+        pick = tl.load(picks + lanes, inside, 0)
+        draft = tl.load(drafts + span * draft_stride + lanes, inside, 0)
+        kept = tl.min(tl.where(inside & (pick == draft), BLOCK, lanes), 0).to(tl.int64)
+        if SIMULATED:
+            share = begin.to(tl.float32) * 0.6180339887498949
+            whole = tl.floor(simulated - 1.0)
+            more = share - tl.floor(share) < simulated - 1.0 - whole
+            kept = tl.minimum((whole + tl.where(more, 1.0, 0.0)).to(tl.int64), length)
+    tl.store(accepted + span, kept)
+    slot = tl.load(slots + span)
+    tl.store(cursor + 2 * slot, begin + tl.load(counts + span) + kept)
+    tl.store(cursor + 2 * slot + 1, tl.load(picks + kept))
+
+
+def accept(
+    picks: Tensor,
+    drafts: Tensor,
+    lengths: Tensor,
+    start: Tensor,
+    counts: Tensor,
+    slots: Tensor,
+    cursor: Tensor,
+    simulated: float | None = None,
+) -> Tensor:
+    """picks [S, K + 1], drafts [S, K], lengths, start, counts, slots [S] -> accepted [S].
+
+    Drafts are kept while they equal the picks; cursor [N, 2] takes the new lengths and tail tokens.
+    simulated: keep instead so many tokens per step on average (`strobe.spec.verify.simulate`).
+    """
+    size, width = picks.shape[0], drafts.shape[1]
+    accepted = torch.empty(size, dtype=torch.int64, device=picks.device)
+    _accept_kernel[(size,)](
+        picks,
+        drafts,
+        lengths,
+        start,
+        counts,
+        slots,
+        cursor,
+        accepted,
+        simulated or 1.0,
+        drafts.stride(0),
+        K=width,
+        SIMULATED=simulated is not None,
+        BLOCK=max(triton.next_power_of_2(width), 2),
+        num_warps=1,
+    )
+    return accepted

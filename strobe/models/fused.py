@@ -1,0 +1,156 @@
+"""Decoder layers through kernels, for a GPU: what `layers.py` defines, in fewer launches.
+
+Per layer: norm and q, k, v in one product; their norms, rotation and the K/V store; attention; the
+output product onto the residual stream; norm, gate, up and their product; the down product onto the
+residual stream. Legend as in `layers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from strobe.kernels.linear import Products, Weight
+from strobe.kernels.rowwise import context_store, qk_norm_rope_store
+from strobe.models.config import DecoderConfig
+from strobe.models.layers import Attend, DecoderLayer, RMSNorm, RotaryTable
+
+Norm = tuple[Tensor, float]
+
+
+class PagedAttention(Protocol):
+    """The attention of one forward, its store within reach: kv(layer) [slots, 2, Hkv, D] and where
+    the rows go in it; over(layer, q [T, Hq, D]) -> [T, Hq * D], of rows that are stored already."""
+
+    slots: Tensor
+
+    def kv(self, layer: int) -> Tensor: ...
+
+    def over(self, layer: int, q: Tensor) -> Tensor: ...
+
+
+def weight_of(linear: nn.Linear) -> Weight:
+    """A product's weight and, if it is in FP8, its scale per row."""
+    scale = getattr(linear, "scale", None)
+    assert linear.bias is None
+    return Weight(linear.weight, scale)
+
+
+def norm_of(norm: RMSNorm) -> Norm:
+    return norm.weight, norm.eps
+
+
+class _Layer(NamedTuple):
+    attention_norm: Norm
+    qkv: Weight
+    q_norm: Tensor
+    k_norm: Tensor
+    out: Weight
+    mlp_norm: Norm
+    gate_up: Weight
+    down: Weight
+
+
+class FusedDecoder:
+    """A stack of decoder layers, run by kernels."""
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        config: DecoderConfig,
+        rope: RotaryTable,
+        products: Products,
+    ):
+        self.config, self.rope, self.products = config, rope, products
+        self.layers = [
+            _Layer(
+                norm_of(layer.input_layernorm),
+                weight_of(layer.self_attn.qkv_proj),
+                layer.self_attn.q_norm.weight,
+                layer.self_attn.k_norm.weight,
+                weight_of(layer.self_attn.o_proj),
+                norm_of(layer.post_attention_layernorm),
+                weight_of(layer.mlp.gate_up_proj),
+                weight_of(layer.mlp.down_proj),
+            )
+            for layer in layers
+        ]
+
+    def __call__(
+        self, x: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [T, H], which may be overwritten -> (residual stream [T, H], features [T, len(capture)
+        * H] or None), as the models' forward says."""
+        linear, size = self.products.linear, x.shape[1]
+        features = x.new_empty(x.shape[0], len(capture) * size) if capture else None
+        place = (
+            dict(zip(capture, features.split(size, 1), strict=True)) if features is not None else {}
+        )
+        if 0 in place:
+            place[0].copy_(x)
+        scratch: Tensor | None = x
+        for i, layer in enumerate(self.layers):
+            qkv = linear(x, layer.qkv, norm=layer.attention_norm)
+            mixed = self._attend(i, layer, qkv, positions, cast(PagedAttention, attend))
+            if scratch is None:  # x is a captured feature and must stay
+                scratch = torch.empty_like(x, memory_format=torch.contiguous_format)
+            x = linear(mixed, layer.out, residual=x, out=scratch)
+            inner = linear(x, layer.gate_up, norm=layer.mlp_norm, gated=True)
+            kept = place.get(i + 1)
+            x = linear(inner, layer.down, residual=x, out=x if kept is None else kept)
+            scratch = x if kept is None else None
+        return x, features
+
+    def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
+        """Residual stream [R, H] -> logits [R, V]."""
+        return self.products.linear(x, Weight(weight, None), norm=norm_of(norm))
+
+    def pick(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
+        """Residual stream [R, H] -> the most probable tokens [R]; no logits are kept."""
+        return self.products.head_argmax(x, Weight(weight, None), norm=norm_of(norm))
+
+    def _attend(
+        self, index: int, layer: _Layer, qkv: Tensor, positions: Tensor, attend: PagedAttention
+    ) -> Tensor:
+        config, rope = self.config, self.rope
+        q = qk_norm_rope_store(
+            qkv,
+            layer.q_norm,
+            layer.k_norm,
+            config.rms_norm_eps,
+            rope.cos,
+            rope.sin,
+            positions,
+            attend.slots,
+            attend.kv(index),
+            config.num_heads,
+            config.num_kv_heads,
+        )
+        return attend.over(index, q)
+
+
+class FusedContext:
+    """A drafter's context keys and values of all layers, from the target's features."""
+
+    def __init__(
+        self,
+        fc: nn.Linear,
+        hidden_norm: RMSNorm,
+        products_kv: Weight,
+        key_norms: Tensor,
+        decoder: FusedDecoder,
+    ):
+        """products_kv: every layer's key and value rows [L * 2 * Hkv * D, H]; key_norms [L, D]."""
+        self.fc, self.norm = weight_of(fc), norm_of(hidden_norm)
+        self.kv, self.key_norms, self.decoder = products_kv, key_norms, decoder
+
+    def store(self, features: Tensor, positions: Tensor, slots: Tensor, data: Tensor) -> None:
+        """features [T, n * H], positions, slots [T] -> data [L, slots, 2, Hkv, D]."""
+        decoder = self.decoder
+        context = decoder.products.linear(features, self.fc)
+        rows = decoder.products.linear(context, self.kv, norm=self.norm)
+        eps, rope = decoder.config.rms_norm_eps, decoder.rope
+        context_store(rows, self.key_norms, eps, rope.cos, rope.sin, positions, slots, data)

@@ -1,0 +1,90 @@
+"""The device's part of a step, recorded once and replayed: the one place that knows CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from strobe.runner.batch import DRAFTS, Inputs
+
+Body = Callable[[Inputs], Any]
+
+
+class Recorder(Protocol):
+    """Keeps work on the device so that it can be done again without the host's."""
+
+    def record(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """How to do it again, and the tensors it then writes its result to. Does not do it."""
+        ...
+
+
+class CUDARecorder:
+    """Captures CUDA graphs, which share one pool of memory, for they run one after another."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = body()
+        return graph.replay, result
+
+
+class _Kept(NamedTuple):
+    """replay: does the body again; own: the tensors it reads; held: whose values they are; result:
+    the tensors it writes."""
+
+    replay: Callable[[], None]
+    own: tuple[Tensor, ...]
+    held: list[Tensor]
+    result: Any
+
+
+class Graphs:
+    """Bodies by key and shape.
+
+    The first time a body runs as it is, which loads its kernels, and is then recorded over inputs
+    of its own; from then on what has changed is copied into those and the record is replayed. A
+    replay overwrites the result of the one before: whoever needs it longer copies it in the same
+    stream.
+    """
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+        self._kept: dict[Hashable, _Kept] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def run(self, key: Hashable, inputs: Inputs, body: Body) -> Any:
+        """body(inputs), recorded under the key together with the inputs' shape."""
+        tensors = inputs.tensors
+        key = (key, inputs.layout.shape, inputs.layout.longest, tensors[1].shape[0])
+        kept = self._kept.get(key)
+        if kept is None:
+            result = body(inputs)
+            own = tuple([tensor.clone() for tensor in tensors])
+            replay, static = self.recorder.record(lambda: body(inputs.over(own)))
+            self._kept[key] = _Kept(replay, own, list(tensors), static)
+            return result
+        for i, now in enumerate(tensors):
+            # The same tensor holds the same geometry as before; drafts are new in each step.
+            if i == DRAFTS or kept.held[i] is not now:
+                kept.own[i].copy_(now)
+                kept.held[i] = now
+        kept.replay()
+        return kept.result
+
+
+class Eager:
+    """Runs every body as it is."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def run(self, key: Hashable, inputs: Inputs, body: Body) -> Any:
+        return body(inputs)

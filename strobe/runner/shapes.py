@@ -1,0 +1,41 @@
+"""The few shapes that batches are padded to, so that one captured graph serves many of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from strobe.runner.batch import Shape
+
+REPLAYED_ROWS = 512
+"""Most rows of a step that is captured where its spans differ in length."""
+
+
+class Shapes:
+    """Buckets of spans and rows."""
+
+    def __init__(self, max_spans: int, num_drafts: int):
+        """max_spans: most requests at once; num_drafts: the longest draft there is."""
+        self.max_spans, self.num_drafts = max_spans, num_drafts
+        steps = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_spans, 32)]
+        # One span more than there are requests, for rows that belong to none.
+        self.spans = [*[s for s in steps if s < max_spans], max_spans, max_spans + 1]
+        fine = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
+        self.rows = [*fine, *range(160, 257, 32), *range(320, REPLAYED_ROWS + 1, 64)]
+
+    def of(self, spans: int, rows: int, width: int, *, block: bool) -> Shape:
+        """The shape for so many spans and rows. width: the longest draft, 0 or more; block: whether
+        every span is one token and `width` drafts."""
+        width = width if block else self.num_drafts if width else 0
+        room = self.spans[bisect_left(self.spans, spans)]
+        if block:
+            return Shape(room, room * (1 + width), width)
+        if rows > REPLAYED_ROWS:
+            return Shape(room, rows, width)
+        padded = self.rows[bisect_left(self.rows, rows)]
+        if padded > rows and room == spans:
+            room = self.spans[bisect_left(self.spans, spans + 1)]
+        return Shape(room, padded, width)
+
+    def replays(self, shape: Shape) -> bool:
+        """Whether batches of that shape come again and again: decoding, and small mixed steps."""
+        return shape.rows <= REPLAYED_ROWS or shape.rows == shape.spans * (1 + shape.width)

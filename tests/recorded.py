@@ -1,0 +1,94 @@
+"""Recording and replaying steps on a CPU, so that what a graph reads and writes can be tested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strobe.attention.base import AttentionInputs
+from strobe.attention.mask import LayerMask
+from strobe.engine.build import Parts
+from strobe.kv.store import KVStore
+from strobe.runner.graphs import Graphs
+from strobe.runner.shapes import Shapes
+
+
+class SlowPlan:
+    """Attention span by span, by what the inputs' tensors hold at the moment of the call."""
+
+    def __init__(self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]):
+        self.inputs, self.store, self.masks = inputs, store, masks
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        inputs, mask = self.inputs, self.masks[layer]
+        self.store.write(layer, inputs.slots, k, v)
+        out = torch.full((q.shape[0], q.shape[1] * q.shape[2]), float("nan"))
+        for s, size in enumerate(inputs.sizes.tolist()):
+            assert size <= inputs.longest
+            if not size:
+                continue
+            start, first = int(inputs.starts[s, 0]), int(inputs.row_starts[s])
+            rows, keys = slice(first, first + size), torch.arange(start + size)
+            slots = inputs.tables[inputs.table_rows[s], keys // inputs.page_size] + keys
+            seen, values = self.store.gather(layer, slots[None])
+            at = start + torch.arange(size)[:, None]
+            allowed = keys <= at if mask.causal else torch.ones(size, len(keys), dtype=torch.bool)
+            if mask.window is not None:
+                allowed = allowed & (at - keys < mask.window) & (keys - at < mask.window)
+            part = torch.nn.functional.scaled_dot_product_attention(
+                q[rows].transpose(0, 1)[None], seen, values, allowed, enable_gqa=True
+            )
+            out[rows] = part[0].transpose(0, 1).reshape(size, -1)
+        return out
+
+
+class SlowBackend:
+    graph_safe = True
+
+    def plan(self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]) -> SlowPlan:
+        return SlowPlan(inputs, store, masks)
+
+
+class Double:
+    """Records by running once and taking all effects back; replays by running again."""
+
+    def __init__(self, parts: Parts):
+        stores = [store.data for store in parts.stores.values()]
+        self.state = [parts.state.cursor, *stores]
+        self.recorded = self.replayed = 0
+
+    def record(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.recorded += 1
+        before = [tensor.clone() for tensor in self.state]
+        result = body()
+        for tensor, value in zip(self.state, before, strict=True):
+            tensor.copy_(value)
+
+        def replay() -> None:
+            self.replayed += 1
+            for own, new in zip(tensors(result), tensors(body()), strict=True):
+                own.copy_(new)
+
+        return replay, result
+
+
+def tensors(result: Any) -> list[Tensor]:
+    found = [result] if isinstance(result, Tensor) else list(result)
+    return [tensor for tensor in found if tensor is not None]
+
+
+def recorded(parts: Parts, max_spans: int, num_drafts: int) -> Double:
+    """Have an engine's parts pad, record and replay."""
+    double = Double(parts)
+    parts.graphs = Graphs(double)
+    runners = [parts.runner]
+    for proposer in parts.proposers.proposers.values():
+        if hasattr(proposer, "graphs"):
+            proposer.graphs = parts.graphs
+            runners.append(proposer.runner)
+    for runner in runners:
+        runner.backend, runner.shapes = SlowBackend(), Shapes(max_spans, num_drafts)
+    return double

@@ -1,0 +1,97 @@
+"""Steps that are padded, recorded and replayed give what plain steps give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recorded import recorded
+from tiny import Scripted, make_engine, run, wavering
+
+from strobe import EngineConfig, SamplingParams
+from strobe.engine.build import build, resolve
+from strobe.engine.engine import Engine
+from strobe.runner.batch import Shape
+from strobe.runner.shapes import Shapes
+
+COLD = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
+WARM = COLD.clone(temperature=0.9, top_p=0.8, top_k=30, seed=4)
+PROMPTS = [[7, 3, 9] * n + [n] for n in (1, 5, 2, 9, 4, 3, 7)]
+ASKED = [
+    COLD,
+    COLD.clone(max_tokens=9),
+    WARM,
+    WARM.clone(top_p=1.0, top_k=0, speculation=False),
+    COLD.clone(speculation={"num_drafts": 3}, max_tokens=31),
+    COLD.clone(speculation={"method": "ngram"}),
+    WARM.clone(presence_penalty=0.7, repetition_penalty=1.2, logprobs=2),
+]
+
+
+@pytest.fixture(autouse=True)
+def copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict is copied when it sets out, as one of a GPU is."""
+    monkeypatch.setattr("strobe.runner.collect.download", torch.clone)
+
+
+def config(target: Any, drafter: Path | None = None, **options: Any) -> EngineConfig:
+    given = {"max_model_len": 96, "max_num_seqs": 5, "page_size": 4, **options}
+    return EngineConfig(str(target.path), draft=drafter and str(drafter), **given)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("budget", [None, 48])
+def test_replayed_steps_give_what_plain_steps_give(
+    overlap: int, budget: int | None, target: Any, draft: Callable[..., Path]
+):
+    plain = run(make_engine(config(target, method="none")), PROMPTS, plain_ones())
+    resolved = resolve(config(target, draft(), overlap=overlap, max_num_batched_tokens=budget))
+    parts = build(resolved)
+    double = recorded(parts, 5, resolved.limits.num_drafts)
+    engine = Engine(resolved, parts=parts)
+    assert run(engine, PROMPTS, ASKED) == plain
+    assert double.recorded == len(parts.graphs) > 3
+    assert double.replayed > 3 * double.recorded
+
+
+def plain_ones() -> list[SamplingParams]:
+    return [one.clone(speculation=None) for one in ASKED]
+
+
+def test_accepted_drafts_move_replayed_steps_on(target: Any):
+    """A drafter that is often right: lengths differ per request and step."""
+    plain = run(make_engine(config(target)), PROMPTS, COLD)
+    resolved = resolve(config(target, method="ngram", num_drafts=6))
+    parts = build(resolved)
+    script = Scripted(parts.state, 6, wavering)
+    parts.proposers.proposers["ngram"] = script
+    double = recorded(parts, 5, 6)
+    engine = Engine(resolved, parts=parts)
+    requests = [engine.add(prompt, COLD) for prompt in PROMPTS]
+    for request, prompt, answer in zip(requests, PROMPTS, plain, strict=True):
+        script.answers[request] = prompt + answer
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert [request.output_ids for request in requests] == plain
+    assert double.replayed > double.recorded
+    assert sum(request.speculation.accepted for request in requests) > 50
+
+
+def test_shapes_have_room_and_a_span_for_rows_of_none():
+    shapes = Shapes(20, 7)
+    assert shapes.of(3, 24, 7, block=True) == Shape(4, 32, 7)
+    assert shapes.of(4, 32, 7, block=True) == Shape(4, 32, 7)
+    assert shapes.of(20, 160, 7, block=True) == Shape(20, 160, 7)
+    assert shapes.of(2, 2, 0, block=True) == Shape(2, 2, 0)
+    for spans in range(1, 21):
+        for rows in range(spans, 700, 3):
+            shape = shapes.of(spans, rows, 5, block=False)
+            assert shape.width == 7
+            assert shape.spans >= spans
+            assert shape.rows >= rows
+            assert shape.rows == rows or shape.spans > spans
+            assert shapes.replays(shape) == (rows <= 512)
