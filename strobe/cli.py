@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg, subcommand
 
+from strobe.bench_command import Bench, completed
 from strobe.config import BOX, EngineConfig
 from strobe.flags import (
     SHOWN,
@@ -231,6 +232,7 @@ COMMANDS: dict[str, Any] = {
     "serve": Serve,
     "demo": Demo,
     "info": Info,
+    "bench": Bench,
 }
 Command: Any = functools.reduce(
     operator.or_, [Annotated[kind, subcommand(name)] for name, kind in COMMANDS.items()]
@@ -243,6 +245,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if not given[0].startswith("-") and given[0] not in COMMANDS:
             raise ValueError(f"{given[0]!r} is no command; there are {', '.join(COMMANDS)}.")
+        if given[0] == "bench":
+            given = ["bench", *completed(given[1:])]
         command, unknown = _parse(given)
         if unknown:
             raise ValueError(_no_option(unknown[0], command))
@@ -279,7 +283,11 @@ def _parse(arguments: list[str]) -> tuple[Any, list[str]]:
 def _no_option(given: str, command: Any) -> str:
     """The sentence for an argument that the subcommand does not take."""
     name = type(command).__name__.lower()
-    groups = [g for g in (getattr(command, n, None) for n in ("sampling", "server", "engine")) if g]
+    if isinstance(command, Bench):
+        command = command.which
+        name += f" {type(command).__name__.lower()}"
+    parts = ("sampling", "server", "bench", "engine")
+    groups = [g for g in (getattr(command, n, None) for n in parts) if g]
     known = [f"--{f.name.replace('_', '-')}" for g in (command, *groups) for f in fields(g)]
     close = difflib.get_close_matches(given.split("=")[0].replace("_", "-"), known, 1, 0.7)
     mend = f"did you mean {close[0]}?" if close else f"strobe {name} --help lists what it takes."

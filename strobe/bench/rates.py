@@ -45,7 +45,7 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
         one, columns = torch.ones((), device=device), right.t()
 
         def product() -> torch.Tensor:
-            return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage]
+            return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
                 left, columns, scale_a=one, scale_b=one, out_dtype=torch.bfloat16
             )
 

@@ -1,0 +1,347 @@
+"""`strobe bench` as a user meets it, on small shapes with few steps. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from textpair import Pair
+
+from strobe import EngineConfig, bench_command, cli
+from strobe.bench import floor, offline, prompts, rates, step, timeline
+from strobe.bench.settings import DECIDED, OfflineSettings, StepSettings, command_line
+from strobe.config import BOX
+from strobe.demo_pair.tasks import heldout
+from strobe.engine.engine import Engine
+from strobe.models.config import load_draft_config, load_target_config
+from strobe.request import SamplingParams
+from strobe.text.tokenizer import Tokenizer
+
+CPU = torch.device("cpu")
+STEP_FLAGS = [
+    "--shapes", "--concurrency", "--prompt-len", "--acceptance-length", "--steps", "--warmup",
+    "--temperature", "--top-p", "--prefill", "--json",
+]  # fmt: skip
+OFFLINE_FLAGS = [
+    "--data", "--prompts", "--concurrency", "--max-tokens", "--repeats", "--temperature", "--top-p",
+    "--ignore-eos", "--thinking", "--json",
+]  # fmt: skip
+QUICK = ["--device=cpu", "--concurrency=1,3", "--steps=8", "--warmup=2", "--prompt-len=20"]
+
+
+@pytest.fixture
+def main(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """main(*arguments) -> (exit status, standard output, standard error)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = cli.main([str(argument) for argument in arguments])
+        except SystemExit as exit:
+            status = int(exit.code or 0)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def small_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's rates are measured with little."""
+    monkeypatch.setattr(rates, "_CPU", (1 << 20, 64))
+
+
+# the command line
+
+
+def test_the_options_of_each_benchmark_are_these(main: Callable[..., Any]):
+    engine = [f"--{f.name.replace('_', '-')}" for f in fields(EngineConfig)]
+    engine = [flag for flag in engine if flag[2:].replace("-", "_") not in DECIDED]
+    for name, flags in (("step", STEP_FLAGS), ("offline", OFFLINE_FLAGS)):
+        status, out, err = main("bench", name, "--help")
+        assert (status, err) == (0, "")
+        rows = [line.strip("│| ") for line in out.splitlines()]
+        rows = [row for row in rows if row[:1] == "-"]
+        found = {flag for row in rows for flag in re.findall(r"--[a-z][a-z0-9-]*", row)}
+        pairs = {flag for flag in found if flag.startswith("--no-")}
+        assert found - pairs == {"--help", *flags, *engine}
+        assert "which" not in out
+
+
+def test_bench_alone_shows_its_help(main: Callable[..., Any]):
+    status, out, err = main("bench")
+    assert (status, err) == (0, "")
+    for name in bench_command.BENCHES:
+        assert f"• {name}" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "sentence"),
+    [
+        ("stepp", [], "'stepp' is no benchmark; there are step, offline."),
+        ("step", ["--step=3"], "strobe bench step takes no '--step=3'; did you mean --steps?"),
+        ("step", ["--shapes=qwen9"], "shapes is 'qwen9'; name one of box, qwen3-0.6b, qwen3-4b, "),
+        ("step", ["--shapes=box", "--target=x"], "shapes is 'box' beside directories; give "),
+        ("step", ["--draft=x"], "A drafter is named but no target; give --target as well"),
+        ("step", ["--target=/nowhere"], "/nowhere does not exist; name a directory that holds"),
+        ("step", ["--concurrency=1,0"], "concurrency is '1,0', but must be whole numbers of at "),
+        ("step", ["--prompt-len=a"], "prompt_len is 'a', but must be whole numbers of at least 1"),
+        ("step", ["--prefill=8"], "prefill is '8', but must be prompts x tokens, such as 8x2048."),
+        ("step", ["--prefill=2x9000"], "prefill asks for 2 prompts of 9000 tokens, but "),
+        ("step", ["--steps=0"], "steps is 0, but must be a whole number >= 1; "),
+        ("step", ["--steps=900"], "20 + 900 steps of 6 tokens behind a prompt of 256 do not fit "
+                                  "max_model_len 2048; ask for at most 273 steps."),
+        ("step", ["--prompt-len=2040"], "ask for shorter prompts or a smaller warmup."),
+        ("step", ["--acceptance-length=17"], "but a step verifies 15 drafts; ask for 1 to 16."),
+        ("step", ["--acceptance-length=0.5"], "acceptance_length is 0.5, but must lie from 1 to"),
+        ("step", ["--method=ngram"], "method is 'ngram', but random tokens repeat nothing; "),
+        ("step", ["--top-p=2"], "top_p is 2, but must"),
+        ("step", ["--kv-cache-memory=100MB"], "tokens need 960 pages, but the KV cache has"),
+        ("step", ["--json=/nowhere/x"], "json is '/nowhere/x', but /nowhere is no directory; "),
+        ("step", ["--json=/"], "json is '/', but / is a directory; name a file in one that "),
+        ("offline", ["--concurrency=40"], "concurrency is 40, but there are 32 prompts; lower it "),
+        ("offline", ["--repeats=0"], "repeats is 0, but must be a whole number >= 1; ask for "),
+        ("offline", ["--data=/nowhere"], "data is '/nowhere', which cannot be read ("),
+        ("offline", ["--method=none"], "Nothing drafts; name a drafter with --draft, or --method"),
+        ("offline", ["--max-model-len=20"], "but max_model_len is 20 with the answer; raise it"),
+        ("offline", ["--temperature=-1"], "temperature is -1, but must lie from 0 to 100"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_answered_with_one_sentence(
+    main: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    arguments: list[str],
+    sentence: str,
+):
+    def measure(*arguments: Any) -> None:
+        raise AssertionError("something was measured")
+
+    if "kv-cache" not in str(arguments):  # that needs the engine's pool
+        monkeypatch.setattr(step, "measure", measure)
+        monkeypatch.setattr(offline, "measure", measure)
+    status, out, err = main("bench", name, "--device=cpu", *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("strobe: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+def test_the_command_in_the_file_asks_for_the_same(monkeypatch: pytest.MonkeyPatch):
+    asked: list[Any] = []
+    for module, name in ((step, "run_step"), (offline, "run_offline")):
+        monkeypatch.setattr(module, name, lambda *settings: asked.extend(settings) or 0)
+    engine = EngineConfig(target="a b", num_drafts=3, overlap=2)
+    for settings in (
+        StepSettings(concurrency="4", prefill="2x8", acceptance_length=2.5),
+        OfflineSettings(data="x y", thinking=True, repeats=1),
+    ):
+        name = "step" if isinstance(settings, StepSettings) else "offline"
+        words = shlex.split(command_line(name, settings, engine))
+        assert words[0] == "strobe"
+        assert cli.main(words[1:]) == 0
+        assert asked[-2:] == [settings, engine]
+    assert command_line("step", StepSettings(), EngineConfig()) == "strobe bench step"
+
+
+# runs
+
+
+def test_step_times_the_boxes_shapes_and_says_what_is_forced(
+    main: Callable[..., Any], tmp_path: Path
+):
+    file = tmp_path / "figures.json"
+    status, out, err = main(
+        "bench", "step", *QUICK, "--acceptance-length=3", "--prefill=2x30", f"--json={file}"
+    )
+    assert (status, err) == (0, "")
+    assert "acceptance length forced to 3.0: speed only, not quality" in out
+    for heading in ("Milliseconds per step", "(forced 3)", "x floor", "What a step must do",
+                    "Prefill", "TFLOP/s, linear layers"):  # fmt: skip
+        assert heading in out
+    assert "…" not in out
+    figures = json.loads(file.read_text())
+    assert figures["acceptance_length_forced"] == 3
+    assert figures["device"]
+    assert figures["versions"]["torch"] == torch.__version__
+    assert figures["command"].startswith("strobe bench step --concurrency 1,3 --prompt-len 20")
+    assert figures["config"]["dflash"]["load_format"] == "dummy"
+    assert figures["config"]["plain"]["draft"] is None
+    rows = {(row["method"], row["concurrency"]): row for row in figures["rows"]}
+    assert list(rows) == [("plain", 1), ("plain", 3), ("dflash", 1), ("dflash", 3)]
+    for (method, count), row in rows.items():
+        assert row["steps"] == 8
+        assert row["tokens_per_step"] == pytest.approx(3 if method == "dflash" else 1, abs=1)
+        assert row["context_tokens"] > 20
+        whole = row["draft_ms"] + row["verify_ms"] + row["rest_ms"]
+        assert whole > 0
+        assert row["ratio_to_floor"] == pytest.approx(row["ms"] / row["floor"]["ms"], rel=0.01)
+        counts = floor.Shapes(
+            load_target_config(BOX / "target"),
+            load_draft_config(BOX / "draft") if method == "dflash" else None,
+            rows=16 if method == "dflash" else 1,
+            widths=floor.Widths(4, 4, 4, 4),
+        )
+        work = counts.verify(count, row["context_tokens"])
+        assert row["floor"]["verify"]["bytes"] == pytest.approx(work.bytes, rel=1e-3)
+        assert row["floor"]["verify"]["operations"] == pytest.approx(work.operations, rel=1e-3)
+    assert all(rows["plain", n]["floor"]["drafting"]["bytes"] == 0 for n in (1, 3))
+    assert [(p["method"], p["prompts"], p["prompt_tokens"]) for p in figures["prefill"]] == [
+        ("plain", 2, 30), ("dflash", 2, 30)
+    ]  # fmt: skip
+    for row in figures["prefill"]:
+        assert row["tokens_per_s"] == pytest.approx(60 / row["seconds"], rel=0.01)
+
+
+@pytest.mark.parametrize(("method", "names"), [("none", ["plain"]), ("dflash", ["dflash"])])
+def test_step_measures_one_way_where_that_is_asked_for(
+    main: Callable[..., Any], tmp_path: Path, method: str, names: list[str]
+):
+    file = tmp_path / "figures.json"
+    flags = [*QUICK[:1], "--concurrency=2", "--steps=2", "--warmup=0", "--overlap=2"]
+    status, out, _ = main("bench", "step", *flags, f"--method={method}", f"--json={file}")
+    assert status == 0
+    figures = json.loads(file.read_text())
+    assert [row["method"] for row in figures["rows"]] == names
+    assert ("forced" in out) == (method == "dflash")
+
+
+def test_step_takes_directories_with_a_config_alone(
+    main: Callable[..., Any], pair: Pair, tmp_path: Path
+):
+    for part in ("target", "draft"):
+        (tmp_path / part).mkdir()
+        text = (getattr(pair, part) / "config.json").read_text()
+        (tmp_path / part / "config.json").write_text(text)
+    flags = [f"--target={tmp_path / 'target'}", f"--draft={tmp_path / 'draft'}"]
+    quick = [*QUICK[:1], "--concurrency=2", "--steps=2", "--acceptance-length=2"]
+    status, out, _ = main("bench", "step", *quick, *flags)
+    assert status == 0
+    assert "dflash" in out
+    status, out, _ = main("bench", "step", *quick, *flags[:1])
+    assert status == 0
+    assert "dflash" not in out
+
+
+def test_a_window_leaves_the_engine_as_it_was(pair: Pair):
+    config = EngineConfig(target=str(pair.target), draft=str(pair.draft), overlap=2)
+    engine = Engine(replace(config, max_num_seqs=3, enable_prefix_caching=False))
+    made = step.random_prompts(engine, 3, 20)
+    assert made == step.random_prompts(engine, 3, 20)
+    assert len({tuple(prompt) for prompt in made}) == 3
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    mark = engine.mark
+    line = timeline.Timeline(CPU)
+    window = step.decode(engine, made, params, 2, 5, line)
+    assert len(line) == 5 + 1
+    assert window.tokens >= 5 * 3
+    assert engine.mark == mark
+    assert not engine.has_work
+    engine.check()
+    short = replace(params, max_tokens=4)
+    with pytest.raises(ValueError, match="did not run to the last step; ask for fewer steps"):
+        step.decode(engine, made, short, 0, 9)
+    assert not engine.has_work
+    engine.check()
+
+
+def test_offline_compares_real_answers(main: Callable[..., Any], pair: Pair, tmp_path: Path):
+    data, file = tmp_path / "data.jsonl", tmp_path / "figures.json"
+    lines = [{"prompt": "hello"}, {"turns": ["and now?", "then?"]},
+             {"messages": [{"role": "user", "content": "bye"}]}]  # fmt: skip
+    data.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    status, out, err = main(
+        "bench", "offline", "--device=cpu", f"--target={pair.target}", f"--draft={pair.draft}",
+        f"--data={data}", "--prompts=3", "--concurrency=1,2", "--max-tokens=9", "--repeats=1",
+        "--ignore-eos", f"--json={file}",
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    assert "c = 2: 3 of 3 answers identical." in out
+    assert "forced" not in out
+    figures = json.loads(file.read_text())
+    rows = figures["rows"]
+    assert [(row["method"], row["concurrency"]) for row in rows] == [
+        ("plain", 1), ("dflash", 1), ("plain", 2), ("dflash", 2)
+    ]  # fmt: skip
+    for row in rows:
+        assert row["tokens"] == 27
+        assert row["full_steps"] > 0
+        assert row["ratio_to_floor"] > 0
+        assert (row["acceptance_length"] is None) == (row["method"] == "plain")
+    assert [pair["identical"] for pair in figures["pairs"]] == [3, 3]
+    assert figures["config"]["plain"]["method"] == "none"
+
+
+@pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
+def test_offline_says_where_answers_differ(
+    main: Callable[..., Any], pair: Pair, monkeypatch: pytest.MonkeyPatch, dtype: str, status: int
+):
+    usual = offline.answer
+
+    def wrong(engine: Engine, *rest: Any) -> offline.Turn:
+        turn = usual(engine, *rest)
+        if engine.resolved.draft is not None and len(turn.requests) > 1:
+            turn.requests[1].tokens[-2] += 1
+        return turn
+
+    monkeypatch.setattr(offline, "answer", wrong)
+    given, out, _ = main(
+        "bench", "offline", "--device=cpu", f"--target={pair.target}", f"--draft={pair.draft}",
+        "--prompts=2", "--concurrency=1", "--max-tokens=6", "--repeats=1", "--ignore-eos",
+        f"--dtype={dtype}",
+    )  # fmt: skip
+    assert given == status
+    if dtype == "float32":
+        assert "1 of 2 answers identical; prompt 1 differs first, from token 4 on" in out
+    else:
+        assert "lower precision rounds otherwise" in out
+
+
+def test_offline_drafts_by_prompt_lookup_too(main: Callable[..., Any], pair: Pair):
+    status, out, _ = main(
+        "bench", "offline", "--device=cpu", f"--target={pair.target}", "--method=ngram",
+        "--prompts=2", "--concurrency=2", "--max-tokens=6", "--repeats=1",
+    )  # fmt: skip
+    assert status == 0
+    assert " ngram " in out
+
+
+def test_prompts_go_through_the_chat_template(tmp_path: Path):
+    tokenizer = Tokenizer(BOX / "target")
+    data = tmp_path / "data.jsonl"
+    messages = [{"role": "system", "content": "Brief!"}, {"role": "user", "content": "hello"}]
+    lines = [{"messages": messages}, {"turns": ["hello", "more"]}, {"prompt": "hello"}]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    settings = OfflineSettings(data=str(data), prompts=3, concurrency="1")
+    first, second, third = prompts.read_prompts(settings, BOX / "target")
+    assert first == tokenizer.render_chat(messages, enable_thinking=False)
+    assert second == third == tokenizer.render_chat(messages[1:], enable_thinking=False)
+    with pytest.raises(ValueError, match="holds 3 prompts, but prompts is 4; ask for at most 3"):
+        prompts.read_prompts(replace(settings, prompts=4), BOX / "target")
+    for line, wrong in [
+        ("{", r"line 1 is '\{', but must be"),
+        ("[]", "but must be"),
+        ('{"turns": []}', "but must be"),
+        ('{"messages": [{"role": 3}]}', "line 1: "),
+        ("", "holds no prompt"),
+    ]:
+        data.write_text(line)
+        with pytest.raises(ValueError, match=wrong):
+            prompts.read_prompts(settings, BOX / "target")
+
+
+def test_the_boxes_prompts_are_held_out_ones_of_all_families():
+    taken = prompts.read_prompts(OfflineSettings(prompts=7), BOX / "target")
+    tokenizer = Tokenizer(BOX / "target")
+    pool = heldout(2, seed=1)
+    want = [pool[2 * family + turn] for turn in (0, 1) for family in range(6)][:7]
+    assert taken == [
+        tokenizer.render_chat(e.messages, tools=e.tools or None, enable_thinking=e.thinking)
+        for e in want
+    ]
