@@ -71,9 +71,10 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
         call()
         return time.perf_counter() - began
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
+    stream = torch.cuda.current_stream(device)
+    first.record(stream)
     call()
-    last.record()
+    last.record(stream)
     last.synchronize()
     return first.elapsed_time(last) / 1e3
 

@@ -49,7 +49,7 @@ def header(name: str, command: str, ways: dict[str, Resolved], rates: Rates) -> 
         "config": {way: asdict(setup.config) for way, setup in ways.items()},
         "limits": {way: asdict(setup.limits) for way, setup in ways.items()},
         "shapes": {
-            part: asdict(config.decoder)
+            part: asdict(config)
             for part in ("target", "draft")
             for setup in ways.values()
             if (config := getattr(setup, part)) is not None

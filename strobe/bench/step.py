@@ -10,7 +10,7 @@ import gc
 import math
 import random
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
@@ -76,16 +76,11 @@ def run_step(settings: StepSettings, config: EngineConfig) -> int:
         forced = settings.acceptance_length if "dflash" in ways else None
         figures |= {"acceptance_length_forced": forced, "rows": [], "prefill": []}
         for name, setup in ways.items():
-            with _engine(settings, name, setup) as engine:
-                _check_pages(settings, engine)
-                for length in settings.prompt_lens:
-                    for count in settings.requests:
-                        say(f"{name}: {count} requests, prompts of {length} tokens")
-                        row = _row(settings, engine, rates, count, length)
-                        figures["rows"].append({"method": name, **row})
-                for count, length in settings.prefills:
-                    say(f"{name}: prefill of {count} x {length} tokens")
-                    figures["prefill"].append({"method": name, **_prefill(engine, count, length)})
+            rows, prefills = _measure(settings, name, setup, rates, say)
+            figures["rows"] += rows
+            figures["prefill"] += prefills
+            gc.collect()  # the engine is gone; so must be its memory before the next one
+            release(setup.device)
     write(settings.json, figures)
     _show(output(), figures)
     return 0
@@ -172,19 +167,24 @@ def _check_pages(settings: StepSettings, engine: Engine) -> None:
         )
 
 
-@contextmanager
-def _engine(settings: StepSettings, name: str, setup: Resolved) -> Generator[Engine]:
-    """An engine that is gone afterwards, with its memory."""
-    if name == "plain":
-        engine = Engine(setup)
-    else:
-        engine = Engine(setup, simulated_acceptance=settings.acceptance_length)
-    try:
-        yield engine
-    finally:
-        del engine
-        gc.collect()
-        release(setup.device)
+def _measure(
+    settings: StepSettings, name: str, setup: Resolved, rates: Rates, say: Callable[[str], None]
+) -> tuple[list[Figures], list[Figures]]:
+    """Steps and prefills of one way, with an engine that ends with this call."""
+    say(f"{name}: building the engine")
+    forced = settings.acceptance_length if name == "dflash" else None
+    engine = Engine(setup, simulated_acceptance=forced)
+    _check_pages(settings, engine)
+    rows: list[Figures] = []
+    for length in settings.prompt_lens:
+        for count in settings.requests:
+            say(f"{name}: {count} requests, prompts of {length} tokens")
+            rows.append({"method": name, **_row(settings, engine, rates, count, length)})
+    prefills: list[Figures] = []
+    for count, length in settings.prefills:
+        say(f"{name}: prefill of {count} x {length} tokens")
+        prefills.append({"method": name, **_prefill(engine, count, length)})
+    return rows, prefills
 
 
 def _row(settings: StepSettings, engine: Engine, rates: Rates, count: int, length: int) -> Figures:

@@ -59,7 +59,7 @@ class Timeline:
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def split(self, chosen: Sequence[int] | None = None) -> Split | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import weakref
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -227,6 +228,23 @@ def test_step_takes_directories_with_a_config_alone(
     status, out, _ = main("bench", "step", *quick, *flags[:1])
     assert status == 0
     assert "dflash" not in out
+
+
+def test_step_has_one_engine_at_a_time(main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    """Two would not find memory side by side: each takes most of a GPU's for keys and values."""
+    made: list[weakref.ref[Engine]] = []
+    alive: list[int] = []
+
+    def engine(*arguments: Any, **options: Any) -> Engine:
+        built = Engine(*arguments, **options)
+        made.append(weakref.ref(built))
+        return built
+
+    monkeypatch.setattr(step, "Engine", engine)
+    monkeypatch.setattr(step, "release", lambda _: alive.append(sum(r() is not None for r in made)))
+    flags = [*QUICK[:1], "--concurrency=1", "--steps=2", "--warmup=0"]
+    assert main("bench", "step", *flags)[0] == 0
+    assert (len(made), alive) == (2, [0, 0])
 
 
 def test_a_window_leaves_the_engine_as_it_was(pair: Pair):
