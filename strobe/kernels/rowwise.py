@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from strobe.kernels.dependent import dependent, follow
+
 FEW_ROWS = 512
 """Up to here rows are cut into small programs, so that 16 rows already reach every SM."""
 
@@ -57,7 +59,9 @@ def _norm_kernel(
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < H
@@ -113,7 +117,9 @@ def _qk_kernel(
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     cos, sin = _angle(
@@ -168,7 +174,9 @@ def _context_kernel(
     WIDTH: tl.constexpr,
     NORM: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(2)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     cos, sin = _angle(
@@ -195,7 +203,10 @@ def _context_kernel(
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(
+    x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
@@ -206,7 +217,10 @@ def _silu_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _quantize_kernel(x_ptr, out_ptr, scale_ptr, x_stride, K: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_kernel(
+    x_ptr, out_ptr, scale_ptr, x_stride, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < K
@@ -222,6 +236,7 @@ def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, add: b
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
+    pdl = dependent(x.device)
     _norm_kernel[(rows,)](
         x,
         residual,
@@ -234,6 +249,8 @@ def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, add: b
         BLOCK=block,
         ADD=add,
         num_warps=min(max(block // 512, 1), 16),
+        PDL=pdl,
+        launch_pdl=pdl,
     )
     return out
 
@@ -271,6 +288,7 @@ def qk_norm_rope_store(
     rows, width = qkv.shape[0], kv.shape[-1]
     few = rows <= FEW_ROWS
     group = max((512 if few else 2048) // width, 1)
+    pdl = dependent(qkv.device)
     _qk_kernel[(rows, triton.cdiv(q_heads + 2 * kv_heads, group))](
         qkv,
         qkv if q_weight is None else q_weight,
@@ -292,6 +310,8 @@ def qk_norm_rope_store(
         NORM_K=k_weight is not None,
         GROUP=group,
         num_warps=1 if few else 4,
+        PDL=pdl,
+        launch_pdl=pdl,
     )
     return qkv[:, : q_heads * width].unflatten(1, (q_heads, width))
 
@@ -315,6 +335,7 @@ def context_store(
     rows, (layers, _, _, kv_heads, width) = kv_rows.shape[0], data.shape
     few = rows <= FEW_ROWS
     group = max((512 if few else 2048) // width, 1)
+    pdl = dependent(kv_rows.device)
     _context_kernel[(rows, triton.cdiv(2 * kv_heads, group), layers)](
         kv_rows,
         kv_rows if k_weight is None else k_weight,
@@ -334,6 +355,8 @@ def context_store(
         NORM=k_weight is not None,
         GROUP=group,
         num_warps=1 if few else 4,
+        PDL=pdl,
+        launch_pdl=pdl,
     )
 
 
@@ -342,6 +365,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024 if rows <= FEW_ROWS else 4096, triton.next_power_of_2(size))
+    pdl = dependent(gate_up.device)
     _silu_mul_kernel[(rows, triton.cdiv(size, block))](
         gate_up,
         out,
@@ -349,6 +373,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         SIZE=size,
         BLOCK=block,
         num_warps=4 if block <= 1024 else 8,
+        PDL=pdl,
+        launch_pdl=pdl,
     )
     return out
 
@@ -363,6 +389,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     out = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(size)
+    pdl = dependent(x.device)
     _quantize_kernel[(rows,)](
         x,
         out,
@@ -371,5 +398,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         K=size,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
+        PDL=pdl,
+        launch_pdl=pdl,
     )
     return out, scale

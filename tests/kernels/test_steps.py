@@ -105,3 +105,12 @@ def test_drafts_are_accepted_and_the_cursor_moves_as_in_torch(
 
 def cast_batch(batch: Any) -> Batch:
     return batch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_gathered(dtype: torch.dtype, device: torch.device):
+    from strobe.kernels.steps import gather_rows
+
+    table = torch.randn(9, 2500, dtype=dtype, device=device)[:, 100:2200]
+    index = torch.tensor([8, 0, 3, 3, 5], device=device)
+    assert torch.equal(gather_rows(table, index), table[index])
