@@ -11,6 +11,8 @@ from strobe.request import METHODS, option
 
 BOX = Path(__file__).parent / "demo_pair"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+GPU_MIXED_TOKENS = 512
+"""The rows up to which a step with prompts is replayed on a GPU; an 8B model takes 13 ms there."""
 CHOICES = {
     "load_format": ("auto", "dummy"),
     "weight_dtype": ("auto", "fp8"),
@@ -54,7 +56,8 @@ class EngineConfig:
     )
     max_num_seqs: int = option(32, "Most requests decoding at once.")
     max_num_batched_tokens: int | None = option(
-        None, "Most target rows in one step; by default 2048, or what max_num_seqs needs."
+        None,
+        "Most target rows in one step; by default 2048, on a GPU 8192, or what max_num_seqs needs.",
     )
     kv_cache_memory: int | str | None = option(
         None, "Bytes for keys and values of target and drafter, such as 2GiB; by default chosen."
@@ -160,7 +163,11 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Limits:
-    """What was resolved from the settings and the checkpoints, in tokens and sequences."""
+    """What was resolved from the settings and the checkpoints, in tokens and sequences.
+
+    max_mixed_tokens: rows of a step that prefills beside requests which decode, so that these go on
+    at nearly their usual pace; where they alone need more than half of it, half is for prompts.
+    """
 
     max_model_len: int
     max_num_seqs: int
@@ -168,6 +175,7 @@ class Limits:
     num_drafts: int
     page_size: int
     drafter_block: int = 0
+    max_mixed_tokens: int | None = None
 
     @property
     def block(self) -> int:
@@ -181,11 +189,17 @@ class Limits:
 
 
 def resolve_limits(
-    config: EngineConfig, *, model_max: int, drafter_block: int | None, method: str
+    config: EngineConfig,
+    *,
+    model_max: int,
+    drafter_block: int | None,
+    method: str,
+    gpu: bool = False,
 ) -> Limits:
     """Fill in the defaults. Raises ValueError for values that do not go together.
 
     model_max: positions the checkpoints allow. drafter_block: the drafter's block size, if any.
+    gpu: whether it runs on one, where many rows cost little more than few.
     """
     length = config.max_model_len if config.max_model_len is not None else model_max
     if length > model_max:
@@ -217,11 +231,19 @@ def resolve_limits(
     needed = config.max_num_seqs * (drafts + 1)
     budget = config.max_num_batched_tokens
     if budget is None:
-        budget = max(2048, needed)
+        budget = max(8192 if gpu else 2048, needed)
     elif budget < needed:
         raise ValueError(
             f"max_num_batched_tokens is {budget}, but {config.max_num_seqs} requests verifying "
             f"{drafts} drafts each need {needed}; raise it to {needed}, or lower max_num_seqs or "
             "num_drafts."
         )
-    return Limits(length, config.max_num_seqs, budget, drafts, config.page_size, drafter_block or 0)
+    return Limits(
+        length,
+        config.max_num_seqs,
+        budget,
+        drafts,
+        config.page_size,
+        drafter_block or 0,
+        GPU_MIXED_TOKENS if gpu else None,
+    )

@@ -24,7 +24,7 @@ from strobe.models.dflash import DFlash
 from strobe.models.load import check_draft_tensors, check_target_tensors, load_draft, load_target
 from strobe.models.qwen3 import Qwen3
 from strobe.runner.graphs import CUDARecorder, Eager, Graphs
-from strobe.runner.memory import plan_pages
+from strobe.runner.memory import plan_pages, scratch_bytes
 from strobe.runner.picking import PickingState
 from strobe.runner.runner import ModelRunner
 from strobe.runner.shapes import Shapes
@@ -37,7 +37,8 @@ from strobe.spec.ngram import NgramProposer
 
 @dataclass(frozen=True)
 class Resolved:
-    """What the settings and the checkpoints' configs come to, before any weight is read."""
+    """What the settings and the checkpoints' configs come to, before any weight is read. scratch:
+    bytes that steps take on a GPU beside weights and KV cache."""
 
     config: EngineConfig
     target: TargetConfig
@@ -47,6 +48,7 @@ class Resolved:
     device: torch.device
     dtype: torch.dtype
     choice: Choice
+    scratch: int
 
 
 @dataclass
@@ -93,6 +95,7 @@ def resolve(config: EngineConfig) -> Resolved:
         draft = load_draft_config(Path(config.draft))
         check_pair(draft, target, Path(config.draft))
     method = config.method or ("dflash" if draft is not None else "none")
+    device = pick_device(config.device)
     limits = resolve_limits(
         config,
         model_max=min(
@@ -101,17 +104,21 @@ def resolve(config: EngineConfig) -> Resolved:
         ),
         drafter_block=draft.block_size if draft is not None else None,
         method=method,
+        gpu=device.type == "cuda",
     )
     values = check_target_tensors(target_path, target, config.load_format)
     if draft is not None:
         values += check_draft_tensors(Path(config.draft or ""), draft, config.load_format)
-    device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, target.dtype, device)
     drafter = draft.decoder if draft is not None else None
     choice = choose(config, target.decoder, drafter, device, dtype)
     groups = list(kv_groups(target, draft, choice.kv_dtype).values())
-    plan_pages(config, limits, groups, device, weights=values * dtype.itemsize)
-    return Resolved(config, target, draft, method, limits, device, dtype, choice)
+    scratch = 0
+    if device.type == "cuda":
+        scratch = scratch_bytes(limits, target.decoder, len(draft.capture) if draft else 0, dtype)
+    weights = values * dtype.itemsize
+    plan_pages(config, limits, groups, device, weights=weights, scratch=scratch)
+    return Resolved(config, target, draft, method, limits, device, dtype, choice, scratch)
 
 
 def kv_groups(
@@ -145,7 +152,7 @@ def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
         drafter = load_draft(Path(config.draft or ""), resolved.draft, target, **how)
     if choice.kernels:
         fuse(target, drafter, device, dtype)
-    pages = plan_pages(config, limits, list(groups.values()), device)
+    pages = plan_pages(config, limits, list(groups.values()), device, scratch=resolved.scratch)
     pool = PagePool(pages, limits.page_size)
     stores = {n: KVStore(spec, pages, limits.page_size, device) for n, spec in groups.items()}
     vocab = resolved.target.decoder.vocab_size

@@ -109,6 +109,10 @@ class Scheduler:
                 span = self._decode_span(record)
                 chosen.append((record, span))
                 budget -= span.num_tokens + span.drafts
+        if chosen and self.limits.max_mixed_tokens is not None:
+            taken = self.limits.max_num_batched_tokens - budget
+            most = self.limits.max_mixed_tokens
+            budget = min(budget, max(most - taken, most // 2))
         for record in [r for r in self.running if not r.decoding]:
             if budget <= 0:
                 break

@@ -103,7 +103,10 @@ class DFlash(nn.Module):
         self, ids: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Block ids and positions [T] -> (residual stream [T, H], None)."""
-        x = F.embedding(ids, self._shared[0])
+        if self.fused is not None:
+            x = self.fused.embed(ids, self._shared[0])
+        else:
+            x = F.embedding(ids, self._shared[0])
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
         if self.fused is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from strobe.kernels.linear import Products, Weight
 from strobe.kernels.rowwise import context_store, qk_norm_rope_store
+from strobe.kernels.steps import gather_rows
 from strobe.models.config import DecoderConfig
 from strobe.models.layers import Attend, DecoderLayer, RMSNorm, RotaryTable
 
@@ -78,6 +79,10 @@ class FusedDecoder:
             )
             for layer in layers
         ]
+
+    def embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
+        """ids [T], embedding [V, H] -> [T, H]."""
+        return gather_rows(embedding, ids)
 
     def __call__(
         self, x: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()

@@ -54,9 +54,10 @@ class Qwen3(nn.Module):
 
         capture: counts of layers done; the residual stream there, in this order, side by side.
         """
-        x = F.embedding(ids, self.embed_tokens.weight)
         if self.fused is not None:
+            x = self.fused.embed(ids, self.embed_tokens.weight)
             return self.fused(x, positions, attend, capture)
+        x = F.embedding(ids, self.embed_tokens.weight)
         rope = self.rope(positions)
         captured = {0: x} if 0 in capture else {}
         for done, layer in enumerate(self.layers, start=1):

@@ -240,8 +240,12 @@ class WantedRows:
         columns = upload(found, self.device).view(-1, 3)
         return columns[:, 0], columns[:, 1], columns[:, 2]
 
-    def of(self, rows: Tensor) -> Tensor:
-        """The wanted ones of T rows."""
+    def of(self, rows: Tensor, *, kernels: bool = False) -> Tensor:
+        """The wanted ones of T rows; kernels: by triton's gather, for rows of some width."""
+        if kernels and self.index is not None:
+            from strobe.kernels.steps import gather_rows
+
+            return gather_rows(rows, self.index)
         return rows if self.index is None else rows.index_select(0, self.index)
 
     def by_span(self, picks: Tensor) -> Tensor:

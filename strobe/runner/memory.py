@@ -10,9 +10,11 @@ import torch
 
 from strobe.config import EngineConfig, Limits, parse_bytes
 from strobe.kv.store import KVSpec
+from strobe.models.config import DecoderConfig
+from strobe.runner.shapes import REPLAYED_ROWS
 
 _CPU_DEFAULT = 1 << 30
-_GPU_SHARE = 0.85
+_GPU_SHARE = 0.92
 
 
 def free_memory(device: torch.device) -> int:
@@ -56,11 +58,13 @@ def plan_pages(
     device: torch.device,
     *,
     weights: int = 0,
+    scratch: int = 0,
 ) -> int:
     """Pages of all KV groups together, the reserved one included.
 
-    weights: bytes of weights that are still to be loaded. Raises ValueError when what is asked for
-    does not fit, or holds less than one full context.
+    weights: bytes of weights that are still to be loaded; scratch: what a step needs at most beside
+    them. Raises ValueError when what is asked for does not fit, or holds less than one full
+    context.
     """
     per_page = sum(group.bytes_per_page(limits.page_size) for group in groups)
     useful = limits.max_num_seqs * limits.max_pages + 1
@@ -70,6 +74,13 @@ def plan_pages(
         raise ValueError(
             f"The weights take {weights} bytes, but {device} has {free + weights} bytes free; use "
             "a smaller model, dtype bfloat16 or another device."
+        )
+    free -= scratch
+    if free <= 0:
+        raise ValueError(
+            f"A step of {limits.max_num_batched_tokens} rows takes {scratch} bytes beside the "
+            f"weights, but {device} has {free + scratch} bytes left; lower "
+            "max_num_batched_tokens or max_num_seqs."
         )
     tables = limits.max_num_seqs * limits.max_pages * 8
     if tables > free // 2:
@@ -98,3 +109,17 @@ def plan_pages(
             "lower max_model_len or page_size."
         )
     return pages
+
+
+def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: torch.dtype) -> int:
+    """What a step's tensors take at most on a GPU, where they come from a pool of their own.
+
+    Per row: the residual stream twice and normed once, `features` copies of it, gate, up and their
+    product; per wanted row its logits, in dtype and in float32. Once for steps that run as they are
+    and once, for as many rows as are replayed, for those that were captured.
+    """
+    rows = limits.max_num_batched_tokens
+    wanted = limits.max_num_seqs * (1 + limits.num_drafts)
+    per_row = (3 + features) * decoder.hidden_size + 3 * decoder.intermediate_size
+    logits = wanted * decoder.vocab_size * (dtype.itemsize + 4)
+    return (rows + max(wanted, REPLAYED_ROWS)) * per_row * dtype.itemsize + 2 * logits

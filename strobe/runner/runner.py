@@ -107,7 +107,7 @@ class ModelRunner:
         attend = self.backend.plan(batch.attention, self.store, self.masks)
         x, hidden = self.model(batch.ids, batch.places.positions, attend, self.capture)
         scores = self._score_prompt(x, batch) if batch.layout.scored is not None else None
-        rows = batch.wanted.of(x)
+        rows = batch.wanted.of(x, kernels=self.state.kernels)
         if greedy:
             return Output(None, self.model.pick(rows), hidden, scores)
         return Output(self.model.head(rows), None, hidden, scores)
