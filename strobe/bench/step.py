@@ -334,7 +334,7 @@ def _show(console: Console, figures: Figures) -> None:
     columns = ("method", "c", "prompt")
     console.print(
         table(
-            "Milliseconds per step",
+            "Milliseconds per step; median and parts of a second run, with marks",
             (*columns, "mean", "median", "draft", "verify", "rest", label, "x floor"),
             times,
         )
