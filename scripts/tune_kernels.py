@@ -1,0 +1,400 @@
+"""Measure the products of few rows on this GPU and keep the fastest in strobe/kernels/table.json.
+
+    python scripts/tune_kernels.py --seconds 150
+
+Each candidate runs in a captured graph, several launches back to back over copies of the weight
+that together do not fit into L2, and is compared with the twin first. cuBLAS, with the row-wise
+kernels around it, is a candidate too. One row takes the configuration of 16 rows: the same kernel,
+so that decoding and verifying give the same bits. Without a GPU, `--dry` compiles the candidates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from candidates import first_round, second_round
+
+from strobe.kernels import reference_linear as reference
+from strobe.kernels import table as tables
+from strobe.kernels.linear import Products, Weight
+from strobe.kernels.product import Workspace, launch
+from strobe.kernels.table import Config, Product
+
+SHAPES = (
+    "6144x4096:norm",  # Qwen3-8B and its DFlash drafter: query, key and value
+    "4096x4096:residual",  # behind the attention
+    "24576x4096:norm+gated",
+    "4096x12288:residual",  # down
+    "151936x4096:argmax",  # head: the drafter's, and of greedy requests
+    "151936x4096",  # head
+    "4096x20480",  # the drafter's fc
+    "10240x4096",  # the drafter's keys and values of the context
+)
+BUFFER = 1_300_000_000
+"""Elements from which weights are cut: a copy of the largest, several of the others."""
+COLD = 600e6
+"""Bytes of weights that one graph reads before it reads the same again: ten times the L2."""
+NEIGHBOURS = 3
+"""So many of the best of the first round have variants in the second."""
+TOLERANCE = {False: 0.05, True: 0.7}
+"""By fp8: error against the twin, |difference| / (|value| + root mean square). What quantising x by
+rows, not by groups, changes is within the latter; a wrong kernel is off by 1 and more."""
+
+
+class Fixed:
+    """A table with one entry."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def choose(self, product: Product, bucket: int) -> Config:
+        return self.config
+
+
+# --- compiling, in processes without a GPU --------------------------------------------------------
+
+
+class Target:
+    """Stands for a driver: kernels are compiled for `target`, none is loaded."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def start(arch: int) -> None:
+    torch.set_num_threads(1)
+    triton.runtime.driver.set_active(Target(GPUTarget("cuda", arch, 32)))
+
+
+def compile_one(product: Product, bucket: int, config: Config) -> str | None:
+    """Leaves the kernel in triton's cache on disk; returns what went wrong."""
+    meta = torch.device("meta")
+    fp8 = torch.float8_e4m3fn
+    weight = torch.empty(
+        product.n, product.k, dtype=fp8 if product.fp8 else product.dtype, device=meta
+    )
+    rows = product.fp8 and not config.groups
+    x = torch.empty(bucket, product.k, dtype=fp8 if rows else product.dtype, device=meta)
+    out = torch.empty(bucket, product.outputs, dtype=product.dtype, device=meta)
+    inside = product.norm and config.fused_norm and not rows
+    workspace = Workspace(meta)
+    try:
+        launch(
+            config,
+            product,
+            workspace,
+            x,
+            Weight(weight, torch.empty(product.n, device=meta) if product.fp8 else None),
+            out[:, 0].long() if product.argmax else out,
+            norm=(torch.empty(product.k, dtype=product.dtype, device=meta), 1e-6)
+            if inside
+            else None,
+            residual=out if product.residual else None,
+            x_scale=torch.empty(bucket, device=meta) if rows else None,
+            warmup=True,
+        )
+    except Exception as problem:
+        return repr(problem)[:200]
+    return None
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Problem:
+    """One product at one bucket of rows, and what was measured of it."""
+
+    product: Product
+    bucket: int
+    times: dict[Config, float] = field(default_factory=dict)
+    """Microseconds a launch."""
+    cublas: float = float("nan")
+    candidates: list[Config] = field(default_factory=list)
+    futures: list[Future[str | None]] = field(default_factory=list)
+    rounds: int = 0
+
+    @property
+    def name(self) -> str:
+        p = self.product
+        return f"{p.kind:24} {p.n:6}x{p.k:<5} {p.fusion:10} M={self.bucket:<3}"
+
+    @property
+    def size(self) -> int:
+        return self.product.n * self.product.k * self.product.item
+
+    def rate(self, microseconds: float) -> str:
+        return f"{microseconds:7.1f} us {self.size / microseconds / 1e6:5.2f} TB/s"
+
+    def best(self) -> tuple[Config, float]:
+        """cuBLAS wins only by more than the noise."""
+        config = min(self.times, key=self.times.__getitem__, default=Config("cublas"))
+        if not self.times or self.cublas < 0.98 * self.times[config]:
+            return Config("cublas"), self.cublas
+        return config, self.times[config]
+
+
+class Bench:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffers = {torch.bfloat16: torch.empty(BUFFER, dtype=torch.bfloat16, device=device)}
+        self.buffers[torch.bfloat16].normal_(0, 0.02)
+        self.workspace = Workspace(device)
+        self.made: tuple[Product, int] | None = None
+
+    def make(self, problem: Problem) -> None:
+        """Inputs, copies of the weight, and what the twin says."""
+        product, rows = problem.product, problem.bucket
+        if self.made == (product, rows):
+            return
+        self.made = product, rows
+        dtype = torch.float8_e4m3fn if product.fp8 else product.dtype
+        if dtype not in self.buffers:
+            wide = self.buffers[torch.bfloat16]
+            parts = (part * 400 if product.fp8 else part for part in wide.split(1 << 27))
+            self.buffers[dtype] = torch.cat([part.to(dtype) for part in parts])
+        elements = product.n * product.k
+        copies = min(BUFFER // elements, max(1, round(COLD / problem.size)))
+        scale = None
+        if product.fp8:
+            scale = torch.rand(product.n, device=self.device) / 400 + 1 / 400
+        flat = self.buffers[dtype][: copies * elements].view(copies, product.n, product.k)
+        self.weights = [Weight(data, scale) for data in flat]
+        generator = torch.Generator(self.device).manual_seed(rows)
+
+        def normal(*shape: int) -> Tensor:
+            made = torch.randn(shape, device=self.device, generator=generator)
+            return made.to(product.dtype)
+
+        self.x = normal(rows, product.k)
+        norm = ((normal(product.k).float() * 0.1 + 1).to(product.dtype), 1e-6)
+        self.fused: dict[str, object] = {"norm": norm if product.norm else None}
+        if not product.argmax:
+            self.fused["residual"] = normal(rows, product.outputs) if product.residual else None
+            self.fused["gated"] = product.gated
+        self.want = reference.linear(self.x, self.weights[0], **self.fused)  # type: ignore[arg-type]
+
+    def call(
+        self, product: Product, config: Config, *, in_place: bool = False
+    ) -> Callable[[Weight], Tensor]:
+        """in_place: into the residual, as a model does; it then changes with every call."""
+        products = Products(self.device, product.dtype, table=Fixed(config))
+        products.workspace = self.workspace
+        method = products.head_argmax if product.argmax else products.linear
+        fused = dict(self.fused)
+        if in_place and product.residual:
+            fused["residual"] = fused["out"] = self.fused["residual"].clone()  # type: ignore[attr-defined]
+        return lambda weight: method(self.x, weight, **fused)  # type: ignore[arg-type]
+
+    def check(self, product: Product, call: Callable[[Weight], Tensor]) -> None:
+        got, again = call(self.weights[0]), call(self.weights[0])
+        if not torch.equal(got, again):
+            raise ArithmeticError("two runs differ")
+        if product.argmax:
+            want = self.want.float()
+            won = want.gather(1, got[:, None])[:, 0]
+            worst = float(((want.amax(1) - won) / want.amax(1)).max())
+        else:
+            want = self.want.float()
+            scale = want.abs() + want.pow(2).mean().sqrt()
+            worst = float(((got.float() - want).abs() / scale).max())
+        if not worst < TOLERANCE[product.fp8]:
+            raise ArithmeticError(f"off by {worst:.3g}")
+
+    def measure(self, problem: Problem, config: Config) -> float:
+        """Microseconds of one call: the median of replays of a graph of many."""
+        self.make(problem)
+        self.check(problem.product, self.call(problem.product, config))
+        call = self.call(problem.product, config, in_place=True)
+        launches = max(len(self.weights), round(600 / (problem.size / 4e6)), 2)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(launches):
+                call(self.weights[i % len(self.weights)])
+        times = []
+        for _ in range(6):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1000 / launches)
+        return statistics.median(times[1:])
+
+
+def problems(args: argparse.Namespace) -> Iterator[Problem]:
+    kinds = {
+        "bf16": (torch.bfloat16, False),
+        "fp8": (torch.bfloat16, True),
+        "fp16": (torch.float16, False),
+    }
+    for kind in args.kinds:
+        for bucket in args.rows:
+            for shape in args.shapes:
+                size, _, fusion = shape.partition(":")
+                n, k = map(int, size.split("x"))
+                flags = {name: True for name in fusion.split("+") if name}
+                dtype, fp8 = kinds[kind]
+                yield Problem(Product(n, k, dtype, fp8=fp8, **flags), bucket)
+
+
+def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -> list[Problem]:
+    device = torch.device("cuda")
+    properties = torch.cuda.get_device_properties(device)
+    capability = f"{properties.major}.{properties.minor}"
+    data = tables.load()
+    bench = Bench(device)
+    queue = deque(problems(args))
+    done: list[Problem] = []
+
+    def submit(problem: Problem) -> None:
+        if not problem.futures:
+            if problem.rounds == 0:
+                found = first_round(
+                    problem.product, problem.bucket, properties.multi_processor_count
+                )
+                problem.candidates = found[: args.first]
+            problem.futures = [
+                pool.submit(compile_one, problem.product, problem.bucket, config)
+                for config in problem.candidates
+            ]
+
+    while queue and time.monotonic() < deadline:
+        for ahead in range(min(4, len(queue))):
+            submit(queue[ahead])
+        problem = queue.popleft()
+        if problem.rounds == 0:
+            problem.cublas = bench.measure(problem, Config("cublas"))
+        lines: list[str] = []
+        for config, future in zip(problem.candidates, problem.futures, strict=True):
+            if time.monotonic() > deadline:
+                break
+            trouble = future.result()
+            if trouble is None:
+                try:
+                    problem.times[config] = bench.measure(problem, config)
+                except Exception as error:  # too much shared memory, wrong numbers: not a candidate
+                    trouble = f"{type(error).__name__}: {error}"[:160]
+            entry = {"problem": problem.name, "us": problem.times.get(config), "why": trouble}
+            lines.append(json.dumps(entry | asdict(config)) + "\n")
+            if trouble and args.verbose:
+                print(f"    {config}: {trouble}", flush=True)
+        if args.log:
+            with Path(args.log).open("a") as log:
+                log.writelines(lines)
+        best, taken = problem.best()
+        left = deadline - time.monotonic()
+        print(
+            f"{problem.name} round {problem.rounds} {problem.rate(taken)}"
+            f"  cuBLAS {problem.rate(problem.cublas)}"
+            f"  {len(problem.times)} tried, {left:4.0f} s left",
+            flush=True,
+        )
+        if problem.times:
+            for bucket in (16, 1) if problem.bucket == 16 else (problem.bucket,):
+                tables.record(data, properties.name, capability, problem.product, bucket, best)
+            tables.save(data, Path(args.out))
+        if problem.rounds == 0 and problem.times:
+            ranked = sorted(problem.times, key=problem.times.__getitem__)[:NEIGHBOURS]
+            problem.candidates = second_round(problem.product, ranked)
+            problem.futures, problem.rounds = [], 1
+            submit(problem)
+            queue.insert(min(2, len(queue)), problem)
+        else:
+            done.append(problem)
+    done += [problem for problem in queue if problem.times]
+    return done + [single(bench, problem) for problem in done if problem.bucket == 16]
+
+
+def single(bench: Bench, problem: Problem) -> Problem:
+    """One row with what is best for 16."""
+    one = Problem(problem.product, 1)
+    one.cublas = bench.measure(one, Config("cublas"))
+    best = problem.best()[0]
+    if best.kernel == "triton":
+        one.times[best] = bench.measure(one, best)
+    return one
+
+
+def report(done: list[Problem]) -> None:
+    defaults = asdict(Config())
+    print("\nfastest of each, against the norm, cuBLAS and the gate as kernels of their own")
+    for problem in sorted(done, key=lambda p: (p.product.kind, p.bucket)):
+        config, taken = problem.best()
+        fields = {key: value for key, value in asdict(config).items() if value != defaults[key]}
+        text = " ".join(f"{key}={value}" for key, value in fields.items())
+        library = f"{problem.cublas / taken:5.2f} x {problem.rate(problem.cublas)}"
+        print(f"{problem.name} {problem.rate(taken)}  {library}  {text}")
+
+
+def dry(args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
+    """Compile both rounds of every problem and say what fails."""
+    for problem in problems(args):
+        found = first_round(problem.product, problem.bucket, 132)[: args.first]
+        found += second_round(problem.product, found[:1])
+        answers = pool.map(
+            compile_one, *zip(*((problem.product, problem.bucket, c) for c in found), strict=True)
+        )
+        print(f"{problem.name} {len(found)} candidates", flush=True)
+        for config, trouble in zip(found, answers, strict=True):
+            print(f"    {trouble or 'compiled'}  {config}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=150.0, help="stop after this long")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="NxK:fusion+fusion")
+    parser.add_argument("--rows", nargs="+", type=int, default=[16, 64, 32, 128])
+    parser.add_argument(
+        "--kinds", nargs="+", choices=["bf16", "fp8", "fp16"], default=["bf16", "fp8"]
+    )
+    parser.add_argument("--first", type=int, default=14, help="candidates of the first round")
+    parser.add_argument("--jobs", type=int, default=15, help="processes that compile")
+    parser.add_argument("--out", default=str(tables.PATH))
+    parser.add_argument("--log", help="a file for every measurement, as JSON lines")
+    parser.add_argument("--verbose", action="store_true", help="say why a candidate is out")
+    parser.add_argument("--dry", action="store_true", help="compile for sm_90 only; needs no GPU")
+    args = parser.parse_args()
+    deadline = time.monotonic() + args.seconds
+    arch = 90
+    if not args.dry:
+        major, minor = torch.cuda.get_device_capability()
+        arch = major * 10 + minor
+    # Spawned, not forked: a process that has a CUDA context must not be forked.
+    with ProcessPoolExecutor(args.jobs, get_context("spawn"), start, (arch,)) as pool:
+        if args.dry:
+            dry(args, pool)
+            return
+        done = tune(args, pool, deadline)
+        pool.shutdown(wait=False, cancel_futures=True)
+    report(done)
+
+
+if __name__ == "__main__":
+    main()

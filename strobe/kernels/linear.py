@@ -1,0 +1,179 @@
+# pyright: basic
+"""The products of a model: one kernel each where rows are few, cuBLAS between kernels where many.
+
+Legend: M rows of x, K columns, W [N, K] row-major (gated: [2I, K], gate rows then up rows), V the
+vocabulary. The kernel is in product.py, what chooses its configuration in table.py.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from strobe.kernels.product import Workspace, launch
+from strobe.kernels.rowwise import quantize_rows, rms_norm, silu_mul
+from strobe.kernels.table import BUCKETS, Config, Product, Table, Weight, bucket_of
+
+__all__ = ["Products", "Weight"]
+
+
+class Chooser(Protocol):
+    """`Table`, or what a test or the tuner puts in its place."""
+
+    def choose(self, product: Product, bucket: int) -> Config: ...
+
+
+class Products:
+    """The products of one model on one stream, each computed as the table says.
+
+    Up to `max_rows` rows (at most 128) a product may be triton's; above it is cuBLAS's between
+    the row-wise kernels. Run every product once at each bucket of rows before a graph is captured:
+    that compiles the kernel and makes room in the workspace.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        table: Chooser | None = None,
+        max_rows: int = 128,
+    ) -> None:
+        assert max_rows <= BUCKETS[-1]
+        self.dtype = dtype
+        self.table = Table.of(device) if table is None else table
+        self.max_rows = max_rows
+        self.workspace = Workspace(device)
+        self.chosen: dict[tuple[object, ...], tuple[Config, Product]] = {}
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        residual: Tensor | None = None,
+        gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x [M, K], weight [N, K] -> [M, N]: residual + act(norm(x) Wᵀ), rounded once.
+
+        norm: RMSNorm's weight [K] and epsilon. gated: weight [2I, K], gate rows then up rows;
+        act(gate, up) = silu(gate) * up, the result is [M, I]. out: where to put the result, which
+        may be residual itself. x, residual and out may have a row stride.
+        """
+        config, product = self._choose(x, weight, norm, gated=gated, residual=residual is not None)
+        if config.kernel == "cublas":
+            return self._in_parts(x, weight, norm, residual, gated, out)
+        if out is None:
+            out = x.new_empty(x.shape[0], product.outputs)
+        self._launch(config, product, x, weight, norm, residual, out)
+        return out
+
+    def head_argmax(
+        self, x: Tensor, weight: Weight, *, norm: tuple[Tensor, float] | None = None
+    ) -> Tensor:
+        """x [R, K], weight [V, K] -> [R] int64: the id of the largest of norm(x) Wᵀ.
+
+        Logits are rounded to the model's dtype first; the lowest id wins a tie, and NaN counts as
+        the largest, as in torch.argmax. The logits are never in memory.
+        """
+        config, product = self._choose(x, weight, norm, argmax=True)
+        if config.kernel == "cublas":
+            return self._in_parts(x, weight, norm, None, False, None).argmax(-1)
+        out = x.new_empty(x.shape[0], dtype=torch.int64)
+        self._launch(config, product, x, weight, norm, None, out)
+        return out
+
+    def _choose(
+        self,
+        x: Tensor,
+        weight: Weight,
+        norm: tuple[Tensor, float] | None,
+        *,
+        gated: bool = False,
+        residual: bool = False,
+        argmax: bool = False,
+    ) -> tuple[Config, Product]:
+        rows, fp8 = x.shape[0], weight.scale is not None
+        bucket = bucket_of(rows) if rows <= self.max_rows else 0
+        key = weight.data.shape, fp8, norm is not None, gated, residual, argmax, bucket
+        choice = self.chosen.get(key)
+        if choice is None:
+            n, k = weight.data.shape
+            product = Product(n, k, self.dtype, fp8, norm is not None, gated, residual, argmax)
+            config = self.table.choose(product, bucket) if bucket else Config("cublas")
+            choice = self.chosen[key] = config, product
+        return choice
+
+    def _launch(
+        self,
+        config: Config,
+        product: Product,
+        x: Tensor,
+        weight: Weight,
+        norm: tuple[Tensor, float] | None,
+        residual: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        x_scale = None
+        rows = product.fp8 and not config.groups
+        # fp16 has no room for a row that is not yet divided by its root mean square.
+        narrow = product.dtype == torch.float16 and not product.fp8
+        if norm is not None and (rows or narrow or not config.fused_norm):
+            x, norm = rms_norm(x, *norm), None
+        if rows:
+            x, x_scale = quantize_rows(x)
+        launch(
+            config,
+            product,
+            self.workspace,
+            x,
+            weight,
+            out,
+            norm=norm,
+            residual=residual,
+            x_scale=x_scale,
+        )
+
+    def _in_parts(
+        self,
+        x: Tensor,
+        weight: Weight,
+        norm: tuple[Tensor, float] | None,
+        residual: Tensor | None,
+        gated: bool,
+        out: Tensor | None,
+    ) -> Tensor:
+        """The norm, cuBLAS, and what comes behind, one kernel each."""
+        if norm is not None:
+            x = rms_norm(x, *norm)
+        if weight.scale is not None:
+            y = _fp8_product(x, weight.data, weight.scale)
+        elif residual is None or gated:
+            y = torch.mm(x, weight.data.t(), out=None if gated else out)
+        else:
+            return torch.addmm(residual, x, weight.data.t(), out=out)
+        if gated:
+            y = silu_mul(y)
+        if residual is not None:
+            return torch.add(residual, y, out=out)
+        return y if out is None or out is y else out.copy_(y)
+
+
+def _fp8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    rows, x_scale = quantize_rows(x)
+    if x.is_cuda and weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0:
+        # By rows cuBLAS writes bf16 only.
+        y = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            rows,
+            weight.t(),
+            scale_a=x_scale[:, None],
+            scale_b=scale[None, :],
+            out_dtype=torch.bfloat16,
+        )
+        return y.to(x.dtype)
+    y = rows.float() @ weight.float().t() * x_scale[:, None] * scale
+    return y.to(x.dtype)

@@ -1,0 +1,351 @@
+# pyright: basic, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+"""Products of few rows with a weight, y = x Wᵀ, bound by reading W; the rest rides along.
+
+Legend: M rows of x (1 to 128), K columns of x, W [N, K] row-major (gated: [2N, K], gate rows then
+up rows), y [M, N]. The tile of W is the left operand of the dot, because the tensor cores want 64
+rows there and at most 16 of x are to be had in a decode step.
+
+One program makes `block_n` rows of W times all of x over one of `split_k` ranges of K. With more
+than one range, partial sums go to the workspace in fp32 and the program that arrives last at a
+tile adds them in the order of the ranges. No floating-point atomics: a row's result is the same
+bit for bit in every run, and does not depend on the other rows nor on how many there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from strobe.kernels.dependent import dependent
+from strobe.kernels.table import GROUP, Config, Product, Weight, block_m, bucket_of
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Triton's interpreter keeps bf16 and fp8 as integers: it truncates, and cannot multiply them."""
+
+LEAST = tl.constexpr(-(2**63))
+"""Below every key of an argmax."""
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@triton.jit
+def _rounded(value, dtype: tl.constexpr):
+    """fp32 rounded to `dtype`, to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        near = tl.where(value == value, near, 0x7FC0)
+        result = near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = value.to(dtype)
+    return result
+
+
+@triton.jit
+def _e4m3(value):
+    """fp32 rounded to e4m3, |value| <= 448; the interpreter keeps it in fp32, on e4m3's grid."""
+    if INTERPRETED:
+        bits = value.to(tl.uint32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
+        small = (value + 24576.0) - 24576.0  # below 2**-6 the grid's step is 2**-9
+        result = tl.where(tl.abs(value) < 0.015625, small, normal)
+    else:
+        result = value.to(tl.float8e4nv)
+    return result
+
+
+@triton.jit
+def _prefetch(pointers, BYTES: tl.constexpr):
+    """Ask for `BYTES` behind each pointer to be brought into L2."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [pointers.to(tl.int64), tl.full(pointers.shape, BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _keys(logits, ns):
+    """int64 keys that sort as (logit, lowest id first); NaN above all, -0 equal to 0."""
+    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(logits == logits, order, 0x7FFFFFFF)
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - ns).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product(
+    x,  # [M, K]
+    x_scale,  # [M] fp32: x is e4m3 already; or None
+    weight,  # [N, K], gated [2N, K]
+    descriptor,  # of weight, for TMA; or None
+    weight_scale,  # [N] fp32, gated [2N]; or None
+    norm_weight,  # [K]; or None
+    residual,  # [M, N]; or None
+    y,  # [M, N]; with ARGMAX [M] int64
+    partials,  # fp32 [tiles, SPLIT, BLOCK_M, BLOCK_N], then squares [tiles, SPLIT, BLOCK_M]
+    arrived,  # int32 [tiles], zero between launches
+    best,  # int64 [BLOCK_M], LEAST between launches
+    rows,  # M
+    x_stride,
+    residual_stride,
+    y_stride,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GATED: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    DTYPE: tl.constexpr,  # of the model
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    NORM: tl.constexpr = norm_weight is not None
+    FP8: tl.constexpr = weight_scale is not None
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    TAIL: tl.constexpr = K % BLOCK_K != 0
+
+    tile = tl.program_id(0) // SPLIT
+    split = tl.program_id(0) % SPLIT
+    first = split * BLOCKS // SPLIT
+    last = (split + 1) * BLOCKS // SPLIT
+
+    ms = tl.arange(0, BLOCK_M)
+    ks = tl.arange(0, BLOCK_K)
+    ws = tl.arange(0, BLOCK_N)
+    live = ms < rows
+    # Rows of W in this tile; those past the end repeat the last and are not stored.
+    ns = tile * COLUMNS + ws % COLUMNS
+    sources = tl.minimum(ns, N - 1) + ws // COLUMNS * N
+    start = weight + tl.minimum(tile * COLUMNS, N - 1).to(tl.int64) * K
+    offsets = (sources - tl.minimum(tile * COLUMNS, N - 1)) * K
+
+    if PDL:
+        # The weights are nobody's output: they may come while the kernel before still runs.
+        if PREFETCH > 0:
+            _prefetch(start + offsets + first * BLOCK_K, PREFETCH)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    if NORM:
+        after = first * BLOCK_K + ks
+        gain = tl.load(norm_weight + after, mask=after < K, other=0.0)
+    for block in tl.range(first, last):
+        k = block * BLOCK_K
+        inside = (k + ks < K) if TAIL else tl.full([BLOCK_K], True, tl.int1)
+        if descriptor is None:
+            spots = start + k + offsets[:, None] + ks[None, :]
+            w = tl.load(spots, mask=inside[None, :], other=0.0)
+        else:
+            if GATED:
+                w = tl.reshape(descriptor.load([0, tile * COLUMNS, k]), [BLOCK_N, BLOCK_K])
+            else:
+                w = descriptor.load([tile * COLUMNS, k])
+        a = tl.load(
+            x + k + ms[:, None] * x_stride + ks[None, :],
+            mask=live[:, None] & inside[None, :],
+            other=0.0,
+        )
+        if NORM:
+            wide = a.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
+            wide = wide * gain.to(tl.float32)[None, :]
+            # One round ahead: the pipeline takes no load as narrow as this.
+            after = k + BLOCK_K + ks
+            gain = tl.load(norm_weight + after, mask=after < K, other=0.0)
+            a = wide if GROUPS else _rounded(wide, DTYPE)
+        if GROUPS:
+            wide = a.to(tl.float32)
+            top = tl.maximum(tl.max(tl.abs(wide), axis=1), 1e-12)
+            a = _e4m3(wide * (448.0 / top)[:, None])
+        if INTERPRETED:
+            w = w.to(tl.float32)
+            a = a.to(tl.float32)
+        if GROUPS:
+            total += tl.dot(w, tl.trans(a)) * (top * (1.0 / 448.0))[None, :]
+        elif FP8:
+            # Inside the tensor cores fp8 sums keep 14 bits: go over to fp32 every 128 columns.
+            total = tl.dot(w, tl.trans(a), total, max_num_imprecise_acc=min(BLOCK_K, 128))
+        else:
+            total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
+
+    inner = ms[None, :] * BLOCK_N + ws[:, None]
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+    norms = partials + TILES * SPLIT * SIZE + tile * (SPLIT * BLOCK_M) + ms
+    partials += tile.to(tl.int64) * (SPLIT * SIZE)
+    complete = True
+    if SPLIT > 1:
+        tl.store(partials + split * SIZE + inner, total, mask=live[None, :])
+        if NORM:
+            tl.store(norms + split * BLOCK_M, squares, mask=live)
+        tl.debug_barrier()  # all of this program's stores come before its arrival
+        complete = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
+    if complete:
+        if SPLIT > 1:
+            tl.store(arrived + tile, 0)
+            total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            squares = tl.zeros([BLOCK_M], tl.float32)
+            # Unrolled, all loads are in flight together; a large tile has no registers for that.
+            for part in tl.range(0, SPLIT, loop_unroll_factor=SPLIT if SPLIT * SIZE <= 8192 else 1):
+                total += tl.load(
+                    partials + part * SIZE + inner,
+                    mask=live[None, :],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                if NORM:
+                    squares += tl.load(
+                        norms + part * BLOCK_M, mask=live, other=0.0, cache_modifier=".cg"
+                    )
+        if NORM:
+            total *= (1.0 / tl.sqrt_rn(squares / K + eps))[None, :]
+        if FP8:
+            total *= tl.load(weight_scale + sources)[:, None]
+            if not GROUPS:
+                total *= tl.load(x_scale + ms, mask=live, other=0.0)[None, :]
+        if ARGMAX:
+            logits = _rounded(total, DTYPE)
+            keys = tl.where((ns < N)[:, None], _keys(logits.to(tl.float32), ns[:, None]), LEAST)
+            tl.atomic_max(best + ms, tl.max(keys, axis=0), mask=live, sem="relaxed")
+            tl.debug_barrier()
+            if tl.atomic_add(arrived + TILES, 1, sem="acq_rel") == TILES - 1:
+                tl.store(arrived + TILES, 0)
+                key = tl.load(best + ms, mask=live, other=0, cache_modifier=".cg")
+                tl.store(y + ms, 0x7FFFFFFF - (key & 0xFFFFFFFF), mask=live)
+                tl.debug_barrier()  # threads that hold the same row have all read it
+                tl.store(best + ms, tl.full([BLOCK_M], LEAST, tl.int64))
+        else:
+            out = tl.trans(total)
+            if GATED:
+                gate, up = tl.split(tl.permute(tl.reshape(out, [BLOCK_M, 2, COLUMNS]), [0, 2, 1]))
+                out = gate / (1.0 + tl.exp(-gate)) * up
+            columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+            stored = live[:, None] & (columns < N)[None, :]
+            if residual is not None:
+                out += tl.load(
+                    residual + ms[:, None] * residual_stride + columns[None, :],
+                    mask=stored,
+                    other=0.0,
+                ).to(tl.float32)
+            tl.store(
+                y + ms[:, None] * y_stride + columns[None, :],
+                _rounded(out, DTYPE),
+                mask=stored,
+            )
+
+
+class Workspace:
+    """What programs of one product leave for each other. One per stream: products share it in turn.
+
+    Grows when a product needs more, which must not happen while a graph is captured: run every
+    product once before. What it outgrows is kept, because captured graphs still point there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.partials = torch.empty(0, device=device)
+        self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
+        self.best = torch.full((128,), LEAST.value, dtype=torch.int64, device=device)
+        self.outgrown: list[Tensor] = []
+
+    def reserve(self, sums: int, tiles: int) -> None:
+        """Room for `sums` partial sums and the counters of `tiles` tiles."""
+        if sums > self.partials.numel():
+            self._grow()
+            self.partials = torch.empty(sums, device=self.best.device)
+        if tiles > self.arrived.numel():
+            self._grow()
+            self.arrived = torch.zeros(tiles, dtype=torch.int32, device=self.best.device)
+
+    def _grow(self) -> None:
+        if self.best.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError("run each product once before its graph is captured: no workspace yet")
+        self.outgrown += [self.partials, self.arrived]
+
+
+def launch(
+    config: Config,
+    product: Product,
+    workspace: Workspace,
+    x: Tensor,
+    weight: Weight,
+    out: Tensor,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    warmup: bool = False,
+) -> None:
+    """The kernel with `config`, which must be one of triton's; `warmup` compiles it only."""
+    bucket = block_m(bucket_of(x.shape[0]))
+    tiles = config.tiles(product)
+    split = 1 if product.argmax else config.split_k
+    workspace.reserve(tiles * split * bucket * (config.block_n + 1) if split > 1 else 0, tiles + 1)
+    data = weight.data
+    groups = product.fp8 and x_scale is None
+    assert config.block_k == GROUP or not groups
+    assert product.n * product.k < 2**31 or not product.gated  # offsets from the first row
+    descriptor = None
+    if config.tma:
+        columns = product.outputs
+        shape, block = [columns, product.k], [config.block_n, config.block_k]
+        if product.gated:
+            shape, block = [2, *shape], [2, config.block_n // 2, config.block_k]
+        strides = [columns * product.k, product.k, 1][-len(shape) :]
+        descriptor = TensorDescriptor(data, shape, strides, block)
+    # Ranges of K begin at multiples of block_k; the last is the one that may run out of W.
+    blocks = -(-product.k // config.block_k)
+    room = (product.k - (split - 1) * blocks // split * config.block_k) * product.item
+    prefetch = min(config.prefetch, room) // 16 * 16 if product.k * product.item % 16 == 0 else 0
+    pdl = dependent(x.device)
+    kernel = _product.warmup if warmup else _product[(tiles * split,)]
+    options: dict[str, Any] = {"grid": (tiles * split,)} if warmup else {}
+    kernel(
+        x,
+        x_scale,
+        data,
+        descriptor,
+        weight.scale,
+        None if norm is None else norm[0],
+        residual,
+        out,
+        workspace.partials,
+        workspace.arrived,
+        workspace.best,
+        x.shape[0],
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        0.0 if norm is None else norm[1],
+        N=product.outputs,
+        K=product.k,
+        BLOCK_M=bucket,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SPLIT=split,
+        GATED=product.gated,
+        ARGMAX=product.argmax,
+        DTYPE=DTYPES[product.dtype],
+        GROUPS=groups,
+        PDL=pdl,
+        PREFETCH=prefetch,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        launch_pdl=pdl,
+        **options,
+    )

@@ -1,0 +1,52 @@
+"""The products of linear.py in plain torch: fp32 inside, rounded to the model's dtype in between.
+
+Legend: M rows of x, K columns, W [N, K] row-major (gated: [2N, K], gate rows then up rows), V the
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strobe.kernels.reference_rowwise import rms_norm, silu_mul
+from strobe.kernels.table import GROUP, Weight
+
+
+def _quantized(x: Tensor) -> Tensor:
+    """x [M, K] in fp32, rounded to what e4m3 can hold of each group of columns."""
+    rows, columns = x.shape
+    groups = F.pad(x.float(), (0, -columns % GROUP)).view(rows, -1, GROUP)
+    top = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+    fp8 = (groups * (448.0 / top)).to(torch.float8_e4m3fn)
+    return (fp8.float() * (top * (1.0 / 448.0))).view(rows, -1)[:, :columns]
+
+
+def linear(
+    x: Tensor,
+    weight: Weight,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [M, K], weight [N, K] -> [M, N]: residual + act(norm(x) Wᵀ); see `Products.linear`."""
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    wide = x.float() if weight.scale is None else _quantized(x)
+    y = wide @ weight.data.float().t()
+    if weight.scale is not None:
+        y *= weight.scale
+    if gated:
+        y = silu_mul(y.to(x.dtype))
+    if residual is not None:
+        y = residual.float() + y
+    y = y.to(x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def head_argmax(x: Tensor, weight: Weight, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
+    """x [R, K], weight [V, K] -> [R] int64: torch.argmax of the logits in the model's dtype."""
+    return linear(x, weight, norm=norm).argmax(-1)
