@@ -288,7 +288,7 @@ def _sample_kernel(
     top = tl.max(lanes)
     numbers = tl.sum(nans) == 0
     if (temperature > 0) & numbers & (tl.abs(top) < float("inf")):
-        heat = 1.4426950408889634 / tl.maximum(temperature, 1e-30)  # log2(e)
+        heat = tl.div_rn(1.4426950408889634, tl.maximum(temperature, 1e-30))  # log2(e)
         top_p = tl.load(top_p_ptr + index)
         min_p = tl.minimum(tl.load(min_p_ptr + index), 1.0)
         k = tl.load(top_k_ptr + index)
