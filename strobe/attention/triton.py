@@ -1,0 +1,90 @@
+"""Attention by our own kernel: nothing is gathered, and nothing is asked of the host."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from strobe.attention.base import AttentionInputs
+from strobe.attention.mask import LayerMask
+from strobe.kv.store import KVStore
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def missing(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What the kernel lacks to serve a model of this head size and dtype; None: nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"it needs a CUDA device, not {device.type}"
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        return "it needs compute capability 8.0, the device has {}.{}".format(*capability)
+    if head_dim not in HEAD_DIMS:
+        return f"it has no head size {head_dim}, only 64, 128 and 256"
+    if dtype not in DTYPES:
+        return f"it has no {str(dtype).removeprefix('torch.')}, only bfloat16, float16 and float32"
+    return None
+
+
+class TritonPlan:
+    """One forward's spans, for the kernel that every layer launches."""
+
+    def __init__(
+        self,
+        backend: TritonBackend,
+        inputs: AttentionInputs,
+        store: KVStore,
+        masks: Sequence[LayerMask],
+    ):
+        self.inputs, self.store, self.masks = inputs, store, masks
+        self.slots = inputs.slots
+        self._backend = backend
+
+    def kv(self, layer: int) -> Tensor:
+        """The layer's keys and values, [slots, 2, Hkv, D]."""
+        return self.store.data[layer]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq * D]: store K/V, then attend."""
+        self.store.write(layer, self.slots, k, v)
+        return self.over(layer, q)
+
+    def over(self, layer: int, q: Tensor) -> Tensor:
+        """q [T, Hq, D] -> [T, Hq * D]: attend; the rows' K/V are stored already."""
+        inputs = self.inputs
+        return self._backend.attention(
+            q,
+            self.kv(layer),
+            starts=inputs.starts,
+            sizes=inputs.sizes,
+            row_starts=inputs.row_starts,
+            tables=inputs.tables,
+            table_rows=inputs.table_rows,
+            page_size=inputs.page_size,
+            mask=self.masks[layer],
+            longest=inputs.longest,
+            workspace=self._backend.workspace,
+        )
+
+
+class TritonBackend:
+    """Reads the paged cache in place; a step of given shapes can be captured in a CUDA graph."""
+
+    graph_safe = True
+
+    def __init__(self, device: torch.device, head_dim: int):
+        """head_dim: the largest of the models that share this backend and its workspace."""
+        from strobe.kernels.attention import AttentionWorkspace, paged_attention
+
+        self.attention = paged_attention
+        self.workspace = AttentionWorkspace(device, head_dim)
+
+    def plan(
+        self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]
+    ) -> TritonPlan:
+        return TritonPlan(self, inputs, store, masks)
