@@ -26,7 +26,8 @@ from strobe.kernels.dependent import dependent, follow
 if TYPE_CHECKING:
     from strobe.attention.mask import LayerMask
 
-PIECE_KEYS = 256  # at least; with fewer keys, adding results up costs more than was shared
+FEW_HEADS = 64  # spans times key-value heads up to which small blocks share the work
+PIECE_KEYS = 128  # at least; with fewer keys, adding results up costs more than was shared
 PROGRAMS_PER_SM = 2  # that the number of pieces aims at
 
 _LOWEST = tl.constexpr(-1.0e38)  # finite: exp2(_LOWEST - _LOWEST) is a number
@@ -69,8 +70,8 @@ CONFIGS: dict[tuple[int, int, int], Config] = {
     (128, 128, 1): Config(128, 64, 8, 3, True),
     (128, 16, 2): Config(16, 64, 4, 4, False),
     (128, 32, 2): Config(32, 64, 4, 3, False),
-    (128, 64, 2): Config(64, 64, 4, 3, False),
-    (128, 128, 2): Config(128, 128, 8, 3, True),
+    (128, 64, 2): Config(64, 32, 4, 4, False),
+    (128, 128, 2): Config(128, 128, 8, 3, False),
     (128, 16, 4): Config(16, 16, 4, 2, False),
     (128, 32, 4): Config(32, 16, 8, 2, False),
     (128, 64, 4): Config(32, 16, 8, 2, False),
@@ -339,7 +340,7 @@ class AttentionWorkspace:
 
 
 def config_of(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Config:
-    """The configuration for a model of `dtype` whose longest span has so many pairs."""
+    """The configuration for a model of `dtype` and blocks of so many pairs."""
     block = next((size for size in (16, 32, 64) if pairs <= size), 128)
     return CONFIGS[head_dim, block, 4 if dtype == torch.float32 else kv_dtype.itemsize]
 
@@ -375,7 +376,8 @@ def paged_attention(
     rows, heads, dim = q.shape
     kv_heads, group = kv.shape[2], heads // kv.shape[2]
     if config is None:
-        config = config_of(dim, longest * group, q.dtype, kv.dtype)
+        few = sizes.shape[0] * kv_heads <= FEW_HEADS and 32 < longest * group <= 64
+        config = config_of(dim, 32 if few else longest * group, q.dtype, kv.dtype)
     columns = tables.shape[1]
     most = columns * page_size
     if mask.window is not None:

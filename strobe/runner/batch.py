@@ -110,11 +110,18 @@ class Layout:
     def _split(self, packed: Tensor) -> None:
         """Name the parts of a packed layout."""
         self.packed, size = packed, self.num_spans
+        self._table_row: Tensor | None = None
         per_span = packed[: 5 * size].view(5, size)
         self.slots, counts, self.drafts, self.sizes, self.row_starts = per_span.unbind()
         self.counts = counts[:, None]
         self.span_of_row, self.offset, self.tokens = packed[5 * size :].view(3, -1).unbind()
-        self.table_row = self.slots.index_select(0, self.span_of_row) * self.columns
+
+    @property
+    def table_row(self) -> Tensor:
+        """Where each row's page table begins in the flattened tables, [T]."""
+        if self._table_row is None:
+            self._table_row = self.slots.index_select(0, self.span_of_row) * self.columns
+        return self._table_row
 
     def over(self, packed: Tensor) -> Layout:
         """The same layout whose tensors are read from elsewhere, where others like it will be."""
@@ -189,8 +196,7 @@ class Layout:
 class WantedRows:
     """Which rows of a layout give logits: each span's last `rows`.
 
-    rows: how many of each span; index [R], None where every row is wanted; slots [R]; grid
-    [S, W]: each span's wanted rows among the R, R itself standing for "none"; None where they
+    rows: how many of each span; index [R], None where every row is wanted; grid [S, W]: each span's wanted rows among the R, R itself standing for "none"; None where they
     are a plain rectangle, as they always are in a padded layout, where a span's last row fills up.
     """
 
@@ -206,8 +212,9 @@ class WantedRows:
             ]
             index += [[layout.num_rows - 1] * width] * (self.num_spans - len(rows))
             self.index: Tensor | None = upload(index, self.device).view(-1)
-            self.slots = layout.slots.repeat_interleave(width, output_size=self.num_spans * width)
             self.grid: Tensor | None = None
+            self._slots: Tensor | None = None
+            self._layout = layout
             return
         total = sum(rows)
         self._firsts = [0, *itertools.accumulate(rows)]
@@ -216,7 +223,7 @@ class WantedRows:
         if total != layout.num_rows:
             ends = zip(rows, starts[1:], strict=True)
             self.index = upload([r for n, end in ends for r in range(end - n, end)], self.device)
-        self.slots = layout.slots[upload(owner, self.device)]
+        self._slots = layout.slots[upload(owner, self.device)]
         if not total or min(rows) != width:
             grid = [
                 [*range(first, first + n), *[total] * (width - n)]
@@ -228,10 +235,18 @@ class WantedRows:
         """The same rows of a padded layout, read from elsewhere."""
         other = object.__new__(WantedRows)
         other.__dict__.update(self.__dict__)
-        other.index = index
-        width = index.shape[0] // self.num_spans
-        other.slots = layout.slots.repeat_interleave(width, output_size=index.shape[0])
+        other.index, other._layout, other._slots = index, layout, None
         return other
+
+    @property
+    def slots(self) -> Tensor:
+        """The slots of the wanted rows' spans, [R]."""
+        if self._slots is None:
+            assert self.index is not None
+            size = self.index.shape[0]
+            spans = self._layout.slots
+            self._slots = spans.repeat_interleave(size // self.num_spans, output_size=size)
+        return self._slots
 
     def places(self, spans: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """For all wanted rows of some spans: which of the R they are, their span, and their place
