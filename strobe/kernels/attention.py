@@ -26,7 +26,7 @@ from strobe.kernels.dependent import dependent, follow
 if TYPE_CHECKING:
     from strobe.attention.mask import LayerMask
 
-FEW_HEADS = 64  # spans times key-value heads up to which small blocks share the work
+FEW_HEADS = 64  # spans times key-value heads up to which blocks are small
 PIECE_KEYS = 128  # at least; with fewer keys, adding results up costs more than was shared
 PROGRAMS_PER_SM = 2  # that the number of pieces aims at
 
@@ -313,9 +313,7 @@ _PAIRS = 64  # of each program's result that a workspace has room for
 
 class AttentionWorkspace:
     """Where programs that share a block leave their results; one serves all layers and models.
-
-    A launch leaves it as it was; launches that use it must follow one another on one stream.
-    """
+    A launch leaves it as it was; launches that use it must follow one another on one stream."""
 
     def __init__(self, device: torch.device, head_dim: int, programs: int | None = None):
         """head_dim: the largest there is. programs: that a launch with divided blocks aims at."""
@@ -340,8 +338,8 @@ class AttentionWorkspace:
 
 
 def config_of(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Config:
-    """The configuration for a model of `dtype` and blocks of so many pairs."""
-    block = next((size for size in (16, 32, 64) if pairs <= size), 128)
+    """The configuration for a model of `dtype` whose longest span has so many pairs."""
+    block = min(max(triton.next_power_of_2(pairs), 16), 128)
     return CONFIGS[head_dim, block, 4 if dtype == torch.float32 else kv_dtype.itemsize]
 
 
@@ -376,7 +374,7 @@ def paged_attention(
     rows, heads, dim = q.shape
     kv_heads, group = kv.shape[2], heads // kv.shape[2]
     if config is None:
-        few = sizes.shape[0] * kv_heads <= FEW_HEADS and 32 < longest * group <= 64
+        few = 16 < longest * group <= 64 and sizes.shape[0] * kv_heads <= FEW_HEADS
         config = config_of(dim, 32 if few else longest * group, q.dtype, kv.dtype)
     columns = tables.shape[1]
     most = columns * page_size

@@ -20,11 +20,8 @@ from strobe.kernels.dependent import dependent, follow
 FEW_ROWS = 512
 """Up to here rows are cut into small programs, so that 16 rows already reach every SM."""
 
-FP8_MAX = tl.constexpr(448.0)
-"""The largest float8_e4m3fn."""
-
-TINY = tl.constexpr(2.0**-126)
-"""The least scale of an fp8 row: its inverse is finite."""
+FP8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn
+TINY = tl.constexpr(2.0**-126)  # the least scale of an fp8 row: its inverse is finite
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
@@ -122,9 +119,8 @@ def _qk_kernel(
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row).to(tl.int64)
-    cos, sin = _angle(
-        cos_ptr, sin_ptr, tl.load(position_ptr + row), cos_stride, sin_stride, WIDTH, D
-    )
+    position = tl.load(position_ptr + row)
+    cos, sin = _angle(cos_ptr, sin_ptr, position, cos_stride, sin_stride, WIDTH, D)
     # The heads of q, k and v lie in one line, and so do a slot's keys and values.
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     is_q, is_v = (head < Q_HEADS)[:, None], (head >= Q_HEADS + KV_HEADS)[:, None]
@@ -179,9 +175,8 @@ def _context_kernel(
     follow(PDL)
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(2)
     slot = tl.load(slot_ptr + row).to(tl.int64)
-    cos, sin = _angle(
-        cos_ptr, sin_ptr, tl.load(position_ptr + row), cos_stride, sin_stride, WIDTH, D
-    )
+    position = tl.load(position_ptr + row)
+    cos, sin = _angle(cos_ptr, sin_ptr, position, cos_stride, sin_stride, WIDTH, D)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     is_v = (head >= KV_HEADS)[:, None]
     half = tl.arange(0, D // 2)

@@ -817,7 +817,7 @@ def test_one_bad_prompt_of_several_on_the_command_line(
     [
         (
             ["generte", "hello"],
-            "'generte' is no command; there are generate, chat, serve, demo, info.",
+            "'generte' is no command; there are generate, chat, serve, demo, info, bench.",
         ),
         (["generate"], "No prompt was given; name one or more: strobe generate 'PROMPT'."),
         (
