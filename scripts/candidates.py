@@ -11,21 +11,25 @@ SHARED = 225 * 1024
 """Bytes of shared memory that tiles in flight may take on a multiprocessor."""
 
 
-def promise(product: Product, rows: int, config: Config, programs: int, processors: int) -> float:
-    """The smaller, the likelier to be fast: a guess for the order of measuring only."""
-    tiles = config.tiles(product) * config.split_k
-    slots = programs * processors
-    waves = -(-tiles // slots)
-    waste = (0.3 if waves == 1 else 0.5) * (waves * slots / tiles - 1)
-    flying = min(programs, tiles / processors) * (config.stages - 1) * config.block_n
+def promise(product: Product, rows: int, config: Config, fit: int, processors: int) -> float:
+    """The smaller, the likelier to be fast: a guess for the order of measuring only.
+
+    fit: programs that fit onto a multiprocessor together.
+    """
+    programs = config.tiles(product) * config.split_k
+    resident = min(fit, -(-programs // processors))
+    waves = -(-programs // (resident * processors))
+    idle = waves * resident * processors / programs - 1
+    flying = min(fit, programs / processors) * (config.stages - 1) * config.block_n
     flying *= config.block_k * product.item
     return (
-        waste
+        (0.3 if waves == 1 else 0.5) * idle
         + 0.02 * (config.split_k - 1)
         + (config.split_k > 1) * 4 * rows * config.split_k / (product.k * product.item)
         + 0.3 * max(0.0, 1 - flying / 80_000)
         + max(0.0, 0.65 * (1 + rows / config.block_n) - 1)  # x from L2, over and over
         + 0.03 * (config.block_k * product.item < 256)
+        + 0.05 * (fit < 2 * resident)  # no room for the next kernel to come up beside this one
     )
 
 
@@ -35,15 +39,15 @@ def first_round(product: Product, bucket: int, processors: int) -> list[Config]:
     shapes = product_(
         [n for n in (32, 64, 128, 256) if n >= rows // 2 and (n < 256 or rows >= 64)],
         [k for k in (64, 128, 256) if k <= product.k],
-        (1, 2, 3, 4),  # programs that share a multiprocessor
+        (1, 2, 3, 4),  # programs that fit onto a multiprocessor
         (True, False) if product.fp8 else (True,),
     )
-    for n, k, programs, groups in shapes:
+    for n, k, fit, groups in shapes:
         grouped = product.fp8 and groups
         if (grouped and (k != GROUP or rows > 64)) or (product.gated and n < 64):
             continue
         step = n * k * product.item + rows * k * (2 if grouped else product.item)
-        stages = min(8, SHARED // programs // step - (1 if product.norm else 0))
+        stages = min(8, SHARED // fit // step - (1 if product.norm else 0))
         if stages < 3:
             continue
         warps = 8 if n * rows > 64 * 128 or (grouped and rows > 32) else 4
@@ -51,15 +55,24 @@ def first_round(product: Product, bucket: int, processors: int) -> list[Config]:
             if product.k // k // split < 4:
                 continue
             config = Config(
-                block_n=n, block_k=k, split_k=split, warps=warps, stages=stages, groups=groups
+                block_n=n,
+                block_k=k,
+                split_k=split,
+                warps=warps,
+                stages=stages,
+                groups=groups,
+                prefetch=1024,
             )
-            score = promise(product, rows, config, programs, processors)
-            found.setdefault((n, k, programs, groups), []).append((score, config))
-    # The best of each family first, so that no family goes untried; then the rest.
+            score = promise(product, rows, config, fit, processors)
+            found.setdefault((n, k, fit, groups), []).append((score, config))
+    # The two best of each family first, so that no family goes untried; then the rest.
     ranked = [sorted(family, key=lambda pair: pair[0]) for family in found.values()]
-    order = sorted((f[0] for f in ranked), key=lambda pair: pair[0])
-    order += sorted((pair for f in ranked for pair in f[1:3]), key=lambda pair: pair[0])
-    return list(dict.fromkeys(config for _, config in order))
+    order = sorted((pair for f in ranked for pair in f[:2]), key=lambda pair: pair[0])
+    order += sorted((pair for f in ranked for pair in f[2:4]), key=lambda pair: pair[0])
+    configs = dict.fromkeys(config for _, config in order)
+    if not product.norm:
+        return list(configs)
+    return [replace(config, fused_norm=fused) for config in configs for fused in (False, True)]
 
 
 def second_round(product: Product, best: list[Config]) -> list[Config]:
@@ -67,20 +80,19 @@ def second_round(product: Product, best: list[Config]) -> list[Config]:
     variants: list[Config] = []
     for place, config in enumerate(best):
         variants += [
-            replace(config, pdl=True, prefetch=1024),
-            replace(config, tma=True, pdl=True, prefetch=1024),
+            replace(config, tma=True),
+            replace(config, prefetch=0),
+            replace(config, prefetch=512),
+            replace(config, prefetch=2048),
         ]
         if place:
             continue
-        variants += [replace(config, pdl=True, prefetch=size) for size in (0, 512, 2048)]
+        variants += [replace(config, stages=config.stages + more) for more in (-2, -1, 1)]
         variants += [
-            replace(config, tma=True),
-            replace(config, stages=config.stages - 1),
+            replace(config, prefetch=4096),
+            replace(config, tma=True, prefetch=2048),
             replace(config, warps=12 - config.warps),
         ]
-        if product.norm:
-            variants += [
-                replace(config, fused_norm=False),
-                replace(config, fused_norm=False, pdl=True, prefetch=1024),
-            ]
-    return variants
+    # The gated bulk copy puts W into registers, from where triton 3.6 multiplies no fp8.
+    bulk = not (product.fp8 and product.gated)
+    return [c for c in dict.fromkeys(variants) if c.stages > 1 and (bulk or not c.tma)]

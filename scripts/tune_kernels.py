@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from candidates import first_round, second_round
 
+from strobe.kernels import product as kernels
 from strobe.kernels import reference_linear as reference
 from strobe.kernels import table as tables
 from strobe.kernels.linear import Products, Weight
@@ -38,8 +40,10 @@ from strobe.kernels.product import Workspace, launch
 from strobe.kernels.table import Config, Product
 
 SHAPES = (
-    "6144x4096:norm",  # Qwen3-8B and its DFlash drafter: query, key and value
+    "6144x4096",  # Qwen3-8B and its DFlash drafter: query, key and value
+    "6144x4096:norm",
     "4096x4096:residual",  # behind the attention
+    "24576x4096:gated",
     "24576x4096:norm+gated",
     "4096x12288:residual",  # down
     "151936x4096:argmax",  # head: the drafter's, and of greedy requests
@@ -47,15 +51,12 @@ SHAPES = (
     "4096x20480",  # the drafter's fc
     "10240x4096",  # the drafter's keys and values of the context
 )
-BUFFER = 1_300_000_000
-"""Elements from which weights are cut: a copy of the largest, several of the others."""
-COLD = 600e6
-"""Bytes of weights that one graph reads before it reads the same again: ten times the L2."""
-NEIGHBOURS = 3
-"""So many of the best of the first round have variants in the second."""
-TOLERANCE = {False: 0.05, True: 0.7}
-"""By fp8: error against the twin, |difference| / (|value| + root mean square). What quantising x by
-rows, not by groups, changes is within the latter; a wrong kernel is off by 1 and more."""
+BUFFER = 1_300_000_000  # elements from which weights are cut: one of the largest, more of others
+COLD = 600e6  # bytes of weights that a graph reads before it reads the same again: ten times the L2
+NEIGHBOURS = 3  # so many of the best of the first round have variants in the second
+TOLERANCE = {False: (0.015, 0.06), True: (0.1, 1.0)}
+"""By fp8: the error's root mean square over the twin's, and the largest |difference| over |value| +
+root mean square. Fp8 has room for x quantised by rows, where the twin does it by groups."""
 
 
 class Fixed:
@@ -88,7 +89,9 @@ class Target:
 
 
 def start(arch: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the compiler prints the whole kernel it rejects
     torch.set_num_threads(1)
+    kernels.dependent = lambda device: arch >= 90
     triton.runtime.driver.set_active(Target(GPUTarget("cuda", arch, 32)))
 
 
@@ -216,16 +219,17 @@ class Bench:
         got, again = call(self.weights[0]), call(self.weights[0])
         if not torch.equal(got, again):
             raise ArithmeticError("two runs differ")
+        want = self.want.float()
+        mean, most = TOLERANCE[product.fp8]
         if product.argmax:
-            want = self.want.float()
             won = want.gather(1, got[:, None])[:, 0]
-            worst = float(((want.amax(1) - won) / want.amax(1)).max())
+            rough, worst = 0.0, float(((want.amax(1) - won) / want.amax(1)).max())
         else:
-            want = self.want.float()
-            scale = want.abs() + want.pow(2).mean().sqrt()
-            worst = float(((got.float() - want).abs() / scale).max())
-        if not worst < TOLERANCE[product.fp8]:
-            raise ArithmeticError(f"off by {worst:.3g}")
+            off, rms = (got.float() - want).abs(), want.pow(2).mean().sqrt()
+            rough = float(off.pow(2).mean().sqrt() / rms)
+            worst = float((off / (want.abs() + rms)).max())
+        if not (rough < mean and worst < most):
+            raise ArithmeticError(f"off by {rough:.3g}, at most {worst:.3g}")
 
     def measure(self, problem: Problem, config: Config) -> float:
         """Microseconds of one call: the median of replays of a graph of many."""
@@ -249,11 +253,8 @@ class Bench:
 
 
 def problems(args: argparse.Namespace) -> Iterator[Problem]:
-    kinds = {
-        "bf16": (torch.bfloat16, False),
-        "fp8": (torch.bfloat16, True),
-        "fp16": (torch.float16, False),
-    }
+    bf16 = torch.bfloat16
+    kinds = {"bf16": (bf16, False), "fp8": (bf16, True), "fp16": (torch.float16, False)}
     for kind in args.kinds:
         for bucket in args.rows:
             for shape in args.shapes:
@@ -374,7 +375,7 @@ def main() -> None:
     parser.add_argument(
         "--kinds", nargs="+", choices=["bf16", "fp8", "fp16"], default=["bf16", "fp8"]
     )
-    parser.add_argument("--first", type=int, default=14, help="candidates of the first round")
+    parser.add_argument("--first", type=int, default=40, help="candidates of the first round")
     parser.add_argument("--jobs", type=int, default=15, help="processes that compile")
     parser.add_argument("--out", default=str(tables.PATH))
     parser.add_argument("--log", help="a file for every measurement, as JSON lines")
@@ -382,12 +383,9 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="compile for sm_90 only; needs no GPU")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
-    arch = 90
-    if not args.dry:
-        major, minor = torch.cuda.get_device_capability()
-        arch = major * 10 + minor
+    major, minor = (9, 0) if args.dry else torch.cuda.get_device_capability()
     # Spawned, not forked: a process that has a CUDA context must not be forked.
-    with ProcessPoolExecutor(args.jobs, get_context("spawn"), start, (arch,)) as pool:
+    with ProcessPoolExecutor(args.jobs, get_context("spawn"), start, (major * 10 + minor,)) as pool:
         if args.dry:
             dry(args, pool)
             return

@@ -12,11 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from strobe.kernels.product import Workspace, launch
+from strobe.kernels.product import Scaled, Workspace, launch
 from strobe.kernels.rowwise import quantize_rows, rms_norm, silu_mul
+from strobe.kernels.sampling import argmax
 from strobe.kernels.table import BUCKETS, Config, Product, Table, Weight, bucket_of
 
-__all__ = ["Products", "Weight"]
+__all__ = ["Products", "Scaled", "Weight"]
 
 
 class Chooser(Protocol):
@@ -54,37 +55,71 @@ class Products:
         weight: Weight,
         *,
         norm: tuple[Tensor, float] | None = None,
+        scaled: Scaled | None = None,
         residual: Tensor | None = None,
         gated: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
         """x [M, K], weight [N, K] -> [M, N]: residual + act(norm(x) Wᵀ), rounded once.
 
-        norm: RMSNorm's weight [K] and epsilon. gated: weight [2I, K], gate rows then up rows;
-        act(gate, up) = silu(gate) * up, the result is [M, I]. out: where to put the result, which
-        may be residual itself. x, residual and out may have a row stride.
+        norm: RMSNorm's weight [K] and epsilon. scaled: what `add` gave along with x, for that
+        norm. gated: weight [2I, K], gate rows then up rows; act(gate, up) = silu(gate) * up, the
+        result is [M, I]. out: where to put the result, which may be residual itself. x, residual
+        and out may have a row stride.
         """
-        config, product = self._choose(x, weight, norm, gated=gated, residual=residual is not None)
+        # The kernel of a scaled x is that of a product without norm.
+        chosen = norm if scaled is None else None
+        config, product = self._choose(
+            x, weight, chosen, gated=gated, residual=residual is not None
+        )
         if config.kernel == "cublas":
             return self._in_parts(x, weight, norm, residual, gated, out)
         if out is None:
             out = x.new_empty(x.shape[0], product.outputs)
-        self._launch(config, product, x, weight, norm, residual, out)
+        self._launch(config, product, x, weight, norm, residual, out, scaled=scaled)
         return out
 
+    def add(
+        self,
+        x: Tensor,
+        weight: Weight,
+        residual: Tensor,
+        *,
+        then: Tensor,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Scaled | None]:
+        """residual + x Wᵀ [M, N], and that again as the norm of weight `then` [N] wants it.
+
+        The latter costs nothing here and saves the next product its norm: hand it on as `scaled`
+        with the result as x. None where that is not to be had: then the next product does it all.
+        """
+        config, product = self._choose(x, weight, None, residual=True)
+        if config.kernel == "cublas":
+            return self._in_parts(x, weight, None, residual, False, out), None
+        if out is None:
+            out = x.new_empty(x.shape[0], product.outputs)
+        # fp16 has no room for a row that is not yet divided by its root mean square.
+        wanted = None if self.dtype == torch.float16 else then
+        return out, self._launch(config, product, x, weight, None, residual, out, then=wanted)
+
     def head_argmax(
-        self, x: Tensor, weight: Weight, *, norm: tuple[Tensor, float] | None = None
+        self,
+        x: Tensor,
+        weight: Weight,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        scaled: Scaled | None = None,
     ) -> Tensor:
         """x [R, K], weight [V, K] -> [R] int64: the id of the largest of norm(x) Wᵀ.
 
         Logits are rounded to the model's dtype first; the lowest id wins a tie, and NaN counts as
         the largest, as in torch.argmax. The logits are never in memory.
         """
-        config, product = self._choose(x, weight, norm, argmax=True)
+        config, product = self._choose(x, weight, norm if scaled is None else None, argmax=True)
         if config.kernel == "cublas":
-            return self._in_parts(x, weight, norm, None, False, None).argmax(-1)
+            return argmax(self._in_parts(x, weight, norm, None, False, None))
         out = x.new_empty(x.shape[0], dtype=torch.int64)
-        self._launch(config, product, x, weight, norm, None, out)
+        self._launch(config, product, x, weight, norm, None, out, scaled=scaled)
         return out
 
     def _choose(
@@ -117,16 +152,21 @@ class Products:
         norm: tuple[Tensor, float] | None,
         residual: Tensor | None,
         out: Tensor,
-    ) -> None:
+        *,
+        scaled: Scaled | None = None,
+        then: Tensor | None = None,
+    ) -> Scaled | None:
         x_scale = None
         rows = product.fp8 and not config.groups
         # fp16 has no room for a row that is not yet divided by its root mean square.
         narrow = product.dtype == torch.float16 and not product.fp8
-        if norm is not None and (rows or narrow or not config.fused_norm):
+        if rows:
+            scaled = None
+        if norm is not None and scaled is None and (rows or narrow or not config.fused_norm):
             x, norm = rms_norm(x, *norm), None
         if rows:
             x, x_scale = quantize_rows(x)
-        launch(
+        return launch(
             config,
             product,
             self.workspace,
@@ -134,7 +174,9 @@ class Products:
             weight,
             out,
             norm=norm,
+            scaled=scaled,
             residual=residual,
+            then=then,
             x_scale=x_scale,
         )
 

@@ -13,7 +13,7 @@ bit for bit in every run, and does not depend on the other rows nor on how many 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -89,8 +89,12 @@ def _product(
     descriptor,  # of weight, for TMA; or None
     weight_scale,  # [N] fp32, gated [2N]; or None
     norm_weight,  # [K]; or None
+    sums,  # fp32 [M, PARTS], of squares: x is not yet divided by its root mean square; or None
     residual,  # [M, N]; or None
     y,  # [M, N]; with ARGMAX [M] int64
+    next_weight,  # [N], of the norm that comes next; or None
+    next_x,  # [M, N]: y times next_weight
+    next_sums,  # fp32 [M, tiles]: squares of y
     partials,  # fp32 [tiles, SPLIT, BLOCK_M, BLOCK_N], then squares [tiles, SPLIT, BLOCK_M]
     arrived,  # int32 [tiles], zero between launches
     best,  # int64 [BLOCK_M], LEAST between launches
@@ -108,6 +112,7 @@ def _product(
     GATED: tl.constexpr,
     ARGMAX: tl.constexpr,
     DTYPE: tl.constexpr,  # of the model
+    PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -213,7 +218,14 @@ def _product(
                     squares += tl.load(
                         norms + part * BLOCK_M, mask=live, other=0.0, cache_modifier=".cg"
                     )
-        if NORM:
+        if sums is not None:
+            some = tl.arange(0, 16)
+            squares = tl.zeros([BLOCK_M], tl.float32)
+            for part in tl.range(0, PARTS, 16):
+                spots = sums + ms[:, None] * PARTS + part + some[None, :]
+                there = live[:, None] & (part + some < PARTS)[None, :]
+                squares += tl.sum(tl.load(spots, mask=there, other=0.0), axis=1)
+        if NORM or sums is not None:
             total *= (1.0 / tl.sqrt_rn(squares / K + eps))[None, :]
         if FP8:
             total *= tl.load(weight_scale + sources)[:, None]
@@ -243,11 +255,25 @@ def _product(
                     mask=stored,
                     other=0.0,
                 ).to(tl.float32)
-            tl.store(
-                y + ms[:, None] * y_stride + columns[None, :],
-                _rounded(out, DTYPE),
-                mask=stored,
-            )
+            result = _rounded(out, DTYPE)
+            tl.store(y + ms[:, None] * y_stride + columns[None, :], result, mask=stored)
+            if next_weight is not None:
+                wide = tl.where(stored, result.to(tl.float32), 0.0)
+                tl.store(next_sums + ms * TILES + tile, tl.sum(wide * wide, axis=1), mask=live)
+                gain = tl.load(next_weight + columns, mask=columns < N, other=0.0)
+                tl.store(
+                    next_x + ms[:, None] * N + columns[None, :],
+                    _rounded(wide * gain.to(tl.float32)[None, :], DTYPE),
+                    mask=stored,
+                )
+
+
+class Scaled(NamedTuple):
+    """x in front of its norm, as a product left it: `data` [M, K] is x times the norm's weight, not
+    yet divided by x's root mean square, which follows from `sums` [M, parts] of squares in fp32."""
+
+    data: Tensor
+    sums: Tensor
 
 
 class Workspace:
@@ -287,11 +313,17 @@ def launch(
     out: Tensor,
     *,
     norm: tuple[Tensor, float] | None = None,
+    scaled: Scaled | None = None,
     residual: Tensor | None = None,
+    then: Tensor | None = None,
     x_scale: Tensor | None = None,
     warmup: bool = False,
-) -> None:
-    """The kernel with `config`, which must be one of triton's; `warmup` compiles it only."""
+) -> Scaled | None:
+    """The kernel with `config`, which must be one of triton's; `warmup` compiles it only.
+
+    scaled: x as the product before left it. then: the weight of the norm behind, for which the
+    result is left.
+    """
     bucket = block_m(bucket_of(x.shape[0]))
     tiles = config.tiles(product)
     split = 1 if product.argmax else config.split_k
@@ -313,6 +345,13 @@ def launch(
     room = (product.k - (split - 1) * blocks // split * config.block_k) * product.item
     prefetch = min(config.prefetch, room) // 16 * 16 if product.k * product.item % 16 == 0 else 0
     pdl = dependent(x.device)
+    left = None
+    if then is not None:
+        sums = torch.empty(x.shape[0], tiles, dtype=torch.float32, device=out.device)
+        left = Scaled(torch.empty(out.shape, dtype=out.dtype, device=out.device), sums)
+    eps = 0.0 if norm is None else norm[1]
+    if scaled is not None:
+        x, norm = scaled.data, None
     kernel = _product.warmup if warmup else _product[(tiles * split,)]
     options: dict[str, Any] = {"grid": (tiles * split,)} if warmup else {}
     kernel(
@@ -322,8 +361,12 @@ def launch(
         descriptor,
         weight.scale,
         None if norm is None else norm[0],
+        None if scaled is None else scaled.sums,
         residual,
         out,
+        then,
+        None if left is None else left.data,
+        None if left is None else left.sums,
         workspace.partials,
         workspace.arrived,
         workspace.best,
@@ -331,7 +374,7 @@ def launch(
         x.stride(0),
         0 if residual is None else residual.stride(0),
         out.stride(0),
-        0.0 if norm is None else norm[1],
+        eps,
         N=product.outputs,
         K=product.k,
         BLOCK_M=bucket,
@@ -341,6 +384,7 @@ def launch(
         GATED=product.gated,
         ARGMAX=product.argmax,
         DTYPE=DTYPES[product.dtype],
+        PARTS=0 if scaled is None else scaled.sums.shape[1],
         GROUPS=groups,
         PDL=pdl,
         PREFETCH=prefetch,
@@ -349,3 +393,4 @@ def launch(
         launch_pdl=pdl,
         **options,
     )
+    return left

@@ -88,10 +88,8 @@ class Config:
     """fp8: x is quantised inside the kernel by groups of columns, not before by rows."""
     tma: bool = False
     """W comes through the bulk copy engine."""
-    pdl: bool = False
-    """Programmatic dependent launch: start while the kernel before runs, and wait inside."""
     prefetch: int = 0
-    """With `pdl`: bytes of each row of W brought into L2 before the wait."""
+    """Bytes of each row of W brought into L2 while the kernel before still runs."""
 
     def tiles(self, product: Product) -> int:
         columns = self.block_n // 2 if product.gated else self.block_n
@@ -135,7 +133,9 @@ def guess(product: Product, bucket: int, processors: int = 132) -> Config:
         warps = 8 if m * n >= 128 * 64 else 4
         step = (n + m) * k * product.item
         stages = max(3, min(6, SHARED_MEMORY // 2 // step))
-    config = Config(block_n=n, block_k=k, warps=warps, stages=stages, groups=bucket <= 32)
+    config = Config(
+        block_n=n, block_k=k, warps=warps, stages=stages, groups=bucket <= 32, prefetch=512
+    )
     if product.argmax:
         return config
     split = balanced_split(config.tiles(product), -(-product.k // k), 2 * processors)

@@ -327,7 +327,7 @@ def test_launches_that_overlap_in_a_graph(gpu: torch.device, tma: bool) -> None:
         return residual
 
     plain = chain(products(gpu, BF16, split_k=4, block_k=64))
-    fused = products(gpu, BF16, split_k=4, block_k=64, tma=tma, pdl=True, prefetch=256)
+    fused = products(gpu, BF16, split_k=4, block_k=64, tma=tma, prefetch=256)
     chain(fused)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -362,7 +362,7 @@ def test_buckets() -> None:
 
 def test_the_table_holds_what_was_measured() -> None:
     product = Product(6144, 4096, BF16, norm=True)
-    config = Config(block_n=32, split_k=2, pdl=True)
+    config = Config(block_n=32, split_k=2, prefetch=512)
     data: dict[str, object] = {}
     record(data, "NVIDIA H200", "9.0", product, 16, config)
     assert Table(data, "NVIDIA H200", "9.0").choose(product, 16) == config
