@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from strobe.kernels.linear import Products, Weight
+from strobe.kernels.linear import Products, Scaled, Weight
 from strobe.kernels.rowwise import context_store, qk_norm_rope_store
 from strobe.kernels.steps import gather_rows
 from strobe.models.config import DecoderConfig
@@ -89,7 +89,7 @@ class FusedDecoder:
     ) -> tuple[Tensor, Tensor | None]:
         """x [T, H], which may be overwritten -> (residual stream [T, H], features [T, len(capture)
         * H] or None), as the models' forward says."""
-        linear, size = self.products.linear, x.shape[1]
+        linear, add, size = self.products.linear, self.products.add, x.shape[1]
         features = x.new_empty(x.shape[0], len(capture) * size) if capture else None
         place = (
             dict(zip(capture, features.split(size, 1), strict=True)) if features is not None else {}
@@ -97,15 +97,21 @@ class FusedDecoder:
         if 0 in place:
             place[0].copy_(x)
         scratch: Tensor | None = x
+        scaled: Scaled | None = None  # x as the next norm wants it, where a product left it so
         for i, layer in enumerate(self.layers):
-            qkv = linear(x, layer.qkv, norm=layer.attention_norm)
+            qkv = linear(x, layer.qkv, norm=layer.attention_norm, scaled=scaled)
             mixed = self._attend(i, layer, qkv, positions, cast(PagedAttention, attend))
             if scratch is None:  # x is a captured feature and must stay
                 scratch = torch.empty_like(x, memory_format=torch.contiguous_format)
-            x = linear(mixed, layer.out, residual=x, out=scratch)
-            inner = linear(x, layer.gate_up, norm=layer.mlp_norm, gated=True)
+            x, scaled = add(mixed, layer.out, x, then=layer.mlp_norm[0], out=scratch)
+            inner = linear(x, layer.gate_up, norm=layer.mlp_norm, scaled=scaled, gated=True)
             kept = place.get(i + 1)
-            x = linear(inner, layer.down, residual=x, out=x if kept is None else kept)
+            out = x if kept is None else kept
+            if i + 1 < len(self.layers):
+                then = self.layers[i + 1].attention_norm[0]
+                x, scaled = add(inner, layer.down, x, then=then, out=out)
+            else:
+                x = linear(inner, layer.down, residual=x, out=out)
             scratch = x if kept is None else None
         return x, features
 
