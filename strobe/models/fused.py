@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from strobe.kernels.linear import Products, Scaled, Weight
-from strobe.kernels.rowwise import context_store, qk_norm_rope_store
+from strobe.kernels.rowwise import context_store, qk_norm_rope_store, rms_norm
 from strobe.kernels.steps import gather_rows
 from strobe.models.config import DecoderConfig
 from strobe.models.layers import Attend, DecoderLayer, RMSNorm, RotaryTable
@@ -117,11 +117,11 @@ class FusedDecoder:
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         """Residual stream [R, H] -> logits [R, V]."""
-        return self.products.linear(x, Weight(weight, None), norm=norm_of(norm))
+        return self.products.linear(rms_norm(x, *norm_of(norm)), Weight(weight, None))
 
     def pick(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]; no logits are kept."""
-        return self.products.head_argmax(x, Weight(weight, None), norm=norm_of(norm))
+        return self.products.head_argmax(rms_norm(x, *norm_of(norm)), Weight(weight, None))
 
     def _attend(
         self, index: int, layer: _Layer, qkv: Tensor, positions: Tensor, attend: PagedAttention
