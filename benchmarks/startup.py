@@ -1,0 +1,102 @@
+"""From process start to the first token, with weights on a local disk, kernels cold and warm.
+
+    python benchmarks/startup.py [--shapes qwen3-8b] [--directory DIR] [--json FILE]
+
+Writes a checkpoint of that shape with random weights (16 GB for qwen3-8b), then starts processes
+that load it and answer one prompt: with an empty cache of compiled kernels, and again with what the
+first one left. Reading the weights alone is timed beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+ANSWER = """
+import sys, time
+from strobe import EngineConfig, SamplingParams
+from strobe.engine.engine import Engine
+engine = Engine(EngineConfig(sys.argv[1], draft=sys.argv[2], dtype="bfloat16", max_model_len=4096))
+request = engine.add(list(range(100, 356)), SamplingParams(temperature=0.0, max_tokens=2))
+while not request.num_output:
+    engine.step()
+"""
+
+
+def write(shapes: str, root: Path) -> tuple[Path, Path]:
+    """A target and a drafter with random weights, in the published layouts."""
+    import torch
+    from safetensors.torch import save_file
+
+    from strobe.bench.shapes import directories
+    from strobe.models import load
+
+    paths: list[Path] = []
+    with directories(shapes) as configs:
+        for name, source in zip(("target", "draft"), configs, strict=True):
+            path = root / name
+            path.mkdir(parents=True)
+            (path / "config.json").write_text((Path(source) / "config.json").read_text())
+            paths.append(path)
+    device = torch.device("cuda")
+    from strobe.models.config import load_draft_config, load_target_config
+
+    target = load_target_config(paths[0])
+    how = {"max_positions": 1, "dtype": torch.bfloat16, "device": device, "load_format": "dummy"}
+    model = load.load_target(paths[0], target, **how)  # type: ignore[arg-type]
+    drafter = load.load_draft(paths[1], load_draft_config(paths[1]), model, **how)  # type: ignore[arg-type]
+    for module, path in ((model, paths[0]), (drafter, paths[1])):
+        tensors: dict[str, torch.Tensor] = {}
+        decoder = module.config.decoder
+        kv = decoder.num_kv_heads * decoder.head_dim
+        for key, value in module.named_parameters():
+            parts = [decoder.num_heads * decoder.head_dim, kv, kv] if ".qkv_proj." in key else None
+            parts = [decoder.intermediate_size] * 2 if ".gate_up_proj." in key else parts
+            rows = value.split(parts) if parts else [value]
+            for source, part in zip(load.fused_sources(key), rows, strict=True):
+                tensors[source] = part.contiguous().cpu()
+        save_file(tensors, path / "model.safetensors")
+    return paths[0], paths[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shapes", default="qwen3-8b")
+    parser.add_argument("--directory", type=Path)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as root:
+        target, draft = write(arguments.shapes, Path(root))
+        began = time.perf_counter()
+        for path in (target, draft):
+            with (path / "model.safetensors").open("rb", buffering=0) as file:
+                while file.read(64 << 20):
+                    pass
+        report: dict[str, object] = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "shapes": arguments.shapes,
+            "reading_the_weights": round(time.perf_counter() - began, 1),
+        }
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(Path(root) / "kernels")}
+        for name in ("cold", "warm"):
+            began = time.perf_counter()
+            command = [sys.executable, "-c", ANSWER, str(target), str(draft)]
+            subprocess.run(command, check=True, env=environment)
+            report[f"first_token_{name}"] = round(time.perf_counter() - began, 1)
+    print(json.dumps(report, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
