@@ -99,8 +99,9 @@ class PickingState:
         drawn = not all(p.temperature == 0 for p in params)
         return How(
             drawn=drawn,
-            filtered=drawn and any(p.filters for p in params),
-            mixed=drawn and any(p.temperature == 0 for p in params),
+            # The kernel draws any mixture in one way: one record of a step serves them all.
+            filtered=drawn and (self.kernels or any(p.filters for p in params)),
+            mixed=drawn and (self.kernels or any(p.temperature == 0 for p in params)),
             by_host=any(r.edited or r.sampling.logprobs is not None for r in requests),
         )
 

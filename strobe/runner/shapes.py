@@ -19,8 +19,7 @@ class Shapes:
         steps = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_spans, 32)]
         # One span more than there are requests, for rows that belong to none.
         self.spans = [*[s for s in steps if s < max_spans], max_spans, max_spans + 1]
-        fine = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
-        self.rows = [*fine, *range(160, 257, 32), *range(320, REPLAYED_ROWS + 1, 64)]
+        self.rows = [8, 16, 32, 64, 96, 128, 192, 256, 384, REPLAYED_ROWS]
 
     def of(self, spans: int, rows: int, width: int, *, block: bool) -> Shape:
         """The shape for so many spans and rows. width: the longest draft, 0 or more; block: whether
