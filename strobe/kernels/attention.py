@@ -339,7 +339,7 @@ class AttentionWorkspace:
 
 def config_of(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Config:
     """The configuration for a model of `dtype` whose longest span has so many pairs."""
-    block = min(max(triton.next_power_of_2(pairs), 16), 128)
+    block = min(max(int(triton.next_power_of_2(pairs)), 16), 128)
     return CONFIGS[head_dim, block, 4 if dtype == torch.float32 else kv_dtype.itemsize]
 
 

@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false
+# pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
 """Programmatic dependent launch (Hopper and later): the next kernel's programs are brought up while
 the ones before still run, and wait there. Saves about a microsecond a launch, hundreds a step.
 

@@ -366,6 +366,7 @@ def sample_rows(
     weights (NaN, +inf, or nothing but -inf) give their first maximum.
     """
     rows, size = logits.shape
+    assert all(t.stride(0) == 1 for t in (temperature, top_p, min_p, top_k, key, position))
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     segment = triton.cdiv(size, SEGMENTS.value * WIDTH.value) * WIDTH.value
     _sample_kernel[(rows,)](

@@ -196,8 +196,9 @@ class Layout:
 class WantedRows:
     """Which rows of a layout give logits: each span's last `rows`.
 
-    rows: how many of each span; index [R], None where every row is wanted; grid [S, W]: each span's wanted rows among the R, R itself standing for "none"; None where they
-    are a plain rectangle, as they always are in a padded layout, where a span's last row fills up.
+    rows: how many of each span; index [R], None where every row is wanted; grid [S, W]: each span's
+    wanted rows among the R, R itself standing for "none"; None where they are a plain rectangle, as
+    they always are in a padded layout, where a span's last row fills up.
     """
 
     def __init__(self, layout: Layout, rows: Sequence[int], width: int):

@@ -42,10 +42,11 @@ class How(NamedTuple):
 
 
 GREEDY = How()
+HEAT = ("temperature", "top_p", "min_p")
 
 
 class PickingState:
-    """One row per slot: the noise's key, top_k, and (temperature, top_p, min_p)."""
+    """Per slot: the noise's key and top_k [N + 1]; temperature, top_p and min_p [3, N + 1]."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class PickingState:
         num_slots += 1  # the spare one of DecodeState, greedy and without rules
         self.key = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.heat = torch.zeros(num_slots, 3, dtype=torch.float32, device=device)
+        self.heat = torch.zeros(3, num_slots, dtype=torch.float32, device=device)
         self.logits = LogitState(num_slots, vocab_size, device)
 
     def apply(self, plan: Plan) -> None:
@@ -70,10 +71,10 @@ class PickingState:
         found = [(slot, request, request.sampling) for slot, request, _ in plan.admitted]
         whole = [(i, stream_key(r.seed, r.sibling), max(s.top_k, 0)) for i, r, s in found]
         slots, keys, top_k = upload(whole, self.device).unbind(1)
-        heat = [(s.temperature, s.top_p, s.min_p) for _, _, s in found]
+        heat = [[getattr(s, name) for _, _, s in found] for name in HEAT]
         self.key.index_copy_(0, slots, keys)
         self.top_k.index_copy_(0, slots, top_k)
-        self.heat.index_copy_(0, slots, upload(heat, self.device, torch.float32))
+        self.heat.index_copy_(1, slots, upload(heat, self.device, torch.float32))
         for slot, request, _ in found:
             if request.edited:
                 self.logits.admit(slot, request)
@@ -124,11 +125,11 @@ class PickingState:
 
     def _draws(self, batch: Batch, how: How, position: Tensor) -> SamplingRows:
         slots = batch.wanted.slots
-        heat = self.heat[slots]
+        temperature, top_p, min_p = self.heat.index_select(1, slots).unbind()
         return SamplingRows(
-            temperature=heat[:, 0],
-            top_p=heat[:, 1],
-            min_p=heat[:, 2],
+            temperature=temperature,
+            top_p=top_p,
+            min_p=min_p,
             top_k=self.top_k[slots],
             key=self.key[slots],
             position=position,

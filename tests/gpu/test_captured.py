@@ -20,8 +20,9 @@ pytestmark = [
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80)
 WARM = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=80)
-REGRET = 0.5
-"""How far a bf16 pick's logit may lie below the largest, both in fp32. Measured on an H200: REGRET_MEASURED."""
+REGRET = 0.05
+"""How far a bf16 pick may lie below the largest, as log probabilities in fp32. Measured on an H200:
+0.0000, with FP8 weights and with an FP8 cache too."""
 
 
 @pytest.fixture(autouse=True)
@@ -131,15 +132,18 @@ def test_steady_steps_neither_wait_nor_allocate(texts: list[list[int]]):
 
 
 def test_a_mixed_step_that_fits_is_replayed(texts: list[list[int]]):
-    one = engine(overlap=1)
-    asked = [one.add(text, GREEDY.clone(max_tokens=300, ignore_eos=True)) for text in texts[:3]]
-    while not all(request.num_output for request in asked):
+    one = engine(overlap=1, enable_prefix_caching=False)
+    long = GREEDY.clone(max_tokens=300, ignore_eos=True)
+    asked = [one.add(text, long) for text in texts[:3]]
+    for new in (texts[4], texts[5][:-1]):
+        while not all(request.num_output for request in asked):
+            one.step()
+        before = len(one.graphs)
+        asked.append(one.add(new, long))
         one.step()
-    one.add(texts[4], GREEDY)
-    one.step()
-    assert any("_mixed" not in str(key) and key[1].rows % 16 for key in one.graphs._kept) or any(
-        key[2] > 16 for key in one.graphs._kept
-    )
+    assert len(one.graphs) == before, "the second prompt beside decoding requests is replayed"
+    for request in asked:
+        one.finish(request, "abort")
     finish(one, asked)
 
 
@@ -159,12 +163,14 @@ def test_every_pick_in_bf16_is_near_the_targets_own(fp8: dict[str, str], texts: 
             best = max(entry.logprob for entry in row.values())
             worst = max(worst, best - row[token].logprob)
     print(f"largest regret {fp8}: {worst:.4f}")
-    assert worst <= (REGRET if not fp8 else 3 * REGRET)
+    assert worst <= REGRET
 
 
-def test_memory_is_as_planned_and_does_not_grow(texts: list[list[int]]):
+def test_memory_does_not_grow(texts: list[list[int]]):
+    """Once every shape of step has come by: the second round is the first to find its prefixes."""
     one = engine(overlap=2)
-    answers(one, texts, WARM)
+    for _ in range(3):
+        answers(one, texts, WARM)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(), len(one.graphs)
     for _ in range(5):

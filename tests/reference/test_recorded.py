@@ -95,3 +95,26 @@ def test_shapes_have_room_and_a_span_for_rows_of_none():
             assert shape.rows >= rows
             assert shape.rows == rows or shape.spans > spans
             assert shapes.replays(shape) == (rows <= 512)
+
+
+def test_what_rows_draw_by_lies_close_together(target: Any):
+    """As the sampling kernel reads it."""
+    engine = make_engine(config(target))
+    engine.add([5, 6, 7], WARM)
+    engine.add([5, 6], COLD)
+    seen: list[Any] = []
+    of = engine.picking.of
+
+    def watching(*args: Any) -> Any:
+        found = of(*args)
+        seen.append(found.draws)
+        return found
+
+    engine.picking.of = watching
+    engine.step()
+    (rows,) = seen
+    assert rows.temperature.tolist() == pytest.approx([0.9, 0.0])
+    assert rows.top_p.tolist() == pytest.approx([0.8, 1.0])
+    assert rows.top_k.tolist() == [30, 0]
+    columns = (rows.temperature, rows.top_p, rows.min_p, rows.top_k, rows.key, rows.position)
+    assert all(column.stride() == (1,) for column in columns)
