@@ -12,6 +12,8 @@ from strobe.attention.base import AttentionInputs
 from strobe.attention.mask import LayerMask
 from strobe.kv.store import KVStore
 
+CAPABILITIES = ((9, 0), (10, 0), (10, 3))
+"""Data-centre GPUs whose blocks have 227 KB of shared memory, as the configurations ask for."""
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -22,8 +24,10 @@ def missing(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | No
         return "triton is not installed"
     if device.type != "cuda" or not torch.cuda.is_available():
         return f"it needs a CUDA device, not {device.type}"
-    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-        return "it needs compute capability 8.0, the device has {}.{}".format(*capability)
+    if (capability := torch.cuda.get_device_capability(device)) not in CAPABILITIES:
+        return "it is fitted to compute capability 9.0 and 10.x, the device has {}.{}".format(
+            *capability
+        )
     if head_dim not in HEAD_DIMS:
         return f"it has no head size {head_dim}, only 64, 128 and 256"
     if dtype not in DTYPES:
@@ -43,6 +47,7 @@ class TritonPlan:
     ):
         self.inputs, self.store, self.masks = inputs, store, masks
         self.slots = inputs.slots
+        self._starts = inputs.starts.contiguous()  # may be a column of the state's
         self._backend = backend
 
     def kv(self, layer: int) -> Tensor:
@@ -60,7 +65,7 @@ class TritonPlan:
         return self._backend.attention(
             q,
             self.kv(layer),
-            starts=inputs.starts,
+            starts=self._starts,
             sizes=inputs.sizes,
             row_starts=inputs.row_starts,
             tables=inputs.tables,

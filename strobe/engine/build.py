@@ -139,6 +139,8 @@ def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
     """Load the weights, size the pool and wire the parts. target: weights loaded elsewhere."""
     config, limits = resolved.config, resolved.limits
     device, dtype = resolved.device, resolved.dtype
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # streams, events and kernels are the current device's
     block = resolved.draft.block_size if resolved.draft is not None else 0
     reach = limits.max_model_len + max(block, limits.num_drafts + 1) + 1
     choice = resolved.choice
@@ -154,10 +156,18 @@ def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
         fuse(target, drafter, device, dtype)
     pages = plan_pages(config, limits, list(groups.values()), device, scratch=resolved.scratch)
     pool = PagePool(pages, limits.page_size)
-    stores = {n: KVStore(spec, pages, limits.page_size, device) for n, spec in groups.items()}
+    spare = int(choice.graphs)  # one page more, for rows that only fill up a shape
+    stores = {
+        n: KVStore(spec, pages + spare, limits.page_size, device) for n, spec in groups.items()
+    }
     vocab = resolved.target.decoder.vocab_size
     state = DecodeState(
-        limits.max_num_seqs, reach, limits.page_size, device, kernels=choice.kernels
+        limits.max_num_seqs,
+        reach,
+        limits.page_size,
+        device,
+        spare_page=pages * spare,
+        kernels=choice.kernels,
     )
     tokenizer = Path(config.target) / "tokenizer.json"
     grammars = Grammars(tokenizer, vocab, resolved.target.eos_ids)

@@ -38,9 +38,11 @@ def choose(
 ) -> Choice:
     """Raises ValueError where what is asked for cannot run here, in one sentence that says why."""
     drafter = draft or target
-    wanted = config.draft_attention_backend or config.attention_backend
-    attention = _pick("attention_backend", config.attention_backend, target, device, dtype)
-    draft_attention = _pick("draft_attention_backend", wanted, drafter, device, dtype)
+    wanted, option = config.attention_backend, "attention_backend"
+    attention = _pick(option, wanted, target, device, dtype)
+    if draft is not None and config.draft_attention_backend is not None:
+        wanted, option = config.draft_attention_backend, "draft_attention_backend"
+    draft_attention = _pick(option, wanted, drafter, device, dtype)
     lacking = _lacking(target, device, dtype)
     for decoder in (target, drafter):
         if lacking is None and decoder.attention_bias:

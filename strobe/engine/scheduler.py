@@ -109,7 +109,8 @@ class Scheduler:
                 span = self._decode_span(record)
                 chosen.append((record, span))
                 budget -= span.num_tokens + span.drafts
-        if chosen and self.limits.max_mixed_tokens is not None:
+        beside = any(record.decoding for record in self.running)
+        if beside and self.limits.max_mixed_tokens is not None:
             taken = self.limits.max_num_batched_tokens - budget
             most = self.limits.max_mixed_tokens
             budget = min(budget, max(most - taken, most // 2))

@@ -385,6 +385,7 @@ def paged_attention(
     room = workspace.programs * _PAIRS // max(_PAIRS, config.pairs)
     splits = max(1, min(room // units, -(-most // PIECE_KEYS), _MOST_PIECES))
     assert dim <= workspace.head_dim
+    assert starts.is_contiguous()
     pdl = dependent(q.device)
     out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
     _attention[(units // kv_heads, kv_heads, splits)](

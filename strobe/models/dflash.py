@@ -63,6 +63,7 @@ class DFlash(nn.Module):
         rows = torch.cat([weight.data[width:] for weight in weights])
         weight = Weight(rows, torch.cat(scales) if scales else None)
         norms = torch.stack([layer.self_attn.k_norm.weight for layer in layers])
+        self._context = None  # the kernels have their own
         self._fused_context = FusedContext(self.fc, self.hidden_norm, weight, norms, self.fused)
 
     def _context_parts(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from strobe.runner.batch import DRAFTS, Inputs
 
+logger = logging.getLogger(__name__)
 Body = Callable[[Inputs], Any]
 
 
@@ -56,6 +58,7 @@ class Graphs:
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self._kept: dict[Hashable, _Kept] = {}
+        self._refused: set[Hashable] = set()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -67,9 +70,8 @@ class Graphs:
         kept = self._kept.get(key)
         if kept is None:
             result = body(inputs)
-            own = tuple([tensor.clone() for tensor in tensors])
-            replay, static = self.recorder.record(lambda: body(inputs.over(own)))
-            self._kept[key] = _Kept(replay, own, list(tensors), static)
+            if key not in self._refused:
+                self._keep(key, inputs, body)
             return result
         for i, now in enumerate(tensors):
             # The same tensor holds the same geometry as before; drafts are new in each step.
@@ -78,6 +80,18 @@ class Graphs:
                 kept.held[i] = now
         kept.replay()
         return kept.result
+
+    def _keep(self, key: Hashable, inputs: Inputs, body: Body) -> None:
+        """Record the body, which has just run: where there is no memory for that, it goes on
+        running as it is."""
+        own = tuple([tensor.clone() for tensor in inputs.tensors])
+        try:
+            replay, static = self.recorder.record(lambda: body(inputs.over(own)))
+        except RuntimeError as error:
+            logger.warning("A step of shape %s runs uncaptured: %s", inputs.layout.shape, error)
+            self._refused.add(key)
+        else:
+            self._kept[key] = _Kept(replay, own, list(inputs.tensors), static)
 
 
 class Eager:

@@ -28,16 +28,19 @@ class DecodeState:
         page_size: int,
         device: torch.device,
         *,
+        spare_page: int = 0,
         kernels: bool = False,
     ):
-        """reach: one more than the highest position a row can take. kernels: whether triton's do
-        what several small operations do else."""
+        """reach: one more than the highest position a row can take. spare_page: where rows of the
+        spare slot go, whose values mean nothing. kernels: whether triton's do what several small
+        operations do else."""
         self.kernels = kernels
         self.device, self.page_size, self.spare = device, page_size, num_slots
         columns = -(-reach // page_size)
         self.cursor = torch.zeros(num_slots + 1, 2, dtype=torch.int64, device=device)
         unmapped = torch.arange(0, -columns, -1, dtype=torch.int64, device=device) * page_size
         self.table = unmapped.repeat(num_slots + 1, 1)
+        self.table[-1] += spare_page * page_size
         self.kept = Kept()
         self._places: dict[Layout, Places] = {}
 
@@ -85,7 +88,11 @@ class DecodeState:
             self.page_size,
         )
         start = start[:, None]
-        return Places(start, start, positions, slots), ids, proposal._replace(lengths=lengths)
+        return (
+            Places(start, start, positions, slots),
+            ids,
+            proposal._replace(lengths=lengths if layout.width else None),
+        )
 
     def locate(self, layout: Layout) -> Places:
         """Where a layout's rows stand now; the same for a drafter's and a target's forward."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strobe.request import Request
 from strobe.runner.batch import Batch
+from strobe.runner.upload import upload
 from strobe.step import Drafts, Plan
 
 
@@ -52,7 +53,7 @@ class NgramProposer:
         found = [self._find(plan.spans[i].request, plan.spans[i].drafts) for i in spans]
         width = max(len(drafts) for drafts in found)
         padded = [drafts + [0] * (width - len(drafts)) for drafts in found]
-        tokens = torch.tensor(padded, dtype=torch.int64, device=self.device)
+        tokens = upload(padded, self.device)
         return Drafts(tokens.view(len(found), width), tuple(len(drafts) for drafts in found))
 
     def observe(self, batch: Batch, hidden: Tensor | None) -> None:

@@ -71,12 +71,27 @@ def test_captured_steps_give_the_bits_of_eager_ones(
         if not graphs:
             eager(one)
         tokens = answers(one, texts, params)
-        found.append((tokens, [store.data[:, 16:].clone() for store in one.parts.stores.values()]))
+        found.append(
+            (tokens, [store.data[:, 16:-16].clone() for store in one.parts.stores.values()])
+        )
         assert bool(len(one.parts.graphs)) is graphs
     (captured, left), (plain, right) = found
     assert captured == plain
     for ours, theirs in zip(left, right, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "off",
+    [{"cuda_graphs": False}, {"kernels": "torch"}, {"attention_backend": "reference"}],
+    ids=str,
+)
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_what_is_turned_off_changes_no_answer_in_fp32(
+    params: SamplingParams, off: dict[str, Any], texts: list[list[int]]
+):
+    whole = answers(engine(dtype="float32"), texts, params)
+    assert answers(engine(dtype="float32", **off), texts, params) == whole
 
 
 def eager(one: Engine) -> None:

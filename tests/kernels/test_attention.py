@@ -393,4 +393,4 @@ def test_missing_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "head size 96" in str(missing(96, torch.bfloat16, cuda))
     assert "float64" in str(missing(128, torch.float64, cuda))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "8.0" in str(missing(128, torch.bfloat16, cuda))
+    assert "9.0 and 10.x, the device has 7.5" in str(missing(128, torch.bfloat16, cuda))

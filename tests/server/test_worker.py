@@ -296,16 +296,19 @@ def test_a_grammar_that_takes_long_to_compile_holds_up_nobody_else(
 def test_a_refused_grammar_that_nobody_waits_for_leaves_nothing_behind(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ):
-    go = threading.Event()
+    begun, go = threading.Event(), threading.Event()
     with working(pair) as desk:
         compile = desk.engine.compile
 
         def slow(params: SamplingParams) -> None:
+            begun.set()
             assert go.wait(PATIENCE)
             compile(params)
 
         monkeypatch.setattr(desk.engine, "compile", slow)
-        desk.send(Submit(1, PROMPT, structured(regex="(unfinished"), "a"), Finish(1, None, "abort"))
+        desk.send(Submit(1, PROMPT, structured(regex="(unfinished"), "a"))
+        assert begun.wait(PATIENCE), "given up before, it would not be compiled at all"
+        desk.send(Finish(1, None, "abort"))
         until(lambda: desk.worker.given_up, "it is given up")
         go.set()
         until(lambda: not desk.worker.given_up, "it is forgotten")
