@@ -109,10 +109,9 @@ class Scheduler:
                 span = self._decode_span(record)
                 chosen.append((record, span))
                 budget -= span.num_tokens + span.drafts
-        beside = any(record.decoding for record in self.running)
-        if beside and self.limits.max_mixed_tokens is not None:
+        most = self.limits.max_mixed_tokens
+        if most is not None and any(record.decoding for record in self.running):
             taken = self.limits.max_num_batched_tokens - budget
-            most = self.limits.max_mixed_tokens
             budget = min(budget, max(most - taken, most // 2))
         for record in [r for r in self.running if not r.decoding]:
             if budget <= 0:

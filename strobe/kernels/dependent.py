@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
 """Programmatic dependent launch (Hopper and later): the next kernel's programs are brought up while
-the ones before still run, and wait there. Saves about a microsecond a launch, hundreds a step.
+the ones before still run, and wait there. A step has hundreds of launches.
 
 A kernel that is launched so must call `follow` before it reads or writes what others may write or
 read. Each waits for the one before it to be done, and so for all before that.

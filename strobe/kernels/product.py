@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from strobe.kernels.dependent import dependent
+from strobe.kernels.rowwise import round_to
 from strobe.kernels.table import GROUP, Config, Product, Weight, block_m, bucket_of
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -31,19 +32,6 @@ LEAST = tl.constexpr(-(2**63))
 """Below every key of an argmax."""
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-@triton.jit
-def _rounded(value, dtype: tl.constexpr):
-    """fp32 rounded to `dtype`, to nearest even."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = value.to(tl.uint32, bitcast=True)
-        near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        near = tl.where(value == value, near, 0x7FC0)
-        result = near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        result = value.to(dtype)
-    return result
 
 
 @triton.jit
@@ -174,7 +162,7 @@ def _product(
             # One round ahead: the pipeline takes no load as narrow as this.
             after = k + BLOCK_K + ks
             gain = tl.load(norm_weight + after, mask=after < K, other=0.0)
-            a = wide if GROUPS else _rounded(wide, DTYPE)
+            a = wide if GROUPS else round_to(wide, DTYPE)
         if GROUPS:
             wide = a.to(tl.float32)
             top = tl.maximum(tl.max(tl.abs(wide), axis=1), 1e-12)
@@ -232,7 +220,7 @@ def _product(
             if not GROUPS:
                 total *= tl.load(x_scale + ms, mask=live, other=0.0)[None, :]
         if ARGMAX:
-            logits = _rounded(total, DTYPE)
+            logits = round_to(total, DTYPE)
             keys = tl.where((ns < N)[:, None], _keys(logits.to(tl.float32), ns[:, None]), LEAST)
             tl.atomic_max(best + ms, tl.max(keys, axis=0), mask=live, sem="relaxed")
             tl.debug_barrier()
@@ -255,7 +243,7 @@ def _product(
                     mask=stored,
                     other=0.0,
                 ).to(tl.float32)
-            result = _rounded(out, DTYPE)
+            result = round_to(out, DTYPE)
             tl.store(y + ms[:, None] * y_stride + columns[None, :], result, mask=stored)
             if next_weight is not None:
                 wide = tl.where(stored, result.to(tl.float32), 0.0)
@@ -263,7 +251,7 @@ def _product(
                 gain = tl.load(next_weight + columns, mask=columns < N, other=0.0)
                 tl.store(
                     next_x + ms[:, None] * N + columns[None, :],
-                    _rounded(wide * gain.to(tl.float32)[None, :], DTYPE),
+                    round_to(wide * gain.to(tl.float32)[None, :], DTYPE),
                     mask=stored,
                 )
 

@@ -100,8 +100,8 @@ class Layout:
                 tokens[first : first + len(span.tokens)] = span.tokens
                 drafts = slice(first + len(span.tokens), first + len(span.tokens) + span.drafts)
                 tokens[drafts] = TAIL - 1 - np.arange(span.drafts)
-        # Rows of no span stand at position 0 of the first padding span, or of the last true one.
-        owner = np.append(owner, np.full(rest, min(len(spans), self.num_spans - 1)))
+        assert not rest or fill, "rows of no span need a padding span"
+        owner = np.append(owner, np.full(rest, len(spans)))
         offset, tokens = np.append(offset, np.zeros(rest)), np.append(tokens, np.zeros(rest))
         return np.concatenate([np.asarray(per_span).ravel(), owner, offset, tokens]).astype(
             np.int64

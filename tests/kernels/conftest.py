@@ -23,3 +23,19 @@ def device() -> torch.device:
 def with_gpu(monkeypatch: pytest.MonkeyPatch, without_gpu: Callable[[], bool]) -> None:
     """These tests see the machine as it is."""
     monkeypatch.setattr("torch.cuda.is_available", without_gpu)
+
+
+@pytest.fixture(autouse=True)
+def whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter makes bounds of loops from arrays [1], which numpy 2.4 refuses."""
+    if HAS_GPU:
+        return
+    from triton.runtime import interpreter
+
+    before = interpreter._patch_lang_tensor
+
+    def patch(tensor: object, scope: interpreter._LangPatchScope) -> None:
+        before(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)

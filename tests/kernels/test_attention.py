@@ -32,20 +32,6 @@ BLOCK = LayerMask(causal=False)
 BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 
 
-@pytest.fixture(autouse=True)
-def whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter makes bounds of loops from arrays [1], which numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    before = interpreter._patch_lang_tensor
-
-    def patch(tensor: object, scope: interpreter._LangPatchScope) -> None:
-        before(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-
-
 class Case(NamedTuple):
     """Spans with keys and values where a row sees them, NaN everywhere else."""
 

@@ -25,20 +25,6 @@ BOUND_NORM = 4e-2  # 0.016
 BOUND_FP8 = {True: 6e-2, False: 0.2}  # x quantised by groups, as the twin (0.029); by rows (0.086)
 
 
-@pytest.fixture(autouse=True)
-def whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter makes bounds of loops from arrays [1], which numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    before = interpreter._patch_lang_tensor
-
-    def patch(tensor: object, scope: interpreter._LangPatchScope) -> None:
-        before(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-
-
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
     if device.type != "cuda":

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from test_linear import BF16, BOUND_FP8, BOUND_NORM, BOUNDS, draw, error, make, products
-from test_linear import whole_numbers as whole_numbers  # a fixture
 from torch import Tensor
 
 from strobe.kernels import reference_linear as reference

@@ -118,3 +118,48 @@ def test_what_rows_draw_by_lies_close_together(target: Any):
     assert rows.top_k.tolist() == [30, 0]
     columns = (rows.temperature, rows.top_p, rows.min_p, rows.top_k, rows.key, rows.position)
     assert all(column.stride() == (1,) for column in columns)
+
+
+def test_a_step_that_cannot_be_recorded_runs_as_it_is(target: Any):
+    plain = run(make_engine(config(target)), PROMPTS, COLD)
+    resolved = resolve(config(target))
+    parts = build(resolved)
+    double = recorded(parts, 5, 0)
+    asked: list[Any] = []
+
+    def refusing(body: Callable[[], Any]) -> Any:
+        asked.append(body)
+        raise RuntimeError("out of memory")
+
+    double.record = refusing
+    assert run(Engine(resolved, parts=parts), PROMPTS, COLD) == plain
+    assert len(parts.graphs) == 0
+    assert 0 < len(asked) < 12, "each shape is tried once"
+
+
+def test_rows_that_only_fill_up_leave_the_page_that_the_contexts_end_reads(target: Any):
+    parts = build(resolve(config(target)))
+    state = parts.state
+    other = type(state)(5, 96, 4, state.device, spare_page=7)
+    first = other.table + 4 * torch.arange(other.table.shape[1])  # each page's first K/V slot
+    assert first[:-1].unique().tolist() == [0]
+    assert first[-1].unique().tolist() == [28]
+
+
+KERNELS = {"kernels": "triton"}, {"attention_backend": "triton"}, {"weight_dtype": "fp8"}
+
+
+@pytest.mark.parametrize("options", [*KERNELS, {"draft_attention_backend": "triton"}], ids=str)
+def test_what_a_cpu_cannot_run_is_refused_in_a_sentence(
+    options: dict[str, str], target: Any, draft: Callable[..., Path]
+):
+    name, value = next(iter(options.items()))
+    with pytest.raises(ValueError, match=f"^{name} is '{value}', but the device is cpu.*; use "):
+        resolve(config(target, draft(), device="cpu", **options))
+
+
+def test_a_cache_in_fp8_is_as_lossless_as_another(target: Any, draft: Callable[..., Path]):
+    plain = run(make_engine(config(target, kv_cache_dtype="fp8")), PROMPTS, COLD)
+    engine = make_engine(config(target, draft(), kv_cache_dtype="fp8"))
+    assert run(engine, PROMPTS, COLD) == plain
+    assert {store.data.dtype for store in engine.parts.stores.values()} == {torch.float8_e4m3fn}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,3 +27,20 @@ def tokenizer() -> Tokenizer:
     from strobe.text.tokenizer import Tokenizer
 
     return Tokenizer(BOX / "target")
+
+
+@pytest.fixture
+def main(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """main(*arguments) -> (exit status, standard output, standard error)."""
+
+    from strobe import cli
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = cli.main([str(argument) for argument in arguments])
+        except SystemExit as exit:
+            status = int(exit.code or 0)
+        return status, *capsys.readouterr()
+
+    return run

@@ -37,21 +37,6 @@ OFFLINE_FLAGS = [
 QUICK = ["--device=cpu", "--concurrency=1,3", "--steps=8", "--warmup=2", "--prompt-len=20"]
 
 
-@pytest.fixture
-def main(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """main(*arguments) -> (exit status, standard output, standard error)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            status = cli.main([str(argument) for argument in arguments])
-        except SystemExit as exit:
-            status = int(exit.code or 0)
-        return status, *capsys.readouterr()
-
-    return run
-
-
 @pytest.fixture(autouse=True)
 def small_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine's rates are measured with little."""

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from textpair import Pair
 
-from strobe import LLM, EngineConfig, SamplingParams, cli, demo
+from strobe import LLM, EngineConfig, SamplingParams, demo
 from strobe.demo_pair.tasks import FAMILIES
 from strobe.models.load import Checkpoint
 from strobe.outputs import CompletionOutput, RequestOutput
@@ -71,21 +71,6 @@ FLAGS = {
     "demo": ["--prompts", "--max-tokens", "--repeats", "--json", "--debug", *ENGINE_FLAGS],
     "info": ["--draft", "--json"],
 }  # fmt: skip
-
-
-@pytest.fixture
-def main(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """main(*arguments) -> (exit status, standard output, standard error)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            status = cli.main([str(argument) for argument in arguments])
-        except SystemExit as exit:
-            status = int(exit.code or 0)
-        return status, *capsys.readouterr()
-
-    return run
 
 
 # options

@@ -66,6 +66,14 @@ def test_the_defaults_are_sound():
         ({"ngram_min": 0}, "ngram_min is 0"),
         ({"seed": "7"}, "seed is '7'"),
         ({"seed": True}, "seed is True"),
+        ({"cuda_graphs": 1}, "cuda_graphs is 1, but must be True or False"),
+        ({"load_format": "gguf"}, "load_format is 'gguf'; name one of auto, dummy"),
+        ({"weight_dtype": "int4"}, "weight_dtype is 'int4'; name one of auto, fp8"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8'; name one of auto, fp8"),
+        ({"attention_backend": "flash"}, "attention_backend is 'flash'; name one of auto, triton"),
+        ({"attention_backend": None}, "attention_backend is None"),
+        ({"draft_attention_backend": "flash"}, "draft_attention_backend is 'flash'"),
+        ({"kernels": "cuda"}, "kernels is 'cuda'; name one of auto, triton, torch"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_and_named(changes: dict[str, object], message: str):
@@ -146,3 +154,11 @@ def test_the_row_budget_always_lets_every_request_verify_its_block():
 @pytest.mark.parametrize(("length", "size", "pages"), [(100, 16, 7), (96, 16, 6), (1, 256, 1)])
 def test_page_columns_cover_the_context(length: int, size: int, pages: int):
     assert Limits(length, 1, 1, 0, size).max_pages == pages
+
+
+def test_a_gpu_prefills_more_at_once_and_less_beside_decoding_requests():
+    config = EngineConfig(target="t")
+    given = {"model_max": 100, "drafter_block": 16, "method": "dflash"}
+    cpu, gpu = resolve_limits(config, **given), resolve_limits(config, **given, gpu=True)
+    assert (cpu.max_num_batched_tokens, cpu.max_mixed_tokens) == (2048, None)
+    assert (gpu.max_num_batched_tokens, gpu.max_mixed_tokens) == (8192, 512)

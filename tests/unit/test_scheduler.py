@@ -167,8 +167,11 @@ class World:
         host_methods: tuple[str, ...] = (),
         accept: Callable[[int], int] = lambda drafts: drafts,
         draft_length: Callable[[Request, int], int] | None = None,
+        mixed: int | None = None,
     ):
-        self.limits = Limits(max_model_len, max_num_seqs, budget, num_drafts, page_size, block)
+        self.limits = Limits(
+            max_model_len, max_num_seqs, budget, num_drafts, page_size, block, mixed
+        )
         self.pool = PagePool(pages + 1, page_size)
         options = {"draft_length": draft_length} if draft_length else {}
         self.scheduler = Scheduler(
@@ -888,3 +891,40 @@ class Scheduling(RuleBasedStateMachine):
 
 TestScheduling = Scheduling.TestCase
 TestScheduling.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def rows_of(plan: Plan) -> list[int]:
+    return [span.num_tokens + span.drafts for span in plan.spans]
+
+
+def test_prompts_beside_decoding_requests_come_in_smaller_pieces():
+    world = World(mixed=12, max_model_len=60, pages=80, prefix_caching=False)
+    world.add(6, max_tokens=40)
+    assert rows_of(world.launch()) == [6]
+    world.collect()
+    world.add(40)
+    assert rows_of(world.launch()) == [4, 8]  # 12 rows in all
+    world.collect()
+    world.scheduler.finish(world.requests[0], "abort")
+    assert rows_of(world.launch()) == [32]  # nobody decodes: all the rest at once
+
+
+def test_prompts_get_half_of_the_rows_where_decoding_takes_more():
+    world = World(mixed=8, max_model_len=60, budget=64, pages=80, max_num_seqs=4)
+    for _ in range(3):
+        world.add(4, max_tokens=40)
+    assert rows_of(world.launch()) == [4, 4, 4]
+    world.collect()
+    world.add(40)
+    assert rows_of(world.launch()) == [4, 4, 4, 4]
+
+
+def test_requests_that_sit_a_step_out_are_not_stalled_by_a_prompt():
+    """With a result of theirs in flight, host methods draft in every other plan only."""
+    world = World(mixed=12, max_model_len=60, budget=64, pages=80, depth=2, host_methods=("ngram",))
+    world.add(6, method="ngram", max_tokens=40)
+    world.launch()
+    world.collect()
+    assert rows_of(world.launch()) == [4]
+    world.add(40)
+    assert rows_of(world.launch()) == [12]
