@@ -152,13 +152,17 @@ def make_draft(
     target_layers: int = LAYERS,
     seed: int = 1,
     bias: bool = False,
+    width: int = 16,
     top: Mapping[str, Any] | None = None,
     nested: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a random DFlash drafter in z-lab's format. top, nested: more keys of the config."""
+    """Write a random DFlash drafter in z-lab's format. width: of a head; top, nested: more keys of
+    the config."""
     layers = len(layer_types) if layer_types else 2
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = draft_tensors(layers=layers, captured=len(layer_ids), seed=seed, bias=bias)
+    tensors = draft_tensors(
+        layers=layers, captured=len(layer_ids), seed=seed, bias=bias, width=width
+    )
     save_file(tensors, directory / "model.safetensors")
     config: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
@@ -176,7 +180,7 @@ def make_draft(
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": width,
         "attention_bias": bias,
         "vocab_size": VOCAB,
         "rms_norm_eps": 1e-6,
@@ -190,9 +194,9 @@ def make_draft(
     return directory
 
 
-def pool_bytes(pages: int, page_size: int, *, drafter_layers: int = 0) -> int:
+def pool_bytes(pages: int, page_size: int, *, drafter_layers: int = 0, width: int = 16) -> int:
     """kv_cache_memory for a tiny pair that gives just so many pages besides the reserved one."""
-    per_token = 2 * 2 * 16 * 4 * (LAYERS + drafter_layers)
+    per_token = 2 * 2 * width * 4 * (LAYERS + drafter_layers)
     return (pages + 1) * page_size * per_token
 
 
@@ -319,7 +323,8 @@ class Scripted:
             true = answer[start + 1 : start + 1 + self.num_drafts]
             true = true + [0] * (self.num_drafts - len(true))
             rows.append(self.mangle(span.request, start, true))
-        return Drafts(torch.tensor(rows).view(len(rows), self.num_drafts))
+        drafts = torch.tensor(rows, device=self.state.device)
+        return Drafts(drafts.view(len(rows), self.num_drafts))
 
     def observe(self, batch: Any, hidden: Any) -> None:
         pass

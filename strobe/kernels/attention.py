@@ -14,81 +14,25 @@ head m % G. The keys that any of its rows sees are divided into pieces, one prog
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from strobe.kernels.attention_table import Config, config_of
 from strobe.kernels.dependent import dependent, follow
 
 if TYPE_CHECKING:
     from strobe.attention.mask import LayerMask
 
-FEW_HEADS = 64  # spans times key-value heads up to which blocks are small
 PIECE_KEYS = 128  # at least; with fewer keys, adding results up costs more than was shared
-PROGRAMS_PER_SM = 2  # that the number of pieces aims at
+PROGRAMS_PER_SM = 1  # that the number of pieces aims at
+FAN_IN = 8  # pieces that are added up at once
+ADDED = 512  # numbers of each that a program adds up
 
 _LOWEST = tl.constexpr(-1.0e38)  # finite: exp2(_LOWEST - _LOWEST) is a number
-_FAN_IN = tl.constexpr(8)  # results one program adds up; of more pieces, groups of so many
-
-
-class Config(NamedTuple):
-    """How a block is computed.
-
-    pairs: of (row, head) in a block, 16 or more. keys: per iteration, a divisor of PIECE_KEYS.
-    apart: whether keys that every row sees get a loop of their own, without a mask; it pays where
-    arithmetic takes the time and not memory.
-    """
-
-    pairs: int
-    keys: int
-    warps: int
-    stages: int
-    apart: bool
-
-
-# By head size, pairs of the longest span (16, 32, 64, or 128 for more) and bytes of a stored
-# number; 4 for models in float32, which no tensor core takes and which run out of registers first.
-CONFIGS: dict[tuple[int, int, int], Config] = {
-    (64, 16, 1): Config(16, 128, 4, 4, False),
-    (64, 32, 1): Config(32, 128, 4, 4, False),
-    (64, 64, 1): Config(64, 64, 4, 4, False),
-    (64, 128, 1): Config(128, 64, 8, 3, True),
-    (64, 16, 2): Config(16, 128, 4, 3, False),
-    (64, 32, 2): Config(32, 128, 4, 3, False),
-    (64, 64, 2): Config(64, 64, 4, 4, False),
-    (64, 128, 2): Config(128, 128, 8, 3, True),
-    (64, 16, 4): Config(16, 32, 4, 2, False),
-    (64, 32, 4): Config(32, 32, 8, 2, False),
-    (64, 64, 4): Config(64, 32, 8, 2, False),
-    (64, 128, 4): Config(64, 32, 8, 2, False),
-    (128, 16, 1): Config(16, 128, 4, 3, False),
-    (128, 32, 1): Config(32, 128, 4, 3, False),
-    (128, 64, 1): Config(64, 64, 4, 4, False),
-    (128, 128, 1): Config(128, 64, 8, 3, True),
-    (128, 16, 2): Config(16, 64, 4, 4, False),
-    (128, 32, 2): Config(32, 64, 4, 3, False),
-    (128, 64, 2): Config(64, 32, 4, 4, False),
-    (128, 128, 2): Config(128, 128, 8, 3, False),
-    (128, 16, 4): Config(16, 16, 4, 2, False),
-    (128, 32, 4): Config(32, 16, 8, 2, False),
-    (128, 64, 4): Config(32, 16, 8, 2, False),
-    (128, 128, 4): Config(32, 16, 8, 2, False),
-    (256, 16, 1): Config(16, 32, 4, 4, False),
-    (256, 32, 1): Config(32, 32, 4, 4, False),
-    (256, 64, 1): Config(64, 32, 8, 4, False),
-    (256, 128, 1): Config(64, 32, 8, 3, True),
-    (256, 16, 2): Config(16, 32, 4, 4, False),
-    (256, 32, 2): Config(32, 32, 4, 3, False),
-    (256, 64, 2): Config(64, 32, 8, 4, False),
-    (256, 128, 2): Config(128, 32, 8, 3, True),
-    (256, 16, 4): Config(16, 16, 4, 2, False),
-    (256, 32, 4): Config(16, 16, 4, 2, False),
-    (256, 64, 4): Config(16, 16, 4, 2, False),
-    (256, 128, 4): Config(16, 16, 4, 2, False),
-}
 
 
 @triton.jit
@@ -107,10 +51,11 @@ def _attend(
     for key in tl.range(begin, end, BLOCK_N):
         keys = key + tl.arange(0, BLOCK_N)
         # The last key again, not a masked load: 0 * NaN of a slot nobody wrote would be NaN.
-        slots = entries + (tl.minimum(keys, last) if MASKED else keys)
+        slots = entries.to(tl.int32) + (tl.minimum(keys, last) if MASKED else keys)
         rows = cache + slots.to(tl.int64)[:, None] * (2 * HEADS * D) + columns[None, :]
-        # One iteration ahead, so that keys can be loaded as early as the pipeline wants.
-        entries = tl.load(table + tl.minimum(keys + BLOCK_N, last) // PAGE).to(tl.int32)
+        # One iteration ahead, and carried as it was loaded: of values that are carried, the
+        # pipeline moves loads alone ahead of their use, and would wait here for anything else.
+        entries = tl.load(table + tl.minimum(keys + BLOCK_N, last) // PAGE)
         k = tl.load(rows).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
@@ -141,59 +86,38 @@ def _write(
 
 
 @triton.jit
-def _leave(partials, stats, place, state, pairs, used, BLOCK_M: tl.constexpr, D: tl.constexpr):
-    """Write a result to its place, for the program that adds up. used: pairs in this block."""
-    acc, top, total = state
-    cells = place * (BLOCK_M * D) + pairs[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(partials + cells, acc, mask=(pairs < used)[:, None], cache_modifier=".cg")
-    tl.store(stats + place * (2 * BLOCK_M) + pairs, top, cache_modifier=".cg")
-    tl.store(stats + place * (2 * BLOCK_M) + BLOCK_M + pairs, total, cache_modifier=".cg")
+def _extent(start, size, first, final, window, limit, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
+    """[begin, end) of the keys that any row of a block sees, whose rows stand at first .. final."""
+    begin = 0
+    end = tl.minimum(start + size, limit)
+    if CAUSAL:
+        end = tl.minimum(end, final + 1)
+    if WINDOWED:
+        begin = tl.maximum(first - window + 1, 0)
+        if not CAUSAL:
+            end = tl.minimum(end, final + window)
+    return begin, end
 
 
 @triton.jit
-def _is_last(counter, expected):
-    """Whether all others have left their results; the counter is then 0 for the next launch."""
-    tl.debug_barrier()  # the atomic is one thread's and speaks for what all have written
-    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
-    if last:
-        tl.store(counter, 0)
-    return last
+def _pieces(begin, end, splits, BLOCK_N: tl.constexpr, PIECE: tl.constexpr):
+    """Keys of a piece, and the number of pieces."""
+    share = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
+    share = tl.maximum(share, PIECE)
+    return share, tl.maximum(tl.cdiv(end - begin, share), 1)
 
 
-@triton.jit
-def _add_up(
-    partials, stats, place, count, pairs, used,
-    STEP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Add up `count` results from `place` on, STEP apart, in this order whoever does it."""
-    parts = tl.arange(0, _FAN_IN)[:, None]
-    others = stats + (place + parts * STEP) * (2 * BLOCK_M) + pairs[None, :]
-    tops = tl.load(others, mask=parts < count, other=_LOWEST, cache_modifier=".cg")
-    totals = tl.load(others + BLOCK_M, mask=parts < count, other=0.0, cache_modifier=".cg")
-    top = tl.max(tops, 0)
-    total = tl.sum(tl.exp2(tops - top[None, :]) * totals, 0)
-    cells = pairs[:, None] * D + tl.arange(0, D)[None, :]
-    acc = tl.zeros([pairs.shape[0], D], tl.float32)
-    for i in tl.range(0, count, num_stages=3):
-        other = stats + (place + i * STEP) * (2 * BLOCK_M) + pairs
-        weight = tl.exp2(tl.load(other, cache_modifier=".cg") - top)
-        part = partials + (place + i * STEP) * (BLOCK_M * D) + cells
-        part = tl.load(part, mask=(pairs < used)[:, None], other=0.0, cache_modifier=".cg")
-        acc += weight[:, None] * part
-    return acc, top, total
-
-
-@triton.jit(do_not_specialize=["columns", "blocks", "splits", "window", "num_counters"])
+@triton.jit(do_not_specialize=["columns", "blocks", "splits", "window"])
 def _attention(
-    queries, kv, out, starts, sizes, row_starts, tables, table_rows, partials, stats, counters,
-    stride, columns, blocks, splits, window, num_counters,
+    queries, kv, out, starts, sizes, row_starts, tables, table_rows, partials, stats,
+    stride, columns, blocks, splits, window,
     SCALE: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, APART: tl.constexpr,
     SPLIT: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)  # heads first: those that run together read from the same slots
+    place = tl.program_id(1)
     span = place // blocks
     block = blocks - 1 - place % blocks  # those with most keys first
     size = tl.load(sizes + span).to(tl.int32)  # all four in one go: memory is far away
@@ -205,31 +129,25 @@ def _attention(
     first = start + block * BLOCK_M // G  # the positions of the first row and the final one
     final = start + tl.minimum((block * BLOCK_M + BLOCK_M - 1) // G, size - 1)
 
-    begin = 0
+    begin, end = _extent(start, size, first, final, window, columns * PAGE, CAUSAL, WINDOWED)
     settled = 0
-    end = tl.minimum(start + size, columns * PAGE)
     free = end
     if CAUSAL:
-        end = tl.minimum(end, final + 1)
         free = tl.minimum(end, first + 1)
     if WINDOWED:
-        begin = tl.maximum(first - window + 1, 0)
         settled = tl.maximum(final - window + 1, 0)
         if not CAUSAL:
-            end = tl.minimum(end, final + window)
             free = tl.minimum(end, first + window)
     if SPLIT:
         piece = tl.program_id(2)
-        share = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
-        share = tl.maximum(share, PIECE)
-        pieces = tl.maximum(tl.cdiv(end - begin, share), 1)
+        share, pieces = _pieces(begin, end, splits, BLOCK_N, PIECE)
         if piece >= pieces:
             return
         begin += piece * share
         end = tl.minimum(begin + share, end)
 
     keys = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
-    entries = tl.load(table + keys // PAGE).to(tl.int32)
+    entries = tl.load(table + keys // PAGE)
     pairs = block * BLOCK_M + tl.arange(0, BLOCK_M)
     position = start + pairs // G
     row = first_row + pairs // G
@@ -247,7 +165,6 @@ def _attention(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    CHUNK: tl.constexpr = min(BLOCK_M, 8192 // D)  # 32 KiB of a result
     state = acc, top, total, entries
     if APART:
         # Whole blocks of keys that every row sees lie between.
@@ -275,39 +192,69 @@ def _attention(
     if not SPLIT or pieces == 1:
         _write(out, state, first_row, pairs, head, size, G, HEADS, D)
     else:
-        used = size * G - block * BLOCK_M
-        unit = place * HEADS + head
-        whole = unit * splits
-        group = piece // _FAN_IN
-        groups = tl.cdiv(pieces, _FAN_IN)
-        part = whole + group * _FAN_IN
-        count = tl.minimum(pieces - group * _FAN_IN, _FAN_IN)
-        _leave(partials, stats, whole + piece, state, tl.arange(0, BLOCK_M), used, BLOCK_M, D)
-        if _is_last(counters + whole + group, count):
-            for chunk in range(0, BLOCK_M, CHUNK):
-                some = chunk + tl.arange(0, CHUNK)
-                result = _add_up(partials, stats, part, count, some, used, 1, BLOCK_M, D)
-                if groups == 1:
-                    _write(out, result, first_row, block * BLOCK_M + some, head, size, G, HEADS, D)
-                else:
-                    tl.debug_barrier()  # all threads have read what the sum now replaces
-                    _leave(partials, stats, part, result, some, used, BLOCK_M, D)
-            if groups > 1:  # noqa: SIM102
-                if _is_last(counters + num_counters + unit, groups):
-                    for chunk in range(0, BLOCK_M, CHUNK):
-                        some = chunk + tl.arange(0, CHUNK)
-                        result = _add_up(
-                            partials, stats, whole, groups, some, used, _FAN_IN, BLOCK_M, D
-                        )
-                        _write(
-                            out, result, first_row, block * BLOCK_M + some, head, size, G, HEADS, D
-                        )
+        # For the kernel that adds up.
+        unit = (place * HEADS + head) * splits + piece
+        some = tl.arange(0, BLOCK_M)
+        left = partials + unit.to(tl.int64) * (BLOCK_M * D)
+        left = left + some[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(left, acc, mask=(pairs < size * G)[:, None])
+        tl.store(stats + unit * (2 * BLOCK_M) + some, top)
+        tl.store(stats + unit * (2 * BLOCK_M) + BLOCK_M + some, total)
+
+
+@triton.jit(do_not_specialize=["columns", "blocks", "splits", "window"])
+def _add_up(
+    out, starts, sizes, row_starts, partials, stats, columns, blocks, splits, window,
+    G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PIECE: tl.constexpr, FAN_IN: tl.constexpr, SOME: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Add up what the pieces of a block left, in their order, for SOME of its pairs."""
+    head = tl.program_id(0)
+    place = tl.program_id(1)
+    span = place // blocks
+    block = blocks - 1 - place % blocks
+    size = tl.load(sizes + span).to(tl.int32)
+    start = tl.load(starts + span).to(tl.int32)
+    first_row = tl.load(row_starts + span)
+    some = tl.program_id(2) * SOME + tl.arange(0, SOME)
+    pairs = block * BLOCK_M + some
+    first = start + block * BLOCK_M // G
+    final = start + tl.minimum((block * BLOCK_M + BLOCK_M - 1) // G, size - 1)
+    begin, end = _extent(start, size, first, final, window, columns * PAGE, CAUSAL, WINDOWED)
+    _, pieces = _pieces(begin, end, splits, BLOCK_N, PIECE)
+    unit = (place * HEADS + head) * splits
+    used = (pairs < size * G)[:, None]
+    follow(PDL)  # first: were there nothing to add up, the next kernel must still find all done
+    if pieces == 1 or block * BLOCK_M + tl.program_id(2) * SOME >= size * G:
+        return
+    acc = tl.zeros([SOME, D], tl.float32)
+    top = tl.full([SOME], _LOWEST, tl.float32)
+    total = tl.zeros([SOME], tl.float32)
+    columns = some[:, None] * D + tl.arange(0, D)[None, :]
+    for piece in tl.range(0, pieces, FAN_IN):
+        peak = top
+        for i in tl.static_range(FAN_IN):
+            spots = stats + (unit + piece + i) * (2 * BLOCK_M) + some
+            peak = tl.maximum(peak, tl.load(spots, mask=piece + i < pieces, other=_LOWEST))
+        decay = tl.exp2(top - peak)
+        acc *= decay[:, None]
+        total *= decay
+        top = peak
+        for i in tl.static_range(FAN_IN):  # unrolled: all loads are in flight together
+            spots = stats + (unit + piece + i) * (2 * BLOCK_M) + some
+            there = piece + i < pieces
+            weight = tl.exp2(tl.load(spots, mask=there, other=_LOWEST) - peak)
+            total += weight * tl.load(spots + BLOCK_M, mask=there, other=0.0)
+            part = partials + (unit + piece + i).to(tl.int64) * (BLOCK_M * D) + columns
+            acc += weight[:, None] * tl.load(part, mask=used & there, other=0.0)
+    _write(out, (acc, top, total), first_row, pairs, head, size, G, HEADS, D)
 
 
 # The interpreter has no products in bfloat16: it computes in float32.
 _INTERPRETED = not isinstance(_attention, triton.JITFunction)
 _NO_WINDOW = 1 << 30
-_MOST_PIECES = _FAN_IN.value**2  # two rounds add up so many
+_MOST_PIECES = 64
 _PAIRS = 64  # of each program's result that a workspace has room for
 
 
@@ -322,7 +269,6 @@ class AttentionWorkspace:
         pairs = self.programs * _PAIRS
         self.partials = torch.empty(pairs * head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(pairs * 2, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(self.programs * 2, dtype=torch.int32, device=device)
 
     @staticmethod
     def programs_of(device: torch.device) -> int:
@@ -334,13 +280,7 @@ class AttentionWorkspace:
     @staticmethod
     def nbytes(head_dim: int, programs: int) -> int:
         """Bytes of a workspace: 8.8 MB for 264 programs and a head size of 128."""
-        return programs * (4 * _PAIRS * (head_dim + 2) + 4 * 2)
-
-
-def config_of(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Config:
-    """The configuration for a model of `dtype` whose longest span has so many pairs."""
-    block = min(max(int(triton.next_power_of_2(pairs)), 16), 128)
-    return CONFIGS[head_dim, block, 4 if dtype == torch.float32 else kv_dtype.itemsize]
+        return programs * 4 * _PAIRS * (head_dim + 2)
 
 
 def paged_attention(
@@ -374,8 +314,8 @@ def paged_attention(
     rows, heads, dim = q.shape
     kv_heads, group = kv.shape[2], heads // kv.shape[2]
     if config is None:
-        few = 16 < longest * group <= 64 and sizes.shape[0] * kv_heads <= FEW_HEADS
-        config = config_of(dim, 32 if few else longest * group, q.dtype, kv.dtype)
+        sort = q.dtype, kv.dtype, workspace.programs
+        config = config_of(dim, longest * group, sizes.shape[0], kv_heads, *sort)
     columns = tables.shape[1]
     most = columns * page_size
     if mask.window is not None:
@@ -388,13 +328,21 @@ def paged_attention(
     assert starts.is_contiguous()
     pdl = dependent(q.device)
     out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
-    _attention[(units // kv_heads, kv_heads, splits)](
+    limits = columns, blocks, splits, mask.window or _NO_WINDOW
+    kinds = group, kv_heads, dim, page_size, mask.causal, mask.window is not None
+    _attention[(kv_heads, units // kv_heads, splits)](
         q, kv, out, starts, sizes, row_starts, tables, table_rows,
-        workspace.partials, workspace.stats, workspace.counters,
-        q.stride(0), columns, blocks, splits, mask.window or _NO_WINDOW, workspace.programs,
-        (dim**-0.5 if scale is None else scale) * math.log2(math.e),
-        group, kv_heads, dim, page_size, mask.causal, mask.window is not None, _INTERPRETED,
+        workspace.partials, workspace.stats, q.stride(0), *limits,
+        (dim**-0.5 if scale is None else scale) * math.log2(math.e), *kinds, _INTERPRETED,
         config.pairs, config.keys, config.apart, splits > 1, PIECE_KEYS, pdl,
         num_warps=config.warps, num_stages=config.stages, launch_pdl=pdl,
     )  # fmt: skip
+    if splits > 1:
+        fan_in = min(int(triton.next_power_of_2(splits)), FAN_IN)
+        some = min(ADDED // dim, config.pairs)
+        _add_up[(kv_heads, units // kv_heads, -(-config.pairs // some))](
+            out, starts, sizes, row_starts, workspace.partials, workspace.stats, *limits, *kinds,
+            config.pairs, config.keys, PIECE_KEYS, fan_in, some, pdl,
+            num_warps=1, launch_pdl=pdl,
+        )  # fmt: skip
     return out

@@ -17,7 +17,7 @@ from triton import knobs
 
 from strobe.kernels.dependent import dependent, follow
 
-FEW_ROWS = 512
+FEW_ROWS = 64
 """Up to here rows are cut into small programs, so that 16 rows already reach every SM."""
 
 FP8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn

@@ -1,0 +1,112 @@
+"""Memory as planned against memory as used, on a GPU: weights, KV pool, graphs and steps.
+
+    python benchmarks/memory.py [--shapes qwen3-8b] [--max-num-seqs 64] [--within 0.03]
+
+With default settings the KV pool takes what the plan leaves of the GPU. Then every kind of step
+runs: a full prefill, decoding of every number of requests there is a shape for, greedy and sampled,
+and prompts beside them. Exits with 1 where the process used more or less than planned by more than
+`--within`, or steps failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from strobe import EngineConfig, SamplingParams
+from strobe.bench.shapes import NAMES, directories
+from strobe.bench.step import random_prompts
+from strobe.engine.build import resolve
+from strobe.engine.engine import Engine
+
+
+def drive(engine: Engine, count: int, sampling: SamplingParams) -> None:
+    """So many requests at once, until each has some tokens."""
+    asked = [engine.add(prompt, sampling) for prompt in random_prompts(engine, count, 300)]
+    while not all(request.num_output > 24 for request in asked):
+        engine.step()
+    for request in asked:
+        engine.finish(request, "abort")
+    while engine.has_work:
+        engine.step()
+
+
+def used(device: torch.device) -> int:
+    free, whole = torch.cuda.mem_get_info(device)
+    return whole - free
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, object]:
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")
+    with directories(arguments.shapes) as (target, draft):
+        config = EngineConfig(
+            target=target,
+            draft=draft,
+            load_format="dummy",
+            max_num_seqs=arguments.max_num_seqs,
+            enable_prefix_caching=False,
+        )
+        resolved = resolve(config.check())
+        before = used(resolved.device)
+        engine = Engine(resolved, simulated_acceptance=6.0)
+    parts = engine.parts
+    stores = sum(store.data.nbytes for store in parts.stores.values())
+    weights = torch.cuda.memory_allocated() - stores
+    limits = engine.limits
+    greedy = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    warm = greedy.clone(temperature=1.0, top_p=0.9, seed=1)
+    long = random_prompts(engine, 4, limits.max_num_batched_tokens // 2)
+    first = [engine.add(prompt, greedy.clone(max_tokens=1)) for prompt in long]
+    while any(request.finish_reason is None for request in first):
+        engine.step()
+    counts = [count for count in parts.runner.shapes.spans if count <= limits.max_num_seqs]
+    for sampling in (greedy, warm):
+        for count in counts:
+            drive(engine, count, sampling)
+    torch.cuda.synchronize()
+    planned = weights + stores + resolved.scratch
+    real = used(resolved.device) - before
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "weights": weights,
+        "kv": stores,
+        "steps_and_graphs": resolved.scratch,
+        "planned": planned,
+        "used": real,
+        "used_over_planned": round(real / planned, 4),
+        "graphs": len(engine.graphs),
+        "peak_of_tensors": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "free": torch.cuda.mem_get_info()[0],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shapes", choices=NAMES, default="qwen3-8b")
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--within", type=float, default=0.03)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("There is no CUDA device; this needs one.", file=sys.stderr)
+        return 1
+    report = measure(arguments)
+    print(json.dumps(report, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return int(abs(report["used_over_planned"] - 1) > arguments.within)  # type: ignore[operator]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

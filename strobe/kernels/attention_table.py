@@ -1,0 +1,87 @@
+"""How attention's blocks are computed, by head size, rows and dtype: measured on an H200."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Config(NamedTuple):
+    """How a block is computed.
+
+    pairs: of (row, head) in a block, 16 or more. keys: per iteration, a divisor of PIECE_KEYS.
+    apart: whether keys that every row sees get a loop of their own, without a mask; it pays where
+    arithmetic takes the time and not memory.
+    """
+
+    pairs: int
+    keys: int
+    warps: int
+    stages: int
+    apart: bool
+
+
+# By head size, pairs of the longest span (16, 32, 64, or 128 for more) and bytes of a stored
+# number; 4 for models in float32, which no tensor core takes and which run out of registers first.
+CONFIGS: dict[tuple[int, int, int], Config] = {
+    (64, 16, 1): Config(16, 128, 4, 4, False),
+    (64, 32, 1): Config(32, 128, 4, 4, False),
+    (64, 64, 1): Config(64, 64, 4, 4, False),
+    (64, 128, 1): Config(128, 64, 8, 3, True),
+    (64, 16, 2): Config(16, 128, 4, 3, False),
+    (64, 32, 2): Config(32, 128, 4, 3, False),
+    (64, 64, 2): Config(64, 64, 4, 4, False),
+    (64, 128, 2): Config(128, 128, 8, 3, True),
+    (64, 16, 4): Config(16, 32, 4, 2, False),
+    (64, 32, 4): Config(32, 32, 8, 2, False),
+    (64, 64, 4): Config(64, 32, 8, 2, False),
+    (64, 128, 4): Config(64, 32, 8, 2, False),
+    (128, 16, 1): Config(16, 128, 4, 3, False),
+    (128, 32, 1): Config(32, 128, 4, 3, False),
+    (128, 64, 1): Config(64, 64, 4, 4, False),
+    (128, 128, 1): Config(128, 64, 8, 3, True),
+    (128, 16, 2): Config(16, 32, 4, 3, False),
+    (128, 32, 2): Config(32, 64, 4, 3, False),
+    (128, 64, 2): Config(64, 32, 4, 4, False),
+    (128, 128, 2): Config(128, 128, 8, 3, False),
+    (128, 16, 4): Config(16, 16, 4, 2, False),
+    (128, 32, 4): Config(32, 16, 8, 2, False),
+    (128, 64, 4): Config(32, 16, 8, 2, False),
+    (128, 128, 4): Config(32, 16, 8, 2, False),
+    (256, 16, 1): Config(16, 32, 4, 4, False),
+    (256, 32, 1): Config(32, 32, 4, 4, False),
+    (256, 64, 1): Config(64, 32, 8, 4, False),
+    (256, 128, 1): Config(64, 32, 8, 3, True),
+    (256, 16, 2): Config(16, 32, 4, 4, False),
+    (256, 32, 2): Config(32, 32, 4, 3, False),
+    (256, 64, 2): Config(64, 32, 8, 4, False),
+    (256, 128, 2): Config(128, 32, 8, 3, True),
+    (256, 16, 4): Config(16, 16, 4, 2, False),
+    (256, 32, 4): Config(16, 16, 4, 2, False),
+    (256, 64, 4): Config(16, 16, 4, 2, False),
+    (256, 128, 4): Config(16, 16, 4, 2, False),
+}
+
+# The same where blocks are divided: a multiprocessor has one program then, which may take its all.
+DIVIDED: dict[tuple[int, int, int], Config] = {
+    (128, 16, 2): Config(16, 128, 4, 3, False),
+    (128, 64, 2): Config(64, 64, 4, 4, False),
+}
+
+
+def config_of(
+    head_dim: int,
+    pairs: int,
+    spans: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    programs: int,
+) -> Config:
+    """The configuration for a model of `dtype` whose longest span has so many pairs. programs: that
+    a launch with divided blocks aims at."""
+    block = next((size for size in (16, 32, 64) if pairs <= size), 128)
+    key = head_dim, block, 4 if dtype == torch.float32 else kv_dtype.itemsize
+    divided = 2 * spans * kv_heads <= programs
+    return DIVIDED.get(key, CONFIGS[key]) if divided else CONFIGS[key]
