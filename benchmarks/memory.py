@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from strobe.bench.shapes import NAMES, directories
 from strobe.bench.step import random_prompts
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
+from strobe.engine.warmup import warm_up
 
 
 def drive(engine: Engine, count: int, sampling: SamplingParams) -> None:
@@ -59,15 +61,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
     stores = sum(store.data.nbytes for store in parts.stores.values())
     weights = torch.cuda.memory_allocated() - stores
     limits = engine.limits
+    began = time.perf_counter()
+    warm_up(engine)
+    warmed = round(time.perf_counter() - began, 1)
     greedy = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     warm = greedy.clone(temperature=1.0, top_p=0.9, seed=1)
     long = random_prompts(engine, 4, limits.max_num_batched_tokens // 2)
     first = [engine.add(prompt, greedy.clone(max_tokens=1)) for prompt in long]
     while any(request.finish_reason is None for request in first):
         engine.step()
-    counts = [count for count in parts.runner.shapes.spans if count <= limits.max_num_seqs]
     for sampling in (greedy, warm):
-        for count in counts:
+        for count in parts.runner.shapes.spans:
             drive(engine, count, sampling)
     torch.cuda.synchronize()
     planned = weights + stores + resolved.scratch
@@ -83,6 +87,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         "used": real,
         "used_over_planned": round(real / planned, 4),
         "graphs": len(engine.graphs),
+        "warm_up_s": warmed,
         "peak_of_tensors": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.memory_reserved(),
         "free": torch.cuda.mem_get_info()[0],

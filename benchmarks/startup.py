@@ -3,7 +3,7 @@
     python benchmarks/startup.py [--shapes qwen3-8b] [--directory DIR] [--json FILE]
 
 Writes a checkpoint of that shape with random weights (16 GB for qwen3-8b), then starts processes
-that load it and answer one prompt: with an empty cache of compiled kernels, and again with what the
+that load it, warm up as a server does and answer one prompt: with an empty cache of compiled kernels, and again with what the
 first one left. Reading the weights alone is timed beside them.
 """
 
@@ -23,7 +23,9 @@ ANSWER = """
 import sys, time
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
+from strobe.engine.warmup import warm_up
 engine = Engine(EngineConfig(sys.argv[1], draft=sys.argv[2], dtype="bfloat16", max_model_len=4096))
+warm_up(engine)
 request = engine.add(list(range(100, 356)), SamplingParams(temperature=0.0, max_tokens=2))
 while not request.num_output:
     engine.step()

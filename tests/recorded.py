@@ -63,6 +63,7 @@ class Double:
     def record(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         self.recorded += 1
         before = [tensor.clone() for tensor in self.state]
+        self.state[0].zero_()  # the step has moved on already: from here it may pass the end
         result = body()
         for tensor, value in zip(self.state, before, strict=True):
             tensor.copy_(value)

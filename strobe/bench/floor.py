@@ -108,7 +108,7 @@ class Shapes:
         small = small_values(decoder) + decoder.hidden_size
         stored = rows * kv_values(decoder) * self.widths.kv
         return Work(
-            self._weights(values + observed, small, head)
+            self._weights(values + observed + head, small, 0)  # a drafter's head is as its layers
             + self._context(decoder, requests, context)
             + stored,
             2 * requests * block * values + 2 * rows * observed,

@@ -168,6 +168,14 @@ class Engine:
         """End a request from outside: its text met a stop string, or nobody waits for it."""
         self.scheduler.finish(request, reason)
 
+    def forget(self) -> None:
+        """Be as if nothing had run: counters, numbers of requests and cached pages. Nothing may be
+        running."""
+        assert not self.has_work, "requests are running"
+        self._numbers = itertools.count()
+        self.scheduler.stats = EngineStats()
+        self.parts.pool.forget()
+
     def check(self) -> None:
         """Raises AssertionError where bookkeeping disagrees, also between host and device."""
         self.scheduler.check()

@@ -93,6 +93,13 @@ class PagePool:
         """The page with this content, if it is still there."""
         return self._page_of.get(key)
 
+    def forget(self) -> None:
+        """Free what is cached: no later request finds it."""
+        for page, key in self._cached.items():
+            del self._page_of[key], self._key_of[page]
+            self._free.append(page)
+        self._cached.clear()
+
     def check(self) -> None:
         """Raises AssertionError if free + held + cached is not all, or an index disagrees."""
         free, held, cached = set(self._free), set(self._holders), set(self._cached)

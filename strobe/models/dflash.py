@@ -40,10 +40,16 @@ class DFlash(nn.Module):
         self._attentions = [layer.self_attn for layer in layers]
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.rope = RotaryTable(decoder.head_dim, decoder.rope_theta, max_positions)
-        self._shared = (embedding, head_weight)
+        self._shared = (embedding, head_weight)  # in a tuple, or they would count as our own
+        self.fp8_head: tuple[Tensor, Tensor] | None = None
         self._context: tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None = None
         self.fused: FusedDecoder | None = None
         self._fused_context: FusedContext | None = None
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The target's output head [V, H]."""
+        return self._shared[1]
 
     def join(self) -> None:
         """After loading: put the context products of all layers into one."""
@@ -120,9 +126,9 @@ class DFlash(nn.Module):
     def head(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> logits [R, V] through the target's output head."""
         if self.fused is not None:
-            logits = self.fused.head(x, self.norm, self._shared[1])
+            logits = self.fused.head(x, self.norm, self.head_weight)
         else:
-            logits = F.linear(self.norm(x), self._shared[1])
+            logits = F.linear(self.norm(x), self.head_weight)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         if self.config.logit_softcap is not None:
@@ -133,5 +139,5 @@ class DFlash(nn.Module):
         """Residual stream [R, H] -> the most probable tokens [R]."""
         plain = self.config.output_multiplier == 1.0 and self.config.logit_softcap is None
         if self.fused is not None and plain:
-            return self.fused.pick(x, self.norm, self._shared[1])
+            return self.fused.pick(x, self.norm, *(self.fp8_head or (self.head_weight,)))
         return argmax(self.head(x))

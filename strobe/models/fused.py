@@ -119,9 +119,10 @@ class FusedDecoder:
         """Residual stream [R, H] -> logits [R, V]."""
         return self.products.linear(rms_norm(x, *norm_of(norm)), Weight(weight, None))
 
-    def pick(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
-        """Residual stream [R, H] -> the most probable tokens [R]; no logits are kept."""
-        return self.products.head_argmax(rms_norm(x, *norm_of(norm)), Weight(weight, None))
+    def pick(self, x: Tensor, norm: RMSNorm, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Residual stream [R, H] -> the most probable tokens [R]; no logits are kept. scale: of
+        each row of a head in FP8."""
+        return self.products.head_argmax(rms_norm(x, *norm_of(norm)), Weight(weight, scale))
 
     def _attend(
         self, index: int, layer: _Layer, qkv: Tensor, positions: Tensor, attend: PagedAttention

@@ -276,16 +276,24 @@ def load_draft(
 
 
 def quantize(module: nn.Module) -> None:
-    """Turn every product of the module into FP8 (e4m3, Micikevicius et al., arXiv 2209.05433) with
-    one scale per output row, whose largest value becomes 448, the largest there is. Embeddings and
-    heads keep their dtype."""
+    """Turn every product of the module into FP8. Embeddings and heads keep their dtype; but a
+    drafter, which decides no answer, gets a copy of its target's head in FP8."""
     for name, part in module.named_modules():
         if isinstance(part, nn.Linear) and name != "lm_head":
-            largest = part.weight.abs().amax(1).float()
-            scale = torch.where(largest > 0, largest / 448.0, 1.0)
-            rows = [
-                (some.float() / of[:, None]).to(torch.float8_e4m3fn)
-                for some, of in zip(part.weight.split(4096), scale.split(4096), strict=True)
-            ]
+            rows, scale = fp8_rows(part.weight)
             part.register_buffer("scale", scale, persistent=False)
-            part.weight = nn.Parameter(torch.cat(rows), requires_grad=False)
+            part.weight = nn.Parameter(rows, requires_grad=False)
+    if isinstance(module, DFlash):
+        module.fp8_head = fp8_rows(module.head_weight)
+
+
+def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> rows in FP8 (e4m3, Micikevicius et al., arXiv 2209.05433) and a scale for
+    each, [N] float32: the largest value of a row becomes 448, the largest there is."""
+    largest = weight.abs().amax(1).float()
+    scale = torch.where(largest > 0, largest / 448.0, 1.0)
+    rows = [
+        (some.float() / of[:, None]).to(torch.float8_e4m3fn)
+        for some, of in zip(weight.split(4096), scale.split(4096), strict=True)
+    ]
+    return torch.cat(rows), scale

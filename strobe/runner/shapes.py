@@ -17,23 +17,24 @@ class Shapes:
         """max_spans: most requests at once; num_drafts: the longest draft there is."""
         self.max_spans, self.num_drafts = max_spans, num_drafts
         steps = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_spans, 32)]
-        # One span more than there are requests, for rows that belong to none.
-        self.spans = [*[s for s in steps if s < max_spans], max_spans, max_spans + 1]
+        self.spans = [*[s for s in steps if s < max_spans], max_spans]
+        # Few where spans differ in length, for there the rows vary too; and one span more than
+        # there are requests, for rows that belong to none.
+        self.crowds = [*[s for s in (4, 16, 64, 256) if s < max_spans], max_spans + 1]
         self.rows = [8, 16, 32, 64, 96, 128, 192, 256, 384, REPLAYED_ROWS]
 
     def of(self, spans: int, rows: int, width: int, *, block: bool) -> Shape:
         """The shape for so many spans and rows. width: the longest draft, 0 or more; block: whether
         every span is one token and `width` drafts."""
-        width = width if block else self.num_drafts if width else 0
-        room = self.spans[bisect_left(self.spans, spans)]
         if block:
+            room = self.spans[bisect_left(self.spans, spans)]
             return Shape(room, room * (1 + width), width)
         if rows > REPLAYED_ROWS:
-            return Shape(room, rows, width)
+            width = self.num_drafts if width else 0
+            return Shape(self.spans[bisect_left(self.spans, spans)], rows, width)
         padded = self.rows[bisect_left(self.rows, rows)]
-        if padded > rows and room == spans:
-            room = self.spans[bisect_left(self.spans, spans + 1)]
-        return Shape(room, padded, width)
+        room = self.crowds[bisect_left(self.crowds, spans + (padded > rows))]
+        return Shape(room, padded, self.num_drafts)
 
     def replays(self, shape: Shape) -> bool:
         """Whether batches of that shape come again and again: decoding, and small mixed steps."""

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
-from strobe.engine.stats import EngineStats
-from strobe.request import Request, SamplingParams
+from strobe.engine.warmup import warm_up
+from strobe.request import Request
 from strobe.server.messages import (
     AnswerNews,
     Beginning,
@@ -40,7 +40,6 @@ from strobe.step import TokenEvent
 logger = logging.getLogger(__name__)
 
 _SNAPSHOT_EVERY = 0.1
-_WARM_UP = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 def run_engine(pipe: Connection, config: EngineConfig, logs: LogSettings) -> None:
@@ -66,15 +65,6 @@ def tell(pipe: Connection, message: FromEngine) -> None:
     """Say something to the server; one that has gone is noticed where messages come in."""
     with contextlib.suppress(OSError):
         pipe.send(message)
-
-
-def warm_up(engine: Engine) -> None:
-    """Answer a short prompt, so that the first user does not wait for what is made on first use."""
-    size = min(16, engine.limits.max_model_len - 1)
-    engine.add([0] * size, _WARM_UP.clone(max_tokens=min(24, engine.limits.max_model_len - size)))
-    while engine.has_work:
-        engine.step()
-    engine.scheduler.stats = EngineStats()
 
 
 def facts(engine: Engine) -> Ready:

@@ -11,6 +11,7 @@ import torch
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.demo import pick_examples, prompts_of
 from strobe.engine.engine import Engine
+from strobe.engine.warmup import warm_up
 from strobe.request import Request
 
 pytestmark = [
@@ -194,3 +195,19 @@ def test_memory_does_not_grow(texts: list[list[int]]):
     for _ in range(6):
         answers(one, texts, WARM)
     assert torch.cuda.memory_reserved() == before
+
+
+def test_after_the_warm_up_no_step_is_captured(texts: list[list[int]]):
+    one = engine(overlap=2)
+    warm_up(one)
+    captured = len(one.graphs)
+    for params in (GREEDY, WARM):
+        asked = [one.add(text, params.clone(max_tokens=20 + 9 * i)) for i, text in enumerate(texts)]
+        while one.has_work:
+            one.step()
+        late = one.add([*texts[0], 5, 6, 7], params)
+        for _ in range(3):
+            one.step()
+        asked += [late, one.add(texts[1][:3], params)]
+        finish(one, asked)
+    assert len(one.graphs) == captured > 40

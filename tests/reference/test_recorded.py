@@ -14,6 +14,8 @@ from tiny import Scripted, make_engine, run, wavering
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
+from strobe.engine.stats import EngineStats
+from strobe.engine.warmup import warm_up
 from strobe.runner.batch import Shape
 from strobe.runner.shapes import Shapes
 
@@ -87,6 +89,9 @@ def test_shapes_have_room_and_a_span_for_rows_of_none():
     assert shapes.of(4, 32, 7, block=True) == Shape(4, 32, 7)
     assert shapes.of(20, 160, 7, block=True) == Shape(20, 160, 7)
     assert shapes.of(2, 2, 0, block=True) == Shape(2, 2, 0)
+    assert shapes.of(4, 32, 7, block=False) == Shape(4, 32, 7)
+    assert shapes.of(4, 31, 7, block=False) == Shape(16, 32, 7)
+    assert shapes.of(16, 90, 7, block=False) == Shape(21, 96, 7)
     for spans in range(1, 21):
         for rows in range(spans, 700, 3):
             shape = shapes.of(spans, rows, 5, block=False)
@@ -163,3 +168,50 @@ def test_a_cache_in_fp8_is_as_lossless_as_another(target: Any, draft: Callable[.
     engine = make_engine(config(target, draft(), kv_cache_dtype="fp8"))
     assert run(engine, PROMPTS, COLD) == plain
     assert {store.data.dtype for store in engine.parts.stores.values()} == {torch.float8_e4m3fn}
+
+
+def warmed(target: Any, drafter: Path, **options: Any) -> Engine:
+    resolved = resolve(config(target, drafter, **options))
+    parts = build(resolved)
+    recorded(parts, 5, resolved.limits.num_drafts)
+    engine = Engine(resolved, parts=parts)
+    warm_up(engine)
+    return engine
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_after_the_warm_up_nothing_is_recorded(
+    overlap: int, target: Any, draft: Callable[..., Path]
+):
+    engine = warmed(target, draft(), overlap=overlap)
+    before = len(engine.graphs)
+    unseeded = COLD.clone(temperature=1.0, top_p=0.9)  # a mixture is one more kind on a CPU
+    found = [run(engine, PROMPTS, asked) for asked in (unseeded, COLD, ASKED[1])]
+    found.append(run(engine, [prompt * 2 for prompt in PROMPTS], unseeded))
+    assert len(engine.graphs) == before > 20
+    cold = make_engine(config(target, draft(), overlap=overlap))
+    again = [run(cold, PROMPTS, asked) for asked in (unseeded, COLD, ASKED[1])]
+    assert again == found[:3], "requests without a seed draw by their number"
+
+
+def test_the_warm_up_leaves_no_trace(target: Any, draft: Callable[..., Path]):
+    engine = warmed(target, draft())
+    pool = engine.parts.pool
+    pool.check()
+    assert not engine.has_work
+    assert engine.stats == EngineStats()
+    assert pool.available == pool.capacity
+    assert pool.lookup(pool.key(b"", [0] * 4)) is None
+    assert engine.add([1], COLD).id == "request-0"
+
+
+@pytest.mark.parametrize("options", [{}, {"max_model_len": 2}, {"max_num_seqs": 1}], ids=str)
+def test_small_engines_warm_up_too(
+    options: dict[str, int], target: Any, draft: Callable[..., Path]
+):
+    """One that records nothing, one without room for a block, and one for a single request."""
+    engine = warmed(target, draft(), **options)
+    assert not engine.has_work
+    plain = make_engine(config(target, draft(), **options))
+    warm_up(plain)
+    assert run(engine, [[5]], COLD) == run(plain, [[5]], COLD)
