@@ -3,8 +3,8 @@
     python benchmarks/startup.py [--shapes qwen3-8b] [--directory DIR] [--json FILE]
 
 Writes a checkpoint of that shape with random weights (16 GB for qwen3-8b), then starts processes
-that load it, warm up as a server does and answer one prompt: with an empty cache of compiled kernels, and again with what the
-first one left. Reading the weights alone is timed beside them.
+that load it, warm up as a server does and answer one prompt: with an empty cache of compiled
+kernels, and again with what the first one left. Reading the weights alone is timed beside them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from strobe.engine.engine import Engine
 from strobe.request import Request, SamplingParams
@@ -17,22 +17,30 @@ _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 _DRAWN = _GREEDY.clone(temperature=1.0, top_p=0.9, seed=0)
 _TOKENS = 24
 _STEPS = _TOKENS + 2  # in which a request that finds room has ended
+_SECONDS = 40.0  # with kernels that are still to be compiled, all would take minutes
 
 
-def warm_up(engine: Engine) -> None:
+class _Enough(Exception):
+    """The time is up."""
+
+
+def warm_up(engine: Engine, seconds: float = _SECONDS) -> None:
     """Answer a prompt; where steps are recorded, run those that come again and again, greedy and
-    sampled, and the largest prefill. The engine is left as if nothing had run."""
+    sampled, and the largest prefill. The engine is left as if nothing had run.
+
+    seconds: after these no further step is run, and what is missing is made when it is first used.
+    """
     began = time.perf_counter()
-    room = engine.limits.max_model_len - 1
-    size = min(16, room)
-    _run(engine, engine.add([0] * size, _GREEDY.clone(max_tokens=min(_TOKENS, room + 1 - size))))
-    shapes = engine.parts.runner.shapes
-    if shapes is not None:
-        firsts = itertools.cycle(range(engine.resolved.target.decoder.vocab_size))
-        _prefill(engine, firsts)
-        for sampling in (_GREEDY, _DRAWN):
-            _decode(engine, shapes, sampling, firsts)
-            _mix(engine, shapes, sampling, firsts)
+    work = _WarmUp(engine, began + seconds)
+    with suppress(_Enough):
+        work.answer()
+        shapes = engine.parts.runner.shapes
+        if shapes is not None:
+            work.prefill()
+            for sampling in (_GREEDY, _DRAWN):
+                work.decode(shapes, sampling)
+                work.mix(shapes, sampling)
+    work.end(*work.asked)
     while engine.has_work:
         engine.step()
     engine.forget()
@@ -41,61 +49,73 @@ def warm_up(engine: Engine) -> None:
     )
 
 
-def _prefill(engine: Engine, firsts: Iterator[int]) -> None:
-    """As many rows as a step can have, in one prompt."""
-    limits, pool = engine.limits, engine.parts.pool
-    pages = (pool.capacity - 1) * limits.page_size - 2 * limits.block
-    size = min(limits.max_num_batched_tokens, limits.max_model_len - 1, pages)
-    if size > 0:
-        _run(engine, engine.add(_prompt(size, firsts), _GREEDY.clone(max_tokens=1)))
+class _WarmUp:
+    """Requests that bring about one kind of step each."""
 
+    def __init__(self, engine: Engine, deadline: float):
+        self.engine, self.limits, self.deadline = engine, engine.limits, deadline
+        self.asked: list[Request] = []
+        # What prompts begin with, so that none finds another's pages.
+        self._firsts = itertools.cycle(range(engine.resolved.target.decoder.vocab_size))
 
-def _decode(
-    engine: Engine, shapes: Shapes, sampling: SamplingParams, firsts: Iterator[int]
-) -> None:
-    """Ever more requests, the next one's short prompt beside those that decode."""
-    limits, asked = engine.limits, list[Request]()
-    endless = sampling.clone(max_tokens=None)
-    few = min(REPLAYED_ROWS // (1 + limits.num_drafts), limits.max_num_seqs)
-    counts = [*range(1, few + 1), *[count for count in shapes.spans if count > few]]
-    for count in counts:
-        asked += [engine.add(_prompt(1, firsts), endless) for _ in range(count - len(asked))]
-        for _ in range(2 + engine.depth):
-            engine.step()
-    _end(engine, asked)
+    def answer(self) -> None:
+        """A short prompt's."""
+        room = self.limits.max_model_len - 1
+        size = min(16, room)
+        tokens = min(_TOKENS, room + 1 - size)
+        self.finish(self.add(size, _GREEDY.clone(max_tokens=tokens)))
 
+    def prefill(self) -> None:
+        """As many rows as a step can have, in one prompt."""
+        limits, pool = self.limits, self.engine.parts.pool
+        pages = (pool.capacity - 1) * limits.page_size - 2 * limits.block
+        size = min(limits.max_num_batched_tokens, limits.max_model_len - 1, pages)
+        if size > 0:
+            self.finish(self.add(size, _GREEDY.clone(max_tokens=1)))
 
-def _mix(engine: Engine, shapes: Shapes, sampling: SamplingParams, firsts: Iterator[int]) -> None:
-    """Prompts of every recorded number of rows together: one long and others short, or all alike.
-    To a record, requests that decode beside them are the same."""
-    for count in [1, *[crowd + 1 for crowd in shapes.crowds]]:
-        if count > engine.limits.max_num_seqs:
-            return
-        for rows in [rows for rows in shapes.rows if rows >= count]:
-            alike = [rows // count + (i < rows % count) for i in range(count)]
-            for sizes in ([rows - count + 1] + [1] * (count - 1), alike):
-                if max(sizes) < engine.limits.max_model_len:
-                    one = sampling.clone(max_tokens=1)
-                    asked = [engine.add(_prompt(size, firsts), one) for size in sizes]
-                    _run(engine, *asked)
+    def decode(self, shapes: Shapes, sampling: SamplingParams) -> None:
+        """Ever more requests, the next one's short prompt beside those that decode."""
+        endless = sampling.clone(max_tokens=None)
+        few = min(REPLAYED_ROWS // (1 + self.limits.num_drafts), self.limits.max_num_seqs)
+        asked: list[Request] = []
+        for count in (*range(1, few + 1), *[count for count in shapes.spans if count > few]):
+            asked += [self.add(1, endless) for _ in range(count - len(asked))]
+            for _ in range(2 + self.engine.depth):
+                self.step()
+        self.end(*asked)
 
+    def mix(self, shapes: Shapes, sampling: SamplingParams) -> None:
+        """Prompts of every recorded number of rows together: one long and others short, or all
+        alike. To a record, requests that decode beside them are the same."""
+        one = sampling.clone(max_tokens=1)
+        for count in [1, *[crowd + 1 for crowd in shapes.crowds]]:
+            if count > self.limits.max_num_seqs:
+                return
+            for rows in [rows for rows in shapes.rows if rows >= count]:
+                alike = [rows // count + (i < rows % count) for i in range(count)]
+                for sizes in ([rows - count + 1] + [1] * (count - 1), alike):
+                    if max(sizes) < self.limits.max_model_len:
+                        self.finish(*[self.add(size, one) for size in sizes])
 
-def _prompt(size: int, firsts: Iterator[int]) -> list[int]:
-    """One that no cached page begins like."""
-    return [next(firsts)] + [0] * (size - 1)
+    def add(self, size: int, sampling: SamplingParams) -> Request:
+        prompt = [next(self._firsts)] + [0] * (size - 1)
+        self.asked.append(self.engine.add(prompt, sampling))
+        return self.asked[-1]
 
+    def step(self) -> None:
+        if time.perf_counter() > self.deadline:
+            raise _Enough
+        self.engine.step()
 
-def _run(engine: Engine, *requests: Request) -> None:
-    """Until they have ended; those that find no room are left."""
-    for _ in range(_STEPS):
-        if all(request.finish_reason is not None for request in requests):
-            return
-        engine.step()
-    _end(engine, requests)
+    def finish(self, *requests: Request) -> None:
+        """Step until they have ended; those that find no room are left."""
+        for _ in range(_STEPS):
+            if all(request.finish_reason is not None for request in requests):
+                return
+            self.step()
+        self.end(*requests)
 
-
-def _end(engine: Engine, requests: Sequence[Request]) -> None:
-    for request in requests:
-        if request.finish_reason is None:
-            engine.finish(request, "abort")
-    engine.step()
+    def end(self, *requests: Request) -> None:
+        for request in requests:
+            if request.finish_reason is None:
+                self.engine.finish(request, "abort")

@@ -13,7 +13,7 @@ bit for bit in every run, and does not depend on the other rows nor on how many 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -24,12 +24,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from strobe.kernels.dependent import dependent
 from strobe.kernels.rowwise import round_to
 from strobe.kernels.table import GROUP, Config, Product, Weight, block_m, bucket_of
+from strobe.kernels.workspace import LEAST, Scaled, Workspace
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter keeps bf16 and fp8 as integers: it truncates, and cannot multiply them."""
-
-LEAST = tl.constexpr(-(2**63))
-"""Below every key of an argmax."""
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -101,6 +99,7 @@ def _product(
     ARGMAX: tl.constexpr,
     DTYPE: tl.constexpr,  # of the model
     PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,  # PARTS or the next power of two
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -133,6 +132,22 @@ def _product(
             _prefetch(start + offsets + first * BLOCK_K, PREFETCH)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+    # What the end needs beside the sums: asked for now where there is room to keep it, for memory
+    # is far away and the loop is long.
+    EARLY: tl.constexpr = BLOCK_M <= 32
+    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+    stored = live[:, None] & (columns < N)[None, :]
+    if EARLY:
+        if sums is not None:
+            some = tl.arange(0, WIDTH)
+            places = sums + ms[:, None] * PARTS + some[None, :]
+            found = tl.load(places, mask=live[:, None] & (some < PARTS)[None, :], other=0.0)
+        if residual is not None:
+            lines = residual + ms[:, None] * residual_stride + columns[None, :]
+            before = tl.load(lines, mask=stored, other=0.0)
+        if next_weight is not None:
+            scale = tl.load(next_weight + columns, mask=columns < N, other=0.0)
 
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     squares = tl.zeros([BLOCK_M], tl.float32)
@@ -207,12 +222,15 @@ def _product(
                         norms + part * BLOCK_M, mask=live, other=0.0, cache_modifier=".cg"
                     )
         if sums is not None:
-            some = tl.arange(0, 16)
-            squares = tl.zeros([BLOCK_M], tl.float32)
-            for part in tl.range(0, PARTS, 16):
-                spots = sums + ms[:, None] * PARTS + part + some[None, :]
-                there = live[:, None] & (part + some < PARTS)[None, :]
-                squares += tl.sum(tl.load(spots, mask=there, other=0.0), axis=1)
+            if EARLY:
+                squares = tl.sum(found, axis=1)
+            else:
+                squares = tl.zeros([BLOCK_M], tl.float32)
+                slots = tl.arange(0, 16)
+                for part in tl.static_range(0, PARTS, 16):  # unrolled: all in flight together
+                    places = sums + ms[:, None] * PARTS + part + slots[None, :]
+                    there = live[:, None] & (part + slots < PARTS)[None, :]
+                    squares += tl.sum(tl.load(places, mask=there, other=0.0), axis=1)
         if NORM or sums is not None:
             total *= (1.0 / tl.sqrt_rn(squares / K + eps))[None, :]
         if FP8:
@@ -235,61 +253,23 @@ def _product(
             if GATED:
                 gate, up = tl.split(tl.permute(tl.reshape(out, [BLOCK_M, 2, COLUMNS]), [0, 2, 1]))
                 out = gate / (1.0 + tl.exp(-gate)) * up
-            columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-            stored = live[:, None] & (columns < N)[None, :]
             if residual is not None:
-                out += tl.load(
-                    residual + ms[:, None] * residual_stride + columns[None, :],
-                    mask=stored,
-                    other=0.0,
-                ).to(tl.float32)
+                if not EARLY:
+                    lines = residual + ms[:, None] * residual_stride + columns[None, :]
+                    before = tl.load(lines, mask=stored, other=0.0)
+                out += before.to(tl.float32)
             result = round_to(out, DTYPE)
             tl.store(y + ms[:, None] * y_stride + columns[None, :], result, mask=stored)
             if next_weight is not None:
                 wide = tl.where(stored, result.to(tl.float32), 0.0)
                 tl.store(next_sums + ms * TILES + tile, tl.sum(wide * wide, axis=1), mask=live)
-                gain = tl.load(next_weight + columns, mask=columns < N, other=0.0)
+                if not EARLY:
+                    scale = tl.load(next_weight + columns, mask=columns < N, other=0.0)
                 tl.store(
                     next_x + ms[:, None] * N + columns[None, :],
-                    round_to(wide * gain.to(tl.float32)[None, :], DTYPE),
+                    round_to(wide * scale.to(tl.float32)[None, :], DTYPE),
                     mask=stored,
                 )
-
-
-class Scaled(NamedTuple):
-    """x in front of its norm, as a product left it: `data` [M, K] is x times the norm's weight, not
-    yet divided by x's root mean square, which follows from `sums` [M, parts] of squares in fp32."""
-
-    data: Tensor
-    sums: Tensor
-
-
-class Workspace:
-    """What programs of one product leave for each other. One per stream: products share it in turn.
-
-    Grows when a product needs more, which must not happen while a graph is captured: run every
-    product once before. What it outgrows is kept, because captured graphs still point there.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.partials = torch.empty(0, device=device)
-        self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
-        self.best = torch.full((128,), LEAST.value, dtype=torch.int64, device=device)
-        self.outgrown: list[Tensor] = []
-
-    def reserve(self, sums: int, tiles: int) -> None:
-        """Room for `sums` partial sums and the counters of `tiles` tiles."""
-        if sums > self.partials.numel():
-            self._grow()
-            self.partials = torch.empty(sums, device=self.best.device)
-        if tiles > self.arrived.numel():
-            self._grow()
-            self.arrived = torch.zeros(tiles, dtype=torch.int32, device=self.best.device)
-
-    def _grow(self) -> None:
-        if self.best.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ValueError("run each product once before its graph is captured: no workspace yet")
-        self.outgrown += [self.partials, self.arrived]
 
 
 def launch(
@@ -340,6 +320,7 @@ def launch(
     eps = 0.0 if norm is None else norm[1]
     if scaled is not None:
         x, norm = scaled.data, None
+    parts = 0 if scaled is None else scaled.sums.shape[1]
     kernel = _product.warmup if warmup else _product[(tiles * split,)]
     options: dict[str, Any] = {"grid": (tiles * split,)} if warmup else {}
     kernel(
@@ -372,7 +353,8 @@ def launch(
         GATED=product.gated,
         ARGMAX=product.argmax,
         DTYPE=DTYPES[product.dtype],
-        PARTS=0 if scaled is None else scaled.sums.shape[1],
+        PARTS=parts,
+        WIDTH=int(triton.next_power_of_2(parts)),
         GROUPS=groups,
         PDL=pdl,
         PREFETCH=prefetch,

@@ -116,11 +116,11 @@ def _qk_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     position = tl.load(position_ptr + row)
     cos, sin = _angle(cos_ptr, sin_ptr, position, cos_stride, sin_stride, WIDTH, D)
+    follow(PDL)  # places and angles come from kernels before the one before, which are done by now
     # The heads of q, k and v lie in one line, and so do a slot's keys and values.
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     is_q, is_v = (head < Q_HEADS)[:, None], (head >= Q_HEADS + KV_HEADS)[:, None]
@@ -172,11 +172,11 @@ def _context_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    follow(PDL)
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(2)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     position = tl.load(position_ptr + row)
     cos, sin = _angle(cos_ptr, sin_ptr, position, cos_stride, sin_stride, WIDTH, D)
+    follow(PDL)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     is_v = (head >= KV_HEADS)[:, None]
     half = tl.arange(0, D // 2)
@@ -279,6 +279,7 @@ def qk_norm_rope_store(
     them, or [P, D / 2] with sin as it is; positions, slots [T] int64; kv [slots, 2, Hkv, D],
     contiguous, of any float dtype (float8_e4m3fn saturates). Returns q [T, Hq, D], which overwrote
     the q part of qkv; its k part is left as it was. Of rows that share a slot any may win.
+    positions and slots may not be what the kernel launched just before writes.
     """
     rows, width = qkv.shape[0], kv.shape[-1]
     few = rows <= FEW_ROWS

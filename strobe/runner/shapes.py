@@ -21,7 +21,7 @@ class Shapes:
         # Few where spans differ in length, for there the rows vary too; and one span more than
         # there are requests, for rows that belong to none.
         self.crowds = [*[s for s in (4, 16, 64, 256) if s < max_spans], max_spans + 1]
-        self.rows = [8, 16, 32, 64, 96, 128, 192, 256, 384, REPLAYED_ROWS]
+        self.rows = [16, 32, 64, 128, 192, 256, 384, REPLAYED_ROWS]
 
     def of(self, spans: int, rows: int, width: int, *, block: bool) -> Shape:
         """The shape for so many spans and rows. width: the longest draft, 0 or more; block: whether

@@ -91,7 +91,7 @@ def test_shapes_have_room_and_a_span_for_rows_of_none():
     assert shapes.of(2, 2, 0, block=True) == Shape(2, 2, 0)
     assert shapes.of(4, 32, 7, block=False) == Shape(4, 32, 7)
     assert shapes.of(4, 31, 7, block=False) == Shape(16, 32, 7)
-    assert shapes.of(16, 90, 7, block=False) == Shape(21, 96, 7)
+    assert shapes.of(16, 90, 7, block=False) == Shape(21, 128, 7)
     for spans in range(1, 21):
         for rows in range(spans, 700, 3):
             shape = shapes.of(spans, rows, 5, block=False)
@@ -215,3 +215,11 @@ def test_small_engines_warm_up_too(
     plain = make_engine(config(target, draft(), **options))
     warm_up(plain)
     assert run(engine, [[5]], COLD) == run(plain, [[5]], COLD)
+
+
+def test_a_warm_up_stops_where_its_time_is_up(target: Any, draft: Callable[..., Path]):
+    engine = make_engine(config(target, draft()))
+    warm_up(engine, seconds=0.0)
+    assert not engine.has_work
+    assert engine.stats == EngineStats()
+    assert run(engine, [[5]], COLD)
