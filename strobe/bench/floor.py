@@ -96,7 +96,8 @@ class Shapes:
         where there is no drafter.
 
         bytes = linear + fc + context products + head + norms + c (n + R) KV, the head and the
-        layers' k and v once more, since block and context use them at different times;
+        layers' k and v once more, since block and context use them at different times; the head is
+        as the linear layers are, for in FP8 the drafter has a copy of its own;
         operations = 2 c B linear + 2 c (B - 1) H V + 2 c R (fc + context) + attention.
         """
         if self.draft is None:
@@ -111,9 +112,8 @@ class Shapes:
             self._weights(values + observed + head, small, 0)  # a drafter's head is as its layers
             + self._context(decoder, requests, context)
             + stored,
-            2 * requests * block * values + 2 * rows * observed,
-            2 * requests * (block - 1) * head
-            + requests * attention_operations(decoder, block, context),
+            2 * requests * (block * values + (block - 1) * head) + 2 * rows * observed,
+            requests * attention_operations(decoder, block, context),
         )
 
     def seconds(self, rates: Rates, requests: float, context: float) -> float:

@@ -154,6 +154,8 @@ def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
         drafter = load_draft(Path(config.draft or ""), resolved.draft, target, **how)
     if choice.kernels:
         fuse(target, drafter, device, dtype)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading left over counts as free
     pages = plan_pages(config, limits, list(groups.values()), device, scratch=resolved.scratch)
     pool = PagePool(pages, limits.page_size)
     spare = int(choice.graphs)  # one page more, for rows that only fill up a shape

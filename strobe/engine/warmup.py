@@ -29,6 +29,7 @@ def warm_up(engine: Engine, seconds: float = _SECONDS) -> None:
     sampled, and the largest prefill. The engine is left as if nothing had run.
 
     seconds: after these no further step is run, and what is missing is made when it is first used.
+    A step that finds no memory raises here and not under load.
     """
     began = time.perf_counter()
     work = _WarmUp(engine, began + seconds)
@@ -79,6 +80,7 @@ class _WarmUp:
         few = min(REPLAYED_ROWS // (1 + self.limits.num_drafts), self.limits.max_num_seqs)
         asked: list[Request] = []
         for count in (*range(1, few + 1), *[count for count in shapes.spans if count > few]):
+            asked = [request for request in asked if request.finish_reason is None]
             asked += [self.add(1, endless) for _ in range(count - len(asked))]
             for _ in range(2 + self.engine.depth):
                 self.step()
@@ -108,12 +110,15 @@ class _WarmUp:
         self.engine.step()
 
     def finish(self, *requests: Request) -> None:
-        """Step until they have ended; those that find no room are left."""
+        """Step until they have ended and nothing is in flight, so that the next ones find every
+        slot free; those that find no room are left."""
         for _ in range(_STEPS):
             if all(request.finish_reason is not None for request in requests):
-                return
+                break
             self.step()
         self.end(*requests)
+        while self.engine.has_work:
+            self.step()
 
     def end(self, *requests: Request) -> None:
         for request in requests:

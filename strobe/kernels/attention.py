@@ -116,8 +116,9 @@ def _attention(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, APART: tl.constexpr,
     SPLIT: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)  # heads first: those that run together read from the same slots
-    place = tl.program_id(1)
+    unit = tl.program_id(0)
+    head = unit % HEADS  # heads first: those that run together read from the same slots
+    place = unit // HEADS
     span = place // blocks
     block = blocks - 1 - place % blocks  # those with most keys first
     size = tl.load(sizes + span).to(tl.int32)  # all four in one go: memory is far away
@@ -193,13 +194,13 @@ def _attention(
         _write(out, state, first_row, pairs, head, size, G, HEADS, D)
     else:
         # For the kernel that adds up.
-        unit = (place * HEADS + head) * splits + piece
+        part = unit * splits + piece
         some = tl.arange(0, BLOCK_M)
-        left = partials + unit.to(tl.int64) * (BLOCK_M * D)
+        left = partials + part.to(tl.int64) * (BLOCK_M * D)
         left = left + some[:, None] * D + tl.arange(0, D)[None, :]
         tl.store(left, acc, mask=(pairs < size * G)[:, None])
-        tl.store(stats + unit * (2 * BLOCK_M) + some, top)
-        tl.store(stats + unit * (2 * BLOCK_M) + BLOCK_M + some, total)
+        tl.store(stats + part * (2 * BLOCK_M) + some, top)
+        tl.store(stats + part * (2 * BLOCK_M) + BLOCK_M + some, total)
 
 
 @triton.jit(do_not_specialize=["columns", "blocks", "splits", "window"])
@@ -210,8 +211,9 @@ def _add_up(
     PIECE: tl.constexpr, FAN_IN: tl.constexpr, SOME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add up what the pieces of a block left, in their order, for SOME of its pairs."""
-    head = tl.program_id(0)
-    place = tl.program_id(1)
+    unit = tl.program_id(0)
+    head = unit % HEADS
+    place = unit // HEADS
     span = place // blocks
     block = blocks - 1 - place % blocks
     size = tl.load(sizes + span).to(tl.int32)
@@ -223,7 +225,7 @@ def _add_up(
     final = start + tl.minimum((block * BLOCK_M + BLOCK_M - 1) // G, size - 1)
     begin, end = _extent(start, size, first, final, window, columns * PAGE, CAUSAL, WINDOWED)
     _, pieces = _pieces(begin, end, splits, BLOCK_N, PIECE)
-    unit = (place * HEADS + head) * splits
+    first_part = unit * splits
     used = (pairs < size * G)[:, None]
     follow(PDL)  # first: were there nothing to add up, the next kernel must still find all done
     if pieces == 1 or block * BLOCK_M + tl.program_id(2) * SOME >= size * G:
@@ -235,18 +237,18 @@ def _add_up(
     for piece in tl.range(0, pieces, FAN_IN):
         peak = top
         for i in tl.static_range(FAN_IN):
-            spots = stats + (unit + piece + i) * (2 * BLOCK_M) + some
+            spots = stats + (first_part + piece + i) * (2 * BLOCK_M) + some
             peak = tl.maximum(peak, tl.load(spots, mask=piece + i < pieces, other=_LOWEST))
         decay = tl.exp2(top - peak)
         acc *= decay[:, None]
         total *= decay
         top = peak
         for i in tl.static_range(FAN_IN):  # unrolled: all loads are in flight together
-            spots = stats + (unit + piece + i) * (2 * BLOCK_M) + some
+            spots = stats + (first_part + piece + i) * (2 * BLOCK_M) + some
             there = piece + i < pieces
             weight = tl.exp2(tl.load(spots, mask=there, other=_LOWEST) - peak)
             total += weight * tl.load(spots + BLOCK_M, mask=there, other=0.0)
-            part = partials + (unit + piece + i).to(tl.int64) * (BLOCK_M * D) + columns
+            part = partials + (first_part + piece + i).to(tl.int64) * (BLOCK_M * D) + columns
             acc += weight[:, None] * tl.load(part, mask=used & there, other=0.0)
     _write(out, (acc, top, total), first_row, pairs, head, size, G, HEADS, D)
 
@@ -279,7 +281,7 @@ class AttentionWorkspace:
 
     @staticmethod
     def nbytes(head_dim: int, programs: int) -> int:
-        """Bytes of a workspace: 8.8 MB for 264 programs and a head size of 128."""
+        """Bytes of a workspace: 4.4 MB for 132 programs and a head size of 128."""
         return programs * 4 * _PAIRS * (head_dim + 2)
 
 
@@ -330,7 +332,7 @@ def paged_attention(
     out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
     limits = columns, blocks, splits, mask.window or _NO_WINDOW
     kinds = group, kv_heads, dim, page_size, mask.causal, mask.window is not None
-    _attention[(kv_heads, units // kv_heads, splits)](
+    _attention[(units, 1, splits)](
         q, kv, out, starts, sizes, row_starts, tables, table_rows,
         workspace.partials, workspace.stats, q.stride(0), *limits,
         (dim**-0.5 if scale is None else scale) * math.log2(math.e), *kinds, _INTERPRETED,
@@ -340,7 +342,7 @@ def paged_attention(
     if splits > 1:
         fan_in = min(int(triton.next_power_of_2(splits)), FAN_IN)
         some = min(ADDED // dim, config.pairs)
-        _add_up[(kv_heads, units // kv_heads, -(-config.pairs // some))](
+        _add_up[(units, 1, -(-config.pairs // some))](
             out, starts, sizes, row_starts, workspace.partials, workspace.stats, *limits, *kinds,
             config.pairs, config.keys, PIECE_KEYS, fan_in, some, pdl,
             num_warps=1, launch_pdl=pdl,

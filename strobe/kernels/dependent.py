@@ -2,8 +2,9 @@
 """Programmatic dependent launch (Hopper and later): the next kernel's programs are brought up while
 the ones before still run, and wait there. A step has hundreds of launches.
 
-A kernel that is launched so must call `follow` before it reads or writes what others may write or
-read. Each waits for the one before it to be done, and so for all before that.
+A kernel that is launched so must call `follow` before it writes anything that others use, or reads
+what the kernel launched just before it writes; what older kernels wrote is there already, for that
+one has waited for them. So at least one program of every launch must come to `follow`.
 """
 
 from __future__ import annotations

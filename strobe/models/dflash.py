@@ -135,9 +135,13 @@ class DFlash(nn.Module):
             logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
         return logits
 
+    @property
+    def plain_head(self) -> bool:
+        """Whether logits are the head's product and nothing else."""
+        return self.config.output_multiplier == 1.0 and self.config.logit_softcap is None
+
     def pick(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""
-        plain = self.config.output_multiplier == 1.0 and self.config.logit_softcap is None
-        if self.fused is not None and plain:
+        if self.fused is not None and self.plain_head:
             return self.fused.pick(x, self.norm, *(self.fp8_head or (self.head_weight,)))
         return argmax(self.head(x))

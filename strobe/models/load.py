@@ -277,20 +277,21 @@ def load_draft(
 
 def quantize(module: nn.Module) -> None:
     """Turn every product of the module into FP8. Embeddings and heads keep their dtype; but a
-    drafter, which decides no answer, gets a copy of its target's head in FP8."""
+    drafter, which decides no answer, gets a copy of its target's head in FP8, where it needs but
+    the largest logit and cuBLAS takes as many rows (a multiple of 16)."""
     for name, part in module.named_modules():
         if isinstance(part, nn.Linear) and name != "lm_head":
             rows, scale = fp8_rows(part.weight)
             part.register_buffer("scale", scale, persistent=False)
             part.weight = nn.Parameter(rows, requires_grad=False)
-    if isinstance(module, DFlash):
+    if isinstance(module, DFlash) and module.plain_head and len(module.head_weight) % 16 == 0:
         module.fp8_head = fp8_rows(module.head_weight)
 
 
 def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [N, K] -> rows in FP8 (e4m3, Micikevicius et al., arXiv 2209.05433) and a scale for
     each, [N] float32: the largest value of a row becomes 448, the largest there is."""
-    largest = weight.abs().amax(1).float()
+    largest = torch.cat([some.abs().amax(1) for some in weight.split(4096)]).float()
     scale = torch.where(largest > 0, largest / 448.0, 1.0)
     rows = [
         (some.float() / of[:, None]).to(torch.float8_e4m3fn)

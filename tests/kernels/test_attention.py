@@ -222,7 +222,7 @@ DIVIDED = [(2400, 3), (0, 0), (255, 1), (700, 7), (256, 2)]
 def test_divided_blocks(
     device: torch.device, dtype: torch.dtype, mask: LayerMask, apart: bool
 ) -> None:
-    """Up to ten pieces, so sums in one round and in two; twice, so from counters that were used."""
+    """Up to ten pieces, so sums in one round and in two; twice, over what the first run left."""
     many = AttentionWorkspace(device, 64, programs=50)
     case = make_case(device, DIVIDED, mask=mask, dtype=dtype)
     config = Config(16, 128, 4, 2, apart)
@@ -380,3 +380,12 @@ def test_missing_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float64" in str(missing(128, torch.float64, cuda))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "9.0 and 10.x, the device has 7.5" in str(missing(128, torch.bfloat16, cuda))
+
+
+def test_many_spans_beside_a_long_one_fit_the_grid(device: torch.device) -> None:
+    """Blocks of all spans together pass 65,535, the limit of a grid's later axes."""
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    case = make_case(device, [(3, 1)] * 300, dim=64, heads=1, group=8, dtype=torch.bfloat16)
+    case = case._replace(args={**case.args, "longest": 8192})
+    check(case, AttentionWorkspace(device, 64))

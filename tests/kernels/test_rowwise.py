@@ -197,7 +197,7 @@ def test_fp8_store_saturates(device) -> None:
     qkv = torch.tensor([1000.0, -1000.0, 448.0, 3.0], device=device).repeat_interleave(48)[None]
     kv = torch.zeros(1, 2, 1, 64, device=device).to(FP8)
     cos, sin = torch.ones(1, 64, device=device), torch.zeros(1, 64, device=device)
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    zero = torch.tensor([0], device=device)
     rowwise.qk_norm_rope_store(qkv, None, None, EPS, cos, sin, zero, zero, kv, 1, 1)
     assert kv.float()[0, 0, 0].tolist() == [-448.0] * 32 + [448.0] * 32
     assert kv.float()[0, 1, 0].tolist() == [448.0] * 16 + [3.0] * 48

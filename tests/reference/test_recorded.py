@@ -173,23 +173,24 @@ def test_a_cache_in_fp8_is_as_lossless_as_another(target: Any, draft: Callable[.
 def warmed(target: Any, drafter: Path, **options: Any) -> Engine:
     resolved = resolve(config(target, drafter, **options))
     parts = build(resolved)
-    recorded(parts, 5, resolved.limits.num_drafts)
+    recorded(parts, resolved.limits.max_num_seqs, resolved.limits.num_drafts)
     engine = Engine(resolved, parts=parts)
     warm_up(engine)
     return engine
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("seqs", [5, 8])
 def test_after_the_warm_up_nothing_is_recorded(
-    overlap: int, target: Any, draft: Callable[..., Path]
+    overlap: int, seqs: int, target: Any, draft: Callable[..., Path]
 ):
-    engine = warmed(target, draft(), overlap=overlap)
+    engine = warmed(target, draft(), overlap=overlap, max_num_seqs=seqs)
     before = len(engine.graphs)
     unseeded = COLD.clone(temperature=1.0, top_p=0.9)  # a mixture is one more kind on a CPU
     found = [run(engine, PROMPTS, asked) for asked in (unseeded, COLD, ASKED[1])]
     found.append(run(engine, [prompt * 2 for prompt in PROMPTS], unseeded))
     assert len(engine.graphs) == before > 20
-    cold = make_engine(config(target, draft(), overlap=overlap))
+    cold = make_engine(config(target, draft(), overlap=overlap, max_num_seqs=seqs))
     again = [run(cold, PROMPTS, asked) for asked in (unseeded, COLD, ASKED[1])]
     assert again == found[:3], "requests without a seed draw by their number"
 
@@ -209,7 +210,7 @@ def test_the_warm_up_leaves_no_trace(target: Any, draft: Callable[..., Path]):
 def test_small_engines_warm_up_too(
     options: dict[str, int], target: Any, draft: Callable[..., Path]
 ):
-    """One that records nothing, one without room for a block, and one for a single request."""
+    """Those that record and those that do not: without room for a block, for a single request."""
     engine = warmed(target, draft(), **options)
     assert not engine.has_work
     plain = make_engine(config(target, draft(), **options))
@@ -223,3 +224,17 @@ def test_a_warm_up_stops_where_its_time_is_up(target: Any, draft: Callable[..., 
     assert not engine.has_work
     assert engine.stats == EngineStats()
     assert run(engine, [[5]], COLD)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_the_warm_up_finds_the_same_shapes_at_every_depth(
+    overlap: int, target: Any, draft: Callable[..., Path]
+):
+    """Crowds that fill more than half of the slots come in one step too."""
+    engine = warmed(target, draft(), overlap=overlap, max_num_seqs=8, max_model_len=200)
+    kept = {(key[0].drawn, key[1]) for key in engine.graphs._kept if key[0] != "draft"}
+    for drawn in (False, True):
+        for rows in (16, 32, 64, 128):
+            assert (drawn, Shape(9, rows, 7)) in kept
+        for count in (1, 2, 4, 8):
+            assert (drawn, Shape(count, 8 * count, 7)) in kept
