@@ -14,6 +14,12 @@ from hypothesis import settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
 
+import torch
+
+# Triton chooses its interpreter when it is first imported, which transformers may do.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 settings.register_profile("strobe", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("strobe")
 

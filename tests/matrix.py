@@ -170,6 +170,19 @@ class Pair:
     width: int = 16
 
 
+class PlainAnswers:
+    """plain(workload) -> `plain_answers`, made once."""
+
+    def __init__(self, pair: Pair):
+        self.pair = pair
+        self._made: dict[str, list[list[int]]] = {}
+
+    def __call__(self, name: str) -> list[list[int]]:
+        if name not in self._made:
+            self._made[name] = plain_answers(self.pair, name)
+        return self._made[name]
+
+
 def plain_answers(pair: Pair, name: str) -> list[list[int]]:
     """Every answer of a workload by plain decoding, one request at a time."""
     config = EngineConfig(

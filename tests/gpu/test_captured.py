@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,14 +23,6 @@ WARM = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=80)
 REGRET = 0.05
 """How far a bf16 pick may lie below the largest, as log probabilities in fp32. Measured on an H200:
 0.0000, with FP8 weights and with an FP8 cache too."""
-
-
-@pytest.fixture(autouse=True)
-def exact_products() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def engine(**options: Any) -> Engine:

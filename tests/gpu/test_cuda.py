@@ -22,15 +22,6 @@ def answers(params: SamplingParams, **options: object) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.fixture(autouse=True)
-def exact_products():
-    """fp32 products without tf32, as losslessness in fp32 means it."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_speculation_on_equals_off_in_fp32(params: SamplingParams, overlap: int):

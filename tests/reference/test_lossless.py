@@ -17,10 +17,10 @@ from matrix import (
     LENGTH,
     Combination,
     Pair,
+    PlainAnswers,
     all_pairs,
     compare,
     pairs_of,
-    plain_answers,
     prompts,
     workload,
 )
@@ -42,16 +42,8 @@ def pair(target: Any, draft: Callable[..., Path]) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def plain(pair: Pair) -> Callable[[str], list[list[int]]]:
-    """plain(workload) -> every answer by plain decoding, one request at a time."""
-    made: dict[str, list[list[int]]] = {}
-
-    def get(name: str) -> list[list[int]]:
-        if name not in made:
-            made[name] = plain_answers(pair, name)
-        return made[name]
-
-    return get
+def plain(pair: Pair) -> PlainAnswers:
+    return PlainAnswers(pair)
 
 
 @pytest.mark.parametrize("c", COMBINATIONS, ids=str)

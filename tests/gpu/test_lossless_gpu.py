@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
-from matrix import COMBINATIONS, Combination, Pair, compare, plain_answers
+from matrix import COMBINATIONS, Combination, Pair, PlainAnswers, compare, plain_answers
 from tiny import make_draft, make_target
 
 pytestmark = [
@@ -18,14 +16,6 @@ WIDTH = 64
 """Of a head: the least that the kernels have."""
 
 
-@pytest.fixture(autouse=True)
-def exact_products() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     target = tmp_path_factory.mktemp("target")
@@ -35,21 +25,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def plain(pair: Pair) -> Callable[[str], list[list[int]]]:
-    made: dict[str, list[list[int]]] = {}
-
-    def get(name: str) -> list[list[int]]:
-        if name not in made:
-            made[name] = plain_answers(pair, name)
-        return made[name]
-
-    return get
+def plain(pair: Pair) -> PlainAnswers:
+    return PlainAnswers(pair)
 
 
 @pytest.mark.parametrize("c", COMBINATIONS, ids=str)
-def test_outputs_equal_plain_decoding(
-    c: Combination, pair: Pair, plain: Callable[[str], list[list[int]]]
-):
+def test_outputs_equal_plain_decoding(c: Combination, pair: Pair, plain: PlainAnswers):
     engine = compare(c, pair, plain(c.workload))
     choice = engine.resolved.choice
     assert choice.kernels
