@@ -69,8 +69,8 @@ class _WarmUp:
     def prefill(self) -> None:
         """As many rows as a step can have, in one prompt."""
         limits, pool = self.limits, self.engine.parts.pool
-        pages = (pool.capacity - 1) * limits.page_size - 2 * limits.block
-        size = min(limits.max_num_batched_tokens, limits.max_model_len - 1, pages)
+        room = (pool.capacity - 1) * limits.page_size - 2 * limits.block  # tokens
+        size = min(limits.max_num_batched_tokens, limits.max_model_len - 1, room)
         if size > 0:
             self.finish(self.add(size, _GREEDY.clone(max_tokens=1)))
 

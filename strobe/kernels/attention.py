@@ -233,7 +233,7 @@ def _add_up(
     acc = tl.zeros([SOME, D], tl.float32)
     top = tl.full([SOME], _LOWEST, tl.float32)
     total = tl.zeros([SOME], tl.float32)
-    columns = some[:, None] * D + tl.arange(0, D)[None, :]
+    cells = some[:, None] * D + tl.arange(0, D)[None, :]
     for piece in tl.range(0, pieces, FAN_IN):
         peak = top
         for i in tl.static_range(FAN_IN):
@@ -248,7 +248,7 @@ def _add_up(
             there = piece + i < pieces
             weight = tl.exp2(tl.load(spots, mask=there, other=_LOWEST) - peak)
             total += weight * tl.load(spots + BLOCK_M, mask=there, other=0.0)
-            part = partials + (first_part + piece + i).to(tl.int64) * (BLOCK_M * D) + columns
+            part = partials + (first_part + piece + i).to(tl.int64) * (BLOCK_M * D) + cells
             acc += weight[:, None] * tl.load(part, mask=used & there, other=0.0)
     _write(out, (acc, top, total), first_row, pairs, head, size, G, HEADS, D)
 
