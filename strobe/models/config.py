@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from strobe.attention.mask import LayerMask
+from strobe.models.rope import RopeConfig, read_rope
 from strobe.request import SamplingParams
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -27,7 +28,7 @@ class DecoderConfig:
     head_dim: int
     vocab_size: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: RopeConfig
     max_position: int
     attention_bias: bool
     masks: tuple[LayerMask, ...]
@@ -122,10 +123,17 @@ def _object(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
     return value or {}
 
 
-def _rope_theta(
-    config: dict[str, Any], path: Path, masks: tuple[LayerMask, ...], default: float
-) -> float:
-    """The base of plain rope, the same in every layer; anything else is refused."""
+def _rope(
+    config: dict[str, Any],
+    path: Path,
+    masks: tuple[LayerMask, ...],
+    default: float,
+    max_position: int,
+    *,
+    drafter: bool,
+) -> RopeConfig:
+    """The rope of all layers; layers whose ropes differ are refused. A drafter's turns the whole
+    head, whatever share of it its config, copied from a target's, may name."""
     parameters = _object(config, "rope_parameters", path) or _object(config, "rope_scaling", path)
     kinds = {"full_attention" if m.window is None else "sliding_attention" for m in masks}
     parts = [parameters[kind] for kind in kinds if isinstance(parameters.get(kind), dict)]
@@ -136,24 +144,24 @@ def _rope_theta(
                 "a checkpoint with one rope for all layers."
             )
         parameters = parts[0]
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ValueError(
-            f"{path}: rope type {kind!r} is not supported; use a checkpoint with plain rope "
-            "(rope_type 'default')."
-        )
     share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if share not in (None, 1.0):
+    if share not in (None, 1.0) and not drafter:
         raise ValueError(
             f"{path}: partial_rotary_factor is {share!r}, which is not supported; use a checkpoint "
             "with rope over the whole head."
         )
     theta = parameters.get("rope_theta", config.get("rope_theta", default))
-    return _number(theta, "rope_theta", path)
+    theta = _number(theta, "rope_theta", path)
+    return read_rope(parameters, theta, max_position, path, drafter=drafter)
 
 
 def _decoder(
-    config: dict[str, Any], path: Path, masks: tuple[LayerMask, ...], default_theta: float
+    config: dict[str, Any],
+    path: Path,
+    masks: tuple[LayerMask, ...],
+    default_theta: float,
+    *,
+    drafter: bool = False,
 ) -> DecoderConfig:
     hidden = _integer(config, "hidden_size", path)
     heads = _integer(config, "num_attention_heads", path)
@@ -177,6 +185,8 @@ def _decoder(
             f"{path}: quantization_config is set, but quantized checkpoints are not supported; use "
             "the unquantized one."
         )
+    longest = _integer(config, "max_position_embeddings", path, 32768)
+    rope = _rope(config, path, masks, default_theta, longest, drafter=drafter)
     return DecoderConfig(
         hidden_size=hidden,
         intermediate_size=_integer(config, "intermediate_size", path),
@@ -186,8 +196,8 @@ def _decoder(
         head_dim=head_dim,
         vocab_size=_integer(config, "vocab_size", path),
         rms_norm_eps=_number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", path),
-        rope_theta=_rope_theta(config, path, masks, default_theta),
-        max_position=_integer(config, "max_position_embeddings", path, 32768),
+        rope=rope,
+        max_position=rope.reach or longest,
         attention_bias=_flag(config, "attention_bias", path),
         masks=masks,
     )
@@ -352,7 +362,7 @@ def load_draft_config(directory: Path) -> DraftConfig:
     softcap = value("final_logit_softcapping")
     scale, multiplier = value("input_embedding_scale", 1.0), value("output_multiplier", 1.0)
     return DraftConfig(
-        decoder=_decoder(config, path, masks, 1e6),
+        decoder=_decoder(config, path, masks, 1e6, drafter=True),
         block_size=block,
         mask_token_id=mask,
         capture=tuple(i + 1 for i in ids),

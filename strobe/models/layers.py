@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.models.config import DecoderConfig
+from strobe.models.rope import RopeConfig
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D].
@@ -68,13 +69,11 @@ class RotaryTable(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_dim: int, theta: float, positions: int):
+    def __init__(self, head_dim: int, rope: RopeConfig, positions: int):
         super().__init__()
-        inverse = theta ** (
-            -torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
-        )
-        angle = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), inverse)
-        cos, sin = angle.cos(), angle.sin()
+        speeds = torch.tensor(rope.speeds(head_dim), dtype=torch.float64, device="cpu")
+        angle = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), speeds)
+        cos, sin = angle.cos() * rope.scale, angle.sin() * rope.scale
         self.register_buffer("cos", torch.cat([cos, cos], -1).float(), persistent=False)
         self.register_buffer("sin", torch.cat([-sin, sin], -1).float(), persistent=False)
         self.dtype = torch.float32

@@ -27,7 +27,7 @@ class Qwen3(nn.Module):
         self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(decoder, i) for i in range(decoder.num_layers))
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
-        self.rope = RotaryTable(decoder.head_dim, decoder.rope_theta, max_positions)
+        self.rope = RotaryTable(decoder.head_dim, decoder.rope, max_positions)
         self.lm_head = (
             None
             if config.tie_embeddings

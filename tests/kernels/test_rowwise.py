@@ -10,6 +10,7 @@ from torch import Tensor
 from strobe.kernels import reference_rowwise as twin
 from strobe.kernels import rowwise
 from strobe.models.layers import RotaryTable, rotate
+from strobe.models.rope import RopeConfig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = torch.float8_e4m3fn
@@ -121,7 +122,7 @@ def test_quantize_rows_without_range(device) -> None:
 
 
 def tables(form: str, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    table = RotaryTable(width, 1e4, 300)
+    table = RotaryTable(width, RopeConfig(1e4), 300)
     cos, sin = table.cos.to(device), table.sin.to(device)
     if form == "half":
         return cos[:, : width // 2].contiguous(), sin[:, width // 2 :].contiguous()
@@ -174,7 +175,7 @@ def test_queries_and_keys_are_the_models(draw, device) -> None:
     rows, q_heads, kv_heads, width = 4, 4, 2, 64
     qkv = draw(rows, (q_heads + 2 * kv_heads) * width, torch.float32, spare=0)
     weights = draw(2, width, torch.float32)
-    table = RotaryTable(width, 1e4, 300).to(device)
+    table = RotaryTable(width, RopeConfig(1e4), 300).to(device)
     positions = torch.tensor([0, 5, 299, 7], device=device)
     heads = qkv.view(rows, -1, width)
     scale = torch.cat([weights[0].expand(q_heads, -1), weights[1].expand(kv_heads, -1)])

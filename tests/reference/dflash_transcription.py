@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -64,8 +66,15 @@ class Transcription:
         rope = self.config.get("rope_parameters") or self.config
         half = self.width // 2
         speed = torch.tensor([rope["rope_theta"] ** (-2 * i / self.width) for i in range(half)])
+        size = 1.0
+        if rope.get("rope_type", "default") != "default":
+            names = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
+            given = {name: self.config[name] for name in names}
+            whole = {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
+            config = Qwen3Config(**given, rope_parameters=whole)
+            speed, size = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
         angle = positions[:, None].double() * speed.double()
-        turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+        turn = torch.polar(torch.full_like(angle, size), angle)[:, None]
         z = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
         return torch.cat([z.real, z.imag], -1).float()
 

@@ -67,6 +67,17 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "block": 99,
         "top": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
     },
+    "rope by yarn": {
+        "top": {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 300.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "partial_rotary_factor": 0.25,
+            }
+        },
+    },
     "last and repeated layers": {"layer_ids": (4, 0, 2, 0)},
 }
 

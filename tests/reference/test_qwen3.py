@@ -20,6 +20,23 @@ from strobe.request import Request, SamplingParams
 WINDOWED = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "rope_theta": 500.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 5e4,
+}
+
+
 def legacy_rope(path: Path) -> None:
     """The form of older checkpoints: rope_theta at the top, no rope_parameters."""
     theta = json.loads((path / "config.json").read_text())["rope_parameters"]["rope_theta"]
@@ -47,6 +64,8 @@ CASES = {
     "odd number of heads": Case({"num_attention_heads": 3, "num_key_value_heads": 1}),
     "attention bias": Case({"attention_bias": True}),
     "rope at the top": Case({"rope_theta": 777.0}, legacy_rope),
+    "stretched by yarn": Case({"rope_parameters": YARN, "max_position_embeddings": 128}),
+    "stretched as llama 3.1": Case({"rope_parameters": LLAMA3}),
     "another epsilon": Case({"rms_norm_eps": 1e-3}),
     "sliding layers by type": Case(
         {

@@ -121,10 +121,31 @@ def test_a_config_value_of_the_wrong_kind(
         ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "'silu'"]),
         ({"head_dim": 15}, ["head_dim is 15", "even"]),
         ({"num_attention_heads": 3}, ["num_attention_heads 3 is not a multiple of", "2"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, ["rope type 'yarn'"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["'longrope' is not", "llama3, yarn"]),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ["factor", "'yarn' is None", "positive"]),
         (
-            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
-            ["rope type 'linear' is not supported"],
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": -2}},
+            ["factor", "'linear' is -2"],
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2, "beta_fast": 1}},
+            ["'beta_fast' of a rope of type 'linear' is not supported"],
+        ),
+        ({"rope_parameters": {"mrope_section": [1, 2]}}, ["'mrope_section'", "'default'"]),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": 1}},
+            ["truncate is 1"],
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8,
+                    "low_freq_factor": 4,
+                    "high_freq_factor": 4,
+                }
+            },
+            ["low_freq_factor is 4", "below high_freq_factor 4"],
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1}}, ["rope_theta is -1"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor is 0.5"]),
@@ -226,7 +247,7 @@ def test_drafter_and_target_the_wrong_way_round(pair: Pair, refused: Callable[..
         ({"block_size": None, "dflash_config": {"block_size": True}}, "block_size is True"),
         ({"is_causal": "no"}, "is_causal is 'no'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
         ({"dflash_config": ["mask"]}, "dflash_config is ['mask'], but must be an object"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"architectures": ["Eagle3"], "dflash_config": None}, "['Eagle3'] is not a DFlash"),

@@ -17,6 +17,7 @@ from strobe.attention.mask import LayerMask
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.config import default_capture_layers, load_draft_config, load_target_config
+from strobe.models.rope import RopeConfig
 
 QWEN3_8B_DFLASH: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
@@ -99,7 +100,7 @@ def test_a_published_target_config_is_read(tmp_path: Path):
     found = load_target_config(tmp_path)
     decoder = found.decoder
     assert (decoder.num_layers, decoder.hidden_size, decoder.head_dim) == (36, 4096, 128)
-    assert (decoder.rope_theta, decoder.max_position) == (1e6, 40960)
+    assert (decoder.rope, decoder.max_position) == (RopeConfig(1e6), 40960)
     assert decoder.masks == (LayerMask(),) * 36
     assert (found.eos_ids, found.tie_embeddings) == ((151645, 151643), False)
     assert found.dtype == "bfloat16"
@@ -113,7 +114,7 @@ def test_a_published_drafter_config_is_read(tmp_path: Path):
     assert found.decoder.masks == (LayerMask(causal=False),) * 5
     assert (found.embedding_scale, found.output_multiplier) == (1.0, 1.0)
     assert found.logit_softcap is None
-    assert found.decoder.rope_theta == 1e6
+    assert found.decoder.rope == RopeConfig(1e6)
 
 
 FULL, CAUSAL_WINDOW = LayerMask(causal=False), LayerMask(causal=True, window=2048)
@@ -193,12 +194,12 @@ def test_rope_theta_is_found_wherever_it_is_written(tmp_path: Path):
     bare = {k: v for k, v in QWEN3_8B_DFLASH.items() if not k.startswith("rope")}
     for form in forms:
         found = load_draft_config(written(tmp_path, {**bare, **form}))
-        assert found.decoder.rope_theta == 500.0, form
-    assert load_draft_config(written(tmp_path, bare)).decoder.rope_theta == 1e6
+        assert found.decoder.rope == RopeConfig(500.0), form
+    assert load_draft_config(written(tmp_path, bare)).decoder.rope == RopeConfig(1e6)
 
 
 BAD_DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
-    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 64}}, "rope type 'yarn'"),
+    "rope": ({"rope_scaling": {"rope_type": "longrope", "factor": 64}}, "rope type 'longrope'"),
     "no mask token": ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is None"),
     "no layers": ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": []}}, "layer_ids is"),
     "negative layer": (
@@ -233,7 +234,7 @@ def test_a_drafter_config_that_cannot_be_honoured_is_refused_by_name(tmp_path: P
 BAD_TARGETS: dict[str, tuple[dict[str, Any], str]] = {
     "another family": ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
     "another type": ({"model_type": "qwen3_moe"}, "qwen3_moe"),
-    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+    "rope": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic'"),
     "eos": ({"eos_token_id": [151645, 151936]}, "eos_token_id is"),
     "vocabulary": ({"vocab_size": None}, "vocab_size is None"),
     "epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),

@@ -22,6 +22,7 @@ from strobe.models.config import (
 from strobe.models.dflash import DFlash
 from strobe.models.load import load_draft, load_target
 from strobe.models.qwen3 import Qwen3
+from strobe.models.rope import RopeConfig
 from strobe.train.__main__ import train
 from strobe.train.blocks import (
     context_kv,
@@ -71,7 +72,7 @@ def tiny_target(*, window: int | None = None, seed: int = 0) -> Qwen3:
         head_dim=8,
         vocab_size=VOCABULARY,
         rms_norm_eps=1e-6,
-        rope_theta=10000.0,
+        rope=RopeConfig(10000.0),
         max_position=POSITIONS,
         attention_bias=False,
         masks=(LayerMask(True, window),) * 6,
