@@ -9,12 +9,12 @@ from typing import Any
 from strobe.models.config import (
     DecoderConfig,
     check_pair,
-    is_drafter,
     load_draft_config,
     load_target_config,
     read_json,
 )
 from strobe.models.load import Checkpoint, check_draft_tensors, check_target_tensors
+from strobe.models.methods import method_of
 
 
 def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
 
     Raises ValueError for what is damaged, not supported or does not fit.
     """
-    if is_drafter(read_json(model / "config.json")):
+    if method_of(read_json(model / "config.json")) is not None:
         if draft is not None:
             raise ValueError(f"{model} is a drafter itself; name the target first, then --draft.")
         return _draft_facts(model)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from strobe.attention.mask import LayerMask
+from strobe.models.methods import check_method, method_of
 from strobe.models.rope import RopeConfig, read_rope
 from strobe.request import SamplingParams
 
@@ -248,11 +249,6 @@ def _dtype(config: dict[str, Any], path: Path) -> str:
     return name
 
 
-def is_drafter(config: dict[str, Any]) -> bool:
-    """Whether a config.json says that it is a DFlash drafter's."""
-    return config.get("architectures") == ["DFlashDraftModel"] or bool(config.get("dflash_config"))
-
-
 def _default_sampling(generation: dict[str, Any], path: Path) -> dict[str, Any]:
     keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     sampling: dict[str, Any] = {k: generation[k] for k in keys if generation.get(k) is not None}
@@ -270,10 +266,11 @@ def load_target_config(directory: Path) -> TargetConfig:
     """The target in `directory`. Raises ValueError for what is damaged or not supported."""
     path = directory / "config.json"
     config = read_json(path)
-    if is_drafter(config):
+    method = method_of(config)
+    if method is not None:
         raise ValueError(
-            f"{path} is that of a DFlash drafter; name it as the drafter, and the model it drafts "
-            "for as the target."
+            f"{path} is that of a drafter for {method}; name it as the drafter, and the model it "
+            "drafts for as the target."
         )
     names = config.get("architectures") or ["Qwen3ForCausalLM"]
     if config.get("model_type") != "qwen3" or names != ["Qwen3ForCausalLM"]:
@@ -315,11 +312,7 @@ def load_draft_config(directory: Path) -> DraftConfig:
     """The z-lab DFlash drafter in `directory`. Raises ValueError naming the value that is wrong."""
     path = directory / "config.json"
     config = read_json(path)
-    if not is_drafter(config):
-        raise ValueError(
-            f"{path}: architectures {config.get('architectures')!r} is not a DFlash drafter; name "
-            "a directory with a DFlashDraftModel in z-lab's format."
-        )
+    check_method(config, path)
     nested = _object(config, "dflash_config", path)
 
     def value(key: str, default: Any = None) -> Any:

@@ -18,6 +18,7 @@ from tiny import edit_json, make_target
 
 from strobe import LLM, SamplingParams, cli
 from strobe.engine import build
+from strobe.models.config import load_draft_config
 from strobe.models.load import Checkpoint
 from strobe.request import Speculation
 from strobe.runner import memory
@@ -232,6 +233,18 @@ def test_drafter_and_target_the_wrong_way_round(pair: Pair, refused: Callable[..
     says(refused(pair.target, pair.target), pair.target, "is not a DFlash drafter")
 
 
+def test_a_drafter_of_another_method_as_the_target(damaged: Pair, refused: Callable[..., str]):
+    config = damaged.target / "config.json"
+    edit_json(config, architectures=["LlamaForCausalLMEagle3"])
+    says(refused(damaged.target), config, "of a drafter for EAGLE-3; name it as the drafter")
+
+
+def test_values_that_change_nothing_are_taken(damaged: Pair):
+    plain = {"use_swa": False, "attention_value_scale": 1.0, "is_neox_style": True}
+    edit_json(damaged.draft / "config.json", **plain, sample_from_anchor=False)
+    assert load_draft_config(damaged.draft).block_size == 8
+
+
 # the drafter
 
 
@@ -250,7 +263,20 @@ def test_drafter_and_target_the_wrong_way_round(pair: Pair, refused: Callable[..
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
         ({"dflash_config": ["mask"]}, "dflash_config is ['mask'], but must be an object"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
-        ({"architectures": ["Eagle3"], "dflash_config": None}, "['Eagle3'] is not a DFlash"),
+        ({"architectures": ["Nothing"], "dflash_config": None}, "['Nothing'] is not a DFlash"),
+        (
+            {"architectures": ["LlamaForCausalLMEagle3"], "dflash_config": None},
+            "is that of a drafter for EAGLE-3, not DFlash; use a DFlash drafter in z-lab's format.",
+        ),
+        ({"architectures": ["DFlash2DraftModel"]}, "a drafter for DFlash2, not DFlash"),
+        ({"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}, "DSpark (or DeepSpec's"),
+        ({"speculators_model_type": "eagle3"}, "a drafter for EAGLE-3, not DFlash"),
+        ({"speculators_model_type": "mtp"}, "a drafter for MTP, not DFlash"),
+        ({"speculators_model_type": "dflash"}, "in the speculators format, which is not supported"),
+        ({"use_swa": True}, "use_swa is True, which is not supported"),
+        ({"attention_value_scale": 0.612}, "attention_value_scale is 0.612, which is not"),
+        ({"rope_is_neox_style": False}, "rope_is_neox_style is False, which is not supported"),
+        ({"sample_from_anchor": True}, "sample_from_anchor is True, which is not supported"),
     ],
 )
 def test_a_drafter_whose_config_does_not_fit(

@@ -218,7 +218,7 @@ BAD_DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     "softcap": ({"final_logit_softcapping": -3}, "final_logit_softcapping is -3"),
     "another model": (
         {"architectures": ["Eagle3"], "dflash_config": None},
-        "not a DFlash drafter",
+        "a drafter for EAGLE-3, not DFlash",
     ),
 }
 
@@ -239,7 +239,7 @@ BAD_TARGETS: dict[str, tuple[dict[str, Any], str]] = {
     "vocabulary": ({"vocab_size": None}, "vocab_size is None"),
     "epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    "a drafter": (QWEN3_8B_DFLASH, "DFlash drafter"),
+    "a drafter": (QWEN3_8B_DFLASH, "a drafter for DFlash"),
 }
 
 
