@@ -24,7 +24,7 @@ from strobe.bench.shapes import NAMES, directories
 from strobe.bench.step import random_prompts
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
-from strobe.engine.warmup import warm_up
+from strobe.server.warmup import warm_up
 
 
 def drive(engine: Engine, count: int, sampling: SamplingParams) -> None:

@@ -24,7 +24,7 @@ from strobe.bench.shapes import NAMES, directories
 from strobe.bench.step import random_prompts
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
-from strobe.engine.warmup import warm_up
+from strobe.server.warmup import warm_up
 
 FORCED = 6.0
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)

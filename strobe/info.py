@@ -6,15 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from strobe.models.config import (
-    DecoderConfig,
-    check_pair,
-    load_draft_config,
-    load_target_config,
-    read_json,
-)
+from strobe.models.config import DecoderConfig, check_pair
+from strobe.models.formats.fields import read_json
+from strobe.models.formats.methods import method_of
 from strobe.models.load import Checkpoint, check_draft_tensors, check_target_tensors
-from strobe.models.methods import method_of
+from strobe.models.registry import load_draft_config, load_target_config
 
 
 def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from training_data import conversation  # noqa: E402
 
 from strobe.demo_pair.tasks import Example  # noqa: E402
 from strobe.models.config import TargetConfig  # noqa: E402
-from strobe.models.qwen3 import Qwen3  # noqa: E402
+from strobe.models.target import Target  # noqa: E402
 from strobe.train.data import Sample  # noqa: E402
 
 # N rows of a batch, P slots of the prompt, S slots in all, Hq / Hkv heads, D head size.
@@ -84,7 +84,7 @@ def choose(logits: Tensor, temperature: Tensor, generator: torch.Generator) -> T
 
 @torch.inference_mode()
 def answer(
-    target: Qwen3,
+    target: Target,
     prompts: list[list[int]],
     temperatures: list[float],
     *,
@@ -179,7 +179,7 @@ def training_prompts(folder: Path, count: int, *, seed: int, workers: int) -> li
 
 
 def training_samples(
-    target: Qwen3, prompts: list[Prompt], *, most: int, batch: int, seed: int
+    target: Target, prompts: list[Prompt], *, most: int, batch: int, seed: int
 ) -> list[Sample]:
     """The target's answers: two in three greedy, the others at temperature 0.7 or 1."""
     rng = random.Random(seed)

@@ -28,10 +28,11 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from answers import answer, example_prompt, training_prompts, training_samples  # noqa: E402
 
 from strobe.demo_pair.tasks import FAMILIES, Example, check, heldout  # noqa: E402
-from strobe.models.config import load_target_config, read_json  # noqa: E402
 from strobe.models.dflash import DFlash  # noqa: E402
+from strobe.models.formats.fields import read_json  # noqa: E402
 from strobe.models.load import load_target  # noqa: E402
-from strobe.models.qwen3 import Qwen3  # noqa: E402
+from strobe.models.registry import load_target_config  # noqa: E402
+from strobe.models.target import Target  # noqa: E402
 from strobe.train.data import Corpus, Sample  # noqa: E402
 from strobe.train.draft import draft_config, find_mask_token, new_draft, save_draft  # noqa: E402
 from strobe.train.evaluate import Acceptance, batch_acceptance  # noqa: E402
@@ -57,7 +58,7 @@ class HeldOut:
     """Held-out tasks of every family and mode, with the target's own answers to them."""
 
     def __init__(
-        self, target: Qwen3, tokenizer: Any, count: int, *, most: int, temperature: float = 0.0
+        self, target: Target, tokenizer: Any, count: int, *, most: int, temperature: float = 0.0
     ):
         self.examples: list[Example] = []
         for thinking in (False, True):
@@ -71,7 +72,7 @@ class HeldOut:
         self.correct = sum(check(e, text) for e, text in pairs) / len(texts)
         self.tokens = sum(map(len, answers)) / len(answers)
 
-    def measure(self, draft: DFlash, target: Qwen3) -> dict[str, Any]:
+    def measure(self, draft: DFlash, target: Target) -> dict[str, Any]:
         """Acceptance by family, by mode and by both, as greedy blocks would be accepted."""
         results: dict[str, Acceptance] = {}
         corpus = Corpus(self.samples, target.embed_tokens.weight.device)
@@ -114,7 +115,7 @@ def unpack(tensors: dict[str, torch.Tensor]) -> list[Sample]:
 
 
 def answers_of_target(
-    target: Qwen3, options: argparse.Namespace, log: dict[str, Any]
+    target: Target, options: argparse.Namespace, log: dict[str, Any]
 ) -> list[Sample]:
     """Training sequences, made or taken from the file an earlier run left."""
     if options.data is not None and options.data.exists():
@@ -143,7 +144,7 @@ def answers_of_target(
 
 
 def fit_budget(
-    target: Qwen3, draft: DFlash, settings: TrainSettings, samples: list[Sample], left: float
+    target: Target, draft: DFlash, settings: TrainSettings, samples: list[Sample], left: float
 ) -> TrainSettings:
     """The settings with as many steps as `left` seconds hold, timed on the thing itself.
 
@@ -173,7 +174,7 @@ def sync() -> None:
 
 
 def train(
-    target: Qwen3,
+    target: Target,
     draft: DFlash,
     samples: list[Sample],
     options: argparse.Namespace,

@@ -34,7 +34,7 @@ from strobe.bench.timeline import Timeline
 from strobe.config import EngineConfig
 from strobe.engine.build import Resolved, resolve
 from strobe.engine.engine import Engine
-from strobe.models.config import load_draft_config, load_target_config
+from strobe.models.registry import load_draft_config, load_target_config
 from strobe.request import Request, SamplingParams
 
 

@@ -12,17 +12,11 @@ from strobe.config import EngineConfig, Limits, resolve_limits
 from strobe.engine.device import Choice, backends, choose
 from strobe.kv.pages import PagePool
 from strobe.kv.store import KVSpec, KVStore
-from strobe.models.config import (
-    DecoderConfig,
-    DraftConfig,
-    TargetConfig,
-    check_pair,
-    load_draft_config,
-    load_target_config,
-)
+from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig, check_pair
 from strobe.models.dflash import DFlash
 from strobe.models.load import check_draft_tensors, check_target_tensors, load_draft, load_target
-from strobe.models.qwen3 import Qwen3
+from strobe.models.registry import load_draft_config, load_target_config
+from strobe.models.target import Target
 from strobe.runner.graphs import CUDARecorder, Eager, Graphs
 from strobe.runner.memory import plan_pages, scratch_bytes
 from strobe.runner.picking import PickingState
@@ -135,7 +129,7 @@ def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:
     return KVSpec(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, dtype)
 
 
-def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
+def build(resolved: Resolved, target: Target | None = None) -> Parts:
     """Load the weights, size the pool and wire the parts. target: weights loaded elsewhere."""
     config, limits = resolved.config, resolved.limits
     device, dtype = resolved.device, resolved.dtype
@@ -207,7 +201,7 @@ def build(resolved: Resolved, target: Qwen3 | None = None) -> Parts:
     return Parts(runner, held, state, picking, graphs, pool, stores)
 
 
-def fuse(target: Qwen3, drafter: DFlash | None, device: torch.device, dtype: torch.dtype) -> None:
+def fuse(target: Target, drafter: DFlash | None, device: torch.device, dtype: torch.dtype) -> None:
     """Have the models run by kernels that share one workspace."""
     from strobe.kernels.linear import Products
 

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from strobe.kv.store import KVStore
 from strobe.models.config import DraftConfig
-from strobe.models.layers import Attend, DecoderLayer, RMSNorm, Rope, RotaryTable, rotate, unit_rms
+from strobe.models.layers import (
+    Attend,
+    DecoderLayer,
+    RMSNorm,
+    Rope,
+    RotaryTable,
+    rotate,
+    softcapped,
+    unit_rms,
+)
 from strobe.sampling.sampler import argmax
 
 if TYPE_CHECKING:
@@ -131,9 +140,7 @@ class DFlash(nn.Module):
             logits = F.linear(self.norm(x), self.head_weight)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
-        if self.config.logit_softcap is not None:
-            logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
-        return logits
+        return softcapped(logits, self.config.logit_softcap)
 
     @property
     def plain_head(self) -> bool:

@@ -63,6 +63,11 @@ def add_linear(residual: Tensor, x: Tensor, linear: nn.Linear) -> Tensor:
     return out if linear.bias is None else out + linear.bias
 
 
+def softcapped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(logits / cap); None leaves them as they are."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 class RotaryTable(nn.Module):
     """Rotary position embedding over the full head, halves layout (Su et al., 2021)."""
 

@@ -12,10 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from strobe.models.config import DraftConfig, TargetConfig, read_json
+from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
+from strobe.models.formats.fields import read_json
 from strobe.models.layers import Attention, RMSNorm, RotaryTable, fused_sources
-from strobe.models.qwen3 import Qwen3
+from strobe.models.registry import make_target
+from strobe.models.target import Target
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -117,7 +119,9 @@ def _source_shapes(module: nn.Module, parts: Shapes) -> Shapes:
     return wanted
 
 
-def _check_tensors(module: Qwen3 | DFlash, checkpoint: Checkpoint, ignored: tuple[str, ...]) -> int:
+def _check_tensors(
+    module: Target | DFlash, checkpoint: Checkpoint, ignored: tuple[str, ...]
+) -> int:
     """Raises ValueError for tensors that do not fit the module; returns its learned values."""
     decoder = module.config.decoder
     kv = decoder.num_kv_heads * decoder.head_dim
@@ -201,9 +205,9 @@ def _finish(module: nn.Module, device: torch.device, dtype: torch.dtype, fp8: bo
         quantize(module)
 
 
-def _meta_target(config: TargetConfig, max_positions: int) -> tuple[Qwen3, tuple[str, ...]]:
+def _meta_target(config: TargetConfig, max_positions: int) -> tuple[Target, tuple[str, ...]]:
     with torch.device("meta"):
-        model = Qwen3(config, max_positions)
+        model = make_target(config, max_positions)
     return model, ("lm_head.weight",) if config.tie_embeddings else ()
 
 
@@ -237,7 +241,7 @@ def load_target(
     device: torch.device,
     load_format: str = "auto",
     fp8: bool = False,
-) -> Qwen3:
+) -> Target:
     """The target in `directory`, or one of its shape with random weights. fp8: products in FP8.
     Raises ValueError naming a tensor that is not as it should be."""
     model, ignored = _meta_target(config, max_positions)
@@ -254,7 +258,7 @@ def load_target(
 def load_draft(
     directory: Path,
     config: DraftConfig,
-    target: Qwen3,
+    target: Target,
     *,
     max_positions: int,
     dtype: torch.dtype,

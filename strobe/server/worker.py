@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
-from strobe.engine.warmup import warm_up
 from strobe.request import Request
 from strobe.server.messages import (
     AnswerNews,
@@ -35,6 +34,7 @@ from strobe.server.messages import (
 )
 from strobe.server.settings import LogSettings
 from strobe.server.snapshot import EngineSnapshot
+from strobe.server.warmup import warm_up
 from strobe.step import TokenEvent
 
 logger = logging.getLogger(__name__)

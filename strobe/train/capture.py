@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strobe.attention.mask import LayerMask
-from strobe.models.qwen3 import Qwen3
+from strobe.models.target import Target
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class CausalAttention:
 
 
 @torch.no_grad()
-def capture(target: Qwen3, ids: Tensor, layers: tuple[int, ...]) -> Captured:
+def capture(target: Target, ids: Tensor, layers: tuple[int, ...]) -> Captured:
     """ids [N, S] -> the residual streams after `layers` layers, and after the last layer."""
     count, length = ids.shape
     positions = torch.arange(length, device=ids.device).repeat(count)
@@ -60,7 +60,7 @@ def capture(target: Qwen3, ids: Tensor, layers: tuple[int, ...]) -> Captured:
 
 
 @torch.no_grad()
-def target_choices(target: Qwen3, hidden: Tensor, rows: int = 16384) -> Tensor:
+def target_choices(target: Target, hidden: Tensor, rows: int = 16384) -> Tensor:
     """hidden [N, S, H] -> [N, S]: the token the target would put at the next position."""
     parts = [target.head(x).argmax(-1) for x in hidden.flatten(0, 1).split(rows)]
     return torch.cat(parts).view(hidden.shape[:2])

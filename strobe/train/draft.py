@@ -11,15 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from strobe.models.config import (
-    DraftConfig,
-    LayerMask,
-    TargetConfig,
-    default_capture_layers,
-)
+from strobe.models.config import DraftConfig, LayerMask, TargetConfig, default_capture_layers
 from strobe.models.dflash import DFlash
 from strobe.models.layers import fused_sources
-from strobe.models.qwen3 import Qwen3
+from strobe.models.target import Target
 from strobe.train.settings import DraftShape
 
 MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>")
@@ -96,7 +91,7 @@ def draft_config(shape: DraftShape, target: TargetConfig, mask_token: int) -> Dr
     )
 
 
-def new_draft(config: DraftConfig, target: Qwen3, *, max_positions: int, seed: int) -> DFlash:
+def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: int) -> DFlash:
     """A trainable fp32 drafter with random weights, reading the target's embedding and head.
 
     Products start at variance 1 / inputs, those that end a residual branch smaller by the square

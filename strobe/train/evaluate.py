@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strobe.models.dflash import DFlash
-from strobe.models.qwen3 import Qwen3
+from strobe.models.target import Target
 from strobe.train.blocks import context_kv, draft_hidden, every_anchor, legal_anchors, make_blocks
 from strobe.train.capture import capture
 from strobe.train.data import Batch
@@ -62,7 +62,7 @@ class Acceptance:
 
 
 @torch.no_grad()
-def matched_drafts(draft: DFlash, target: Qwen3, batch: Batch, *, at_once: int = 64) -> Tensor:
+def matched_drafts(draft: DFlash, target: Target, batch: Batch, *, at_once: int = 64) -> Tensor:
     """[N, S]: how many drafts in a row meet the sequence's own tokens, for a block at each place.
 
     Places where no block may start hold 0. The target runs in its own dtype, as it does when it
@@ -104,7 +104,7 @@ def answer_spans(supervised: list[bool]) -> list[tuple[int, int]]:
     return spans
 
 
-def batch_acceptance(draft: DFlash, target: Qwen3, batch: Batch) -> list[Acceptance]:
+def batch_acceptance(draft: DFlash, target: Target, batch: Batch) -> list[Acceptance]:
     """The acceptance of each sequence of a batch."""
     rows = matched_drafts(draft, target, batch).tolist()
     results: list[Acceptance] = []

@@ -17,7 +17,7 @@ import tyro
 from rich.progress import track
 from transformers import AutoTokenizer
 
-from strobe.models.config import load_target_config
+from strobe.models.registry import load_target_config
 from strobe.train.data import answer_turns, read_lines, render, template_options
 
 Answer = Callable[[list[list[int]], int], Sequence[Sequence[int]]]

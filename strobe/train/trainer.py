@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from strobe.models.dflash import DFlash
-from strobe.models.qwen3 import Qwen3
+from strobe.models.target import Target
 from strobe.train.blocks import (
     Blocks,
     context_kv,
@@ -71,7 +71,7 @@ class Trainer:
 
     def __init__(
         self,
-        target: Qwen3,
+        target: Target,
         draft: DFlash,
         settings: TrainSettings,
         training: Sequence[Sample],

@@ -10,8 +10,8 @@ import torch
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.demo import pick_examples, prompts_of
 from strobe.engine.engine import Engine
-from strobe.engine.warmup import warm_up
 from strobe.request import Request
+from strobe.server.warmup import warm_up
 
 pytestmark = [
     pytest.mark.gpu,

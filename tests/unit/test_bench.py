@@ -21,7 +21,7 @@ from strobe.bench.settings import DECIDED, OfflineSettings, StepSettings, comman
 from strobe.config import BOX
 from strobe.demo_pair.tasks import heldout
 from strobe.engine.engine import Engine
-from strobe.models.config import load_draft_config, load_target_config
+from strobe.models.registry import load_draft_config, load_target_config
 from strobe.request import SamplingParams
 from strobe.text.tokenizer import Tokenizer
 

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from strobe.attention.mask import LayerMask
 from strobe.bench import floor, rates, shapes, timeline
-from strobe.models.config import DraftConfig, TargetConfig, load_draft_config, load_target_config
+from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
-from strobe.models.qwen3 import Qwen3
+from strobe.models.registry import load_draft_config, load_target_config, make_target
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def test_the_bytes_of_qwen3_8b_are_those_counted_by_hand():
 def test_the_presets_have_the_parameters_of_the_modules(name: str, drafter: int | None):
     target, draft = pair_of(name)
     with torch.device("meta"):
-        model = Qwen3(target, 1)
+        model = make_target(target, 1)
         drafting = DFlash(draft, model.embed_tokens.weight, model.head_weight, 1)
     held = sum(p.numel() for p in model.parameters())
     table = target.decoder.vocab_size * target.decoder.hidden_size
@@ -78,7 +78,7 @@ def test_the_operations_are_those_that_torch_counts():
     counts = shapes_of("box")
     config, draft = counts.target, counts.draft
     assert draft is not None
-    model = Qwen3(config, 64)
+    model = make_target(config, 64)
     drafter = DFlash(draft, model.embed_tokens.weight, model.head_weight, 64)
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

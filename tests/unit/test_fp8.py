@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny import make_draft, make_target
 
-from strobe.models.config import load_draft_config, load_target_config
 from strobe.models.load import fp8_rows, load_draft, load_target
+from strobe.models.registry import load_draft_config, load_target_config
 
 HOW: dict[str, Any] = {
     "max_positions": 40,

@@ -10,8 +10,9 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from strobe.models.formats.rope import read_rope
 from strobe.models.layers import RotaryTable
-from strobe.models.rope import RopeConfig, read_rope
+from strobe.models.rope import RopeConfig
 
 HERE = Path("config.json")
 # Of Llama-3.1-8B, gpt-oss-20b, Qwen3's long contexts, the drafter of Qwen3.6-35B-A3B, and others.

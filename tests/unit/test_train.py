@@ -12,17 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strobe.models.config import (
-    DecoderConfig,
-    LayerMask,
-    TargetConfig,
-    load_draft_config,
-    load_target_config,
-)
+from strobe.models.config import DecoderConfig, LayerMask, TargetConfig
 from strobe.models.dflash import DFlash
 from strobe.models.load import load_draft, load_target
-from strobe.models.qwen3 import Qwen3
+from strobe.models.registry import load_draft_config, load_target_config, make_target
 from strobe.models.rope import RopeConfig
+from strobe.models.target import Target
 from strobe.train.__main__ import train
 from strobe.train.blocks import (
     context_kv,
@@ -61,7 +56,7 @@ SLIDING = LayerMask(causal=True, window=3)
 SYMMETRIC = LayerMask(causal=False, window=3)
 
 
-def tiny_target(*, window: int | None = None, seed: int = 0) -> Qwen3:
+def tiny_target(*, window: int | None = None, seed: int = 0) -> Target:
     torch.manual_seed(seed)
     decoder = DecoderConfig(
         hidden_size=32,
@@ -78,11 +73,11 @@ def tiny_target(*, window: int | None = None, seed: int = 0) -> Qwen3:
         masks=(LayerMask(True, window),) * 6,
     )
     config = TargetConfig("Qwen3ForCausalLM", decoder, True, "float32", (1,), {})
-    target = Qwen3(config, POSITIONS)
+    target = make_target(config, POSITIONS)
     return target.requires_grad_(False)
 
 
-def tiny_draft(target: Qwen3, masks: tuple[LayerMask, ...] = (FULL, FULL)) -> DFlash:
+def tiny_draft(target: Target, masks: tuple[LayerMask, ...] = (FULL, FULL)) -> DFlash:
     shape = DraftShape(layers=len(masks), block_size=BLOCK, features=2)
     config = draft_config(shape, target.config, MASK_TOKEN)
     config = replace(config, decoder=replace(config.decoder, masks=masks))
@@ -102,7 +97,7 @@ def settings(**changes: Any) -> TrainSettings:
     return replace(base, schedule=schedule, **changes)
 
 
-def blocks_of(sample: Sample, target: Qwen3, draft: DFlash) -> tuple[Any, Any]:
+def blocks_of(sample: Sample, target: Target, draft: DFlash) -> tuple[Any, Any]:
     batch = Corpus([sample]).batch(torch.tensor([0]))
     anchors, live = every_anchor(legal_anchors(batch.supervised))
     blocks = make_blocks(

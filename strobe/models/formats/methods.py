@@ -28,22 +28,6 @@ _SPECULATORS = {
 }
 _PARTS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "medusa": "Medusa", "mtp": "MTP"}
 
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_swa": (None, False),
-    "attention_value_scale": (None, 1, 1.0),
-    "attention_sink_bias": (None, False),
-    "add_swa_attention_sink_bias": (None, False),
-    "add_full_attention_sink_bias": (None, False),
-    "is_neox_style": (None, True),
-    "rope_is_neox_style": (None, True),
-    "sample_from_anchor": (None, False),
-    "markov_rank": (None, 0),
-    "enable_confidence_head": (None, False),
-    "num_anchors": (None,),
-    "num_selector_candidates": (None,),
-}
-"""Keys that change what a DFlash drafter computes, with the values at which they change nothing."""
-
 
 def method_of(config: dict[str, Any]) -> str | None:
     """The speculative method whose drafter the config is of; None where it is of none known."""
@@ -78,10 +62,3 @@ def check_method(config: dict[str, Any], path: Path) -> None:
             f"{path} is that of a DFlash drafter in the speculators format, which is not supported "
             f"yet; {mend}."
         )
-    nested = config.get("dflash_config")
-    places = [nested, config] if isinstance(nested, dict) else [config]
-    for key, plain in _PLAIN.items():
-        for place in places:
-            value = place.get(key)
-            if value not in plain:
-                raise ValueError(f"{path}: {key} is {value!r}, which is not supported; {mend}.")

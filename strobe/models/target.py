@@ -1,7 +1,8 @@
-"""Qwen3 dense, as a function of ragged rows."""
+"""A target model, as a function of ragged rows; families differ in their layers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.models.config import TargetConfig
-from strobe.models.layers import Attend, DecoderLayer, RMSNorm, RotaryTable
+from strobe.models.layers import Attend, DecoderLayer, RMSNorm, RotaryTable, softcapped
 from strobe.sampling.sampler import argmax
 
 if TYPE_CHECKING:
@@ -17,15 +18,18 @@ if TYPE_CHECKING:
     from strobe.models.fused import FusedDecoder
 
 
-class Qwen3(nn.Module):
-    """The target. Parameters carry the checkpoint's names without the `model.` prefix."""
+class Target(nn.Module):
+    """Embedding, layers, head. Parameters carry the checkpoint's names without `model.`.
 
-    def __init__(self, config: TargetConfig, max_positions: int):
+    A layer is called with (x [T, H], rope, attend) and returns the residual stream behind it.
+    """
+
+    def __init__(self, config: TargetConfig, layers: Sequence[nn.Module], max_positions: int):
         super().__init__()
         decoder = config.decoder
         self.config = config
         self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(decoder, i) for i in range(decoder.num_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.rope = RotaryTable(decoder.head_dim, decoder.rope, max_positions)
         self.lm_head = (
@@ -58,6 +62,8 @@ class Qwen3(nn.Module):
             x = self.fused.embed(ids, self.embed_tokens.weight)
             return self.fused(x, positions, attend, capture)
         x = F.embedding(ids, self.embed_tokens.weight)
+        if self.config.embedding_scale != 1.0:
+            x = x * self.config.embedding_scale
         rope = self.rope(positions)
         captured = {0: x} if 0 in capture else {}
         for done, layer in enumerate(self.layers, start=1):
@@ -70,7 +76,7 @@ class Qwen3(nn.Module):
         """Residual stream [R, H] -> logits [R, V]."""
         if self.fused is not None:
             return self.fused.head(x, self.norm, self.head_weight)
-        return F.linear(self.norm(x), self.head_weight)
+        return softcapped(F.linear(self.norm(x), self.head_weight), self.config.logit_softcap)
 
     def pick(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""

@@ -1,0 +1,58 @@
+"""Qwen3, dense: https://huggingface.co/Qwen/Qwen3-8B and its siblings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from strobe.attention.mask import LayerMask
+from strobe.models.config import TargetConfig
+from strobe.models.formats.decoder import (
+    plain_products,
+    read_decoder,
+    read_dtype,
+    read_generation,
+    read_layer_types,
+    read_window,
+)
+from strobe.models.formats.fields import Fields
+from strobe.models.layers import DecoderLayer
+from strobe.models.target import Target
+
+
+def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
+    """What each layer's rows may see. Older configs name no types but a number of full layers."""
+    types = read_layer_types(fields)
+    sliding, full = fields.flag("use_sliding_window"), fields.get("max_window_layers", 28)
+    if sliding and not fields.get("layer_types"):
+        full = fields.integer("max_window_layers", 28, low=0)
+        # Without the key a window is transformers' default; a null is none.
+        full = (
+            full if "sliding_window" not in fields or fields.get("sliding_window") else len(types)
+        )
+        types = [t if i < full else "sliding_attention" for i, t in enumerate(types)]
+    window = None
+    if "sliding_attention" in types:
+        window = 4096 if "sliding_window" not in fields else read_window(fields, types)
+    fields.get("sliding_window")  # means nothing where no layer slides
+    return tuple(LayerMask(True, window if t == "sliding_attention" else None) for t in types)
+
+
+def read(fields: Fields, directory: Path) -> TargetConfig:
+    plain_products(fields)
+    decoder = read_decoder(fields, read_masks(fields), theta=10000.0)
+    eos_ids, sampling = read_generation(fields, directory, decoder.vocab_size)
+    config = TargetConfig(
+        architecture="Qwen3ForCausalLM",
+        decoder=decoder,
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        dtype=read_dtype(fields),
+        eos_ids=eos_ids,
+        sampling=sampling,
+    )
+    fields.finish()
+    return config
+
+
+def make(config: TargetConfig, max_positions: int) -> Target:
+    layers = [DecoderLayer(config.decoder, i) for i in range(config.decoder.num_layers)]
+    return Target(config, layers, max_positions)

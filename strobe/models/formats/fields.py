@@ -1,0 +1,132 @@
+"""Values of a config.json, checked as they are read; a key that nobody reads stops the load."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""The dtypes that a checkpoint may be in."""
+MEND = "use the config.json the checkpoint was published with."
+HARMLESS = frozenset(
+    {
+        "_name_or_path", "architectures", "auto_map", "transformers_version", "model_type",
+        "bos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+        "initializer_range", "use_cache", "attention_dropout", "hidden_dropout", "resid_pdrop",
+        "embd_pdrop", "pretraining_tp", "output_attentions", "output_hidden_states", "return_dict",
+        "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "add_cross_attention",
+        "id2label", "label2id", "problem_type", "tokenizer_class", "task_specific_params",
+        "torchscript", "use_bfloat16", "_attn_implementation", "attn_implementation",
+        "router_aux_loss_coef", "output_router_logits", "language_model_only",
+    }
+)  # fmt: skip
+"""Keys that change nothing in what a model computes, or are read elsewhere."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError naming a file that is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        missing = path if path.parent.is_dir() else path.parent
+        what = "is no directory" if missing.exists() else "does not exist"
+        raise ValueError(
+            f"{missing} {what}; name a directory that holds a Hugging Face checkpoint, such as "
+            "'hf download' makes."
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); download or save the checkpoint again."
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__}, not a JSON object; save it again.")
+    return value
+
+
+class Fields:
+    """An object of a config.json; every method raises ValueError naming the key and its value.
+
+    first: a nested object whose keys come before those beside it, as `dflash_config` does.
+    """
+
+    def __init__(self, values: dict[str, Any], path: Path, *, first: str | None = None):
+        self.path, self._values, self._seen = path, values, {first} if first else set[str]()
+        self._first = self.object(first) if first else {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._first or key in self._values
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value as it is; a null is as good as no key where there is a default."""
+        self._seen.add(key)
+        found = self._first.get(key, self._values.get(key))
+        return default if found is None else found
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ValueError(
+                f"{self.path}: {key} is {value!r}, but must be a whole number of at least {low}; "
+                f"{MEND}"
+            )
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number."""
+        return positive(self.get(key, default), key, self.path)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.path}: {key} is {value!r}, but must be true or false; {MEND}")
+        return value
+
+    def object(self, key: str) -> dict[str, Any]:
+        """The object there, empty where there is none."""
+        self._seen.add(key)
+        value = self._values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{self.path}: {key} is {value!r}, but must be an object; {MEND}")
+        return value or {}
+
+    def ids(self, key: str) -> list[int] | None:
+        """A list of whole numbers from 0 on; None where there is no such key."""
+        value = self.get(key)
+        if value is not None and (not isinstance(value, list) or not all(map(_index, value))):
+            raise ValueError(
+                f"{self.path}: {key} is {value!r}, but must list whole numbers from 0 on; {MEND}"
+            )
+        return value
+
+    def only(self, key: str, *values: Any, why: str) -> None:
+        """Raises ValueError unless the key is missing, null or has one of the values."""
+        if (value := self.get(key)) is not None and value not in values:
+            raise ValueError(f"{self.path}: {key} is {value!r}, which is not supported; {why}")
+
+    def finish(self, harmless: Collection[str] = ()) -> None:
+        """Raises ValueError for a key that nobody asked for and that is not known as harmless: the
+        model would be computed without what it says."""
+        for key in [*self._first, *self._values]:
+            if key not in self._seen and key not in HARMLESS and key not in harmless:
+                value = self._first.get(key, self._values.get(key))
+                if value is not None and value is not False:
+                    raise ValueError(
+                        f"{self.path}: {key} is {value!r}, which is not known; computing the model "
+                        "without it might be wrong, so use a checkpoint without it, or take the "
+                        "key out where it means nothing."
+                    )
+
+
+def _index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def positive(value: Any, key: str, path: Path) -> float:
+    """A number above 0. Raises ValueError."""
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    if not real or not 0 < value < math.inf:
+        raise ValueError(f"{path}: {key} is {value!r}, but must be a positive number; {MEND}")
+    return float(value)

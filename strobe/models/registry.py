@@ -1,0 +1,60 @@
+"""Which file reads a checkpoint's config.json: target families by architecture, drafter formats."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from strobe.models.config import DraftConfig, TargetConfig
+from strobe.models.formats.fields import Fields, read_json
+from strobe.models.formats.methods import check_method, method_of
+from strobe.models.formats.zlab import read as read_zlab
+
+if TYPE_CHECKING:
+    from strobe.models.target import Target
+
+FAMILIES = {
+    "Qwen3ForCausalLM": ("qwen3", "qwen3"),
+}
+"""Architectures of targets: their model_type, and the file of `strobe.models.families`."""
+
+
+def _family(architecture: str) -> ModuleType:
+    return importlib.import_module(f"strobe.models.families.{FAMILIES[architecture][1]}")
+
+
+def load_target_config(directory: Path) -> TargetConfig:
+    """The target in `directory`. Raises ValueError for what is damaged or not supported."""
+    path = directory / "config.json"
+    config = read_json(path)
+    method = method_of(config)
+    if method is not None:
+        raise ValueError(
+            f"{path} is that of a drafter for {method}; name it as the drafter, and the model it "
+            "drafts for as the target."
+        )
+    names, kind = config.get("architectures"), config.get("model_type")
+    if not names:
+        names = [name for name, (known, _) in FAMILIES.items() if known == kind]
+    family = FAMILIES.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
+    if family is None or family[0] != kind:
+        raise ValueError(
+            f"{path}: architectures {names!r} with model_type {kind!r} is not a supported target; "
+            f"use a checkpoint of one of {', '.join(FAMILIES)}."
+        )
+    return _family(names[0]).read(Fields(config, path), directory)
+
+
+def make_target(config: TargetConfig, max_positions: int) -> Target:
+    """The module of the config's family, without weights where the device is meta."""
+    return _family(config.architecture).make(config, max_positions)
+
+
+def load_draft_config(directory: Path) -> DraftConfig:
+    """The DFlash drafter in `directory`. Raises ValueError naming the value that is wrong."""
+    path = directory / "config.json"
+    config = read_json(path)
+    check_method(config, path)
+    return read_zlab(config, path)
