@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ import torch
 # Triton chooses its interpreter when it is first imported, which transformers may do.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What runs in the background of a script is started with Ctrl-C ignored, and so are its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("strobe", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("strobe")
