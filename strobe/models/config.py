@@ -55,6 +55,7 @@ class DraftConfig:
     """A DFlash drafter. Capture ids count layers done: k is the residual stream after k layers.
 
     The z-lab format names layer outputs from 0 (`target_layer_ids`), so its ids are one less.
+    anchor_first: the first slot, which holds the newest token, predicts too.
     """
 
     decoder: DecoderConfig
@@ -66,6 +67,12 @@ class DraftConfig:
     output_multiplier: float
     logit_softcap: float | None
     dtype: str
+    anchor_first: bool = False
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a block proposes."""
+        return self.block_size - (not self.anchor_first)
 
 
 def default_capture_layers(num_target_layers: int, count: int) -> list[int]:
