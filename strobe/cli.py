@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,8 +29,10 @@ from strobe.flags import (
     SamplingFlags,
     ServedFlags,
     ServerFlags,
+    adopted,
     value,
 )
+from strobe.names.arguments import separate
 from strobe.request import SamplingParams
 from strobe.server.settings import ServerConfig
 
@@ -183,23 +185,31 @@ class Info:
     model: Annotated[
         Positional[str],
         arg(
-            help="Directory of a target or a DFlash drafter; without one, the pair in the box.",
-            metavar="DIRECTORY",
+            help="Directory or hub name of a target or a DFlash drafter; without one, the pair in "
+            "the box.",
+            metavar="NAME",
             help_behavior_hint="",
         ),
     ] = ""
     draft: Annotated[
         str | None,
-        arg(help="A drafter to check against the target.", metavar="TEXT", help_behavior_hint=""),
+        arg(
+            help="A drafter to check against the target; auto takes the published one.",
+            metavar="TEXT",
+            help_behavior_hint="",
+        ),
     ] = None
     json: Json = False
 
     def run(self) -> int:
         from strobe.info import describe, show
+        from strobe.names.locate import named
 
         model, draft = self.model, self.draft
         if not model:
             model, draft = str(BOX / "target"), draft or str(BOX / "draft")
+        else:
+            model, draft = named(model, draft)
         facts = describe(Path(model), Path(draft) if draft is not None else None)
         print(json.dumps(facts)) if self.json else show(facts)
         return 0
@@ -208,11 +218,15 @@ class Info:
 @dataclass(frozen=True)
 class Serve:
     """Serve a model through OpenAI's API, with a page to try it; without a model, the pair in the
-    box."""
+    box. Options of `vllm serve` and SGLang's server are understood too."""
 
     target: Annotated[
         Positional[str],
-        arg(help="Directory of the target model.", metavar="TARGET", help_behavior_hint=""),
+        arg(
+            help="Directory or hub name of the target model.",
+            metavar="TARGET",
+            help_behavior_hint="",
+        ),
     ] = ""
     server: OmitArgPrefixes[ServerFlags] = field(default_factory=ServerFlags)
     engine: OmitArgPrefixes[ServedFlags] = field(default_factory=ServedFlags)
@@ -243,6 +257,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status. What a user got wrong is one sentence."""
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
+        given, options = separate(given)
+        given = given or ["--help"]
         if not given[0].startswith("-") and given[0] not in COMMANDS:
             raise ValueError(f"{given[0]!r} is no command; there are {', '.join(COMMANDS)}.")
         if given[0] == "bench":
@@ -250,6 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
         command, unknown = _parse(given)
         if unknown:
             raise ValueError(_no_option(unknown[0], command))
+        command = _adopted(command, options)
         if getattr(command, "debug", False):
             logging.basicConfig(format="%(name)s: %(message)s")
             logging.getLogger("strobe").setLevel(logging.DEBUG)
@@ -274,18 +291,30 @@ def _parse(arguments: list[str]) -> tuple[Any, list[str]]:
         args=arguments,
         description=(
             "Strobe: LLM inference with DFlash block-diffusion speculation. "
-            "Without a target, commands use the pair in the box."
+            "Without a target, commands use the pair in the box. "
+            "Options of vLLM and SGLang are understood too."
         ),
         return_unknown_args=True,
     )
 
 
+def _adopted(command: Any, options: dict[str, Any]) -> Any:
+    """The subcommand with what was given by other engines' names."""
+    if isinstance(command, Bench):
+        return replace(command, which=adopted(command.which, options, _name(command)))
+    return adopted(command, options, _name(command))
+
+
+def _name(command: Any) -> str:
+    """What the user typed behind `strobe`."""
+    name = type(command).__name__.lower()
+    return f"{name} {_name(command.which)}" if isinstance(command, Bench) else name
+
+
 def _no_option(given: str, command: Any) -> str:
     """The sentence for an argument that the subcommand does not take."""
-    name = type(command).__name__.lower()
-    if isinstance(command, Bench):
-        command = command.which
-        name += f" {type(command).__name__.lower()}"
+    name = _name(command)
+    command = command.which if isinstance(command, Bench) else command
     parts = ("sampling", "server", "bench", "engine")
     groups = [g for g in (getattr(command, n, None) for n in parts) if g]
     known = [f"--{f.name.replace('_', '-')}" for g in (command, *groups) for f in fields(g)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from strobe.checks import between
 from strobe.request import METHODS, option
 
 BOX = Path(__file__).parent / "demo_pair"
@@ -42,8 +43,14 @@ def parse_bytes(value: int | str) -> int:
 class EngineConfig:
     """Everything an engine is built from. `check()` raises ValueError before anything is loaded."""
 
-    target: str = option("", "Directory of the target model; empty is the pair in the box.")
-    draft: str | None = option(None, "Directory of the DFlash drafter; none: no drafter is loaded.")
+    target: str = option(
+        "", "Directory or hub name of the target model; empty is the pair in the box."
+    )
+    draft: str | None = option(
+        None, "Directory or hub name of the DFlash drafter; auto takes the published one."
+    )
+    revision: str | None = option(None, "Branch, tag or commit of the target's hub name.")
+    draft_revision: str | None = option(None, "Branch, tag or commit of the drafter's hub name.")
     method: str | None = option(
         None,
         "How requests draft unless they say: dflash, ngram or none; by default the best there is.",
@@ -61,6 +68,9 @@ class EngineConfig:
     )
     kv_cache_memory: int | str | None = option(
         None, "Bytes for keys and values of target and drafter, such as 2GiB; by default chosen."
+    )
+    gpu_memory_utilization: float | None = option(
+        None, "Share of a GPU's memory that may be in use, others' included; by default the rest."
     )
     page_size: int = option(16, "Tokens per page of the KV cache.")
     enable_prefix_caching: bool = option(
@@ -104,10 +114,16 @@ class EngineConfig:
                 self._whole(name)
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory)
+        share = self.gpu_memory_utilization
+        if share is not None:
+            between("gpu_memory_utilization", share, 0.01, 1, "0.9 leaves a tenth of the GPU free.")
+            if self.kv_cache_memory is not None:
+                raise ValueError(
+                    f"gpu_memory_utilization is {share} and kv_cache_memory is "
+                    f"{self.kv_cache_memory}, but both size the KV cache; give one of them."
+                )
         if self.method is not None and self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}; name one of {', '.join(METHODS)}.")
-        if self.method == "dflash" and self.draft is None:
-            raise ValueError("method is 'dflash' but no drafter is named; give draft a directory.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; name one of {', '.join(DTYPES)}.")
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,9})?", str(self.device)):
@@ -141,14 +157,6 @@ class EngineConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}, but must be a whole number of at least 1.")
-
-    def located(self) -> EngineConfig:
-        """Itself with directories named: no target means the pair in the box."""
-        if self.target:
-            return self
-        drafts = self.draft is None and self.method in (None, "dflash")
-        draft = str(BOX / "draft") if drafts else self.draft
-        return replace(self, target=str(BOX / "target"), draft=draft)
 
     def with_(self, **changes: Any) -> EngineConfig:
         """A copy with some fields changed. Raises ValueError for a name that is no field."""

@@ -14,6 +14,7 @@ import torch
 from strobe.config import EngineConfig
 from strobe.demo_pair.tasks import FAMILIES, Example, heldout
 from strobe.llm import LLM
+from strobe.names.locate import located
 from strobe.outputs import Prompt, RequestOutput
 from strobe.request import SamplingParams
 
@@ -129,8 +130,9 @@ def run_demo(
     config = replace(
         config, method="dflash" if config.target else None, enable_prefix_caching=False
     )
+    config = located(config.check())
     drafting = LLM(**_options(config))
-    plain = LLM(**_options(replace(config.located(), draft=None, method="none", num_drafts=None)))
+    plain = LLM(**_options(replace(config, draft=None, method="none", num_drafts=None)))
     asked = prompts_of(drafting, examples)
     if not as_json:
         _stream(drafting, examples[0], asked[0], params)

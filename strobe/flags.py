@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import fields, make_dataclass
+from dataclasses import fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from strobe.config import EngineConfig
+from strobe.names.arguments import read
+from strobe.names.spellings import understood
 from strobe.request import SamplingParams
 from strobe.server.settings import ServerConfig
 
+logger = logging.getLogger(__name__)
 
-def read(text: str) -> Any:
-    """A number where the text is one; the dataclass that takes it says what is wrong with it."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+
+def adopted(command: Any, options: Mapping[str, Any], name: str) -> Any:
+    """The subcommand with other engines' options in the place of its own. Raises ValueError for
+    those that contradict its own, and for those that it has no use for."""
+    has = vars(command)
+    groups = {part: has[part] for part in ("engine", "server") if part in has}
+    own = {"target": "model" if "model" in has else "target", "draft": "draft"}
+    own = {setting: place for setting, place in own.items() if place in has}
+    given = {setting: has[place] or None for setting, place in own.items()}
+    for group in groups.values():
+        given |= {f.name: v for f in fields(group) if (v := getattr(group, f.name)) != f.default}
+    found = understood(given | dict(options))
+    changes: dict[str, dict[str, Any]] = {part: {} for part in groups}
+    top: dict[str, Any] = {}
+    for setting, new in found.values.items():
+        parts = [part for part, group in groups.items() if setting in vars(group)]
+        if setting in own:
+            top[own[setting]] = new
+        elif parts:
+            changes[parts[0]][setting] = new
+        elif not groups and setting in ("method", "num_drafts"):
+            logger.warning("%s changes nothing here.", found.origins[setting][0])
+        else:
+            raise ValueError(f"strobe {name} takes no {found.origins[setting][0]}; leave it out.")
+    return replace(command, **top, **{p: replace(groups[p], **new) for p, new in changes.items()})
 
 
 def value(metavar: str) -> Any:
@@ -67,7 +88,7 @@ def flags(
 
 
 def _metavar(kind: Any) -> str:
-    return "TEXT" if "str" in str(kind) else "FLOAT" if kind is float else "INT"
+    return "TEXT" if "str" in str(kind) else "FLOAT" if "float" in str(kind) else "INT"
 
 
 SHOWN = {

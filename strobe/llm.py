@@ -18,6 +18,7 @@ from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.engine.stats import Metric
+from strobe.names.spellings import understood
 from strobe.outputs import (
     CompletionOutput,
     Prompt,
@@ -32,8 +33,9 @@ from strobe.text.tokenizer import Message, Tokenizer
 class LLM:
     """A target and, where there is one, its drafter, ready to answer.
 
-    target: a directory with a Hugging Face checkpoint; without one, the pair in the box. draft: a
-    directory with its DFlash drafter. The other options are EngineConfig's fields. Raises
+    target: a directory with a Hugging Face checkpoint, or its name on the hub; without one, the
+    pair in the box. draft: the same of its DFlash drafter, or "auto". The other options are
+    EngineConfig's fields, or vLLM's names for them (`model`, `speculative_config`, ...). Raises
     ValueError with the sentence that mends it, before any weight is read where that is possible.
     """
 
@@ -47,10 +49,9 @@ class LLM:
     ):
         """engine: one made elsewhere, in place of the options."""
         if engine is None:
-            config = EngineConfig(
-                target=str(target or ""), draft=str(draft) if draft is not None else None
-            )
-            resolved = resolve(config.with_(**options).located())
+            names = {"target": target, "draft": draft}
+            given = {n: str(path) for n, path in names.items() if path is not None}
+            resolved = resolve(EngineConfig().with_(**understood(given | options).values))
             self.tokenizer = Tokenizer(Path(resolved.config.target))
             engine = Engine(resolved)
         else:

@@ -35,6 +35,7 @@ from strobe.config import EngineConfig
 from strobe.engine.build import Resolved, resolve
 from strobe.engine.engine import Engine
 from strobe.models.registry import load_draft_config, load_target_config
+from strobe.names.locate import located
 from strobe.request import Request, SamplingParams
 
 
@@ -69,7 +70,7 @@ def run_offline(settings: OfflineSettings, config: EngineConfig) -> int:
     command = command_line("offline", settings, config)
     with progress() as say:
         say("reading prompts")
-        config = config.check().located()
+        config = located(config.check())
         prompts = read_prompts(settings, Path(config.target))
         config = _fitted(settings, config, max(map(len, prompts)))
         ways = {name: resolve(way) for name, way in _ways(config).items()}

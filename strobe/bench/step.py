@@ -39,6 +39,7 @@ from strobe.bench.timeline import Timeline
 from strobe.config import EngineConfig
 from strobe.engine.build import Resolved, resolve
 from strobe.engine.engine import Engine
+from strobe.names.locate import located
 from strobe.request import Request, SamplingParams, Status
 
 _PREFILL_TURNS = 3
@@ -95,7 +96,7 @@ def _located(settings: StepSettings, config: EngineConfig) -> Generator[EngineCo
             "--draft."
         )
     if config.target:
-        yield config
+        yield located(config.check())
     elif config.draft is not None:
         raise ValueError("A drafter is named but no target; give --target as well, or --shapes.")
     else:

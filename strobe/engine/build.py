@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from strobe.models.dflash import DFlash
 from strobe.models.load import check_draft_tensors, check_target_tensors, load_draft, load_target
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.models.target import Target
+from strobe.names.locate import located
 from strobe.runner.graphs import CUDARecorder, Eager, Graphs
 from strobe.runner.memory import plan_pages, scratch_bytes
 from strobe.runner.picking import PickingState
@@ -27,6 +29,8 @@ from strobe.sampling.grammar import Grammars
 from strobe.spec.base import Proposer, ProposerSet
 from strobe.spec.dflash import DFlashProposer
 from strobe.spec.ngram import NgramProposer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
 
 def resolve(config: EngineConfig) -> Resolved:
     """Read and check configs and tensor headers. Raises ValueError with the sentence to mend it."""
-    config = config.check().located()
+    config = located(config.check())
     target_path = Path(config.target)
     target = load_target_config(target_path)
     draft = None
@@ -90,6 +94,8 @@ def resolve(config: EngineConfig) -> Resolved:
         check_pair(draft, target, Path(config.draft))
     method = config.method or ("dflash" if draft is not None else "none")
     device = pick_device(config.device)
+    if config.gpu_memory_utilization is not None and device.type == "cpu":
+        logger.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory has.")
     limits = resolve_limits(
         config,
         model_max=min(

@@ -95,6 +95,8 @@ def plan_pages(
                 f"kv_cache_memory is {config.kv_cache_memory} ({budget} bytes), but {device} has "
                 f"{free} bytes free; ask for less."
             )
+    elif device.type == "cuda" and config.gpu_memory_utilization is not None:
+        budget = free - _beyond(config.gpu_memory_utilization, free, device)
     elif device.type == "cuda":
         budget = int(free * _GPU_SHARE)
     else:
@@ -102,13 +104,30 @@ def plan_pages(
     pages = min(budget // per_page, useful)
     if pages < least:
         need = least * per_page
-        more = f"raise kv_cache_memory to {need} bytes or " if need <= free else ""
+        raised = f"kv_cache_memory to {need} bytes"
+        if config.gpu_memory_utilization is not None and device.type == "cuda":
+            raised = "gpu_memory_utilization"
+        more = f"raise {raised} or " if need <= free else ""
         raise ValueError(
             f"{budget} bytes of KV cache hold {max(pages - 1, 0) * limits.page_size} tokens in "
             f"pages of {limits.page_size}, but max_model_len is {limits.max_model_len}; {more}"
             "lower max_model_len or page_size."
         )
     return pages
+
+
+def _beyond(share: float, free: int, device: torch.device) -> int:
+    """Bytes of a GPU that stay free when `share` of its memory is in use. free: what the KV cache
+    could have. Raises ValueError where so much is in use already."""
+    whole = torch.cuda.mem_get_info(device)[1]
+    kept = whole - int(share * whole)
+    if kept >= free:
+        least = 1 - free / whole
+        raise ValueError(
+            f"gpu_memory_utilization is {share}, but weights, a step's tensors and what others use "
+            f"take {least:.2f} of {device} without any KV cache; raise it, or free memory."
+        )
+    return kept
 
 
 def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: torch.dtype) -> int:

@@ -20,6 +20,8 @@ from typing import Any
 import uvicorn
 
 from strobe.config import EngineConfig
+from strobe.names.hub import without_revision
+from strobe.names.locate import located
 from strobe.server.app import make_app
 from strobe.server.client import EngineClient, EngineDead
 from strobe.server.guards import Drain
@@ -90,8 +92,8 @@ class Server:
 
     async def run(self) -> int:
         """Start, serve, stop; the exit status. Raises ValueError where the engine cannot start."""
-        located = self.config.located()
-        client = EngineClient(self.config, self.settings.logs)
+        config = await asyncio.to_thread(located, self.config)
+        client = EngineClient(config, self.settings.logs)
         client.on_death = self._stop.set
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -99,8 +101,8 @@ class Server:
         client.start()
         http: asyncio.Task[None] | None = None
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer, Path(located.target))
-            serving = self._serving(client, tokenizer, located.target)
+            tokenizer = await asyncio.to_thread(Tokenizer, Path(config.target))
+            serving = self._serving(client, tokenizer, config.target)
             client.on_snapshot = serving.metrics.engine
             server = _Uvicorn(
                 uvicorn.Config(
@@ -137,7 +139,7 @@ class Server:
         self._stop.set()
 
     def _serving(self, client: EngineClient, tokenizer: Tokenizer, root: str) -> Serving:
-        name = root if self.config.target else BOX_NAME
+        name = without_revision(self.config.target) or BOX_NAME
         names = tuple(self.settings.served_model_name) or (name,)
         if self.template is not None:
             check_template(tokenizer, self.template)

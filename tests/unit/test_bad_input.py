@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -525,14 +526,16 @@ def test_settings_that_need_a_drafter(
     ("options", "part"),
     [
         ({"max_num_seq": 4}, "max_num_seq is no engine option; the options are"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is no engine option"),
+        (
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size is 2, but Strobe runs on one GPU; give 1",
+        ),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching is 'no'"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1"),
         ({"overlap": True}, "overlap is True"),
         ({"overlap": 1.0}, "overlap is 1.0"),
         ({"num_drafts": True}, "num_drafts is True"),
         ({"device": 0}, "device is 0"),
-        ({"device": None}, "device is None"),
         ({"dtype": torch.float32}, "dtype is torch.float32"),
         ({"seed": 1.5}, "seed is 1.5"),
         ({"draft": ""}, "draft is empty"),
@@ -582,6 +585,32 @@ def test_what_one_context_takes_is_said_and_suffices(pair: Pair, refused: Callab
     limits = build.resolve_limits(config, model_max=512, drafter_block=None, method="none")
     pages = memory.plan_pages(config, limits, groups, torch.device("cpu"))
     assert pages == 512 // 16 + 1
+
+
+def test_a_share_of_a_gpus_memory_sizes_the_kv_cache(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    whole, used, weights, scratch = 10**9, 2 * 10**8, 10**8, 5 * 10**7
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (whole - used, whole))
+    target = build.load_target_config(pair.target)
+    groups = list(build.kv_groups(target, None, torch.float32).values())
+    per_page = sum(group.bytes_per_page(16) for group in groups)
+
+    def pages(**options: Any) -> int:
+        config = build.EngineConfig(target=str(pair.target), max_num_seqs=10**5, **options)
+        limits = build.resolve_limits(
+            config.with_(max_num_batched_tokens=10**6), model_max=512, drafter_block=None,
+            method="none",
+        )  # fmt: skip
+        limits = replace(limits, max_num_seqs=10**4)
+        gpu = torch.device("cuda", 0)
+        return memory.plan_pages(config, limits, groups, gpu, weights=weights, scratch=scratch)
+
+    for share in (0.5, 0.75, 1):
+        kept = int(share * whole) - used - weights - scratch
+        assert pages(gpu_memory_utilization=share) == kept // per_page
+    with pytest.raises(ValueError, match=r"utilization is 0\.3, but .* take 0\.35 of cuda:0"):
+        pages(gpu_memory_utilization=0.3)
+    with pytest.raises(ValueError, match="raise gpu_memory_utilization or lower max_model_len"):
+        pages(gpu_memory_utilization=0.3501)
 
 
 def test_free_memory_heeds_a_containers_limit(tmp_path: Path):

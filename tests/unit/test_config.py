@@ -56,7 +56,8 @@ def test_the_defaults_are_sound():
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
         ({"kv_cache_memory": "much"}, "kv_cache_memory is 'much'"),
         ({"method": "eagle"}, "method is 'eagle'"),
-        ({"method": "dflash"}, "no drafter is named"),
+        ({"gpu_memory_utilization": 90}, "gpu_memory_utilization is 90, but must lie from 0.01 to"),
+        ({"gpu_memory_utilization": 0.9, "kv_cache_memory": "1GiB"}, "both size the KV cache"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"device": "cuda:x"}, "device is 'cuda:x'"),
@@ -90,16 +91,6 @@ def test_a_name_that_is_no_option_is_refused_with_the_options():
 def test_every_option_has_a_sentence_of_help():
     for field in dataclasses.fields(EngineConfig):
         assert field.metadata["help"].endswith("."), field.name
-
-
-def test_without_a_target_the_pair_in_the_box_is_named():
-    located = EngineConfig().located()
-    assert located.target.endswith("demo_pair/target")
-    assert str(located.draft).endswith("demo_pair/draft")
-    assert EngineConfig(method="ngram").located().draft is None
-    assert EngineConfig(method="none").located().draft is None
-    assert EngineConfig(draft="mine").located().draft == "mine"
-    assert EngineConfig(target="mine").located() == EngineConfig(target="mine")
 
 
 def limits(

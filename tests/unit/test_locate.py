@@ -1,0 +1,163 @@
+"""What stands where a directory is meant: nothing, a drafter that names its target, and `auto`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textpair import Pair
+
+from strobe import EngineConfig
+from strobe.names.hub import is_hub_name
+from strobe.names.locate import located
+from strobe.names.pairs import PAIRS, published_drafter
+from strobe.names.speculators import Proposal, read_proposal
+
+ENGINE = EngineConfig()
+
+
+def speculators(verifier: str, **changes: Any) -> dict[str, Any]:
+    """What a config.json of RedHatAI's drafter for Qwen3-8B says of its target."""
+    method = {"proposal_type": "greedy", "speculative_tokens": 7, "verifier_accept_k": 1}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "block_size": 8,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": verifier, "architectures": []},
+        },
+        **changes,
+    }
+
+
+def written(directory: Path, config: dict[str, Any]) -> str:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def test_without_a_target_the_pair_in_the_box_is_named():
+    found = located(ENGINE)
+    assert found.target.endswith("demo_pair/target")
+    for draft in (found.draft, located(ENGINE.with_(draft="auto")).draft):
+        assert str(draft).endswith("demo_pair/draft")
+    assert located(ENGINE.with_(method="dflash")).draft == found.draft
+    assert located(ENGINE.with_(method="ngram")).draft is None
+    assert located(ENGINE.with_(method="none")).draft is None
+    assert located(ENGINE.with_(draft="mine")).draft == "mine"
+    assert located(ENGINE.with_(target="mine")) == ENGINE.with_(target="mine")
+    with pytest.raises(ValueError, match="revision is 'v1', but no target is named"):
+        located(ENGINE.with_(revision="v1"))
+    with pytest.raises(ValueError, match="draft_revision is 'v1', but no drafter is named"):
+        located(ENGINE.with_(target="mine", draft_revision="v1"))
+
+
+# a drafter that names its target
+
+
+def test_a_speculators_checkpoint_brings_target_method_and_drafts(pair: Pair, tmp_path: Path):
+    own = written(tmp_path / "own", speculators(str(pair.target)))
+    found = located(ENGINE.with_(target=own))
+    assert (found.target, found.draft) == (str(pair.target), own)
+    assert (found.method, found.num_drafts) == ("dflash", 7)
+    assert located(found) == found
+    chosen = located(ENGINE.with_(target=own, num_drafts=3, method="dflash", max_num_seqs=2))
+    assert (chosen.num_drafts, chosen.max_num_seqs) == (3, 2)
+
+
+@pytest.mark.parametrize("change", [{"draft": "other"}, {"method": "ngram"}, {"method": "none"}])
+def test_drafter_and_method_of_a_speculators_checkpoint_are_fixed(
+    pair: Pair, tmp_path: Path, change: dict[str, Any]
+):
+    own = written(tmp_path / "own", speculators(str(pair.target)))
+    ((name, value),) = change.items()
+    with pytest.raises(ValueError, match=f"{name} is {value!r}, but .* brings its own; leave"):
+        located(ENGINE.with_(target=own, **change))
+
+
+def test_other_methods_and_absent_targets_are_said(tmp_path: Path):
+    other = written(tmp_path / "e", speculators("a/b", speculators_model_type="eagle3"))
+    with pytest.raises(ValueError, match="drafts with 'eagle3', but only 'dflash' is supported"):
+        located(ENGINE.with_(target=other))
+    moved = written(tmp_path / "m", speculators("/moved/away"))
+    with pytest.raises(ValueError, match="drafts for /moved/away, which is no directory here"):
+        located(ENGINE.with_(target=moved))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "drafts"),
+    [
+        ({}, 7, 7),
+        ({}, 5, 5),
+        ({}, 8, 7),  # an older exporter wrote the block size
+        ({"block_size": 16}, 15, 15),
+        ({"sample_from_anchor": True}, 8, 8),  # whose first slot drafts, too
+    ],
+)
+def test_the_drafts_fit_the_block(changes: dict[str, Any], tokens: int, drafts: int):
+    config = speculators("Qwen/Qwen3-8B", **changes)
+    config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = tokens
+    assert read_proposal(config, Path("c")) == Proposal("Qwen/Qwen3-8B", "dflash", drafts)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "part"),
+    [
+        ((), None, "speculators_config is None, but must be an object"),
+        (("verifier",), "name", "speculators_config.verifier is 'name'"),
+        (("verifier", "name_or_path"), None, "verifier.name_or_path is None, but must name the"),
+        (("proposal_methods",), [], "proposal_methods is [], but must list at least one"),
+        (("proposal_methods", 0, "speculative_tokens"), 0, "speculative_tokens is 0, but must be"),
+        (("proposal_methods", 0, "speculative_tokens"), True, "speculative_tokens is True"),
+    ],
+)
+def test_what_a_speculators_config_lacks_is_named(place: tuple[Any, ...], value: Any, part: str):
+    config = speculators("Qwen/Qwen3-8B")
+    *outer, last = ("speculators_config", *place)
+    inner: Any = config
+    for key in outer:
+        inner = inner[key]
+    inner[last] = value
+    with pytest.raises(ValueError, match="the checkpoint was published with") as caught:
+        read_proposal(config, Path("c"))
+    assert part in str(caught.value)
+
+
+def test_other_checkpoints_propose_nothing():
+    assert read_proposal({"architectures": ["Qwen3ForCausalLM"]}, Path("c")) is None
+
+
+# auto
+
+
+def test_published_pairs_are_found_by_hub_name():
+    assert published_drafter("Qwen/Qwen3-8B", "", {}) == "z-lab/Qwen3-8B-DFlash-b16"
+    assert published_drafter("qwen/qwen3-8b@main", "", {}) == "z-lab/Qwen3-8B-DFlash-b16"
+    for target, drafter in PAIRS.items():
+        assert is_hub_name(target)
+        assert is_hub_name(drafter)
+        assert published_drafter(target, "/some/where", {}) == drafter
+
+
+def test_a_local_target_is_known_by_cache_by_config_and_by_size():
+    want = "z-lab/Qwen3-4B-DFlash-b16"
+    cached = "/c/hub/models--Qwen--Qwen3-4B/snapshots/1234"
+    assert published_drafter(cached, cached, {}) == want
+    assert published_drafter("/m/q", "/m/q", {"_name_or_path": "Qwen/Qwen3-4B"}) == want
+    size = {"model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36}
+    assert published_drafter("/m/q", "/m/q", {**size, "max_position_embeddings": 40960}) == want
+    for longer in (32768, 262144):  # Qwen3-4B-Base, and the models of July 2025
+        with pytest.raises(ValueError, match="no published DFlash drafter is known for /m/q"):
+            published_drafter("/m/q", "/m/q", {**size, "max_position_embeddings": longer})
+
+
+def test_an_unknown_target_is_told_what_is_known(pair: Pair, caplog: pytest.LogCaptureFixture):
+    with pytest.raises(ValueError, match=r"^draft is auto, but no") as caught:
+        located(ENGINE.with_(target=str(pair.target), draft="auto"))
+    assert all(target in str(caught.value) for target in PAIRS)
+    assert not caplog.records

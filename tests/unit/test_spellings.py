@@ -1,0 +1,353 @@
+"""Options as users of other engines write them, through the API and the command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textpair import Pair
+
+from strobe import LLM, EngineConfig, SamplingParams
+from strobe.names import spellings
+from strobe.names.arguments import separate
+from strobe.names.spellings import understood
+from strobe.outputs import CompletionOutput, RequestOutput
+from strobe.server.settings import ServerConfig
+
+ROOT = Path(__file__).parents[2]
+DFLASH = {"method": "dflash", "model": "d", "num_speculative_tokens": 15}
+Main = Callable[..., tuple[int, str, str]]
+
+
+def sc(**keys: Any) -> list[str]:
+    """The arguments of a speculative_config."""
+    return ["--speculative-config", json.dumps(keys)]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What LLM is called with; it loads nothing and answers "fine"."""
+    options: dict[str, Any] = {}
+
+    class Stub:
+        def __init__(self, **given: Any):
+            options.update(given)
+
+        def get_default_sampling_params(self) -> SamplingParams:
+            return SamplingParams()
+
+        def generate(self, prompts: list[str], params: SamplingParams, **given: Any) -> Any:
+            return [RequestOutput("r", p, [1], [CompletionOutput(0, "fine")]) for p in prompts]
+
+    monkeypatch.setattr("strobe.llm.LLM", Stub)
+    return options
+
+
+def changed(options: dict[str, Any]) -> dict[str, Any]:
+    return {f.name: options[f.name] for f in fields(EngineConfig) if f.name in options
+            and options[f.name] != f.default}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        (sc(**DFLASH), {"method": "dflash", "draft": "d", "num_drafts": 15}),
+        (["-sc", '{"model": "d"}'], {"draft": "d"}),
+        (
+            ["--speculative-config.model=d", "--speculative_config.num_speculative_tokens", "7"],
+            {"draft": "d", "num_drafts": 7},
+        ),
+        (
+            ["--spec-method=dflash", "--spec-model", "d", "--spec-tokens=7"],
+            {"method": "dflash", "draft": "d", "num_drafts": 7},
+        ),
+        (["--spec-tokens=7", "--draft=d"], {"draft": "d", "num_drafts": 7}),
+        (
+            [*sc(**DFLASH), "--draft=d", "--num-drafts=15"],
+            {"method": "dflash", "draft": "d", "num_drafts": 15},
+        ),
+        (
+            sc(method="ngram", num_speculative_tokens=5, prompt_lookup_max=6, prompt_lookup_min=3),
+            {"method": "ngram", "num_drafts": 5, "ngram_max": 6, "ngram_min": 3},
+        ),
+        (
+            sc(model="[ngram]", prompt_lookup_max=3),
+            {"method": "ngram", "ngram_max": 3, "ngram_min": 3},
+        ),
+        (
+            sc(
+                model="d",
+                revision="v1",
+                attention_backend="TRITON_ATTN",
+                parallel_drafting=True,
+                quantization=None,
+            ),
+            {"draft": "d", "draft_revision": "v1", "draft_attention_backend": "triton"},
+        ),
+        (
+            [
+                "--speculative-algorithm",
+                "DFLASH",
+                "--speculative-draft-model-path",
+                "d",
+                "--speculative-dflash-block-size",
+                "16",
+            ],
+            {"method": "dflash", "draft": "d", "num_drafts": 15},
+        ),
+        (
+            [
+                "--speculative-algorithm=DFLASH",
+                "--speculative-num-draft-tokens=8",
+                "--speculative-dflash-block-size=8",
+            ],
+            {"method": "dflash", "num_drafts": 7},
+        ),
+        (["--dflash-draft-model-path", "d"], {"draft": "d"}),
+        (
+            [
+                "--model-path",
+                "t",
+                "--context-length",
+                "99",
+                "--mem-fraction-static",
+                "0.75",
+                "--tp-size",
+                "1",
+            ],
+            {"target": "t", "max_model_len": 99, "gpu_memory_utilization": 0.75},
+        ),
+        (
+            [
+                "--model=t",
+                "--gpu-memory-utilization=.5",
+                "-tp",
+                "1",
+                "--enforce-eager",
+                "--dtype",
+                "half",
+            ],
+            {
+                "target": "t",
+                "gpu_memory_utilization": 0.5,
+                "cuda_graphs": False,
+                "dtype": "float16",
+            },
+        ),
+        (
+            ["--disable-radix-cache", "--disable-overlap-schedule", "--max-running-requests", "3"],
+            {"enable_prefix_caching": False, "overlap": 1, "max_num_seqs": 3},
+        ),
+        (
+            [
+                "--no-async-scheduling",
+                "--block-size=32",
+                "--quantization=fp8",
+                "--kv-cache-dtype=fp8_e4m3",
+            ],
+            {"overlap": 1, "page_size": 32, "weight_dtype": "fp8", "kv_cache_dtype": "fp8"},
+        ),
+    ],
+)
+def test_other_engines_options_reach_the_settings(
+    main: Main, asked: dict[str, Any], arguments: list[str], settings: dict[str, Any]
+):
+    assert main("generate", "one", "--no-chat", *arguments) == (0, "fine\n", "")
+    assert changed(asked) == settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--speculative-config={"], "speculative_config is '{', which is no JSON"),
+        (["--speculative-config=3"], "speculative_config is 3, but must be an object"),
+        (sc(mehtod="dflash"), "speculative_config's mehtod is 'dflash', which Strobe does not"),
+        (
+            sc(method="eagle3", model="d"),
+            "speculative_config's method is 'eagle3', but Strobe drafts with",
+        ),
+        (
+            sc(model="d", prompt_lookup_max=3),
+            "prompt_lookup_max is 3, but is for method ngram only",
+        ),
+        (sc(method="ngram", model="d"), "model is 'd', but ngram has no model"),
+        (
+            sc(model="d", draft_tensor_parallel_size=2),
+            "draft_tensor_parallel_size is 2, but Strobe runs on one",
+        ),
+        (
+            sc(model="d", rejection_sample_method="synthetic"),
+            "rejection_sample_method is 'synthetic'",
+        ),
+        (
+            [*sc(model="d"), "--draft=e"],
+            "draft is 'e', but speculative_config's model is 'd', and both",
+        ),
+        (
+            [*sc(num_speculative_tokens=3), "--num-drafts=4"],
+            "num_drafts is 4, but speculative_config's num_spec",
+        ),
+        (
+            [*sc(model="d"), "--spec-model=e"],
+            "speculative_config's model is 'd', but spec_model is 'e'",
+        ),
+        (
+            [*sc(model="d"), "--speculative-config.model=d"],
+            "--speculative-config stands beside --speculative-config.model",
+        ),
+        (
+            ["--speculative-algorithm=EAGLE3"],
+            "speculative_algorithm is 'EAGLE3', but Strobe drafts with dflash or ngram",
+        ),
+        (
+            ["--speculative-dflash-block-size=1"],
+            "speculative_dflash_block_size is 1, but must be a whole number of at",
+        ),
+        (
+            ["--speculative-dflash-block-size=8", "--speculative-num-draft-tokens=16"],
+            "speculative_dflash_block_size is 8, but speculative_num_draft_tokens is 16",
+        ),
+        (
+            ["--tensor-parallel-size=2"],
+            "tensor_parallel_size is 2, but Strobe runs on one GPU; give 1.",
+        ),
+        (
+            ["--quantization=awq"],
+            "quantization is 'awq', but Strobe takes weights as the checkpoint has",
+        ),
+        (["--attention-backend=flash_attn"], "fine"),
+        (
+            ["--tokenizer=other", "--model=t"],
+            "tokenizer is 'other', but Strobe reads the target's own",
+        ),
+        (["--model"], "--model needs a value behind it."),
+        (["--model=a", "--model=b"], "--model is given twice, with 'a' and 'b'."),
+        (["--model=a", "--target=b"], "target is 'b', but model is 'a', and both set"),
+        (["--enforce-eager=maybe"], "enforce_eager is 'maybe', but must be True or False"),
+        (["--speculative-num-steps=3"], "strobe generate takes no '--speculative-num-steps=3'"),
+        (
+            ["--disable-uvicorn-access-log"],
+            "strobe generate takes no disable_uvicorn_access_log; leave it out.",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_a_sentence_that_names_it(
+    main: Main, asked: dict[str, Any], arguments: list[str], part: str
+):
+    status, out, err = main("generate", "one", "--no-chat", *arguments)
+    if part == "fine":  # one of our own settings, which the engine itself refuses
+        assert (status, out) == (0, "fine\n")
+        return
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert part in err
+
+
+def test_options_without_effect_are_accepted_and_said(caplog: pytest.LogCaptureFixture):
+    given = {
+        "trust_remote_code": True, "limit_mm_per_prompt": {"image": 5}, "swap_space": 4,
+        "enable_chunked_prefill": False, "disable_log_stats": False, "tensor_parallel_size": 1,
+        "cpu_offload_gb": 0,
+        "speculative_config": None, "max_num_seqs": None, "enforce_eager": False,
+        "seed": 0,
+    }  # fmt: skip
+    with caplog.at_level(logging.INFO, "strobe"):
+        assert understood(given).values == {"seed": 0}
+    said = [record.getMessage().split()[0] for record in caplog.records]
+    assert said == [
+        "trust_remote_code", "limit_mm_per_prompt", "swap_space", "enable_chunked_prefill",
+    ]  # fmt: skip
+
+
+def test_only_other_engines_options_are_taken_out_of_a_command_line():
+    own = ["generate", "model", "tp", "--draft", "d", "--no-chat", "-x", "--", "--model", "m"]
+    assert separate(own) == (own, {})
+    assert separate(["serve", "--tp=1", "m", "--trust-remote-code", "--port", "1"]) == (
+        ["serve", "m", "--port", "1"],
+        {"tp": 1, "trust_remote_code": True},
+    )
+
+
+def test_the_server_takes_its_model_and_options_by_other_names(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+):
+    got: list[Any] = []
+    monkeypatch.setattr("strobe.server.launch.serve", lambda *given: got.extend(given) or 0)
+    monkeypatch.setattr("os._exit", lambda status: None)
+    main(
+        "serve", "--model-path=t", "--speculative-draft-model-path=d", "--tp=1", "--port=1",
+        "--disable-uvicorn-access-log", "--uvicorn-log-level=debug", "--enable-auto-tool-choice",
+        "--served-model-name=a",
+    )  # fmt: skip
+    assert got[0] == EngineConfig(target="t", draft="d")
+    assert got[1] == ServerConfig(
+        port=1, access_log=False, log_level="debug", served_model_name=("a",)
+    )
+    status, _, err = main("serve", "t", "--model=u")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "target is 't', but model is 'u'" in err
+
+
+def test_info_reads_the_pair_that_a_speculative_config_names(main: Main, pair: Pair):
+    given = json.dumps({**DFLASH, "model": str(pair.draft), "num_speculative_tokens": 7})
+    status, out, _ = main(
+        "info", f"--model={pair.target}", f"--speculative-config={given}", "--json"
+    )
+    assert status == 0
+    assert json.loads(out)["pair"] == "fits"
+    status, _, err = main("info", str(pair.target), "--max-running-requests=3")
+    assert (status, err) == (
+        2,
+        "strobe: strobe info takes no max_running_requests; leave it out.\n",
+    )
+
+
+def test_benchmarks_take_them_too_but_not_what_they_decide(main: Main):
+    status, _, err = main("bench", "step", "--max-running-requests=3")
+    assert (status, err) == (
+        2,
+        "strobe: strobe bench step takes no max_running_requests; leave it out.\n",
+    )
+    status, _, err = main("bench", "offline", "--spec-model=/nowhere", "--spec-tokens=0")
+    assert (status, err) == (
+        2,
+        "strobe: num_drafts is 0, but must be a whole number of at least 1.\n",
+    )
+
+
+def test_the_api_takes_them_too(pair: Pair):
+    llm = LLM(
+        model=str(pair.target),
+        speculative_config={
+            "method": "dflash",
+            "model": str(pair.draft),
+            "num_speculative_tokens": 5,
+        },
+        max_model_len=64,
+        enforce_eager=True,
+        tokenizer=str(pair.target),
+        device="cpu",
+    )
+    assert (llm.engine.config.draft, llm.engine.limits.num_drafts) == (str(pair.draft), 5)
+    assert llm.engine.config.cuda_graphs is False
+    with pytest.raises(ValueError, match="max_seq_len is no engine option; the options are"):
+        LLM(model=str(pair.target), max_seq_len=64)
+
+
+def test_the_tables_lead_to_settings_and_stand_in_the_docs():
+    known = {f.name for config in (EngineConfig, ServerConfig) for f in fields(config)}
+    targets = {*spellings.RENAMED.values(), *(entry[0] for entry in spellings.SWITCHES.values())}
+    assert targets <= known
+    assert not spellings.ALIASES & {f.name for f in fields(EngineConfig)}
+    assert spellings.FLAGS <= spellings.ALIASES
+    docs = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    names = {*spellings.ALIASES, *spellings.SPECULATIVE, *spellings.SPECULATIVE_ONLY}
+    missing = {
+        n for n in names if f"`{n}`" not in docs and f"`--{n.replace('_', '-')}`" not in docs
+    }
+    assert not missing
