@@ -69,6 +69,7 @@ def _snapshot(name: str, revision: str | None) -> str:
     from huggingface_hub import constants, errors, snapshot_download
 
     shown = name if revision is None else f"{name}@{revision}"
+    by_hand = f"hf download {name}" + (f" --revision {revision}" if revision else "")
     try:
         found = snapshot_download(
             name,
@@ -94,8 +95,7 @@ def _snapshot(name: str, revision: str | None) -> str:
         if constants.HF_HUB_OFFLINE:
             problem = (
                 f"{shown} is not a directory here and not wholly in the hub's cache, and "
-                f"HF_HUB_OFFLINE is set; unset it, or run 'hf download {name}' where there is a "
-                "network."
+                f"HF_HUB_OFFLINE is set; unset it, or run '{by_hand}' where there is a network."
             )
         else:
             problem = (

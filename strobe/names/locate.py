@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from strobe.config import BOX, EngineConfig
-from strobe.names.hub import directory
+from strobe.names.hub import directory, is_hub_name
 from strobe.names.pairs import published_drafter
 from strobe.names.speculators import Proposal, read_proposal
 
@@ -34,14 +34,20 @@ def located(config: EngineConfig) -> EngineConfig:
 
 def named(target: str, draft: str | None) -> tuple[str, str | None]:
     """Both as local directories, without asking what they are. Raises ValueError."""
-    found = directory(target, None)
-    return found, None if draft is None else _drafter(draft, None, target, found)
+    drafter = _drafter(draft, None, target)
+    return directory(target, None), drafter
 
 
-def _drafter(draft: str, revision: str | None, target: str, found: str) -> str:
-    """The drafter's directory; found: the target's."""
+def _drafter(draft: str | None, revision: str | None, target: str) -> str | None:
+    """The drafter's directory, found before the target, which is larger, is downloaded; none
+    where the target is a drafter that names its own."""
+    if draft is None:
+        return None
     if draft == AUTO:
-        draft = published_drafter(target, found, _config(found))
+        config = {} if is_hub_name(target) else _config(target)
+        if read_proposal(config, Path(target) / "config.json") is not None:
+            return None
+        draft = published_drafter(target, config)
         logger.warning("draft is auto: %s drafts for %s", draft, target)
     return directory(draft, revision, "draft_revision")
 
@@ -53,20 +59,21 @@ def _own_pair(config: EngineConfig) -> EngineConfig:
                 f"{name} is {getattr(config, name)!r}, but no target is named; name one on the "
                 f"Hugging Face hub, or leave {name} out."
             )
-    own = config.draft == AUTO or (config.draft is None and config.method in (None, "dflash"))
-    draft = str(BOX / "draft") if own else config.draft
+    draft = config.draft
+    if draft == AUTO or (draft is None and config.method in (None, "dflash")):
+        draft = str(BOX / "draft")
+    elif draft is not None:
+        draft = directory(draft, None)
     return replace(config, target=str(BOX / "target"), draft=draft)
 
 
 def _named_pair(config: EngineConfig) -> EngineConfig:
+    draft = _drafter(config.draft, config.draft_revision, config.target)
     found = directory(config.target, config.revision)
     proposal = read_proposal(_config(found), Path(found) / "config.json")
     if proposal is not None:
         return _proposed_pair(config, proposal, found)
-    draft = config.draft
-    if draft is not None:
-        draft = _drafter(draft, config.draft_revision, config.target, found)
-    elif config.draft_revision is not None:
+    if draft is None and config.draft_revision is not None:
         raise ValueError(
             f"draft_revision is {config.draft_revision!r}, but no drafter is named; name one, or "
             "leave draft_revision out."
@@ -84,7 +91,7 @@ def _proposed_pair(config: EngineConfig, proposal: Proposal, found: str) -> Engi
         )
     for name in ("draft", "draft_revision", "method"):
         value = getattr(config, name)
-        if value is not None and (name, value) != ("method", proposal.method):
+        if value is not None and (name, value) not in (("draft", AUTO), ("method", "dflash")):
             raise ValueError(
                 f"{name} is {value!r}, but {named} is a drafter that brings its own; leave {name} "
                 f"out, or name its target, {verifier}, as the target."

@@ -41,14 +41,14 @@ _BY_SIZE = {
 model of the family shares all four."""
 
 
-def published_drafter(target: str, found: str, config: Mapping[str, Any]) -> str:
+def published_drafter(target: str, config: Mapping[str, Any]) -> str:
     """The hub name of the target's drafter. Raises ValueError, with what is known, where there is
     none.
 
-    target: as the user named it; found: the directory it lies in; config: its config.json.
+    target: as the user named it; config: its config.json, where it is a directory.
     """
     known = {name.lower(): drafter for name, drafter in PAIRS.items()}
-    for name in (*_names(target, found, config), _BY_SIZE.get(_size(config), "")):
+    for name in (*_names(target, config), _BY_SIZE.get(_size(config), "")):
         if name.lower() in known:
             return known[name.lower()]
     raise ValueError(
@@ -57,10 +57,12 @@ def published_drafter(target: str, found: str, config: Mapping[str, Any]) -> str
     )
 
 
-def _names(target: str, found: str, config: Mapping[str, Any]) -> list[str]:
+def _names(target: str, config: Mapping[str, Any]) -> list[str]:
     """What the target may be called on the hub, the surest first."""
-    names = [without_revision(target)] if is_hub_name(target) else []
-    for part in Path(found).absolute().parts:  # .../models--owner--name/snapshots/...
+    if is_hub_name(target):
+        return [without_revision(target)]
+    names: list[str] = []
+    for part in Path(target).absolute().parts:  # .../models--owner--name/snapshots/...
         kind, _, rest = part.partition("--")
         owner, _, name = rest.partition("--")
         if kind == "models" and name:

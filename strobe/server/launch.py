@@ -44,8 +44,11 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
     config, settings = config.check(), settings.check()
     settings.logs.configure()
     template = read_template(settings.chat_template)
+    names = tuple(settings.served_model_name) or (without_revision(config.target) or BOX_NAME,)
+    settings = replace(settings, served_model_name=names)
     listener = _listen(settings.host, settings.port)
     try:
+        config = located(config)
         return asyncio.run(Server(config, settings, template, listener).run())
     finally:
         listener.close()
@@ -92,8 +95,7 @@ class Server:
 
     async def run(self) -> int:
         """Start, serve, stop; the exit status. Raises ValueError where the engine cannot start."""
-        config = await asyncio.to_thread(located, self.config)
-        client = EngineClient(config, self.settings.logs)
+        client = EngineClient(self.config, self.settings.logs)
         client.on_death = self._stop.set
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -101,8 +103,8 @@ class Server:
         client.start()
         http: asyncio.Task[None] | None = None
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer, Path(config.target))
-            serving = self._serving(client, tokenizer, config.target)
+            tokenizer = await asyncio.to_thread(Tokenizer, Path(self.config.target))
+            serving = self._serving(client, tokenizer)
             client.on_snapshot = serving.metrics.engine
             server = _Uvicorn(
                 uvicorn.Config(
@@ -138,9 +140,8 @@ class Server:
         self._hurry = self._stop.is_set()
         self._stop.set()
 
-    def _serving(self, client: EngineClient, tokenizer: Tokenizer, root: str) -> Serving:
-        name = without_revision(self.config.target) or BOX_NAME
-        names = tuple(self.settings.served_model_name) or (name,)
+    def _serving(self, client: EngineClient, tokenizer: Tokenizer) -> Serving:
+        names = tuple(self.settings.served_model_name)
         if self.template is not None:
             check_template(tokenizer, self.template)
         template = self.template or tokenizer.hf.chat_template
@@ -149,7 +150,7 @@ class Server:
             client=client,
             tokenizer=tokenizer,
             names=names,
-            root=root,
+            root=self.config.target,
             chat_template=self.template,
             formats=Formats.of(self.settings, template if isinstance(template, str) else None),
             metrics=ServerMetrics(names[0]),

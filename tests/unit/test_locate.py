@@ -65,7 +65,7 @@ def test_a_speculators_checkpoint_brings_target_method_and_drafts(pair: Pair, tm
     found = located(ENGINE.with_(target=own))
     assert (found.target, found.draft) == (str(pair.target), own)
     assert (found.method, found.num_drafts) == ("dflash", 7)
-    assert located(found) == found
+    assert located(found) == found == located(ENGINE.with_(target=own, draft="auto"))
     chosen = located(ENGINE.with_(target=own, num_drafts=3, method="dflash", max_num_seqs=2))
     assert (chosen.num_drafts, chosen.max_num_seqs) == (3, 2)
 
@@ -136,24 +136,36 @@ def test_other_checkpoints_propose_nothing():
 
 
 def test_published_pairs_are_found_by_hub_name():
-    assert published_drafter("Qwen/Qwen3-8B", "", {}) == "z-lab/Qwen3-8B-DFlash-b16"
-    assert published_drafter("qwen/qwen3-8b@main", "", {}) == "z-lab/Qwen3-8B-DFlash-b16"
+    assert published_drafter("Qwen/Qwen3-8B", {}) == "z-lab/Qwen3-8B-DFlash-b16"
+    assert published_drafter("qwen/qwen3-8b@main", {}) == "z-lab/Qwen3-8B-DFlash-b16"
     for target, drafter in PAIRS.items():
         assert is_hub_name(target)
         assert is_hub_name(drafter)
-        assert published_drafter(target, "/some/where", {}) == drafter
+        assert published_drafter(target, {}) == drafter
+
+
+def test_a_hub_name_without_a_drafter_is_refused_before_any_download(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    asked: list[str] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name))
+    with pytest.raises(ValueError, match="no published DFlash drafter is known for me/mine"):
+        located(ENGINE.with_(target="me/mine", draft="auto"))
+    assert not asked
+    located(ENGINE.with_(target="Qwen/Qwen3-8B", draft="auto"))
+    assert asked == ["z-lab/Qwen3-8B-DFlash-b16", "Qwen/Qwen3-8B"]
 
 
 def test_a_local_target_is_known_by_cache_by_config_and_by_size():
     want = "z-lab/Qwen3-4B-DFlash-b16"
     cached = "/c/hub/models--Qwen--Qwen3-4B/snapshots/1234"
-    assert published_drafter(cached, cached, {}) == want
-    assert published_drafter("/m/q", "/m/q", {"_name_or_path": "Qwen/Qwen3-4B"}) == want
+    assert published_drafter(cached, {}) == want
+    assert published_drafter("/m/q", {"_name_or_path": "Qwen/Qwen3-4B"}) == want
     size = {"model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36}
-    assert published_drafter("/m/q", "/m/q", {**size, "max_position_embeddings": 40960}) == want
+    assert published_drafter("/m/q", {**size, "max_position_embeddings": 40960}) == want
     for longer in (32768, 262144):  # Qwen3-4B-Base, and the models of July 2025
         with pytest.raises(ValueError, match="no published DFlash drafter is known for /m/q"):
-            published_drafter("/m/q", "/m/q", {**size, "max_position_embeddings": longer})
+            published_drafter("/m/q", {**size, "max_position_embeddings": longer})
 
 
 def test_an_unknown_target_is_told_what_is_known(pair: Pair, caplog: pytest.LogCaptureFixture):

@@ -15,6 +15,7 @@ from textpair import Pair
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.names import spellings
 from strobe.names.arguments import separate
+from strobe.names.pairs import PAIRS
 from strobe.names.spellings import understood
 from strobe.outputs import CompletionOutput, RequestOutput
 from strobe.server.settings import ServerConfig
@@ -347,6 +348,8 @@ def test_the_tables_lead_to_settings_and_stand_in_the_docs():
     assert spellings.FLAGS <= spellings.ALIASES
     docs = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
     names = {*spellings.ALIASES, *spellings.SPECULATIVE, *spellings.SPECULATIVE_ONLY}
+    for target, drafter in PAIRS.items():
+        assert f"| `{target}` | `{drafter}` |" in docs
     missing = {
         n for n in names if f"`{n}`" not in docs and f"`--{n.replace('_', '-')}`" not in docs
     }
