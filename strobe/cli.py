@@ -21,6 +21,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg, subc
 
 from strobe.bench_command import Bench, completed
 from strobe.config import BOX, EngineConfig
+from strobe.doctor_command import Doctor
 from strobe.flags import (
     SHOWN,
     ChatFlags,
@@ -246,6 +247,7 @@ COMMANDS: dict[str, Any] = {
     "serve": Serve,
     "demo": Demo,
     "info": Info,
+    "doctor": Doctor,
     "bench": Bench,
 }
 Command: Any = functools.reduce(

@@ -1,0 +1,1 @@
+"""`strobe doctor`: whether a target and a drafter fit, and where they do not, why."""
