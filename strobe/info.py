@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DecoderConfig, check_pair
 from strobe.models.formats.fields import read_json
 from strobe.models.formats.methods import method_of
-from strobe.models.load import Checkpoint, check_draft_tensors, check_target_tensors
+from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.registry import load_draft_config, load_target_config
 
 

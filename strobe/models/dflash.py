@@ -49,6 +49,7 @@ class DFlash(nn.Module):
         self._attentions = [layer.self_attn for layer in layers]
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.rope = RotaryTable(decoder.head_dim, decoder.rope, max_positions)
+        self.skipped: tuple[str, ...] = ()  # as a target's
         self._shared = (embedding, head_weight)  # in a tuple, or they would count as our own
         self.fp8_head: tuple[Tensor, Tensor] | None = None
         self._context: tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None = None

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.models.config import DecoderConfig
+from strobe.models.pieces import Pieces, stacked
 from strobe.models.rope import RopeConfig
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -113,6 +114,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(width, config.rms_norm_eps)
         self.fused: tuple[Tensor, Tensor | None] | None = None
 
+    def pieces(self) -> Pieces:
+        """What the product is made of in a checkpoint."""
+        q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
+        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        return stacked("qkv_proj", self.qkv_proj, rows)
+
     def fuse(self) -> None:
         """After loading: lay the two norms' weights side by side, one row per head."""
         q, k = self.q_norm, self.k_norm
@@ -143,6 +150,11 @@ class MLP(nn.Module):
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
+    def pieces(self) -> Pieces:
+        """What the product is made of in a checkpoint."""
+        rows = self.gate_up_proj.out_features // 2
+        return stacked("gate_up_proj", self.gate_up_proj, {"gate_proj": rows, "up_proj": rows})
+
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """x, residual [T, H] -> residual + mlp(x)."""
         gate, up = self.gate_up_proj(x).chunk(2, -1)
@@ -160,12 +172,3 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
         x = self.self_attn(self.input_layernorm(x), x, rope, attend)
         return self.mlp(self.post_attention_layernorm(x), x)
-
-
-def fused_sources(name: str) -> list[str]:
-    """The checkpoint's names whose rows, one after another, make the parameter `name`."""
-    if ".qkv_proj." in name:
-        return [name.replace(".qkv_proj.", f".{part}_proj.") for part in "qkv"]
-    if ".gate_up_proj." in name:
-        return [name.replace(".gate_up_proj.", f".{part}_proj.") for part in ("gate", "up")]
-    return [name]

@@ -2,176 +2,94 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict, TypeVar, Unpack
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
-from strobe.models.formats.fields import read_json
-from strobe.models.layers import Attention, RMSNorm, RotaryTable, fused_sources
+from strobe.models.layers import Attention, RMSNorm, RotaryTable
+from strobe.models.pieces import Pieces, pieces_of
 from strobe.models.registry import make_target
 from strobe.models.target import Target
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 HARMLESS = ("rotary_emb.inv_freq",)
 """Endings of tensors that older exporters wrote and that carry no learned value."""
 
-DTYPES = ("F32", "BF16", "F16")
-"""Tensor dtypes that are read, under safetensors' names."""
+Model = TypeVar("Model", Target, DFlash)
 
 
-class Checkpoint:
-    """The safetensors of one directory, opened but not read.
-
-    Raises ValueError when a file is missing, damaged or cut short.
-    """
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        for name in _file_names(directory):
-            path = directory / name
-            if not path.exists():
-                raise ValueError(f"{path} does not exist; download or save the checkpoint again.")
-            try:
-                file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (SafetensorError, OSError) as error:
+def _check(module: Target | DFlash, checkpoint: Checkpoint) -> Pieces:
+    """What the module's parameters are made of. Raises ValueError for a tensor that is missing, of
+    another shape or dtype, or that nothing is made of."""
+    shapes, dtypes, where = checkpoint.shapes(), checkpoint.dtypes(), checkpoint.directory
+    pieces, used = pieces_of(module), set[str]()
+    for piece in chain.from_iterable(pieces.values()):
+        for name, shape in piece.sources.items():
+            if name not in shapes:
                 raise ValueError(
-                    f"{path} is damaged or cut short ({error}); download or save it again."
-                ) from None
-            for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                own = key.removeprefix("model.")
-                if own in self._files:
-                    raise ValueError(
-                        f"{path}: tensor {key} is there twice; download or save the checkpoint "
-                        "again."
-                    )
-                self._files[own] = (file, key)
-
-    def dtypes(self) -> dict[str, str]:
-        """The tensors' dtypes under safetensors' names."""
-        return {n: f.get_slice(k).get_dtype() for n, (f, k) in self._files.items()}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {n: tuple(f.get_slice(k).get_shape()) for n, (f, k) in self._files.items()}
-
-    def read(self, name: str) -> Tensor:
-        file, key = self._files[name]
-        return file.get_tensor(key)
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-
-def _file_names(directory: Path) -> list[str]:
-    index = directory / "model.safetensors.index.json"
-    if not index.exists():
-        return ["model.safetensors"]
-    shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
-        raise ValueError(
-            f"{index} is damaged (weight_map must name a file for each tensor); download or save "
-            "the checkpoint again."
-        )
-    return sorted(set(shards.values()))
-
-
-def _check(shapes: Shapes, wanted: Shapes, where: Path) -> None:
-    for name, shape in wanted.items():
-        if name not in shapes:
-            raise ValueError(
-                f"{where}: tensor {name} is missing; download or save the checkpoint again."
-            )
-        if shapes[name] != shape:
-            raise ValueError(
-                f"{where}: tensor {name} has shape {list(shapes[name])}, config.json asks for "
-                f"{list(shape)}; weights and config.json must come from one checkpoint."
-            )
-    extra = sorted(n for n in shapes if n not in wanted and not n.endswith(HARMLESS))
+                    f"{where}: tensor {name} is missing; download or save the checkpoint again."
+                )
+            if shapes[name] != shape:
+                raise ValueError(
+                    f"{where}: tensor {name} has shape {list(shapes[name])}, config.json asks for "
+                    f"{list(shape)}; weights and config.json must come from one checkpoint."
+                )
+            if dtypes[name] not in piece.dtypes:
+                raise ValueError(
+                    f"{where}: tensor {name} holds {dtypes[name]} values, but only "
+                    f"{', '.join(piece.dtypes)} are supported; use an unquantized checkpoint."
+                )
+            assert name not in used, f"{name} is used twice"
+            used.add(name)
+    passed = (*module.skipped, *(n for n in shapes if n.endswith(HARMLESS)))
+    extra = sorted(n for n in shapes if n not in used and not n.startswith(passed))
     if extra:
         raise ValueError(
             f"{where}: tensor {extra[0]} is not part of this architecture ({len(extra)} such "
             "tensors); loading without it would change the model's mathematics."
         )
+    return pieces
 
 
-def _source_shapes(module: nn.Module, parts: Shapes) -> Shapes:
-    """Checkpoint names and shapes for a module; `parts` gives the row counts of fused products."""
-    wanted: dict[str, tuple[int, ...]] = {}
-    for name, parameter in module.named_parameters():
-        sources = fused_sources(name)
-        kind = name.rsplit(".", 2)[-2]
-        rows = parts.get(kind, (parameter.shape[0],))
-        for source, count in zip(sources, rows, strict=True):
-            wanted[source] = (count, *parameter.shape[1:])
-    return wanted
+Make = Callable[[str, Tensor], None]
+"""(parameter name, its memory on the device) -> its values are there."""
 
 
-def _check_tensors(
-    module: Target | DFlash, checkpoint: Checkpoint, ignored: tuple[str, ...]
-) -> int:
-    """Raises ValueError for tensors that do not fit the module; returns its learned values."""
-    decoder = module.config.decoder
-    kv = decoder.num_kv_heads * decoder.head_dim
-    parts = {
-        "qkv_proj": (decoder.num_heads * decoder.head_dim, kv, kv),
-        "gate_up_proj": (decoder.intermediate_size,) * 2,
-    }
-    shapes = {n: s for n, s in checkpoint.shapes().items() if n not in ignored}
-    wanted = _source_shapes(module, parts)
-    _check(shapes, wanted, checkpoint.directory)
-    dtypes = checkpoint.dtypes()
-    for name in wanted:
-        if dtypes[name] not in DTYPES:
-            raise ValueError(
-                f"{checkpoint.directory}: tensor {name} holds {dtypes[name]} values, but only "
-                f"{', '.join(DTYPES)} are supported; use an unquantized checkpoint."
-            )
-    return sum(math.prod(shape) for shape in wanted.values())
-
-
-Source = Callable[[str, torch.Size], Tensor]
-"""(parameter name, its shape) -> its values on the device."""
-
-
-def _from(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Source:
+def _from(checkpoint: Checkpoint, pieces: Pieces) -> Make:
     """The checkpoint's tensors, one at a time, so that the host never holds them all."""
 
-    def read(name: str, shape: torch.Size) -> Tensor:
-        sources = fused_sources(name)
-        tensors = [checkpoint.read(source).to(device, dtype) for source in sources]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-    return read
-
-
-def _at_random(device: torch.device, dtype: torch.dtype) -> Source:
-    """Weights that only speed can be measured with: normal, or 1 for norms; the same each time."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def make(name: str, shape: torch.Size) -> Tensor:
-        value = torch.ones(shape, dtype=dtype, device=device)
-        return value if len(shape) == 1 else value.normal_(0.0, 0.02, generator=generator)
+    def make(name: str, value: Tensor) -> None:
+        for piece in pieces[name]:
+            piece.fill(value[piece.at], *map(checkpoint.read, piece.sources))
 
     return make
 
 
-def _fill(module: nn.Module, source: Source) -> None:
+def _at_random(device: torch.device) -> Make:
+    """Weights that only speed can be measured with: normal, or 1 for norms; the same each time."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def make(name: str, value: Tensor) -> None:
+        if value.ndim == 1:
+            value.fill_(1)
+        else:
+            value.normal_(0.0, 0.02, generator=generator)
+
+    return make
+
+
+def _fill(module: nn.Module, make: Make, device: torch.device, dtype: torch.dtype) -> None:
     """Give a module made on the meta device its weights."""
     for name, parameter in list(module.named_parameters()):
-        value = source(name, parameter.shape)
+        kind = dtype if parameter.is_floating_point() else parameter.dtype
+        value = torch.empty(parameter.shape, dtype=kind, device=device)
+        make(name, value)
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 
@@ -205,54 +123,53 @@ def _finish(module: nn.Module, device: torch.device, dtype: torch.dtype, fp8: bo
         quantize(module)
 
 
-def _meta_target(config: TargetConfig, max_positions: int) -> tuple[Target, tuple[str, ...]]:
+def _meta_target(config: TargetConfig, max_positions: int) -> Target:
     with torch.device("meta"):
-        model = make_target(config, max_positions)
-    return model, ("lm_head.weight",) if config.tie_embeddings else ()
+        return make_target(config, max_positions)
+
+
+def _meta_draft(
+    config: DraftConfig, max_positions: int, embedding: Tensor, head_weight: Tensor
+) -> DFlash:
+    with torch.device("meta"):
+        return DFlash(config, embedding, head_weight, max_positions)
 
 
 def check_target_tensors(directory: Path, config: TargetConfig, load_format: str = "auto") -> int:
     """How many learned values there are. Raises ValueError, reading headers only, for tensors that
     do not fit the config."""
-    model, ignored = _meta_target(config, 1)
-    if load_format == "dummy":
-        return sum(parameter.numel() for parameter in model.parameters())
-    with Checkpoint(directory) as checkpoint:
-        return _check_tensors(model, checkpoint, ignored)
+    return _checked(_meta_target(config, 1), directory, load_format)
 
 
 def check_draft_tensors(directory: Path, config: DraftConfig, load_format: str = "auto") -> int:
     """The same for a drafter."""
     nothing = torch.empty(0, device="meta")
-    with torch.device("meta"):
-        model = DFlash(config, nothing, nothing, 1)
-    if load_format == "dummy":
-        return sum(parameter.numel() for parameter in model.parameters())
-    with Checkpoint(directory) as checkpoint:
-        return _check_tensors(model, checkpoint, ())
+    return _checked(_meta_draft(config, 1, nothing, nothing), directory, load_format)
+
+
+def _checked(module: Target | DFlash, directory: Path, load_format: str) -> int:
+    if load_format != "dummy":
+        with Checkpoint(directory) as checkpoint:
+            _check(module, checkpoint)
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class Place(TypedDict):
+    """Where and how weights are held. load_format: "dummy" for random ones; fp8: products in
+    FP8."""
+
+    dtype: torch.dtype
+    device: torch.device
+    load_format: NotRequired[str]
+    fp8: NotRequired[bool]
 
 
 def load_target(
-    directory: Path,
-    config: TargetConfig,
-    *,
-    max_positions: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    load_format: str = "auto",
-    fp8: bool = False,
+    directory: Path, config: TargetConfig, *, max_positions: int, **place: Unpack[Place]
 ) -> Target:
-    """The target in `directory`, or one of its shape with random weights. fp8: products in FP8.
-    Raises ValueError naming a tensor that is not as it should be."""
-    model, ignored = _meta_target(config, max_positions)
-    if load_format == "dummy":
-        _fill(model, _at_random(device, dtype))
-    else:
-        with Checkpoint(directory) as checkpoint:
-            _check_tensors(model, checkpoint, ignored)
-            _fill(model, _from(checkpoint, device, dtype))
-    _finish(model, device, dtype, fp8)
-    return model
+    """The target in `directory`, or one of its shape with random weights. Raises ValueError naming
+    a tensor that is not as it should be."""
+    return _load(_meta_target(config, max_positions), directory, **place)
 
 
 def load_draft(
@@ -261,22 +178,30 @@ def load_draft(
     target: Target,
     *,
     max_positions: int,
+    **place: Unpack[Place],
+) -> DFlash:
+    """The drafter in `directory`, or one of its shape, reading the target's embedding and head."""
+    shared = target.embed_tokens.weight, target.head_weight
+    return _load(_meta_draft(config, max_positions, *shared), directory, **place)
+
+
+def _load(
+    module: Model,
+    directory: Path,
+    *,
     dtype: torch.dtype,
     device: torch.device,
     load_format: str = "auto",
     fp8: bool = False,
-) -> DFlash:
-    """The drafter in `directory`, or one of its shape, reading the target's embedding and head."""
-    with torch.device("meta"):
-        model = DFlash(config, target.embed_tokens.weight, target.head_weight, max_positions)
+) -> Model:
     if load_format == "dummy":
-        _fill(model, _at_random(device, dtype))
+        _fill(module, _at_random(device), device, dtype)
     else:
         with Checkpoint(directory) as checkpoint:
-            _check_tensors(model, checkpoint, ())
-            _fill(model, _from(checkpoint, device, dtype))
-    _finish(model, device, dtype, fp8)
-    return model
+            pieces = _check(module, checkpoint)
+            _fill(module, _from(checkpoint, pieces), device, dtype)
+    _finish(module, device, dtype, fp8)
+    return module
 
 
 def quantize(module: nn.Module) -> None:

@@ -22,6 +22,8 @@ class Target(nn.Module):
     """Embedding, layers, head. Parameters carry the checkpoint's names without `model.`.
 
     A layer is called with (x [T, H], rope, attend) and returns the residual stream behind it.
+    skipped: what the names of tensors begin with that a checkpoint may hold and nothing here uses;
+    a family adds its own, such as "visual.".
     """
 
     def __init__(self, config: TargetConfig, layers: Sequence[nn.Module], max_positions: int):
@@ -37,6 +39,7 @@ class Target(nn.Module):
             if config.tie_embeddings
             else nn.Linear(decoder.hidden_size, decoder.vocab_size, bias=False)
         )
+        self.skipped: tuple[str, ...] = ("lm_head.",) if config.tie_embeddings else ()
         self.fused: FusedDecoder | None = None
 
     def fuse(self, products: Products) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strobe.models.config import DraftConfig, LayerMask, TargetConfig, default_capture_layers
 from strobe.models.dflash import DFlash
-from strobe.models.layers import fused_sources
+from strobe.models.pieces import pieces_of
 from strobe.models.target import Target
 from strobe.train.settings import DraftShape
 
@@ -115,17 +115,11 @@ def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: 
 
 def unfused(draft: DFlash) -> dict[str, Tensor]:
     """The parameters under the names of a checkpoint, one product each."""
-    decoder = draft.config.decoder
-    kv = decoder.num_kv_heads * decoder.head_dim
-    rows = {
-        3: [decoder.num_heads * decoder.head_dim, kv, kv],
-        2: [decoder.intermediate_size] * 2,
-    }
-    tensors: dict[str, Tensor] = {}
+    pieces, tensors = pieces_of(draft), dict[str, Tensor]()
     for name, parameter in draft.named_parameters():
-        value, sources = parameter.detach(), fused_sources(name)
-        parts = value.split(rows[len(sources)]) if len(sources) > 1 else (value,)
-        tensors.update(zip(sources, parts, strict=True))
+        for piece in pieces[name]:
+            (source,) = piece.sources
+            tensors[source] = parameter.detach()[piece.at]
     return tensors
 
 

@@ -19,7 +19,7 @@ from tiny import edit_json, make_target
 
 from strobe import LLM, SamplingParams, cli
 from strobe.engine import build
-from strobe.models.load import Checkpoint
+from strobe.models.checkpoint import Checkpoint
 from strobe.models.registry import load_draft_config
 from strobe.request import Speculation
 from strobe.runner import memory

@@ -21,7 +21,7 @@ from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams, demo
 from strobe.demo_pair.tasks import FAMILIES
-from strobe.models.load import Checkpoint
+from strobe.models.checkpoint import Checkpoint
 from strobe.outputs import CompletionOutput, RequestOutput
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,64 @@
+"""How a module's parameters are made of a checkpoint's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+FLOATS = ("F32", "BF16", "F16")
+"""Dtypes of tensors that are taken as they are, under safetensors' names."""
+
+
+def copy(out: Tensor, value: Tensor) -> None:
+    out.copy_(value)
+
+
+class Piece(NamedTuple):
+    """A part of a parameter, and the tensors that make it.
+
+    sources: their names, with the shapes they must have. at: where the part is, as an index into
+    the parameter. fill(out, *tensors): writes the tensors, as they are stored and in the order of
+    `sources`, into that part of the parameter on its device. dtypes: those that they may have.
+    """
+
+    sources: Mapping[str, tuple[int, ...]]
+    at: tuple[int | slice, ...] = ()
+    fill: Callable[..., None] = copy
+    dtypes: tuple[str, ...] = FLOATS
+
+    def under(self, prefix: str) -> Piece:
+        return self._replace(sources={prefix + n: shape for n, shape in self.sources.items()})
+
+
+Pieces = dict[str, list[Piece]]
+"""Of each parameter. What a module's method `pieces()` returns names parameters and sources as seen
+from that module; a parameter that no module speaks of is the one tensor of its name."""
+
+
+def stacked(name: str, linear: nn.Linear, rows: Mapping[str, int]) -> Pieces:
+    """A product `name` whose rows are those of several, one after another: their names, and how
+    many each has."""
+    found: Pieces = {}
+    for leaf, parameter in linear.named_parameters():
+        start, parts = 0, found.setdefault(f"{name}.{leaf}", [])
+        for source, count in rows.items():
+            shape = (count, *parameter.shape[1:])
+            parts.append(Piece({f"{source}.{leaf}": shape}, (slice(start, start + count),)))
+            start += count
+    return found
+
+
+def pieces_of(module: nn.Module) -> Pieces:
+    """Of every parameter: what the outermost module says of it that says anything."""
+    said: Pieces = {}
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        own: Callable[[], Pieces] = getattr(part, "pieces", dict)
+        for name, pieces in own().items():
+            said.setdefault(prefix + name, [piece.under(prefix) for piece in pieces])
+    return {
+        name: said.get(name, [Piece({name: tuple(parameter.shape)})])
+        for name, parameter in module.named_parameters()
+    }
