@@ -95,6 +95,21 @@ def covering() -> list[Combination]:
 COMBINATIONS = covering()
 
 
+def some() -> list[Combination]:
+    """A few for a family of targets whose scheduling the whole matrix covers: every way of drafting
+    once, and every value of the other dimensions."""
+    chosen = [
+        next(c for c in COMBINATIONS if c.proposer == name and c.preempts)
+        for name in DIMENSIONS["proposer"]
+    ]
+    values = {(name, value) for name in DIMENSIONS for value in DIMENSIONS[name]}
+    for c in COMBINATIONS:
+        missing = values - {(n, getattr(o, n)) for o in chosen for n in DIMENSIONS}
+        if any(getattr(c, name) == value for name, value in missing):
+            chosen.append(c)
+    return chosen
+
+
 def prompts() -> list[list[int]]:
     """Eight, some of which begin alike."""
     noise = torch.Generator().manual_seed(9)

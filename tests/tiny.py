@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from strobe.config import EngineConfig
 from strobe.engine.build import Parts, build, resolve
@@ -27,10 +27,18 @@ MASK_TOKEN = VOCAB - 1
 EOS_IDS = [7, 23]
 
 
-def make_target(directory: Path, *, seed: int = 0, shards: str | None = None, **changes: Any):
-    """Write a random Qwen3 with decisive logits; returns transformers' model of it.
+def make_target(
+    directory: Path,
+    family: Any = Qwen3ForCausalLM,
+    *,
+    seed: int = 0,
+    shards: str | None = None,
+    **changes: Any,
+):
+    """Write a random target with decisive logits; returns transformers' model of it.
 
-    shards: a size such as "20KB" that splits the weights over several files.
+    family: transformers' class. changes: of its config. shards: a size such as "20KB" that splits
+    the weights over several files.
     """
     values: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -45,12 +53,15 @@ def make_target(directory: Path, *, seed: int = 0, shards: str | None = None, **
         "eos_token_id": EOS_IDS,
         "rope_theta": 10000.0,
     }
-    config = Qwen3Config(**(values | changes))
-    model = Qwen3ForCausalLM(config).float().eval()
+    config = family.config_class(**(values | changes))
+    model = family(config).float().eval()
     noise = torch.Generator().manual_seed(seed)
+    normed = any("q_norm" in name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             scale = 0.5 if "embed" in name or "lm_head" in name else 0.3
+            if not normed and ("q_proj" in name or "k_proj" in name):
+                scale = 0.1  # or attention is so sharp that float32's own rounding shows
             parameter.data.normal_(0, scale, generator=noise)
         elif "norm" in name:
             parameter.data.uniform_(0.5, 1.5, generator=noise)

@@ -148,11 +148,13 @@ def linear_values(decoder: DecoderConfig) -> int:
 
 
 def small_values(decoder: DecoderConfig) -> int:
-    """Norms, L (2 H + 2 D) + H, and biases where there are any."""
-    each = 2 * decoder.hidden_size + 2 * decoder.head_dim
+    """Norms, L (2 H + 2 D) + H, without D where queries and keys have none, and biases."""
+    each = 2 * decoder.hidden_size + 2 * decoder.head_dim * decoder.qk_norm
     if decoder.attention_bias:
         wide = (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim
         each += wide + decoder.hidden_size
+    if decoder.mlp_bias:
+        each += 2 * decoder.intermediate_size + decoder.hidden_size
     return decoder.num_layers * each + decoder.hidden_size
 
 

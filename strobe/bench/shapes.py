@@ -51,23 +51,67 @@ _QWEN3: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-NAMES = ("box", *_QWEN3)
+_LLAMA: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+    },
+}
+_TARGETS: dict[str, dict[str, Any]] = {
+    **{n: {"architectures": ["Qwen3ForCausalLM"], **_COMMON, **own} for n, own in _QWEN3.items()},
+    **_LLAMA,
+}
+"""By name, config.json of a target as published."""
+_DRAFTS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "block_size": 10,
+        "head_dim": 128,
+        "rope_scaling": None,
+        "dflash_config": {"mask_token_id": 128255, "target_layer_ids": [1, 8, 15, 22, 29]},
+    },
+}
+"""What a drafter's config says that is neither its target's nor made by the rule."""
+NAMES = ("box", *_TARGETS)
 
 
 def target_config(name: str) -> dict[str, Any]:
     """The target's config.json as published."""
-    return {"architectures": ["Qwen3ForCausalLM"], **_COMMON, **_QWEN3[name]}
+    return _TARGETS[name]
 
 
 def draft_config(name: str) -> dict[str, Any]:
     """The drafter's: z-lab's Qwen3-8B-DFlash-b16 and Qwen3-4B-DFlash-b16. There is none for 0.6B;
-    its drafter is made by the same rule."""
-    target = _QWEN3[name]
+    its drafter is made by the same rule. Of Llama 3.1's, layers, block and captured layers are the
+    published ones; its heads and inner size are taken to be the target's."""
+    target = _TARGETS[name]
     layers = target["num_hidden_layers"]
     return {
-        "architectures": ["DFlashDraftModel"],
-        **_COMMON,
         **target,
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
         "num_hidden_layers": DRAFT_LAYERS,
         "num_target_layers": layers,
         "block_size": DRAFT_BLOCK,
@@ -75,6 +119,7 @@ def draft_config(name: str) -> dict[str, Any]:
             "mask_token_id": _MASK_TOKEN,
             "target_layer_ids": default_capture_layers(layers, DRAFT_LAYERS),
         },
+        **_DRAFTS.get(name, {}),
     }
 
 

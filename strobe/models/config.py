@@ -28,6 +28,7 @@ class DecoderConfig:
     attention_bias: bool
     masks: tuple[LayerMask, ...]
     qk_norm: bool = True
+    mlp_bias: bool = False
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,13 @@ class DFlash(nn.Module):
         scales = [weight.scale[width:] for weight in weights if weight.scale is not None]
         rows = torch.cat([weight.data[width:] for weight in weights])
         weight = Weight(rows, torch.cat(scales) if scales else None)
-        norms = torch.stack([layer.self_attn.k_norm.weight for layer in layers])
+        norms = torch.stack([norm.weight for norm in self._key_norms()])
         self._context = None  # the kernels have their own
         self._fused_context = FusedContext(self.fc, self.hidden_norm, weight, norms, self.fused)
+
+    def _key_norms(self) -> list[RMSNorm]:
+        norms = [attention.k_norm for attention in self._attentions]
+        return [norm for norm in norms if norm is not None]
 
     def _context_parts(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """The key and value rows of every layer's product, its bias, and the key norms' weights."""
@@ -90,7 +94,7 @@ class DFlash(nn.Module):
         bias = None
         if self.config.decoder.attention_bias:
             bias = torch.cat([product.bias[width:] for product in products])
-        norms = [attention.k_norm for attention in self._attentions]
+        norms = self._key_norms()
         scales = [norm.weight if norm.fused is None else norm.fused[0] for norm in norms]
         floor = None if norms[0].fused is None else norms[0].fused[1]
         return weight, bias, torch.stack(scales)[:, None], floor

@@ -44,11 +44,15 @@ def norm_of(norm: RMSNorm) -> Norm:
     return norm.weight, norm.eps
 
 
+def weight_or_none(norm: RMSNorm | None) -> Tensor | None:
+    return None if norm is None else norm.weight
+
+
 class _Layer(NamedTuple):
     attention_norm: Norm
     qkv: Weight
-    q_norm: Tensor
-    k_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     out: Weight
     mlp_norm: Norm
     gate_up: Weight
@@ -70,8 +74,8 @@ class FusedDecoder:
             _Layer(
                 norm_of(layer.input_layernorm),
                 weight_of(layer.self_attn.qkv_proj),
-                layer.self_attn.q_norm.weight,
-                layer.self_attn.k_norm.weight,
+                weight_or_none(layer.self_attn.q_norm),
+                weight_or_none(layer.self_attn.k_norm),
                 weight_of(layer.self_attn.o_proj),
                 norm_of(layer.post_attention_layernorm),
                 weight_of(layer.mlp.gate_up_proj),

@@ -99,7 +99,8 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with per-head query and key norms; q, k and v are one product."""
+    """Grouped-query attention, its queries and keys normed per head where the config says so; q, k
+    and v are one product."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -110,8 +111,8 @@ class Attention(nn.Module):
         rows = (config.num_heads + 2 * config.num_kv_heads) * width
         self.qkv_proj = nn.Linear(config.hidden_size, rows, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * width, config.hidden_size, bias=bias)
-        self.q_norm = RMSNorm(width, config.rms_norm_eps)
-        self.k_norm = RMSNorm(width, config.rms_norm_eps)
+        self.q_norm = RMSNorm(width, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(width, config.rms_norm_eps) if config.qk_norm else None
         self.fused: tuple[Tensor, Tensor | None] | None = None
 
     def pieces(self) -> Pieces:
@@ -122,22 +123,26 @@ class Attention(nn.Module):
 
     def fuse(self) -> None:
         """After loading: lay the two norms' weights side by side, one row per head."""
-        q, k = self.q_norm, self.k_norm
-        pair = (
-            (q.weight, k.weight) if q.fused is None or k.fused is None else (q.fused[0], k.fused[0])
-        )
-        floor = None if q.fused is None else q.fused[1]
-        self.fused = self._rows(*pair).contiguous(), floor
+        if self.q_norm is not None and self.k_norm is not None:
+            scale, floor = self._norms(self.q_norm, self.k_norm)
+            self.fused = scale.contiguous(), floor
 
-    def _rows(self, q: Tensor, k: Tensor) -> Tensor:
-        return torch.cat([q.expand(self.q_heads, -1), k.expand(self.kv_heads, -1)])
+    def _norms(self, q: RMSNorm, k: RMSNorm) -> tuple[Tensor, Tensor | None]:
+        """What each head of q and k is multiplied with [Hq + Hkv, D], and the norms' floor."""
+        parts = [(n.weight, None) if n.fused is None else n.fused for n in (q, k)]
+        heads = self.q_heads, self.kv_heads
+        rows = [part[0].expand(n, -1) for part, n in zip(parts, heads, strict=True)]
+        return torch.cat(rows), parts[0][1]
 
     def forward(self, x: Tensor, residual: Tensor, rope: Rope, attend: Attend) -> Tensor:
         """x, residual [T, H] -> residual + attention(x)."""
         q_heads, heads = self.q_heads, self.q_heads + self.kv_heads
         qkv = self.qkv_proj(x).view(x.shape[0], heads + self.kv_heads, self.head_dim)
-        scale, floor = self.fused or (self._rows(self.q_norm.weight, self.k_norm.weight), None)
-        qk = rotate(unit_rms(qkv[:, :heads], self.eps, floor) * scale, rope)
+        qk = qkv[:, :heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            scale, floor = self.fused or self._norms(self.q_norm, self.k_norm)
+            qk = unit_rms(qk, self.eps, floor) * scale
+        qk = rotate(qk, rope)
         out = attend(self.layer, qk[:, :q_heads], qk[:, q_heads:], qkv[:, heads:])
         return add_linear(residual, out, self.o_proj)
 
@@ -147,8 +152,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = nn.Linear(size, 2 * inner, bias=bias)
+        self.down_proj = nn.Linear(inner, size, bias=bias)
 
     def pieces(self) -> Pieces:
         """What the product is made of in a checkpoint."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FAMILIES = {
     "Qwen3ForCausalLM": ("qwen3", "qwen3"),
+    "LlamaForCausalLM": ("llama", "llama"),
 }
 """Architectures of targets: their model_type, and the file of `strobe.models.families`."""
 

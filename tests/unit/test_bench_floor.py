@@ -46,7 +46,13 @@ def test_the_bytes_of_qwen3_8b_are_those_counted_by_hand():
 
 @pytest.mark.parametrize(
     ("name", "drafter"),
-    [("qwen3-8b", 1_048_626_432), ("qwen3-4b", 537_427_200), ("qwen3-0.6b", None), ("box", None)],
+    [
+        ("qwen3-8b", 1_048_626_432),
+        ("qwen3-4b", 537_427_200),
+        ("qwen3-0.6b", None),
+        ("llama-3.1-8b", None),
+        ("box", None),
+    ],
 )
 def test_the_presets_have_the_parameters_of_the_modules(name: str, drafter: int | None):
     target, draft = pair_of(name)

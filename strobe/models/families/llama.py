@@ -1,0 +1,45 @@
+"""Llama 2 to 3.3: https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct and its siblings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from strobe.attention.mask import LayerMask
+from strobe.models.config import TargetConfig
+from strobe.models.formats.decoder import (
+    plain_products,
+    read_decoder,
+    read_dtype,
+    read_generation,
+)
+from strobe.models.formats.fields import Fields
+from strobe.models.layers import DecoderLayer
+from strobe.models.target import Target
+
+
+def read(fields: Fields, directory: Path) -> TargetConfig:
+    plain_products(fields)
+    decoder = read_decoder(
+        fields,
+        (LayerMask(),) * fields.integer("num_hidden_layers"),
+        theta=10000.0,
+        head_dim=None,
+        qk_norm=False,
+        mlp_bias=fields.flag("mlp_bias"),
+    )
+    eos_ids, sampling = read_generation(fields, directory, decoder.vocab_size)
+    config = TargetConfig(
+        architecture="LlamaForCausalLM",
+        decoder=decoder,
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        dtype=read_dtype(fields),
+        eos_ids=eos_ids,
+        sampling=sampling,
+    )
+    fields.finish()
+    return config
+
+
+def make(config: TargetConfig, max_positions: int) -> Target:
+    layers = [DecoderLayer(config.decoder, i) for i in range(config.decoder.num_layers)]
+    return Target(config, layers, max_positions)

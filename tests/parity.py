@@ -1,0 +1,113 @@
+"""A target against transformers: every layer's residual stream, logits and greedy text."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import VOCAB, greedy, make_engine, run
+
+from strobe.config import EngineConfig
+from strobe.engine.engine import Engine
+from strobe.request import Request, SamplingParams
+
+GEOMETRY = [(1, 1), (16, 7), (64, 5), (256, 64), (16, 3)]
+"""(page size, most rows per step)"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny target: how its config differs, and what is done to its directory afterwards."""
+
+    changes: dict[str, Any]
+    after: Callable[[Path], None] = lambda path: None
+    shards: str | None = None
+
+
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
+    noise = torch.Generator().manual_seed(7)
+    return [torch.randint(0, VOCAB, (n,), generator=noise).tolist() for n in lengths]
+
+
+@torch.no_grad()
+def layer_outputs(hf: Any, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(residual stream after 0, 1, ... layers [T, N + 1, H], logits [T, V])."""
+    seen: list[torch.Tensor] = []
+    hooks = [
+        layer.register_forward_hook(
+            lambda module, inputs, out: seen.append(out if torch.is_tensor(out) else out[0])
+        )
+        for layer in [hf.model.embed_tokens, *hf.model.layers]
+    ]
+    try:
+        logits = hf(torch.tensor([tokens])).logits[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack([s[0] for s in seen], 1), logits
+
+
+def record(engine: Engine) -> dict[tuple[Request, int], torch.Tensor]:
+    """Let the target's runner capture every layer; by request and position, the last row seen."""
+    runner = engine.parts.runner
+    runner.capture = tuple(range(len(runner.masks) + 1))
+    seen: dict[tuple[Request, int], torch.Tensor] = {}
+    arrange, forward = runner.arrange, runner.forward
+    plans: list[Any] = []
+
+    def arranging(plan: Any, proposal: Any) -> Any:
+        plans.append(plan)
+        return arrange(plan, proposal)
+
+    def forwarding(batch: Any, greedy: bool) -> Any:
+        out = forward(batch, greedy=greedy)
+        owners = [plans[-1].spans[i].request for i in batch.layout.span_of_row.tolist()]
+        for i, key in enumerate(zip(owners, batch.places.positions.tolist(), strict=True)):
+            seen[key] = out.hidden[i]
+        return out
+
+    runner.arrange, runner.forward = arranging, forwarding
+    return seen
+
+
+def check_layers(hf: Any, path: Path, page_size: int, budget: int) -> None:
+    """Prompts, cut into steps of `budget` rows, and their answers: every layer's output and the
+    logits are transformers'."""
+    config = EngineConfig(
+        target=str(path),
+        page_size=page_size,
+        max_model_len=64,
+        max_num_seqs=min(3, budget),
+        max_num_batched_tokens=budget,
+    )
+    engine = make_engine(config)
+    seen = record(engine)
+    requests: list[Request] = []
+    sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    run(engine, prompts([11, 1, 30]), sampling, each_step=requests.extend)
+    by_request: dict[Request, list[int]] = defaultdict(list)
+    for request, position in seen:
+        by_request[request].append(position)
+    assert len(by_request) == 3
+    for request, positions in by_request.items():
+        assert sorted(positions) == list(range(len(request.tokens) - 1))
+        wanted, logits = layer_outputs(hf, request.tokens[:-1])
+        found = torch.stack([seen[request, p] for p in range(len(positions))])
+        found = found.view(len(positions), *wanted.shape[1:])
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
+        head = engine.parts.runner.model.head(found[:, -1])
+        torch.testing.assert_close(head, logits, atol=1e-4, rtol=1e-5)
+
+
+def check_text(hf: Any, path: Path) -> None:
+    """Greedy answers to prompts run together are what transformers generates."""
+    texts = prompts([3, 17, 40, 1, 8])
+    engine = make_engine(EngineConfig(target=str(path), max_model_len=128, page_size=4))
+    found = run(engine, texts, SamplingParams(temperature=0, max_tokens=40))
+    wanted = [greedy(hf, prompt, 40) for prompt in texts]
+    assert found == wanted
+    assert len({token for out in found for token in out}) > 10, "too uniform to prove much"

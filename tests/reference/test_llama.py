@@ -1,0 +1,99 @@
+"""Llama against transformers, and its speculation against plain decoding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix import Pair, PlainAnswers, compare, some
+from parity import GEOMETRY, Case, check_layers, check_text
+from tiny import edit_json, make_draft, make_target
+from transformers import LlamaForCausalLM
+
+from strobe.config import EngineConfig
+from strobe.engine.build import resolve
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 5e4,
+}
+
+
+def as_published(path: Path) -> None:
+    """The form of the published checkpoints: rope_scaling beside rope_theta, no head_dim."""
+    parameters = json.loads((path / "config.json").read_text())["rope_parameters"]
+    theta = parameters.pop("rope_theta")
+    edit_json(
+        path / "config.json",
+        rope_parameters=None,
+        rope_theta=theta,
+        rope_scaling=parameters,
+        head_dim=None,
+    )
+
+
+CASES = {
+    "untied, stretched as published": Case(
+        {"head_dim": None, "rope_parameters": LLAMA3}, as_published
+    ),
+    "tied, heads narrower than hidden allows": Case({"tie_word_embeddings": True, "head_dim": 6}),
+    "biases everywhere": Case({"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-3}),
+    "one key-value head": Case({"num_key_value_heads": 1}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """(transformers' model, directory)"""
+    case, path = CASES[request.param], tmp_path_factory.mktemp("llama")
+    hf = make_target(path, LlamaForCausalLM, seed=len(request.param), **case.changes)
+    case.after(path)
+    return hf, path
+
+
+@pytest.mark.parametrize(("page_size", "budget"), GEOMETRY[1::2])
+def test_every_layer_and_the_logits_agree_however_the_prompt_is_cut(
+    model: tuple[Any, Path], page_size: int, budget: int
+):
+    check_layers(*model, page_size, budget)
+
+
+def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
+    check_text(*model)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
+    root = tmp_path_factory.mktemp("pair")
+    make_target(root / "target", LlamaForCausalLM, rope_parameters=LLAMA3)
+    return PlainAnswers(Pair(root / "target", make_draft(root / "draft")))
+
+
+@pytest.mark.parametrize("c", some(), ids=str)
+def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
+    compare(c, plain.pair, plain(c.workload))
+
+
+def test_it_has_no_query_or_key_norms(plain: PlainAnswers):
+    """Or a checkpoint with some would be computed without them."""
+    from strobe.models.load import check_target_tensors
+
+    resolved = resolve(EngineConfig(target=str(plain.pair.target)))
+    values = check_target_tensors(plain.pair.target, resolved.target)
+    model = LlamaForCausalLM.from_pretrained(plain.pair.target)
+    assert values == sum(p.numel() for p in model.parameters())
+    assert not any("q_norm" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("key", ["query_pre_attn_scalar", "attn_logit_softcapping"])
+def test_a_key_that_llama_does_not_have_is_named(tmp_path: Path, key: str):
+    make_target(tmp_path, LlamaForCausalLM)
+    edit_json(tmp_path / "config.json", **{key: 3})
+    with pytest.raises(ValueError, match=f"{key} is 3, which is not known"):
+        resolve(EngineConfig(target=str(tmp_path)))
