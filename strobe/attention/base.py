@@ -54,8 +54,13 @@ class AttentionInputs(NamedTuple):
 class AttentionPlan(Protocol):
     """One forward's attention. What trains passes a plain function instead."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq * D]: store K/V, then attend."""
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq * D]: store K/V, then attend.
+
+        sinks [Hq]: logits that each row's softmax has beside its keys', and that weigh nothing.
+        """
         ...
 
 

@@ -54,7 +54,9 @@ class ReferencePlan:
             self._bias[index][mask] = bias[:, None]
         return self._bias[index][mask]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         self.store.write(layer, self.inputs.slots, k, v)
         rows, heads, width = q.shape
         kv_heads = k.shape[1]
@@ -70,7 +72,11 @@ class ReferencePlan:
             part = part.view(spans, longest, kv_heads, repeats, width).permute(0, 2, 3, 1, 4)
             part = part.reshape(spans, kv_heads, repeats * longest, width)
             bias = self._bias_of(index, self.masks[layer], q.dtype, repeats)
-            result = F.scaled_dot_product_attention(part, keys, values, attn_mask=bias)
+            if sinks is None:
+                result = F.scaled_dot_product_attention(part, keys, values, attn_mask=bias)
+            else:
+                column = sinks.to(q.dtype).view(kv_heads, repeats, 1).expand(-1, -1, longest)
+                result = attend_with_sinks(part, keys, values, bias, column.flatten(1))
             result = result.view(spans, kv_heads, repeats, longest, width).permute(0, 3, 1, 2, 4)
             result = result.reshape(spans * longest, heads * width)
             if whole:
@@ -80,6 +86,17 @@ class ReferencePlan:
             out[group.target] = result if group.flat is None else result[group.flat]
         assert out is not None
         return out
+
+
+def attend_with_sinks(
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, sinks: Tensor
+) -> Tensor:
+    """q [G, Hkv, M, D], keys, values [G, Hkv, N, D], bias [G, 1, M or 1, N], sinks [Hkv, M] ->
+    [G, Hkv, M, D]: each row's softmax has its sink as one more logit, whose value is zero (as
+    gpt-oss's model card says)."""
+    scores = q @ keys.transpose(2, 3) * q.shape[-1] ** -0.5 + bias
+    extra = sinks[None, :, :, None].expand(q.shape[0], -1, -1, 1)
+    return torch.softmax(torch.cat([scores, extra], -1), -1)[..., :-1] @ values
 
 
 class ReferenceBackend:

@@ -54,12 +54,14 @@ class TritonPlan:
         """The layer's keys and values, [slots, 2, Hkv, D]."""
         return self.store.data[layer]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq * D]: store K/V, then attend."""
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [T, Hq, D], k, v [T, Hkv, D], sinks [Hq] -> [T, Hq * D]: store K/V, then attend."""
         self.store.write(layer, self.slots, k, v)
-        return self.over(layer, q)
+        return self.over(layer, q, sinks)
 
-    def over(self, layer: int, q: Tensor) -> Tensor:
+    def over(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q [T, Hq, D] -> [T, Hq * D]: attend; the rows' K/V are stored already."""
         inputs = self.inputs
         return self._backend.attention(
@@ -73,6 +75,7 @@ class TritonPlan:
             page_size=inputs.page_size,
             mask=self.masks[layer],
             longest=inputs.longest,
+            sinks=sinks,
             workspace=self._backend.workspace,
         )
 

@@ -32,6 +32,7 @@ PROGRAMS_PER_SM = 1  # that the number of pieces aims at
 FAN_IN = 8  # pieces that are added up at once
 ADDED = 512  # numbers of each that a program adds up
 
+_LOG2_E = tl.constexpr(math.log2(math.e))
 _LOWEST = tl.constexpr(-1.0e38)  # finite: exp2(_LOWEST - _LOWEST) is a number
 
 
@@ -75,11 +76,19 @@ def _attend(
 
 @triton.jit
 def _write(
-    out, state, first, pairs, head, size, G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr
-):
+    out, state, first, pairs, head, size, sinks,
+    G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
     """Write the outputs of some pairs of a span whose first row is `first`."""
-    acc, _, total = state
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]  # 0 for a row that sees nothing
+    acc, top, total = state
+    if SINKS:
+        # One more logit per query head, which weighs in the sum and has no value.
+        sink = tl.load(sinks + head * G + pairs % G).to(tl.float32) * _LOG2_E
+        peak = tl.maximum(top, sink)
+        decay = tl.exp2(top - peak)
+        result = acc * (decay / (total * decay + tl.exp2(sink - peak)))[:, None]
+    else:
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]  # 0 for a row that sees nothing
     cells = ((first + pairs // G) * HEADS + head) * (G * D) + pairs % G * D
     cells = out + cells[:, None] + tl.arange(0, D)[None, :]
     tl.store(cells, result.to(out.dtype.element_ty), mask=(pairs < size * G)[:, None])
@@ -109,10 +118,10 @@ def _pieces(begin, end, splits, BLOCK_N: tl.constexpr, PIECE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["columns", "blocks", "splits", "window"])
 def _attention(
-    queries, kv, out, starts, sizes, row_starts, tables, table_rows, partials, stats,
+    queries, kv, out, starts, sizes, row_starts, tables, table_rows, sinks, partials, stats,
     stride, columns, blocks, splits, window,
     SCALE: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, UPCAST: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, APART: tl.constexpr,
     SPLIT: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -191,7 +200,7 @@ def _attention(
     acc, top, total, _ = state
     state = acc, top, total
     if not SPLIT or pieces == 1:
-        _write(out, state, first_row, pairs, head, size, G, HEADS, D)
+        _write(out, state, first_row, pairs, head, size, sinks, G, HEADS, D, SINKS)
     else:
         # For the kernel that adds up.
         part = unit * splits + piece
@@ -205,9 +214,10 @@ def _attention(
 
 @triton.jit(do_not_specialize=["columns", "blocks", "splits", "window"])
 def _add_up(
-    out, starts, sizes, row_starts, partials, stats, columns, blocks, splits, window,
+    out, starts, sizes, row_starts, sinks, partials, stats, columns, blocks, splits, window,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr, FAN_IN: tl.constexpr, SOME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add up what the pieces of a block left, in their order, for SOME of its pairs."""
@@ -250,7 +260,7 @@ def _add_up(
             total += weight * tl.load(spots + BLOCK_M, mask=there, other=0.0)
             part = partials + (first_part + piece + i).to(tl.int64) * (BLOCK_M * D) + cells
             acc += weight[:, None] * tl.load(part, mask=used & there, other=0.0)
-    _write(out, (acc, top, total), first_row, pairs, head, size, G, HEADS, D)
+    _write(out, (acc, top, total), first_row, pairs, head, size, sinks, G, HEADS, D, SINKS)
 
 
 # The interpreter has no products in bfloat16: it computes in float32.
@@ -298,6 +308,7 @@ def paged_attention(
     mask: LayerMask,
     longest: int,
     workspace: AttentionWorkspace,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     config: Config | None = None,
 ) -> Tensor:
@@ -309,7 +320,8 @@ def paged_attention(
     tables [N, columns] are int64 and contiguous, and not what the kernel launched just before
     writes: they are read while it still runs. No size exceeds `longest`. Rows of no span are left
     undefined. Rows of q may lie further apart than Hq * D. Their own keys and values are in kv
-    already. scale: of q k, default D ** -0.5.
+    already. sinks [Hq]: a logit for each head beside its keys', which has no value. scale: of q k,
+    default D ** -0.5.
 
     Online softmax: FlashAttention-2, arXiv:2307.08691. Division of the keys: Flash-Decoding, 2023.
     """
@@ -332,8 +344,10 @@ def paged_attention(
     out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
     limits = columns, blocks, splits, mask.window or _NO_WINDOW
     kinds = group, kv_heads, dim, page_size, mask.causal, mask.window is not None
+    kinds = *kinds, sinks is not None
+    logits = q if sinks is None else sinks  # a pointer that is not read, where there are none
     _attention[(units, 1, splits)](
-        q, kv, out, starts, sizes, row_starts, tables, table_rows,
+        q, kv, out, starts, sizes, row_starts, tables, table_rows, logits,
         workspace.partials, workspace.stats, q.stride(0), *limits,
         (dim**-0.5 if scale is None else scale) * math.log2(math.e), *kinds, _INTERPRETED,
         config.pairs, config.keys, config.apart, splits > 1, PIECE_KEYS, pdl,
@@ -343,7 +357,8 @@ def paged_attention(
         fan_in = min(int(triton.next_power_of_2(splits)), FAN_IN)
         some = min(ADDED // dim, config.pairs)
         _add_up[(units, 1, -(-config.pairs // some))](
-            out, starts, sizes, row_starts, workspace.partials, workspace.stats, *limits, *kinds,
+            out, starts, sizes, row_starts, logits,
+            workspace.partials, workspace.stats, *limits, *kinds,
             config.pairs, config.keys, PIECE_KEYS, fan_in, some, pdl,
             num_warps=1, launch_pdl=pdl,
         )  # fmt: skip

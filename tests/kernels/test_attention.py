@@ -65,9 +65,11 @@ def make_case(
     kv_dtype: torch.dtype | None = None,
     pad: int = 0,
     scale: float | None = None,
+    sinks: bool = False,
     seed: int = 0,
 ) -> Case:
-    """spans: (start, size) each. heads: of keys. pad: numbers between the rows of q."""
+    """spans: (start, size) each. heads: of keys. pad: numbers between the rows of q. sinks: whether
+    heads have one more logit each, some large and some small."""
     draw = torch.Generator().manual_seed(seed)
     columns = -(-max(start + size for start, size in spans) // page_size) + 1
     pages = torch.randperm(len(spans) * columns, generator=draw).view(-1, columns)
@@ -77,6 +79,7 @@ def make_case(
     sizes = [size for _, size in spans]
     firsts = list(itertools.accumulate(sizes, lambda first, size: first + size + 1, initial=0))
     rows = firsts[-1]  # one of no span after each
+    extra = torch.linspace(-4, 9, heads * group).to(dtype)
     q = torch.randn(rows, heads * group, dim, generator=draw, dtype=torch.float64).to(dtype)
     want = torch.zeros(rows, heads * group, dim, dtype=torch.float64)
     live: list[int] = []
@@ -92,7 +95,10 @@ def make_case(
             live.append(row)
             k, v = kv[slots[keys.start : keys.stop]].repeat_interleave(group, 2).unbind(1)
             scores = torch.einsum("nhd,hd->hn", k, q[row].double()) * (scale or dim**-0.5)
-            want[row] = torch.einsum("hn,nhd->hd", torch.softmax(scores, 1), v)
+            if sinks:
+                scores = torch.cat([scores, extra.double()[:, None]], 1)
+            weights = torch.softmax(scores, 1)[:, : len(keys)]
+            want[row] = torch.einsum("hn,nhd->hd", weights, v)
     wide = torch.zeros(rows, heads * group * dim + pad, dtype=dtype, device=device)
     args = {
         "starts": torch.tensor([start for start, _ in spans], device=device),
@@ -104,6 +110,7 @@ def make_case(
         "mask": mask,
         "longest": max(sizes),
         "scale": scale,
+        "sinks": extra.to(device) if sinks else None,
     }
     wide[:, : heads * group * dim] = q.flatten(1).to(device)
     view = wide[:, : heads * group * dim].view(rows, heads * group, dim)
@@ -268,6 +275,40 @@ def test_scale(device: torch.device, one: AttentionWorkspace) -> None:
     check(make_case(device, [(20, 4)], scale=0.3), one)
 
 
+@pytest.mark.parametrize("mask", [FULL, BLOCK, LayerMask(True, 20)])
+@pytest.mark.parametrize(("dim", "heads", "group"), [(64, 2, 8), (128, 1, 3)])
+def test_sinks(
+    device: torch.device, one: AttentionWorkspace, dim: int, heads: int, group: int, mask: LayerMask
+) -> None:
+    """One more logit per query head; among the heads it takes nearly nothing and nearly all."""
+    case = make_case(device, SPANS, mask=mask, dim=dim, heads=heads, group=group, sinks=True)
+    out = check(case, one).view(len(case.rows), heads * group, dim)
+    sizes = out.abs().mean((0, 2))
+    assert sizes[0] > 50 * sizes[-1]
+
+
+@pytest.mark.parametrize("window", [None, 900])
+def test_sinks_join_once_where_a_block_is_divided(
+    device: torch.device, many: AttentionWorkspace, dtype: torch.dtype, window: int | None
+) -> None:
+    mask = LayerMask(True, window)
+    case = make_case(device, [(1200, 3), (0, 1), (40, 2)], mask=mask, dtype=dtype, sinks=True)
+    check(case, many)
+
+
+def test_a_row_that_sees_nothing_is_zero_beside_a_sink(
+    device: torch.device, one: AttentionWorkspace
+) -> None:
+    case = make_case(device, [(20, 4)], page_size=8, sinks=True)
+    args = case.args | {"tables": case.args["tables"][:, :3].contiguous()}
+    args["starts"] = args["starts"] + 2
+    args["mask"] = LayerMask(True, 1)
+    settle(device)
+    out = paged_attention(case.q, case.kv, **args, workspace=one)
+    assert out[:2].isfinite().all()
+    assert not out[2:4].any()
+
+
 def test_longest_is_only_a_bound(device: torch.device, one: AttentionWorkspace) -> None:
     """As in a captured step: more blocks and spans than there is work for."""
     case = make_case(device, [(20, 4), (0, 0), (3, 33), (0, 0)])
@@ -311,8 +352,11 @@ def test_workspace_takes_what_it_says(device: torch.device) -> None:
     assert sum(t.nbytes for t in tensors) == AttentionWorkspace.nbytes(128, 10)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("mask", [FULL, BLOCK, LayerMask(True, 24), LayerMask(False, 24)])
-def test_backend_agrees_with_the_reference(device: torch.device, mask: LayerMask) -> None:
+def test_backend_agrees_with_the_reference(
+    device: torch.device, mask: LayerMask, sinks: bool
+) -> None:
     """A layer of a ragged batch: three spans in two groups, by both backends."""
     draw = torch.Generator().manual_seed(1)
     page_size, columns, heads, dim = 16, 5, 2, 64
@@ -354,6 +398,7 @@ def test_backend_agrees_with_the_reference(device: torch.device, mask: LayerMask
     history = torch.randn(2, 4 * columns * page_size, 2, heads, dim, generator=draw)
     q = torch.randn(23, heads * 2, dim, generator=draw).to(device)
     k, v = torch.randn(2, 23, heads, dim, generator=draw).to(device)
+    extra = torch.linspace(-3, 5, heads * 2, device=device) if sinks else None
     outs: list[Tensor] = []
     plans: list[Callable[..., Tensor]] = []
     for backend in (ReferenceBackend(), TritonBackend(device, dim)):
@@ -361,11 +406,11 @@ def test_backend_agrees_with_the_reference(device: torch.device, mask: LayerMask
         store.data.copy_(history)
         plan = backend.plan(inputs, store, [FULL, mask])
         plans.append(plan)
-        outs.append(plan(1, q, k, v))
+        outs.append(plan(1, q, k, v, extra))
     # Measured 1e-6; the reference's own error in float32 is as large.
     assert torch.allclose(*outs, atol=1e-5)
     plan = TritonBackend(device, dim).plan(inputs, store, [FULL, mask])
-    assert torch.equal(plan.over(1, q), outs[1])
+    assert torch.equal(plan.over(1, q, extra), outs[1])
     assert plan.kv(1).data_ptr() == store.data[1].data_ptr()
     assert plan.slots is inputs.slots
 
