@@ -26,6 +26,7 @@ from strobe.doctor.tokenizers import returning
 from strobe.engine.build import Resolved, resolve
 from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.target import Target
+from strobe.names.locate import located
 from strobe.text.tokenizer import Tokenizer
 
 TOKENS = 64
@@ -41,7 +42,7 @@ COME_BACK = 0.8
 def run_doctor(config: EngineConfig, *, as_json: bool = False) -> int:
     """Print the report of a pair; 1 where something is wrong with it. Raises ValueError where no
     pair is named."""
-    config = config.check().located()
+    config = located(config.check())
     if config.draft is None:
         raise ValueError("strobe doctor looks at a pair, but no drafter is named; add one.")
     with progress(quiet=as_json) as say:
