@@ -1,0 +1,189 @@
+"""The doctor on the pair in the box, and on copies of it in which one thing is broken."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import edit_json
+
+from strobe.cli import main
+from strobe.config import BOX, EngineConfig
+from strobe.doctor import run as doctor
+from strobe.doctor.findings import Report
+from strobe.doctor.measure import gain
+from strobe.doctor.tokenizers import fingerprint
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short() -> Any:
+    """Fewer prompts and shorter answers than a user gets, enough to tell what is better."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "PROMPTS", doctor.PROMPTS[1::2])
+        patch.setattr(doctor, "TOKENS", 40)
+        yield
+
+
+@dataclass
+class Copies:
+    """Copies of the box's target and drafter."""
+
+    target: Path
+    draft: Path
+
+    def examine(self) -> Report:
+        config = EngineConfig(target=str(self.target), draft=str(self.draft), device="cpu")
+        return doctor.examine(config)
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> Copies:
+    for part in ("target", "draft"):
+        shutil.copytree(BOX / part, tmp_path / part)
+    return Copies(tmp_path / "target", tmp_path / "draft")
+
+
+def nested(path: Path, **changes: Any) -> None:
+    """Change keys of a drafter's dflash_config."""
+    config = json.loads((path / "config.json").read_text())
+    config["dflash_config"] |= changes
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def offset(pair: Copies) -> None:
+    nested(pair.draft, target_layer_ids=[2, 5, 8, 11, 14])
+
+
+def mask_token(pair: Copies) -> None:
+    nested(pair.draft, mask_token_id=500)
+
+
+def rope_base(pair: Copies) -> None:
+    edit_json(pair.draft / "config.json", rope_theta=1e6)
+
+
+def causality(pair: Copies) -> None:
+    edit_json(pair.draft / "config.json", is_causal=True)
+
+
+def anchor(pair: Copies) -> None:
+    edit_json(pair.draft / "config.json", sample_from_anchor=True)
+
+
+def tensor(pair: Copies) -> None:
+    file = pair.draft / "model.safetensors"
+    tensors = load_file(file)
+    tensors["layers.1.mlp.down_proj.weight"] = tensors["layers.1.mlp.down_proj.weight"][:100]
+    save_file({name: value.contiguous() for name, value in tensors.items()}, file)
+
+
+def tokenizer(pair: Copies) -> None:
+    """The same words with other ids, as another training of the tokenizer would give them."""
+    path = pair.target / "tokenizer.json"
+    whole = json.loads(path.read_text())
+    words = [word for word, i in whole["model"]["vocab"].items() if 300 < i < 2044]
+    ids = [whole["model"]["vocab"][word] for word in words]
+    random.Random(0).shuffle(ids)
+    whole["model"]["vocab"].update(zip(words, ids, strict=True))
+    path.write_text(json.dumps(whole))
+
+
+def vocabulary(pair: Copies) -> None:
+    edit_json(pair.draft / "config.json", vocab_size=4096)
+
+
+BROKEN: dict[str, tuple[Callable[[Copies], None], str, str]] = {
+    "offset by one": (offset, "layer offset", "features of one layer before those"),
+    "wrong mask token": (mask_token, "mask token", "With 3 (the tokenizer's mask token)"),
+    "wrong rope base": (rope_base, "rope", "With rope with base 10000"),
+    "flipped causality": (causality, "causality", "With bidirectional layers"),
+    "anchor layout": (anchor, "anchor layout", "With a first slot that predicts nothing"),
+    "truncated tensor": (tensor, "drafter's tensors", "layers.1.mlp.down_proj.weight has shape"),
+    "other tokenizer": (tokenizer, "tokenizer", "come back when the text is encoded again"),
+    "other vocabulary": (vocabulary, "fit", "vocab_size is 4096, the target's is 2048"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_copy_has_its_fault_named(copies: Copies, name: str):
+    harm, about, says = BROKEN[name]
+    harm(copies)
+    faults = copies.examine().faults
+    assert [fault.about for fault in faults] == [about]
+    assert says in faults[0].says
+
+
+def test_nothing_is_wrong_with_the_pair_in_the_box(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["doctor", "--device", "cpu", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["healthy"] is True
+    assert {finding["level"] for finding in told["findings"]} == {"ok"}
+    off, on = told["measured"]
+    assert (off["thinking"], on["thinking"]) == (False, True)
+    for row in (off, on):
+        assert row["tokens_per_step"] > 10
+        rates = row["rate_per_position"]
+        assert len(rates) == 15
+        assert rates == sorted(rates, reverse=True)
+    kinds = {variant["kind"] for variant in told["variants"]}
+    assert kinds == {"as it is", "layer offset", "causality", "anchor layout", "rope"}
+    memory = told["facts"]["memory"]
+    assert memory["target's keys and values of a token"] == 2 * 16 * 2 * 64 * 4
+    assert memory["drafter's keys and values of a token"] == 2 * 3 * 2 * 64 * 4
+    assert memory["tokens that fit"] > 1000
+    hashes = told["facts"]["files"]["drafter"]
+    assert all(len(value) == 64 for value in hashes.values())
+
+
+def test_the_page_ends_with_what_is_wrong(copies: Copies, capsys: pytest.CaptureFixture[str]):
+    vocabulary(copies)
+    assert main(["doctor", str(copies.target), str(copies.draft), "--device", "cpu"]) == 1
+    page = " ".join(capsys.readouterr().out.split())
+    assert "vocab_size is 4096, the target's is 2048" in page
+    assert page.endswith("1 thing wrong.")
+    assert "Not measured, since the pair cannot run as it is." in page
+
+
+def test_a_drafter_whose_directory_has_another_tokenizer(copies: Copies):
+    shutil.copy(copies.target / "tokenizer.json", copies.draft)
+    assert fingerprint(copies.draft) == fingerprint(copies.target)
+    whole = json.loads((copies.draft / "tokenizer.json").read_text())
+    whole["model"]["merges"].pop()
+    (copies.draft / "tokenizer.json").write_text(json.dumps(whole))
+    edit_json(copies.draft / "config.json", vocab_size=4096)  # so that nothing is measured
+    about = {fault.about for fault in copies.examine().faults}
+    assert about == {"tokenizer", "fit"}
+
+
+def test_the_same_tokenizer_in_another_layout_is_the_same(copies: Copies):
+    path = copies.target / "tokenizer.json"
+    before = fingerprint(copies.target)
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=7))
+    assert fingerprint(copies.target) == before
+    assert fingerprint(copies.draft) is None
+
+
+def test_a_pair_needs_a_drafter(target: Any, capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", str(target.path)]) == 2
+    assert "no drafter is named; add one." in capsys.readouterr().err
+
+
+def test_gain_is_the_paired_difference_in_standard_errors():
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randint(0, 8, (400,), generator=generator)
+    more = base + torch.randint(0, 2, (400,), generator=generator)
+    apart = (more - base).double()
+    want = float(apart.mean() / (apart.std() / 20))
+    assert gain(base.tolist(), more.tolist()) == pytest.approx(want)
+    assert gain([1, 2], [1, 2]) == 0.0
+    assert gain([1, 2], [2, 3]) == float("inf")
