@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg, subcommand
 
-from strobe.bench_command import Bench, completed
+from strobe import bench_command, eval_command
 from strobe.config import BOX, EngineConfig
 from strobe.doctor_command import Doctor
 from strobe.flags import (
@@ -248,8 +248,11 @@ COMMANDS: dict[str, Any] = {
     "demo": Demo,
     "info": Info,
     "doctor": Doctor,
-    "bench": Bench,
+    "bench": bench_command.Bench,
+    "eval": eval_command.Eval,
 }
+GROUPS = {"bench": bench_command, "eval": eval_command}
+"""The commands that have commands of their own."""
 Command: Any = functools.reduce(
     operator.or_, [Annotated[kind, subcommand(name)] for name, kind in COMMANDS.items()]
 )
@@ -263,8 +266,8 @@ def main(arguments: list[str] | None = None) -> int:
         given = given or ["--help"]
         if not given[0].startswith("-") and given[0] not in COMMANDS:
             raise ValueError(f"{given[0]!r} is no command; there are {', '.join(COMMANDS)}.")
-        if given[0] == "bench":
-            given = ["bench", *completed(given[1:])]
+        if given[0] in GROUPS:
+            given = [given[0], *GROUPS[given[0]].completed(given[1:])]
         command, unknown = _parse(given)
         if unknown:
             raise ValueError(_no_option(unknown[0], command))
@@ -302,7 +305,7 @@ def _parse(arguments: list[str]) -> tuple[Any, list[str]]:
 
 def _adopted(command: Any, options: dict[str, Any]) -> Any:
     """The subcommand with what was given by other engines' names."""
-    if isinstance(command, Bench):
+    if hasattr(command, "which"):
         return replace(command, which=adopted(command.which, options, _name(command)))
     return adopted(command, options, _name(command))
 
@@ -310,14 +313,14 @@ def _adopted(command: Any, options: dict[str, Any]) -> Any:
 def _name(command: Any) -> str:
     """What the user typed behind `strobe`."""
     name = type(command).__name__.lower()
-    return f"{name} {_name(command.which)}" if isinstance(command, Bench) else name
+    return f"{name} {_name(command.which)}" if hasattr(command, "which") else name
 
 
 def _no_option(given: str, command: Any) -> str:
     """The sentence for an argument that the subcommand does not take."""
     name = _name(command)
-    command = command.which if isinstance(command, Bench) else command
-    parts = ("sampling", "server", "bench", "engine")
+    command = getattr(command, "which", command)
+    parts = ("sampling", "server", "bench", "settings", "engine")
     groups = [g for g in (getattr(command, n, None) for n in parts) if g]
     known = [f"--{f.name.replace('_', '-')}" for g in (command, *groups) for f in fields(g)]
     close = difflib.get_close_matches(given.split("=")[0].replace("_", "-"), known, 1, 0.7)

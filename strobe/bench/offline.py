@@ -73,7 +73,7 @@ def run_offline(settings: OfflineSettings, config: EngineConfig) -> int:
         config = located(config.check())
         prompts = read_prompts(settings, Path(config.target))
         config = _fitted(settings, config, max(map(len, prompts)))
-        ways = {name: resolve(way) for name, way in _ways(config).items()}
+        ways = {name: resolve(way) for name, way in ways_of(config).items()}
         first = next(iter(ways.values()))
         say("measuring bandwidth and matrix rate")
         rates = measure(first.device, first.dtype, fp8=config.weight_dtype == "fp8")
@@ -117,8 +117,8 @@ def _fitted(settings: OfflineSettings, config: EngineConfig, longest: int) -> En
     return config
 
 
-def _ways(config: EngineConfig) -> dict[str, EngineConfig]:
-    """Plain decoding, and the method that drafts."""
+def ways_of(config: EngineConfig) -> dict[str, EngineConfig]:
+    """Plain decoding, and the method that drafts. Raises ValueError where nothing drafts."""
     if config.method == "none" or (config.method is None and config.draft is None):
         raise ValueError(
             "Nothing drafts; name a drafter with --draft, or --method ngram, to compare with plain "

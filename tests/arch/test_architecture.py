@@ -112,7 +112,9 @@ def test_public_names_are_found_when_they_are_first_used():
     assert "strobe.llm" in loaded_by("import strobe\nstrobe.LLM")
 
 
-@pytest.mark.parametrize("outside", ["train", "bench", "demo_pair", "demo", "cli", "server"])
+@pytest.mark.parametrize(
+    "outside", ["train", "bench", "eval", "demo_pair", "demo", "cli", "server"]
+)
 def test_the_engine_does_not_know_what_is_built_around_it(graph: grimp.ImportGraph, outside: str):
     around = {m for m in graph.modules if m.split(".")[1:2] == [outside]}
     for room in CORE:
