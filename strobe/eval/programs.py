@@ -73,10 +73,11 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def code_of(text: str, name: str | None = None) -> str:
-    """The code in a text: the last block that defines `name`, else the last block, else all."""
+def code_of(text: str, *names: str) -> str:
+    """The code in a text: the last block that defines one of the names, else the last block, else
+    all of the text."""
     blocks = [match[1] for match in _BLOCK.finditer(text)] or [text]
-    defining = [code for code in blocks if name is None or _defines(code, name)]
+    defining = [code for code in blocks if any(_defines(code, name) for name in names)]
     return (defining or blocks)[-1]
 
 
@@ -90,9 +91,8 @@ def human_eval(text: str, *, prompt: str, tests: str, name: str) -> str:
 
 def mbpp(text: str, *, imports: tuple[str, ...], tests: tuple[str, ...]) -> str:
     """An MBPP program: the model's code, then the tests."""
-    called = re.search(r"assert\s+(?:not\s+)?(?:\w+\()*?(\w+)\(", tests[0]) if tests else None
-    code = code_of(text, called[1] if called else None)
-    return "\n".join((code, *imports, *tests)) + "\n"
+    called = re.findall(r"(\w+)\(", " ".join(tests))
+    return "\n".join((code_of(text, *called), *imports, *tests)) + "\n"
 
 
 def _defines(code: str, name: str) -> bool:

@@ -1,0 +1,171 @@
+"""When an answer counts as right: numbers, LaTeX, a user's own answers, programs with tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from strobe.eval import graders, latex, programs
+
+# LaTeX
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (r"\frac12", r"\dfrac{1}{2}"),
+        ("0.5", r"\frac{1}{2}"),
+        (r"11\sqrt2", r"11\sqrt{2}"),
+        (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
+        (r"\sqrt[3]{8}", "2"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
+        (r"90^\circ", "90"),
+        (r"15\mbox{ cm}^2", "15"),
+        (r"3\pi\text{ inches}", r"3\pi"),
+        (r"\text{Evelyn}", "evelyn"),
+        (r"10,\!000", "10000"),
+        (r"\$32,348", "32348"),
+        (r"x \in [-2,7]", "[-2,7]"),
+        (r"1 \pm \sqrt{19}", r"1-\sqrt{19},1+\sqrt{19}"),
+        ("1,-2", "-2, 1"),
+        ("x^3+3x-6", "3x+x^3-6"),
+        ("4210_{5}", "4210_5"),
+        (r"1\frac{1}{2}", r"\frac{3}{2}"),
+        (r"-\frac{35}{9}", "-35/9"),
+        (r"\text{(B)}", "(B)"),
+        ("2^{10}", "1024"),
+        (r"\begin{pmatrix} -1/3 \\ 2 \end{pmatrix}", r"\begin{pmatrix}-1/3\\2\end{pmatrix}"),
+    ],
+)
+def test_answers_that_say_the_same_are_the_same(given: str, expected: str):
+    assert latex.same(given, expected)
+    assert latex.same(expected, given)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("1", "2"),
+        ("(1,2)", "(2,1)"),
+        ("[0,1)", "[0,1]"),
+        ("0.333", r"\frac13"),
+        ("", ""),
+        ("2x", "x"),
+        ("Evelyn", "Evan"),
+        (r"\sqrt{-1}", "1"),
+        ("4210_5", "4210"),
+        ("9^9^9^9", "1"),
+        ("10^{999}", "5"),
+        ("(" * 500, "1"),
+        ("1,2", "1"),
+    ],
+)
+def test_answers_that_differ_do_not_pass(given: str, expected: str):
+    assert not latex.same(given, expected)
+
+
+# texts
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "right"),
+    [
+        (r"5 + 13 = \boxed{18}", "5+13 #### 18", True),
+        (r"\boxed{\$18}", "#### 18", True),
+        (r"\boxed{\frac{36}{2}}", "#### 18", True),
+        (r"\boxed{7}, not 18", "#### 18", False),
+        ("So he pays $1,234.50.", "#### 1234.5", True),
+        ("The answer is 42. She has 3 cats.", "#### 42", True),
+        ("**Answer: 18**", "#### 18", True),
+        ("From 10-20 we take 20", "#### 20", True),
+        ("<think>18</think> It is 7.", "#### 18", False),
+        ("-5", "#### 5", False),
+        ("", "#### 4", False),
+    ],
+)
+def test_gsm8k_takes_the_number_that_is_the_answer(text: str, expected: str, right: bool):
+    assert graders.number(text, expected=expected) is right
+
+
+def test_after_worked_examples_the_first_marked_number_counts():
+    assert graders.few_shot_number(" 3 + 9\n#### 12\n\nNow 5", expected="#### 12")
+    assert graders.few_shot_number("so it is 12.", expected="#### 12")
+    assert not graders.few_shot_number("no idea", expected="#### 12")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "right"),
+    [
+        (r"so $x=\boxed{\frac{1}{2}}$", r"\frac12", True),
+        (r"\boxed{1} or rather \boxed{\{1,2\}}", r"\{2,1\}", True),
+        (r"\boxed{\text{no}", "no", False),
+        ("so $5$ and then $7$.", "7", True),
+        ("The answer is $3$.", "3", True),
+        ("it is 5, then 6", "6", True),
+    ],
+)
+def test_math_takes_the_last_box(text: str, expected: str, right: bool):
+    assert graders.mathematics(text, expected=expected) is right
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "right"),
+    [
+        ("I sort.\nAnswer: fig, pear", "fig, pear", True),
+        ("PARIS.", "paris", True),
+        ("It is 5", "5", True),
+        ("It is Berlin", "Paris", False),
+    ],
+)
+def test_a_users_answer_is_compared_with_what_is_said(text: str, expected: str, right: bool):
+    assert graders.answer(text, expected=expected) is right
+
+
+# programs
+
+
+@pytest.mark.parametrize(
+    ("program", "passed"),
+    [
+        ("import math\nassert math.pi > 3\nprint('fine')", True),
+        ("assert False", False),
+        ("def f(:", False),
+        ("import sys; sys.exit(0)", False),
+        ("import os; os._exit(0)", False),
+        ("memory = bytearray(3 << 30)", False),
+        ("input()", False),
+    ],
+)
+def test_a_program_passes_where_it_reaches_its_end(program: str, passed: bool):
+    assert programs.passes(program, 20.0) is passed
+
+
+def test_a_program_that_does_not_end_is_ended():
+    assert not programs.passes("while True: pass", 0.3)
+
+
+def test_code_is_taken_from_the_block_that_defines_the_function():
+    text = "Try:\n```python\ndef f(x):\n    return x\n```\nuse it:\n```python\nprint(f(1))\n```"
+    assert programs.code_of(text, "f") == "def f(x):\n    return x\n"
+    assert programs.code_of("```\ndef g(): pass", "g") == "def g(): pass"
+    assert programs.code_of("no code", "f") == "no code"
+
+
+def test_a_human_eval_program_has_the_prompts_imports_the_code_and_the_tests():
+    prompt = "from math import pi\n\ndef helper():\n    return 1\n\ndef f(x):\n    '''Doc.'''\n"
+    tests = "def check(candidate):\n    assert candidate(2) == 7\n"
+    whole = "```python\ndef f(x):\n    return 2 * x + 2 + helper() + int(pi < 3)\n```"
+    assert programs.passes(programs.human_eval(whole, prompt=prompt, tests=tests, name="f"), 20.0)
+    wrong = whole.replace("2 * x", "x")
+    program = programs.human_eval(wrong, prompt=prompt, tests=tests, name="f")
+    assert not programs.passes(program, 20.0)
+    body = "    return 7"  # what a base model goes on with
+    assert programs.passes(programs.human_eval(body, prompt=prompt, tests=tests, name="f"), 20.0)
+
+
+def test_an_mbpp_program_finds_the_function_that_the_tests_call():
+    text = "```python\ndef other(): pass\n```\n```python\ndef add(a, b):\n    return a + b\n```\n"
+    text += "```python\nprint(add)\n```"
+    tests = ("assert set(add([1], [2])) == {1, 2}", "assert add(1, 2) == 3")
+    program = programs.mbpp(text, imports=("import math",), tests=tests)
+    assert "def add" in program
+    assert programs.passes(program, 20.0)
