@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,25 @@ Key = tuple[str, int, str]
 """Data set, concurrency and way."""
 
 
+class Engines:
+    """An engine for each way, made when it is first used. alone: it takes the other's place, since
+    one GPU may not hold two of them."""
+
+    def __init__(self, ways: dict[str, EngineConfig], alone: bool):
+        self._ways, self._alone = ways, alone
+        self._made: dict[str, LLM] = {}
+
+    def get(self, way: str, say: Say) -> LLM:
+        if way not in self._made:
+            if self._alone and self._made:
+                device = self._made.popitem()[1].engine.resolved.device
+                gc.collect()  # requests and engines know each other
+                release(device)
+            say(f"loading for {way}")
+            self._made[way] = LLM(**vars(self._ways[way]))
+        return self._made[way]
+
+
 def _measure(
     what: str,
     settings: EvalSettings,
@@ -82,43 +103,47 @@ def _measure(
     counts: dict[str, tuple[int, ...]],
     say: Say,
 ) -> dict[Key, Run]:
-    """Every data set at every concurrency, each way; the fastest turn of each. On a CPU the ways
-    take turns, since its speed drifts; on a GPU the one's engine makes room for the other's."""
+    """Every data set at every concurrency, each way. On a CPU the ways take turns, since its speed
+    drifts; on a GPU the one runs after the other."""
     jobs = [(d, count, way) for d in data_sets for count in counts[d.name] for way in ways]
-    resolved = resolve(next(iter(ways.values())))
-    gpu = resolved.device.type == "cuda"
+    gpu = resolve(next(iter(ways.values()))).device.type == "cuda"
     if gpu:
         jobs.sort(key=lambda job: list(ways).index(job[2]))
-    engines: dict[str, LLM] = {}
+    engines = Engines(ways, alone=gpu)
     runs: dict[Key, Run] = {}
+    for data, count, way in jobs:
+        name = f"{data.name}, {way}, {count} at once"
+        llm = engines.get(way, say)
+        runs[data.name, count, way] = _fastest(what, settings, llm, data, count, name, say)
+        del llm  # the next one may need its room
+    return runs
+
+
+def _fastest(
+    what: str, settings: EvalSettings, llm: LLM, data: DataSet, count: int, name: str, say: Say
+) -> Run:
+    """The fastest of the turns asked for; where speed is measured, after one that warms up."""
     params = SamplingParams(
         temperature=settings.temperature, top_p=settings.top_p, max_tokens=settings.max_tokens
     )
-    for data, count, way in jobs:
-        if way not in engines:
-            if gpu:
-                engines.clear()
-                release(resolved.device)
-            say(f"loading for {way}")
-            engines[way] = LLM(**vars(ways[way]))
-        llm = engines[way]
-        answering = Answering(llm.engine, llm.tokenizer, params, settings.thinking)
-        if what == "speed":  # a GPU must have met every shape of batch, a CPU any
-            say(f"{way}: warming up for {count} at once")
-            answering.run(data.samples if gpu else data.samples[:count], count)
-        for turn in range(settings.repeats):
-            text = f"{data.name}, {way}, {count} at once, turn {turn + 1}"
+    answering = Answering(llm.engine, llm.tokenizer, params, settings.thinking)
+    if what == "speed":  # a GPU must have met every shape of batch, a CPU any
+        say(f"{name}: warming up")
+        gpu = llm.engine.resolved.device.type == "cuda"
+        answering.run(data.samples if gpu else data.samples[:count], count)
+    runs: list[Run] = []
+    for turn in range(settings.repeats):
+        text = f"{name}, turn {turn + 1} of {settings.repeats}"
+        told: Callable[[int], None] = partial(_tell, say, text, len(data.samples))
+        runs.append(answering.run(data.samples, count, told))
+    best = min(runs, key=lambda run: run.seconds)
+    if not best.tokens:
+        raise ValueError(f"No prompt of {data.name} could run. {best.conversations[0].error}")
+    return best
 
-            def tell(done: int, text: str = text, of: int = len(data.samples)) -> None:
-                say(f"{text}: {done} of {of}")
 
-            run, key = answering.run(data.samples, count, tell), (data.name, count, way)
-            if not run.tokens:
-                first = run.conversations[0].error
-                raise ValueError(f"No prompt of {data.name} could run. {first}")
-            if key not in runs or run.seconds < runs[key].seconds:
-                runs[key] = run
-    return runs
+def _tell(say: Say, text: str, of: int, done: int) -> None:
+    say(f"{text}: {done} of {of}")
 
 
 def _header(

@@ -42,7 +42,7 @@ def _figure(width: float, height: float, panels: int = 1) -> tuple[Any, list[Any
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     figure: Any = Figure(figsize=(width, height), layout="constrained")
-    found: Any = figure.subplots(panels, 1, sharex=True, squeeze=False)
+    found: Any = figure.subplots(panels, 1, sharex=True, sharey=True, squeeze=False)
     axes = [row[0] for row in found]
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
@@ -103,12 +103,20 @@ def _speed(path: Path, pairs: list[Figures]) -> None:
             places, list(found.values()), width=0.92 * width, label=name,
             color=_COLOURS[i % len(_COLOURS)],
         )  # fmt: skip
-        axis.bar_label(bars, fmt="%.2f", fontsize=8 if len(names) > 2 else 10, padding=2)
+        axis.bar_label(
+            bars,
+            fmt="%.1f" if len(names) > 3 else "%.2f",
+            fontsize=7 if len(names) > 3 else 10,
+            padding=2,
+        )
     axis.axhline(1, color="#444444", linestyle="--", linewidth=1.2)
     axis.set_xticks(range(len(counts)), [f"{count}" for count in counts])
     axis.set_xlabel("requests in flight")
     axis.set_ylabel("tokens/s against plain decoding")
     axis.set_title("Speed-up by requests in flight", loc="left", fontsize=11)
-    if len(names) > 1:
-        axis.legend(frameon=False)
+    if len(names) > 1:  # below, since bars stand everywhere else
+        figure.legend(
+            loc="outside lower center", ncols=min(len(names), 6), frameon=False, fontsize=9,
+            handlelength=1, columnspacing=1.2,
+        )  # fmt: skip
     _save(figure, path)

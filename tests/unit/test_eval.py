@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +20,7 @@ from strobe.demo_pair.tasks import FAMILIES
 from strobe.eval import datasets, measures, plots, sources
 from strobe.eval.answering import Answering
 from strobe.eval.datasets import Sample
+from strobe.eval.evaluate import Engines
 from strobe.eval.settings import EvalSettings
 from strobe.outputs import CompletionOutput, SpeculationReport
 
@@ -288,6 +290,24 @@ def test_a_prompt_that_cannot_run_leaves_the_others_alone(pair: Pair):
     data = datasets.DataSet("custom", (), "", 2)
     row = measures.row(data, run, run_code=False)
     assert (row["failed"], row["answers"]) == (1, 1)
+
+
+def test_one_engine_makes_room_for_the_other_where_it_must(pair: Pair):
+    ways = {name: EngineConfig(target=str(pair.target), method="none") for name in ("a", "b")}
+    engines = Engines(ways, alone=True)
+    answering = Answering(
+        engines.get("a", print).engine, engines.get("a", print).tokenizer, SamplingParams(), False
+    )
+    answering.run([Sample(("Hi",))], 1)
+    engine = weakref.ref(engines.get("a", print).engine)
+    del answering
+    assert engine() is not None
+    engines.get("b", print)
+    assert engine() is None
+    both = Engines(ways, alone=False)
+    engine = weakref.ref(both.get("a", print).engine)
+    both.get("b", print)
+    assert engine() is not None
 
 
 # figures
