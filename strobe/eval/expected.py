@@ -237,8 +237,8 @@ def _why_not(one: Expected, settings: EvalSettings, resolved: Resolved, enough: 
         return "they were taken without thinking"
     if settings.max_tokens < _PAPER_TOKENS:
         return f"they were taken with max_tokens {_PAPER_TOKENS}"
-    if resolved.draft is not None and resolved.limits.num_drafts < resolved.draft.block_size - 1:
-        return f"they were taken with {resolved.draft.block_size - 1} drafts a step"
+    if resolved.draft is not None and resolved.limits.num_drafts < resolved.draft.drafts:
+        return f"they were taken with {resolved.draft.drafts} drafts a step"
     return None if enough else f"{_FEWEST} prompts are the fewest that say enough"
 
 

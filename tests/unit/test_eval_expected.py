@@ -22,7 +22,7 @@ def resolved(
     decoder = SimpleNamespace(num_layers=layers, hidden_size=hidden_size)
     return SimpleNamespace(
         target=SimpleNamespace(architecture="Qwen3ForCausalLM", decoder=decoder),
-        draft=SimpleNamespace(block_size=block_size),
+        draft=SimpleNamespace(block_size=block_size, drafts=block_size - 1),
         limits=SimpleNamespace(num_drafts=num_drafts or block_size - 1),
     )
 
