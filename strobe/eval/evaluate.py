@@ -24,6 +24,7 @@ from strobe.eval.datasets import DataSet, load
 from strobe.eval.report import markdown, show
 from strobe.eval.settings import EvalSettings, command_line
 from strobe.llm import LLM
+from strobe.names.locate import located
 from strobe.request import SamplingParams
 
 Say = Callable[[str], None]
@@ -69,7 +70,7 @@ def _located(settings: EvalSettings, config: EngineConfig) -> EngineConfig:
             "A target is named but no data set, and the box's tasks suit the pair in the box; name "
             "one with --dataset or --data."
         )
-    return config.located()
+    return located(config)
 
 
 Key = tuple[str, int, str]
