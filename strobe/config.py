@@ -15,6 +15,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 GPU_MIXED_TOKENS = 512
 """The rows up to which a step with prompts is replayed on a GPU; an 8B model takes 13 ms there."""
 CHOICES = {
+    "draft_sample_method": ("greedy", "probabilistic"),
     "load_format": ("auto", "dummy"),
     "weight_dtype": ("auto", "fp8"),
     "kv_cache_dtype": ("auto", "fp8"),
@@ -57,6 +58,11 @@ class EngineConfig:
     )
     num_drafts: int | None = option(
         None, "Tokens drafted and verified per step; by default the drafter's block size less one."
+    )
+    draft_sample_method: str = option(
+        "greedy",
+        "greedy: drafts are the drafter's most probable tokens; probabilistic: they are drawn as "
+        "the request's own tokens are.",
     )
     max_model_len: int | None = option(
         None, "Longest prompt plus answer in tokens; by default the model's own limit."
@@ -134,7 +140,7 @@ class EngineConfig:
             raise ValueError(f"overlap is {self.overlap!r}, but must be 1 or 2.")
         for name, known in CHOICES.items():
             value = getattr(self, name)
-            if value not in known and not (value is None and name.startswith("draft_")):
+            if value not in known and not (value is None and name == "draft_attention_backend"):
                 raise ValueError(f"{name} is {value!r}; name one of {', '.join(known)}.")
         if self.ngram_max > 32:
             raise ValueError(

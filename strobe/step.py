@@ -100,10 +100,12 @@ class Plan:
 
 class Drafts(NamedTuple):
     """What one proposer drafts for n spans: tokens [n or more, K'] int64 on the device; known: how
-    many of each row it means, where that is fewer than were asked for and the host knows it."""
+    many of each row it means, where that is fewer than were asked for and the host knows it; probs
+    [n or more, K', V] float32: what each token was drawn by, None where none was drawn."""
 
     tokens: Tensor
     known: tuple[int, ...] | None = None
+    probs: Tensor | None = None
 
 
 class Proposal(NamedTuple):
@@ -111,12 +113,16 @@ class Proposal(NamedTuple):
 
     tokens [S or more, K] int64 on the device; lengths [S] int64, how many of each row count, None
     until they are laid out. known: the drafts per span that the host knows were made; None for "as
-    planned".
+    planned". probs [S or more, K, V] float32: what each token was drawn by, over the target's
+    vocabulary, all 0 for one that was not drawn; None where none was. drawn [S or more, K]: the
+    tokens as they were drawn, where some were replaced since; None: as in `tokens`.
     """
 
     tokens: Tensor
     lengths: Tensor | None = None
     known: tuple[int, ...] | None = None
+    probs: Tensor | None = None
+    drawn: Tensor | None = None
 
 
 class Scores(NamedTuple):

@@ -89,6 +89,11 @@ def resolve(config: EngineConfig) -> Resolved:
     target_path = Path(config.target)
     target = load_target_config(target_path)
     draft = None
+    if config.draft is None and draws(config):
+        raise ValueError(
+            "draft_sample_method is 'probabilistic', but no drafter is loaded; name one with "
+            "draft, or leave draft_sample_method out."
+        )
     if config.draft is not None:
         draft = load_draft_config(Path(config.draft))
         check_pair(draft, target, Path(config.draft))
@@ -115,10 +120,16 @@ def resolve(config: EngineConfig) -> Resolved:
     groups = list(kv_groups(target, draft, choice.kv_dtype).values())
     scratch = 0
     if device.type == "cuda":
-        scratch = scratch_bytes(limits, target.decoder, len(draft.capture) if draft else 0, dtype)
+        features = len(draft.capture) if draft else 0
+        scratch = scratch_bytes(limits, target.decoder, features, dtype, drawn=draws(config))
     weights = values * dtype.itemsize
     plan_pages(config, limits, groups, device, weights=weights, scratch=scratch)
     return Resolved(config, target, draft, method, limits, device, dtype, choice, scratch)
+
+
+def draws(config: EngineConfig) -> bool:
+    """Whether the drafter's tokens are drawn."""
+    return config.draft_sample_method == "probabilistic"
 
 
 def kv_groups(
@@ -192,7 +203,10 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
             limit=limits.max_model_len,
             shapes=shapes,
         )
-        proposers["dflash"] = DFlashProposer(drafter, draft_runner, graphs, limits.num_drafts)
+        drawing = picking if draws(config) else None
+        proposers["dflash"] = DFlashProposer(
+            drafter, draft_runner, graphs, limits.num_drafts, drawing
+        )
     held = ProposerSet(proposers, device)
     runner = ModelRunner(
         target,

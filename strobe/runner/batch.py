@@ -30,7 +30,7 @@ TAIL = -1
 
 
 DRAFTS = 2
-"""Where the drafts stand among the tensors of a batch's inputs."""
+"""From where on the drafts stand among the tensors of a batch's inputs."""
 
 
 class Shape(NamedTuple):
@@ -307,18 +307,21 @@ class Inputs(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What varies between padded inputs of one shape: their geometry, then the drafts."""
+        """What varies between padded inputs of one shape: their geometry, then the drafts and what
+        they were drawn by."""
         assert self.layout.padded
         assert self.wanted.index is not None
+        drafts = self.proposal and (self.proposal.tokens, self.proposal.probs)
         geometry = self.layout.packed, self.wanted.index
-        return geometry if self.proposal is None else (*geometry, self.proposal.tokens)
+        return (*geometry, *[tensor for tensor in drafts or () if tensor is not None])
 
     def over(self, tensors: Sequence[Tensor]) -> Inputs:
         """The same inputs whose tensors are read from elsewhere."""
         packed, index, *drafts = tensors
         layout = self.layout.over(packed)
         wanted = self.wanted.over(layout, index)
-        proposal = self.proposal and self.proposal._replace(tokens=drafts[0])
+        own = dict(zip(("tokens", "probs"), drafts, strict=False))
+        proposal = self.proposal and self.proposal._replace(**own)
         return Inputs(layout, wanted, proposal, self.bounds)
 
 

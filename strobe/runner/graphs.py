@@ -66,7 +66,8 @@ class Graphs:
     def run(self, key: Hashable, inputs: Inputs, body: Body) -> Any:
         """body(inputs), recorded under the key together with the inputs' shape."""
         tensors = inputs.tensors
-        key = (key, inputs.layout.shape, inputs.layout.longest, tensors[1].shape[0])
+        layout = inputs.layout
+        key = (key, layout.shape, layout.longest, tensors[1].shape[0], len(tensors))
         kept = self._kept.get(key)
         if kept is None:
             result = body(inputs)
@@ -75,7 +76,7 @@ class Graphs:
             return result
         for i, now in enumerate(tensors):
             # The same tensor holds the same geometry as before; drafts are new in each step.
-            if i == DRAFTS or kept.held[i] is not now:
+            if i >= DRAFTS or kept.held[i] is not now:
                 kept.own[i].copy_(now)
                 kept.held[i] = now
         kept.replay()

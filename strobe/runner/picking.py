@@ -12,19 +12,30 @@ from strobe.runner.batch import Batch
 from strobe.runner.edits import LogitState
 from strobe.runner.upload import upload
 from strobe.sampling.grammar import Grammars
-from strobe.sampling.noise import stream_key
+from strobe.sampling.noise import PICKS, STREAMS, TESTS, stream_key, uniforms
 from strobe.sampling.rules import LogitEdits, RowValues
 from strobe.sampling.sampler import SamplingRows
 from strobe.step import Plan, Proposal, Verdict
 
 
+class Drawn(NamedTuple):
+    """The draft behind each of R rows: tokens [R], drawn by probs [R, V], which are 0 where none
+    was; share [R] in [0, 1): what decides whether it is kept."""
+
+    tokens: Tensor
+    probs: Tensor
+    share: Tensor
+
+
 class Picking(NamedTuple):
     """For R wanted rows: draws, None where all are greedy; edits, None where no rule applies;
-    scored: the rows [A] whose log probabilities are asked for, and how many of the best to name."""
+    scored: the rows [A] whose log probabilities are asked for, and how many of the best to name;
+    drawn: the drafts, where some were drawn."""
 
     draws: SamplingRows | None = None
     edits: LogitEdits | None = None
     scored: tuple[Tensor, int] | None = None
+    drawn: Drawn | None = None
 
 
 PLAIN = Picking()
@@ -46,7 +57,8 @@ HEAT = ("temperature", "top_p", "min_p")
 
 
 class PickingState:
-    """Per slot: the noise's key and top_k [N + 1]; temperature, top_p and min_p [3, N + 1]."""
+    """Per slot: the noise's key of each stream [3, N + 1]; top_k [N + 1]; temperature, top_p and
+    min_p [3, N + 1]."""
 
     def __init__(
         self,
@@ -59,7 +71,7 @@ class PickingState:
     ):
         self.device, self.grammars, self.kernels = device, grammars, kernels
         num_slots += 1  # the spare one of DecodeState, greedy and without rules
-        self.key = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.key = torch.zeros(len(STREAMS), num_slots, dtype=torch.int64, device=device)
         self.top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.heat = torch.zeros(3, num_slots, dtype=torch.float32, device=device)
         self.logits = LogitState(num_slots, vocab_size, device)
@@ -69,10 +81,13 @@ class PickingState:
         if not plan.admitted:
             return
         found = [(slot, request, request.sampling) for slot, request, _ in plan.admitted]
-        whole = [(i, stream_key(r.seed, r.sibling), max(s.top_k, 0)) for i, r, s in found]
-        slots, keys, top_k = upload(whole, self.device).unbind(1)
+        whole = [
+            (i, max(s.top_k, 0), *[stream_key(r.seed, r.sibling, stream) for stream in STREAMS])
+            for i, r, s in found
+        ]
+        slots, top_k, *keys = upload(whole, self.device).unbind(1)
         heat = [[getattr(s, name) for _, _, s in found] for name in HEAT]
-        self.key.index_copy_(0, slots, keys)
+        self.key.index_copy_(1, slots, torch.stack(keys))
         self.top_k.index_copy_(0, slots, top_k)
         self.heat.index_copy_(1, slots, upload(heat, self.device, torch.float32))
         for slot, request, _ in found:
@@ -89,7 +104,9 @@ class PickingState:
                 if mended != drafts:
                     tokens = tokens.clone() if tokens is proposal.tokens else tokens
                     tokens[i, : span.drafts] = torch.tensor(mended, device=self.device)
-        return proposal._replace(tokens=tokens)
+        if tokens is proposal.tokens:
+            return proposal
+        return proposal._replace(tokens=tokens, drawn=proposal.tokens)
 
     def how(self, plan: Plan) -> How:
         """How the plan's wanted rows pick, as far as the host must know."""
@@ -111,19 +128,23 @@ class PickingState:
         if how == GREEDY:
             return PLAIN
         position = batch.wanted.of(batch.places.positions) + 1
-        draws = self._draws(batch, how, position) if how.drawn else None
+        draws = self.draws(batch, how, position) if how.drawn else None
+        drawn = None
+        if draws is not None and batch.proposal.probs is not None:
+            drawn = self._drawn(batch, draws, batch.proposal.probs)
         if not how.by_host:
-            return Picking(draws)
+            return Picking(draws, drawn=drawn)
         edits = self.logits.edits(plan, batch, position)
         if edits is not None:
             edits = edits._replace(grammar=self._grammar(plan, batch))
-        return Picking(draws, edits, self._scored(plan, batch))
+        return Picking(draws, edits, self._scored(plan, batch), drawn)
 
     def advance(self, plan: Plan, batch: Batch, verdict: Verdict) -> None:
         """Take in what the verdict kept."""
         self.logits.advance(plan, batch, verdict)
 
-    def _draws(self, batch: Batch, how: How, position: Tensor) -> SamplingRows:
+    def draws(self, batch: Batch, how: How, position: Tensor, stream: int = PICKS) -> SamplingRows:
+        """How the batch's R wanted rows are drawn, whose tokens go to `position` [R]."""
         slots = batch.wanted.slots
         temperature, top_p, min_p = self.heat.index_select(1, slots).unbind()
         return SamplingRows(
@@ -131,12 +152,26 @@ class PickingState:
             top_p=top_p,
             min_p=min_p,
             top_k=self.top_k[slots],
-            key=self.key[slots],
+            key=self.key[stream].index_select(0, slots),
             position=position,
             filtered=how.filtered,
             mixed=how.mixed,
             kernel=self.kernels,
         )
+
+    def _drawn(self, batch: Batch, draws: SamplingRows, probs: Tensor) -> Drawn:
+        """The drafts behind the wanted rows; none behind a span's last row and behind greedy ones,
+        which keep the drafts that they match."""
+        layout, proposal = batch.layout, batch.proposal
+        assert proposal.lengths is not None
+        span = batch.wanted.of(layout.span_of_row)
+        rank = batch.wanted.of(layout.offset) + 1 - layout.counts[:, 0].index_select(0, span)
+        real = (rank < proposal.lengths.index_select(0, span)) & (draws.temperature > 0)
+        rank = rank.clamp_max(probs.shape[1] - 1)
+        tokens = proposal.tokens if proposal.drawn is None else proposal.drawn
+        key = self.key[TESTS].index_select(0, batch.wanted.slots)
+        share = uniforms(key, draws.position)
+        return Drawn(tokens[span, rank], probs[span, rank] * real[:, None], share)
 
     def _scored(self, plan: Plan, batch: Batch) -> tuple[Tensor, int] | None:
         """The rows of requests that want log probabilities, and the most that any of them names."""

@@ -74,7 +74,11 @@ class ModelRunner:
             fill = layout.num_spans - proposal.tokens.shape[0]
             columns = layout.width - proposal.tokens.shape[1]
             if fill or columns:
-                proposal = proposal._replace(tokens=F.pad(proposal.tokens, (0, columns, 0, fill)))
+                whole = proposal._asdict()
+                for name in [n for n in ("tokens", "probs", "drawn") if whole[n] is not None]:
+                    inner = (0, 0) * (whole[name].dim() - 2)
+                    whole[name] = F.pad(whole[name], (*inner, 0, columns, 0, fill))
+                proposal = Proposal(**whole)
         reach = state.table.shape[1] * state.page_size
         bounds = [
             min(max(spans[i].bound + layout.row_counts[i] for i in group.members), reach)

@@ -20,8 +20,12 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def stream_key(seed: int, sibling: int, stream: int = 0) -> int:
-    """A signed 64-bit key for one request's noise. stream: 0 picks tokens; others are free."""
+PICKS, DRAFTS, TESTS = STREAMS = range(3)
+"""Streams of a request's noise: the target's tokens, drafts, and whether a draft is kept."""
+
+
+def stream_key(seed: int, sibling: int, stream: int = PICKS) -> int:
+    """A signed 64-bit key for one stream of a request's noise."""
     key = _mix((seed + _STEP) & _WORD)
     key = _mix((key + (sibling + 1) * _MUL1) & _WORD)
     return _signed(_mix((key + (stream + 1) * _MUL2) & _WORD))

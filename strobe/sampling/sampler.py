@@ -91,6 +91,12 @@ def distribution(logits: Tensor, rows: SamplingRows) -> Tensor:
     return kept_mass(probs, rows) if rows.filtered else probs
 
 
+def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """What tokens are drawn by, [R, V] float32."""
+    weights = distribution(logits.float(), rows)
+    return weights / weights.sum(-1, keepdim=True)
+
+
 def sample(logits: Tensor, rows: SamplingRows | None, edits: LogitEdits | None = None) -> Tensor:
     """logits [R, V] -> tokens [R]; rows None: all greedy; edits: the rules on logits that apply.
 
@@ -106,7 +112,12 @@ def sample(logits: Tensor, rows: SamplingRows | None, edits: LogitEdits | None =
 
         filters = rows.top_p, rows.min_p, rows.top_k
         return sample_rows(logits, rows.temperature, *filters, rows.key, rows.position)
-    weights = distribution(logits.float(), rows).cumsum(-1, dtype=torch.float64)
+    return draw(distribution(logits.float(), rows), logits, rows)
+
+
+def draw(weights: Tensor, logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Tokens [R] by unnormalised weights [R, V]; greedy rows by their logits."""
+    weights = weights.cumsum(-1, dtype=torch.float64)
     share = uniforms(rows.key, rows.position) * weights[:, -1]
     drawn = torch.searchsorted(weights, share[:, None], right=True)[:, 0]
     drawn.clamp_max_(logits.shape[1] - 1)

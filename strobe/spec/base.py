@@ -75,23 +75,29 @@ class ProposerSet:
         if drafts.known is not None:
             counts = [min(pair) for pair in zip(counts, drafts.known, strict=True)]
         width = max(counts)
-        tokens = drafts.tokens[:, :width] if drafts.tokens.shape[1] > width else drafts.tokens
-        return Proposal(tokens, known=drafts.known)
+        tokens, probs = drafts.tokens, drafts.probs
+        if tokens.shape[1] > width:
+            tokens, probs = tokens[:, :width], probs if probs is None else probs[:, :width]
+        return Proposal(tokens, known=drafts.known, probs=probs)
 
     def _join(self, plan: Plan, parts: Sequence[tuple[Sequence[int], Drafts]]) -> Drafts:
         """Put the parts' rows at their spans' places, zero elsewhere."""
         tokens = torch.zeros(
             len(plan.spans), plan.num_drafts, dtype=torch.int64, device=self.device
         )
-        known = [span.drafts for span in plan.spans]
+        known, probs = [span.drafts for span in plan.spans], None
         for members, part in parts:
             columns = min(plan.num_drafts, part.tokens.shape[1])
             index = upload(members, self.device)
             tokens[index, :columns] = part.tokens[: len(members), :columns]
+            if part.probs is not None:
+                if probs is None:
+                    probs = part.probs.new_zeros(*tokens.shape, part.probs.shape[2])
+                probs[index, :columns] = part.probs[: len(members), :columns]
             if part.known is not None:
                 for i, length in zip(members, part.known, strict=True):
                     known[i] = length
-        return Drafts(tokens, tuple(known))
+        return Drafts(tokens, tuple(known), probs)
 
     def observe(self, batch: Batch, hidden: Tensor | None) -> None:
         """Show the forward to every proposer, whatever each request drafts with."""

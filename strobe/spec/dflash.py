@@ -10,7 +10,10 @@ from torch import Tensor
 from strobe.models.dflash import DFlash
 from strobe.runner.batch import Batch, Inputs
 from strobe.runner.graphs import Eager, Graphs
+from strobe.runner.picking import GREEDY, How, PickingState
 from strobe.runner.runner import ModelRunner
+from strobe.sampling.noise import DRAFTS
+from strobe.sampling.sampler import draw, probabilities
 from strobe.step import Drafts, Plan, Proposal, Span
 
 
@@ -24,8 +27,17 @@ class DFlashProposer:
 
     needs_host_tokens = False
 
-    def __init__(self, model: DFlash, runner: ModelRunner, graphs: Graphs | Eager, num_drafts: int):
-        self.model, self.runner, self.graphs = model, runner, graphs
+    def __init__(
+        self,
+        model: DFlash,
+        runner: ModelRunner,
+        graphs: Graphs | Eager,
+        num_drafts: int,
+        picking: PickingState | None = None,
+    ):
+        """picking: how requests pick their tokens, for drafts to be drawn in the same way; None:
+        drafts are the most probable tokens."""
+        self.model, self.runner, self.graphs, self.picking = model, runner, graphs, picking
         self.num_drafts = num_drafts
         self.capture = model.config.capture
         self.block = model.config.block_size
@@ -34,21 +46,32 @@ class DFlashProposer:
         self._masks = torch.full(shape, mask, dtype=torch.int64, device=device)
 
     def propose(self, plan: Plan, spans: Sequence[int]) -> Drafts:
-        """The drafter's most probable token at each mask slot; tokens [len(spans), B - 1]."""
+        """The drafter's token at each mask slot; tokens [len(spans), B - 1], with probs where
+        drafts are drawn for some span."""
         drafts = self.block - 1
         chosen = [plan.spans[i] for i in spans]
         blocks = tuple(
             Span(s.request, s.slot, s.start, s.bound, None, drafts, drafts) for s in chosen
         )
         inputs = self.runner.arrange(Plan(blocks), wanted=drafts)
-        return Drafts(self.graphs.run("draft", inputs, self._draft))
+        how = GREEDY if self.picking is None else self.picking.how(Plan(blocks))
+        how = how._replace(by_host=False) if how.drawn else GREEDY
+        return self.graphs.run(("draft", how), inputs, lambda inputs: self._draft(inputs, how))
 
-    def _draft(self, inputs: Inputs) -> Tensor:
+    def _draft(self, inputs: Inputs, how: How) -> Drafts:
         """The device's part: tokens [S, B - 1]."""
         masks = Proposal(self._masks[: inputs.layout.num_spans])
-        out = self.runner.forward(self.runner.prepare(inputs._replace(proposal=masks)), greedy=True)
-        assert out.picks is not None
-        return out.picks.view(-1, self.block - 1)
+        batch = self.runner.prepare(inputs._replace(proposal=masks))
+        out = self.runner.forward(batch, greedy=not how.drawn)
+        if out.picks is not None:
+            return Drafts(out.picks.view(-1, self.block - 1))
+        assert out.logits is not None
+        assert self.picking is not None
+        position = batch.wanted.of(batch.places.positions)
+        rows = self.picking.draws(batch, how, position, DRAFTS)
+        probs = probabilities(out.logits, rows)
+        tokens = draw(probs, out.logits, rows).view(-1, self.block - 1)
+        return Drafts(tokens, probs=probs.view(*tokens.shape, -1))
 
     def observe(self, batch: Batch, hidden: Tensor | None) -> None:
         """Write the context K/V of every row, rejected ones included: they are never read."""

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from strobe.runner.batch import Batch
-from strobe.runner.picking import PLAIN, Picking
+from strobe.runner.picking import PLAIN, Drawn, Picking
 from strobe.runner.runner import Output
 from strobe.runner.state import DecodeState
 from strobe.sampling.logprobs import score
-from strobe.sampling.sampler import sample
+from strobe.sampling.rules import apply_rules
+from strobe.sampling.sampler import draw, probabilities, sample
 from strobe.step import Proposal, Verdict
 
 
@@ -56,7 +57,27 @@ def pick(out: Output, picking: Picking) -> Tensor:
     if out.picks is not None:
         return out.picks
     assert out.logits is not None
-    return sample(out.logits, picking.draws, picking.edits)
+    if picking.drawn is None or picking.draws is None:
+        return sample(out.logits, picking.draws, picking.edits)
+    logits = apply_rules(out.logits, picking.edits)
+    kept, rest = ratio_test(probabilities(logits, picking.draws), picking.drawn)
+    return torch.where(kept, picking.drawn.tokens, draw(rest, logits, picking.draws))
+
+
+def ratio_test(probs: Tensor, drawn: Drawn) -> tuple[Tensor, Tensor]:
+    """The target's probs p [R, V] -> which drafts are kept [R], and what the others' rows draw a
+    token by, [R, V].
+
+    A draft d of probs q is kept with probability min(1, p(d) / q(d)); otherwise a token is drawn by
+    max(p - q, 0), so that the token follows p either way (Leviathan et al., arXiv 2211.17192; Chen
+    et al., arXiv 2302.01318). As a draft is the token of its row just where it is kept, drafts are
+    compared with rows' tokens as those that were not drawn are. Where nothing of p - q is left, or
+    nothing was drawn, q being 0, a token is drawn by p.
+    """
+    p, q = (x.gather(1, drawn.tokens[:, None])[:, 0] for x in (probs, drawn.probs))
+    rest = (probs - drawn.probs).clamp_min_(0.0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, probs)
+    return (drawn.share * q < p) & (q > 0), rest
 
 
 def match_prefix(picks: Tensor, proposal: Proposal) -> Verdict:

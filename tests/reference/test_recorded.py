@@ -232,7 +232,7 @@ def test_the_warm_up_finds_the_same_shapes_at_every_depth(
 ):
     """Crowds that fill more than half of the slots come in one step too."""
     engine = warmed(target, draft(), overlap=overlap, max_num_seqs=8, max_model_len=200)
-    kept = {(key[0].drawn, key[1]) for key in engine.graphs._kept if key[0] != "draft"}
+    kept = {(key[0].drawn, key[1]) for key in engine.graphs._kept if key[0][0] != "draft"}
     for drawn in (False, True):
         for rows in (16, 32, 64, 128):
             assert (drawn, Shape(9, rows, 7)) in kept
