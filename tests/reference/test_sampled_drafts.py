@@ -1,0 +1,263 @@
+"""Drafts that are drawn: the engine's answers follow the target's law, its greedy answers are plain
+decoding's, and a seed gives one answer, however its requests are run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recorded import recorded
+from scipy import stats
+from slow_rules import edited
+from slow_sampling import law
+from tiny import make_draft, make_engine, make_target, make_tokenizer, run
+
+from strobe import EngineConfig, SamplingParams
+from strobe.engine.build import build, resolve
+from strobe.engine.engine import Engine
+from strobe.engine.warmup import warm_up
+from strobe.models.dflash import DFlash
+from strobe.runner.memory import scratch_bytes
+
+ANSWERS, TOKENS = 2000, 4
+PROMPT = [1, 2, 3]
+WARM = SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
+    """A tied pair with six tokens, so that every answer of a few tokens can be written down."""
+    root = tmp_path_factory.mktemp("small")
+    changes = {"vocab_size": 6, "tie_word_embeddings": True}
+    hf = make_target(root / "target", eos_token_id=None, seed=8, **changes)
+    path = make_draft(root / "draft", mask_token=5, top={"vocab_size": 6}, block=4, seed=1)
+    return hf, root / "target", path
+
+
+def answers(
+    engine: Engine, asked: SamplingParams, prompt: Sequence[int]
+) -> Counter[tuple[int, ...]]:
+    """So many siblings' answers, and how often each was given."""
+    requests = [engine.add(prompt, asked, sibling=i, seed=5) for i in range(ANSWERS)]
+    while engine.has_work:
+        engine.step()
+    return Counter(tuple(request.output_ids) for request in requests)
+
+
+def laws(hf: Any, asked: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Each answer's probability, by transformers' logits and the rules written out."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(TOKENS):
+        begun = list(found)
+        with torch.no_grad():
+            logits = hf(torch.tensor([PROMPT + list(before) for before in begun])).logits[:, -1]
+        longer: dict[tuple[int, ...], float] = {}
+        for before, row in zip(begun, logits.tolist(), strict=True):
+            row = edited(row, asked, PROMPT, before)
+            chances = law(row, asked.temperature, asked.top_k, asked.top_p, asked.min_p)
+            for token, chance in enumerate(chances):
+                if chance > 0:
+                    longer[(*before, token)] = found[before] * chance
+        found = longer
+    return found
+
+
+def check_law(counts: Counter[tuple[int, ...]], wanted: dict[tuple[int, ...], float]) -> None:
+    """Whole answers, those that are rare together, and each place by itself."""
+    assert set(counts) <= set(wanted), "an answer that the target cannot give"
+    often = [answer for answer, p in wanted.items() if p * ANSWERS >= 6]
+    seen = [counts[answer] for answer in often]
+    expected = [wanted[answer] * ANSWERS for answer in often]
+    seen.append(ANSWERS - sum(seen))
+    expected.append(ANSWERS - sum(expected))
+    assert len(often) > 10
+    assert stats.chisquare(seen, expected).pvalue > 0.001
+    for place in range(TOKENS):
+        tokens, chances = Counter[int](), Counter[int]()
+        for answer, p in wanted.items():
+            tokens[answer[place]] += counts[answer]
+            chances[answer[place]] += p * ANSWERS  # pyright: ignore[reportArgumentType]
+        pairs = [(tokens[token], chance) for token, chance in chances.items() if chance > 1]
+        scale = sum(n for n, _ in pairs) / sum(c for _, c in pairs)
+        fitted = [c * scale for _, c in pairs]
+        assert stats.chisquare([n for n, _ in pairs], fitted).pvalue > 0.001
+
+
+def config(target: Path, draft: Path | None, **options: Any) -> EngineConfig:
+    given: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 100, "page_size": 4}
+    if draft is not None:
+        given |= {"draft": str(draft), "draft_sample_method": "probabilistic"}
+    return EngineConfig(str(target), **given | options)
+
+
+ASKED = {
+    "hot": WARM.clone(temperature=3.0),
+    "filtered": WARM.clone(temperature=4.0, top_k=4, top_p=0.9, min_p=0.02),
+    "ruled": WARM.clone(
+        temperature=3.0, presence_penalty=1.0, repetition_penalty=1.5, logit_bias={2: 1.5, 4: -2.0}
+    ),
+    "short": WARM.clone(temperature=3.0, speculation={"num_drafts": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "reduced"),
+    [("hot", False), ("filtered", True), ("ruled", False), ("short", True)],
+)
+def test_answers_follow_the_targets_law(
+    name: str, reduced: bool, small: tuple[Any, Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    hf, target, draft = small
+    if reduced:  # a drafter that knows but three of the six tokens
+        whole = DFlash.head
+        outside = torch.tensor([False, True, False, True, True, False])
+        monkeypatch.setattr(
+            DFlash, "head", lambda self, x: whole(self, x).masked_fill(outside, float("-inf"))
+        )
+    engine = make_engine(config(target, draft))
+    check_law(answers(engine, ASKED[name], PROMPT), laws(hf, ASKED[name]))
+    stats = engine.stats
+    assert 0.1 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.9
+
+
+HOT = WARM.clone(temperature=3.0)
+SEVERAL = [
+    HOT.clone(temperature=0.0, max_tokens=20),
+    HOT.clone(max_tokens=25, seed=4),
+    HOT.clone(max_tokens=30, seed=5, top_p=0.8, top_k=4),
+    HOT.clone(max_tokens=20, seed=-6, speculation={"num_drafts": 1}),
+    HOT.clone(temperature=0.0, max_tokens=17, logprobs=1),
+    HOT.clone(max_tokens=22, seed=8, speculation={"method": "ngram"}),
+    HOT.clone(max_tokens=22, seed=9, speculation=False),
+    HOT.clone(max_tokens=26, seed=10, presence_penalty=0.7, repetition_penalty=1.2, logprobs=2),
+    HOT.clone(max_tokens=24, seed=11, top_p=0.9, n=2),
+]
+"""Requests whose drafts are drawn and others, in one batch."""
+NOT_DRAWN = (0, 4, 5, 6)
+PROMPTS = [[i % 6, (i * 5) % 6, 3] + [4, 1] * (3 * i) for i in range(len(SEVERAL))]
+
+
+def alone(target: Path, draft: Path, asked: Sequence[SamplingParams] = SEVERAL) -> list[list[int]]:
+    """The answers to the above, one request at a time."""
+    return run(make_engine(config(target, draft, max_num_seqs=1)), PROMPTS, asked)
+
+
+def plain(target: Path, draft: Path) -> list[list[int]]:
+    return alone(target, draft, [asked.clone(speculation=False) for asked in SEVERAL])
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("budget", [None, 50])
+def test_a_seed_gives_one_answer_however_requests_are_run(
+    overlap: int, budget: int | None, small: tuple[Any, Path, Path]
+):
+    _, target, draft = small
+    wanted = alone(target, draft)
+    given = config(target, draft, overlap=overlap, max_num_batched_tokens=budget, max_num_seqs=6)
+    engine = make_engine(given)
+    for _ in range(2):  # the second time over what the first left in the cache
+        assert run(engine, PROMPTS, SEVERAL) == wanted
+    assert run(engine, PROMPTS[::-1], SEVERAL[::-1])[-1] == wanted[0]
+    without = plain(target, draft)
+    assert [wanted[i] for i in NOT_DRAWN] == [without[i] for i in NOT_DRAWN]
+    assert all(wanted[i] != without[i] for i in range(len(without)) if i not in NOT_DRAWN)
+    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("budget", [None, 48])
+def test_replayed_steps_draw_what_plain_steps_draw(
+    overlap: int,
+    budget: int | None,
+    small: tuple[Any, Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("strobe.runner.collect.download", torch.clone)
+    _, target, draft = small
+    given = config(target, draft, overlap=overlap, max_num_batched_tokens=budget, max_num_seqs=5)
+    resolved = resolve(given)
+    parts = build(resolved)
+    double = recorded(parts, 5, resolved.limits.num_drafts)
+    engine = Engine(resolved, parts=parts)
+    assert run(engine, PROMPTS, SEVERAL) == alone(target, draft)
+    assert double.recorded == len(parts.graphs) > 4
+    assert double.replayed > double.recorded
+
+
+def test_greedy_answers_are_plain_decodings_in_any_batch(target: Any, draft: Callable[..., Path]):
+    """With a vocabulary of 61, whose random drafter is hardly ever right."""
+    cold = WARM.clone(temperature=0.0, max_tokens=30)
+    warm = cold.clone(temperature=1.0, seed=1)
+    prompts = [[7, 3, 9] * n + [n] for n in (1, 5, 2, 9)]
+    plain = run(make_engine(config(target.path, None)), prompts, cold)
+    engine = make_engine(config(target.path, draft()))
+    assert run(engine, prompts * 2, [cold] * 4 + [warm] * 4)[:4] == plain
+    assert run(engine, prompts, cold) == plain
+
+
+def test_under_a_grammar_answers_follow_the_law_of_plain_decoding(
+    target: Any, draft: Callable[..., Path], tmp_path: Path
+):
+    """Whose forced tokens replace drafts that it does not allow. Two samples of one law."""
+    for file in target.path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    make_tokenizer(tmp_path)
+    asked = WARM.clone(
+        temperature=4.0,
+        max_tokens=8,
+        ignore_eos=False,
+        structured_outputs={"choice": ["yes no", "yes ab", "yno", "no yes", "nob", "ab yes"]},
+    )
+    found = [
+        answers(make_engine(config(tmp_path, drafter)), asked, PROMPT)
+        for drafter in (None, draft())
+    ]
+    common = [text for text, count in (found[0] + found[1]).items() if count >= 20]
+    assert len(common) > 6
+    assert stats.chi2_contingency([[c[a] for a in common] for c in found]).pvalue > 0.001
+
+
+def test_after_the_warm_up_no_step_that_decodes_is_recorded(small: tuple[Any, Path, Path]):
+    _, target, draft = small
+    resolved = resolve(config(target, draft, max_num_seqs=4))
+    parts = build(resolved)
+    recorded(parts, 4, resolved.limits.num_drafts)
+    engine = Engine(resolved, parts=parts)
+    warm_up(engine)
+    before = len(engine.graphs)
+    run(engine, [[1, 2]] * 4, WARM.clone(top_p=0.9, max_tokens=12))
+    assert len(engine.graphs) == before
+
+
+def test_by_default_drafts_are_greedy_and_no_token_changes(small: tuple[Any, Path, Path]):
+    _, target, draft = small
+    engine = make_engine(EngineConfig(str(target), draft=str(draft), max_model_len=96))
+    assert run(engine, PROMPTS, SEVERAL) == plain(target, draft)
+
+
+def test_memory_for_probabilities_is_planned(small: tuple[Any, Path, Path]):
+    _, target, draft = small
+    resolved = resolve(config(target, draft))
+    size, limits = resolved.target.decoder.vocab_size, resolved.limits
+    given = limits, resolved.target.decoder, 3, torch.bfloat16
+    more = scratch_bytes(*given, drawn=True) - scratch_bytes(*given)
+    assert more >= 3 * 4 * limits.max_num_seqs * limits.num_drafts * size
+
+
+def test_without_a_drafter_there_is_nothing_to_draw(small: tuple[Any, Path, Path]):
+    _, target, _ = small
+    with pytest.raises(
+        ValueError, match=r"^draft_sample_method is 'probabilistic', but no drafter"
+    ):
+        resolve(config(target, None, draft_sample_method="probabilistic"))
+
+
+@pytest.mark.parametrize("value", ["sampled", None, 1])
+def test_other_ways_to_draw_are_named_in_a_sentence(value: Any, small: tuple[Any, Path, Path]):
+    _, target, draft = small
+    with pytest.raises(ValueError, match=r"^draft_sample_method is .*; name one of greedy, prob"):
+        resolve(config(target, draft, draft_sample_method=value))
