@@ -164,6 +164,11 @@ class EngineConfig:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}, but must be a whole number of at least 1.")
 
+    def plain(self) -> EngineConfig:
+        """Itself without a drafter."""
+        none = {"draft": None, "method": "none", "num_drafts": None}
+        return replace(self, **none, draft_sample_method="greedy")
+
     def with_(self, **changes: Any) -> EngineConfig:
         """A copy with some fields changed. Raises ValueError for a name that is no field."""
         known = {f.name for f in fields(self)}

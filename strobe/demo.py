@@ -132,7 +132,7 @@ def run_demo(
     )
     config = located(config.check())
     drafting = LLM(**_options(config))
-    plain = LLM(**_options(replace(config, draft=None, method="none", num_drafts=None)))
+    plain = LLM(**_options(config.plain()))
     asked = prompts_of(drafting, examples)
     if not as_json:
         _stream(drafting, examples[0], asked[0], params)

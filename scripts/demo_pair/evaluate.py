@@ -80,9 +80,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=7, help="of the held-out prompts")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--draft-sample-method",
+        default="greedy",
+        help="probabilistic: above temperature 0 drafts are drawn",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    llm = LLM(device=options.device, dtype=options.dtype, max_num_seqs=16)
+    llm = LLM(
+        device=options.device,
+        dtype=options.dtype,
+        max_num_seqs=16,
+        draft_sample_method=options.draft_sample_method,
+    )
     examples = heldout(options.count, seed=options.seed)
     prompts = prompts_of(llm, examples)
     figures: dict[str, Any] = {
@@ -91,6 +101,7 @@ def main() -> int:
         "dtype": str(llm.engine.resolved.dtype),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "draft_sample_method": options.draft_sample_method,
         "prompts_per_family": options.count,
         "heldout_seed": options.seed,
     }

@@ -95,8 +95,10 @@ def run_offline(settings: OfflineSettings, config: EngineConfig) -> int:
                 figures["rows"].append({"method": name, **row})
             figures["pairs"].append({"concurrency": count, **_compared(*best.values())})
     write(settings.json, figures)
-    exact = first.dtype == torch.float32
-    _show(output(), figures, exact)
+    drawn = settings.temperature > 0 and config.draft_sample_method == "probabilistic"
+    exact = first.dtype == torch.float32 and not drawn
+    why = "drafts are drawn" if drawn else "lower precision rounds otherwise"
+    _show(output(), figures, "in fp32 they must not" if exact else why)
     return 1 if exact and any(pair["different"] for pair in figures["pairs"]) else 0
 
 
@@ -124,8 +126,7 @@ def ways_of(config: EngineConfig) -> dict[str, EngineConfig]:
             "Nothing drafts; name a drafter with --draft, or --method ngram, to compare with plain "
             "decoding."
         )
-    plain = replace(config, draft=None, num_drafts=None, method="none")
-    return {"plain": plain, config.method or "dflash": config}
+    return {"plain": config.plain(), config.method or "dflash": config}
 
 
 def answer(
@@ -221,7 +222,8 @@ def _compared(plain: Turn, drafted: Turn) -> Figures:
     }
 
 
-def _show(console: Console, figures: Figures, exact: bool) -> None:
+def _show(console: Console, figures: Figures, why: str) -> None:
+    """why: what to say of answers that differ."""
     show_head(console, figures)
     speedups = {pair["concurrency"]: pair["speedup"] for pair in figures["pairs"]}
     rows = [
@@ -248,5 +250,5 @@ def _show(console: Console, figures: Figures, exact: bool) -> None:
         if pair["different"]:
             first = pair["different"][0]
             line += f"; prompt {first['prompt']} differs first, from token {first['token']} on"
-            line += " (in fp32 they must not)" if exact else " (lower precision rounds otherwise)"
+            line += f" ({why})"
         console.print(line + ".", soft_wrap=not console.is_terminal)

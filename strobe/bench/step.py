@@ -115,8 +115,7 @@ def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfi
     config = replace(
         config, load_format="dummy", max_num_seqs=most, enable_prefix_caching=False
     ).check()
-    plain = replace(config, draft=None, num_drafts=None, method="none")
-    ways = {"plain": plain, "dflash": replace(config, method="dflash")}
+    ways = {"plain": config.plain(), "dflash": replace(config, method="dflash")}
     wanted = {"none": ["plain"], "dflash": ["dflash"]}.get(config.method or "")
     if wanted is None:
         wanted = ["plain", "dflash"] if config.draft is not None else ["plain"]

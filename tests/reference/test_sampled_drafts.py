@@ -14,12 +14,12 @@ from recorded import recorded
 from scipy import stats
 from slow_rules import edited
 from slow_sampling import law
+from strobe.engine.warmup import warm_up
 from tiny import make_draft, make_engine, make_target, make_tokenizer, run
 
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
-from strobe.engine.warmup import warm_up
 from strobe.models.dflash import DFlash
 from strobe.runner.memory import scratch_bytes
 

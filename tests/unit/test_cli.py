@@ -30,9 +30,9 @@ CPU = "--device=cpu"  # other processes do not know of the fixture that hides GP
 GREEDY = ["--temperature=0", "--max-tokens=8"]
 
 ENGINE_FIELDS = [
-    "target", "draft", "revision", "draft_revision", "method", "num_drafts", "max_model_len",
-    "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "gpu_memory_utilization",
-    "page_size", "enable_prefix_caching", "dtype",
+    "target", "draft", "revision", "draft_revision", "method", "num_drafts",
+    "draft_sample_method", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "kv_cache_memory", "gpu_memory_utilization", "page_size", "enable_prefix_caching", "dtype",
     "device", "overlap", "load_format", "weight_dtype", "kv_cache_dtype", "attention_backend",
     "draft_attention_backend", "kernels", "cuda_graphs", "seed", "ngram_max", "ngram_min",
 ]  # fmt: skip
@@ -49,9 +49,10 @@ SAMPLING_FLAGS = [
     "--stop-token-ids", "--include-stop-str-in-output", "--ignore-eos",
 ]  # fmt: skip
 ENGINE_FLAGS = [
-    "--target", "--draft", "--num-drafts", "--max-model-len", "--max-num-seqs",
-    "--max-num-batched-tokens", "--kv-cache-memory", "--gpu-memory-utilization", "--page-size",
-    "--revision", "--draft-revision", "--enable-prefix-caching",
+    "--target", "--draft", "--num-drafts", "--draft-sample-method", "--max-model-len",
+    "--max-num-seqs", "--max-num-batched-tokens", "--kv-cache-memory",
+    "--gpu-memory-utilization", "--page-size", "--revision", "--draft-revision",
+    "--enable-prefix-caching",
     "--no-enable-prefix-caching", "--dtype", "--device", "--overlap", "--load-format",
     "--weight-dtype", "--kv-cache-dtype", "--attention-backend", "--draft-attention-backend",
     "--kernels", "--cuda-graphs", "--no-cuda-graphs", "--ngram-max", "--ngram-min",
