@@ -95,8 +95,9 @@ class SamplingParams:
     top_k: int = option(0, "Keep this many most probable tokens; 0 or -1 is off.")
     min_p: float = option(0.0, "Drop tokens less probable than this share of the best; 0 is off.")
     seed: int | None = option(
-        None, "The same seed gives the same tokens, whatever else runs and however it speculates, "
-        "unless drafts are drawn."
+        None,
+        "The same seed gives the same tokens, whatever else runs and however it speculates, "
+        "unless drafts are drawn.",
     )
     max_tokens: int | None = option(16, "Most tokens to make; None: up to the context's end.")
     min_tokens: int = option(0, "Nothing ends the answer before so many tokens.")

@@ -14,7 +14,6 @@ from recorded import recorded
 from scipy import stats
 from slow_rules import edited
 from slow_sampling import law
-from strobe.engine.warmup import warm_up
 from tiny import make_draft, make_engine, make_target, make_tokenizer, run
 
 from strobe import EngineConfig, SamplingParams
@@ -22,6 +21,7 @@ from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.models.dflash import DFlash
 from strobe.runner.memory import scratch_bytes
+from strobe.server.warmup import warm_up
 
 ANSWERS, TOKENS = 2000, 4
 PROMPT = [1, 2, 3]
