@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from strobe.models.checkpoint import Checkpoint
-from strobe.models.config import DecoderConfig, check_pair
+from strobe.models.config import DecoderConfig, Quantization, check_pair
 from strobe.models.formats.fields import read_json
+from strobe.models.formats.fp8 import SCALE
 from strobe.models.formats.methods import method_of
 from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.registry import load_draft_config, load_target_config
@@ -32,6 +33,7 @@ def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
         **_decoder_facts(model, config.decoder),
         "tie_embeddings": config.tie_embeddings,
         "dtype": config.dtype,
+        **_quantization(config.quantization),
         "end_token_ids": list(config.eos_ids),
         "default_sampling": config.sampling,
     }
@@ -62,12 +64,20 @@ def _draft_facts(path: Path) -> dict[str, Any]:
     }
 
 
+def _quantization(found: Quantization | None) -> dict[str, str]:
+    if found is None:
+        return {}
+    rows, columns = found.block
+    return {"quantization": f"{found.method}, a scale for each {rows} x {columns} values"}
+
+
 def _decoder_facts(path: Path, decoder: DecoderConfig) -> dict[str, Any]:
-    with Checkpoint(path) as checkpoint:
-        parameters = sum(math.prod(shape) for shape in checkpoint.shapes().values())
+    checkpoint = Checkpoint(path)
+    shapes = {n: s for n, s in checkpoint.shapes().items() if not n.endswith(SCALE)}
     kv = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
     return {
-        "parameters": parameters,
+        "parameters": sum(map(math.prod, shapes.values())),
+        "bytes_on_disk": sum(map(checkpoint.bytes_of, checkpoint.shapes())),
         "layers": decoder.num_layers,
         "hidden_size": decoder.hidden_size,
         "heads": f"{decoder.num_heads} query, {decoder.num_kv_heads} key-value, "

@@ -15,7 +15,13 @@ from strobe.kv.pages import PagePool
 from strobe.kv.store import KVSpec, KVStore
 from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig, check_pair
 from strobe.models.dflash import DFlash
-from strobe.models.load import check_draft_tensors, check_target_tensors, load_draft, load_target
+from strobe.models.load import (
+    check_draft_tensors,
+    check_target_tensors,
+    load_draft,
+    load_target,
+    weight_bytes,
+)
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.models.target import Target
 from strobe.names.locate import located
@@ -111,18 +117,20 @@ def resolve(config: EngineConfig) -> Resolved:
         method=method,
         gpu=device.type == "cuda",
     )
-    values = check_target_tensors(target_path, target, config.load_format)
+    modules: list[Target | DFlash] = [check_target_tensors(target_path, target, config.load_format)]
     if draft is not None:
-        values += check_draft_tensors(Path(config.draft or ""), draft, config.load_format)
+        path = Path(config.draft or "")
+        modules.append(check_draft_tensors(path, draft, config.load_format))
     dtype = pick_dtype(config.dtype, target.dtype, device)
     drafter = draft.decoder if draft is not None else None
-    choice = choose(config, target.decoder, drafter, device, dtype)
+    stored = target.quantization is not None and target.quantization.method == "fp8"
+    choice = choose(config, target.decoder, drafter, device, dtype, stored_fp8=stored)
     groups = list(kv_groups(target, draft, choice.kv_dtype).values())
     scratch = 0
     if device.type == "cuda":
         features = len(draft.capture) if draft else 0
         scratch = scratch_bytes(limits, target.decoder, features, dtype, drawn=draws(config))
-    weights = values * dtype.itemsize
+    weights = sum(weight_bytes(module, dtype, fp8=choice.fp8) for module in modules)
     plan_pages(config, limits, groups, device, weights=weights, scratch=scratch)
     return Resolved(config, target, draft, method, limits, device, dtype, choice, scratch)
 

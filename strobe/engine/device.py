@@ -35,8 +35,12 @@ def choose(
     draft: DecoderConfig | None,
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    stored_fp8: bool = False,
 ) -> Choice:
-    """Raises ValueError where what is asked for cannot run here, in one sentence that says why."""
+    """stored_fp8: whether the target's checkpoint is in FP8, which weight_dtype auto then keeps on
+    a GPU that has it. Raises ValueError where what is asked for cannot run here, in one sentence
+    that says why."""
     drafter = draft or target
     wanted, option = config.attention_backend, "attention_backend"
     attention = _pick(option, wanted, target, device, dtype)
@@ -52,12 +56,12 @@ def choose(
     if config.kernels == "triton" and lacking is not None:
         raise ValueError(f"kernels is 'triton', but {lacking}; use kernels auto.")
     kernels = config.kernels != "torch" and lacking is None
-    if config.weight_dtype == "fp8":
-        lacking = lacking or (None if config.kernels != "torch" else "kernels is 'torch'")
-        if lacking is None and torch.cuda.get_device_capability(device) < (8, 9):
-            lacking = "this GPU has no FP8 (compute capability 8.9 or above)"
-        if lacking is not None:
-            raise ValueError(f"weight_dtype is 'fp8', but {lacking}; use weight_dtype auto.")
+    lacking = lacking or (None if kernels else "kernels is 'torch'")
+    if lacking is None and torch.cuda.get_device_capability(device) < (8, 9):
+        lacking = "this GPU has no FP8 (compute capability 8.9 or above)"
+    if config.weight_dtype == "fp8" and lacking is not None:
+        raise ValueError(f"weight_dtype is 'fp8', but {lacking}; use weight_dtype auto.")
+    fp8 = config.weight_dtype == "fp8" or (stored_fp8 and lacking is None)
     both = attention == draft_attention == "triton"
     return Choice(
         attention,
@@ -66,7 +70,7 @@ def choose(
         graphs=both and config.cuda_graphs,
         overlap=config.overlap or (2 if device.type == "cuda" else 1),
         kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
-        fp8=config.weight_dtype == "fp8",
+        fp8=fp8,
     )
 
 

@@ -2,69 +2,142 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import json
+import mmap
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from strobe.models.formats.fields import read_json
+from strobe.models.pieces import Piece, copy
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """What tensors' names may begin with, and are known without."""
+
+
+TORCH = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Dtypes by safetensors' names."""
+
+AT_ONCE = 8 << 20
+"""Bytes that are copied before their pages are let go."""
 
 
 def own_name(key: str) -> str:
     return next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), key)
 
 
+class _Entry(NamedTuple):
+    """Where a tensor is: its file, and its first byte and the one behind its last there."""
+
+    file: _File
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class _File:
+    """One file of tensors, mapped into memory. Raises ValueError when it is damaged."""
+
+    def __init__(self, path: Path):
+        if not path.exists():
+            raise ValueError(f"{path} does not exist; download or save the checkpoint again.")
+        try:
+            with safe_open(path, framework="pt", device="cpu"):
+                pass  # which checks the header against the file
+            with path.open("rb") as file:
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{path} is damaged or cut short ({error}); download or save it again."
+            ) from None
+        with warnings.catch_warnings():  # torch warns of memory that must not be written to
+            warnings.simplefilter("ignore")
+            self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+
+    def entries(self) -> Iterator[tuple[str, _Entry]]:
+        size = 8 + int.from_bytes(self.map[:8], "little")
+        for key, value in json.loads(self.map[8:size]).items():
+            if key != "__metadata__":
+                start, end = value["data_offsets"]
+                where = size + start, size + end
+                yield key, _Entry(self, value["dtype"], tuple(value["shape"]), *where)
+
+    def release(self, start: int, end: int) -> None:
+        """Let the pages of these bytes go; they are read again if they are needed again."""
+        start -= start % mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.map.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
 class Checkpoint:
-    """The safetensors of one directory, opened but not read.
+    """The safetensors of one directory, mapped but not read.
 
     Raises ValueError when a file is missing, damaged or cut short.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
+        self._entries: dict[str, _Entry] = {}
         for name in _file_names(directory):
-            path = directory / name
-            if not path.exists():
-                raise ValueError(f"{path} does not exist; download or save the checkpoint again.")
-            try:
-                file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (SafetensorError, OSError) as error:
-                raise ValueError(
-                    f"{path} is damaged or cut short ({error}); download or save it again."
-                ) from None
-            for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+            found = _File(directory / name).entries()
+            for key, entry in sorted(found, key=lambda item: item[1].start):
                 own = own_name(key)
-                if own in self._files:
+                if own in self._entries:
                     raise ValueError(
-                        f"{path}: tensor {key} is there twice; download or save the checkpoint "
-                        "again."
+                        f"{directory / name}: tensor {key} is there twice; download or save the "
+                        "checkpoint again."
                     )
-                self._files[own] = (file, key)
+                self._entries[own] = entry
 
     def dtypes(self) -> dict[str, str]:
-        """The tensors' dtypes under safetensors' names."""
-        return {n: f.get_slice(k).get_dtype() for n, (f, k) in self._files.items()}
+        """The tensors' dtypes under safetensors' names, in the order in which they are stored."""
+        return {name: entry.dtype for name, entry in self._entries.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {n: tuple(f.get_slice(k).get_shape()) for n, (f, k) in self._files.items()}
+        return {name: entry.shape for name, entry in self._entries.items()}
+
+    def bytes_of(self, name: str) -> int:
+        return self._entries[name].end - self._entries[name].start
 
     def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU and as it is stored."""
-        file, key = self._files[name]
-        return file.get_tensor(key)
+        """The tensor as it is stored: the file's own pages, read when they are first touched, and
+        not to be written to."""
+        entry = self._entries[name]
+        data, dtype = entry.file.bytes[entry.start : entry.end], TORCH[entry.dtype]
+        if entry.start % dtype.itemsize:  # older writers aligned nothing
+            data = data.clone()
+        return data.view(dtype).view(entry.shape)
 
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+    def fill(self, out: Tensor, piece: Piece) -> None:
+        """Fill one part of a parameter. Pages are let go as soon as they were read, so that the
+        host holds no second copy of the weights."""
+        names = list(piece.sources)
+        tensors = [self.read(name) for name in names]
+        if piece.fill is not copy or out.ndim == 0:
+            piece.fill(out, *tensors)
+            for name in names:
+                entry = self._entries[name]
+                entry.file.release(entry.start, entry.end)
+            return
+        entry, stored = self._entries[names[0]], tensors[0]
+        row = (entry.end - entry.start) // len(stored)
+        count = max(AT_ONCE // row, 1)
+        for first in range(0, len(stored), count):
+            some = stored[first : first + count]
+            copy(out[first : first + count], some)
+            start = entry.start + first * row
+            entry.file.release(start, start + len(some) * row)
 
 
 def _file_names(directory: Path) -> list[str]:

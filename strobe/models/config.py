@@ -32,13 +32,22 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True)
+class Quantization:
+    """How a checkpoint's products are stored. method: "fp8"; block: the rows and columns of a
+    weight that share a scale."""
+
+    method: str
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class TargetConfig:
     """A target model: its decoder, and what its directory says about tokens and sampling.
 
     dtype: the checkpoint's own ("bfloat16", ...). eos_ids: every id that ends an answer, from
     generation_config.json where there is one. sampling: the default sampling values found there.
     embedding_scale: what embeddings are multiplied with; logit_softcap: logits become
-    cap * tanh(logits / cap).
+    cap * tanh(logits / cap). quantization: how products are stored; None is as they were trained.
     """
 
     architecture: str
@@ -49,6 +58,7 @@ class TargetConfig:
     sampling: dict[str, Any]
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,7 @@ class DraftConfig:
     output_multiplier: float
     logit_softcap: float | None
     dtype: str
+    quantization: Quantization | None = None
     anchor_first: bool = False
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import NotRequired, TypedDict, TypeVar, Unpack
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
+from strobe.models.formats.fp8 import with_scales
 from strobe.models.layers import Attention, RMSNorm, RotaryTable
 from strobe.models.pieces import Pieces, pieces_of
+from strobe.models.progress import progress
 from strobe.models.registry import make_target
 from strobe.models.target import Target
 
@@ -28,7 +30,8 @@ def _check(module: Target | DFlash, checkpoint: Checkpoint) -> Pieces:
     """What the module's parameters are made of. Raises ValueError for a tensor that is missing, of
     another shape or dtype, or that nothing is made of."""
     shapes, dtypes, where = checkpoint.shapes(), checkpoint.dtypes(), checkpoint.directory
-    pieces, used = pieces_of(module), set[str]()
+    pieces = with_scales(pieces_of(module), dtypes, module.config.quantization)
+    used = set[str]()
     for piece in chain.from_iterable(pieces.values()):
         for name, shape in piece.sources.items():
             if name not in shapes:
@@ -61,12 +64,13 @@ Make = Callable[[str, Tensor], None]
 """(parameter name, its memory on the device) -> its values are there."""
 
 
-def _from(checkpoint: Checkpoint, pieces: Pieces) -> Make:
-    """The checkpoint's tensors, one at a time, so that the host never holds them all."""
+def _from(checkpoint: Checkpoint, pieces: Pieces, told: Callable[[int], object]) -> Make:
+    """The checkpoint's tensors; told: how many bytes were read."""
 
     def make(name: str, value: Tensor) -> None:
         for piece in pieces[name]:
-            piece.fill(value[piece.at], *map(checkpoint.read, piece.sources))
+            checkpoint.fill(value[piece.at], piece)
+            told(sum(map(checkpoint.bytes_of, piece.sources)))
 
     return make
 
@@ -76,7 +80,7 @@ def _at_random(device: torch.device) -> Make:
     generator = torch.Generator(device).manual_seed(0)
 
     def make(name: str, value: Tensor) -> None:
-        if value.ndim == 1:
+        if value.ndim == 1 or not value.is_floating_point():
             value.fill_(1)
         else:
             value.normal_(0.0, 0.02, generator=generator)
@@ -84,31 +88,41 @@ def _at_random(device: torch.device) -> Make:
     return make
 
 
-def _fill(module: nn.Module, make: Make, device: torch.device, dtype: torch.dtype) -> None:
-    """Give a module made on the meta device its weights."""
-    for name, parameter in list(module.named_parameters()):
-        kind = dtype if parameter.is_floating_point() else parameter.dtype
-        value = torch.empty(parameter.shape, dtype=kind, device=device)
+def _memory(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for a parameter. On a CPU weights with more outputs than inputs are stored column by
+    column: the values are the same, and a product of one row reads them up to three times as fast
+    (head of 2,048 x 192: 58 us against 171)."""
+    shape, kind = parameter.shape, dtype if parameter.is_floating_point() else parameter.dtype
+    if device.type == "cpu" and len(shape) == 2 and shape[0] > shape[1]:
+        return torch.empty(shape[::-1], dtype=kind).t()
+    return torch.empty(shape, dtype=kind, device=device)
+
+
+def _fill(
+    module: nn.Module,
+    names: Iterable[str],
+    make: Make,
+    dtype: torch.dtype,
+    device: torch.device,
+    fp8: bool,
+) -> None:
+    """Give the parameters of a module made on the meta device their weights, one after another;
+    products that are to be in FP8 are turned into it before the next is read."""
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(path)
+        value = _memory(owner.get_parameter(leaf), dtype, device)
         make(name, value)
-        owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
-
-
-def _lay_out_by_input(module: nn.Module) -> None:
-    """Store weights with more outputs than inputs column by column: the values are the same, and a
-    CPU's product of one row reads them up to three times as fast (head of 2,048 x 192: 58 us
-    against 171)."""
-    for parameter in module.parameters():
-        if parameter.ndim == 2 and parameter.shape[0] > parameter.shape[1]:
-            parameter.data = parameter.data.t().contiguous().t()
+        if fp8 and in_fp8(path, owner):
+            value, scale = fp8_rows(value)
+            owner.register_buffer("scale", scale, persistent=False)
+        setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
 
 
 def _finish(module: nn.Module, device: torch.device, dtype: torch.dtype, fp8: bool) -> None:
-    """Lay out, fuse what is fused, and freeze."""
+    """Fuse what is fused, and freeze."""
     module.to(device)
     module.requires_grad_(False)
-    if device.type == "cpu":
-        _lay_out_by_input(module)
     for part in module.modules():
         if isinstance(part, RotaryTable):
             part.dtype = dtype
@@ -119,8 +133,8 @@ def _finish(module: nn.Module, device: torch.device, dtype: torch.dtype, fp8: bo
             part.fuse()
         if isinstance(part, DFlash) and not fp8:
             part.join()
-    if fp8:
-        quantize(module)
+        if isinstance(part, DFlash) and fp8 and _head_in_fp8(part):
+            part.fp8_head = fp8_rows(part.head_weight)
 
 
 def _meta_target(config: TargetConfig, max_positions: int) -> Target:
@@ -135,23 +149,24 @@ def _meta_draft(
         return DFlash(config, embedding, head_weight, max_positions)
 
 
-def check_target_tensors(directory: Path, config: TargetConfig, load_format: str = "auto") -> int:
-    """How many learned values there are. Raises ValueError, reading headers only, for tensors that
-    do not fit the config."""
+def check_target_tensors(
+    directory: Path, config: TargetConfig, load_format: str = "auto"
+) -> Target:
+    """The target on the meta device. Raises ValueError, reading headers only, for tensors that do
+    not fit the config."""
     return _checked(_meta_target(config, 1), directory, load_format)
 
 
-def check_draft_tensors(directory: Path, config: DraftConfig, load_format: str = "auto") -> int:
+def check_draft_tensors(directory: Path, config: DraftConfig, load_format: str = "auto") -> DFlash:
     """The same for a drafter."""
     nothing = torch.empty(0, device="meta")
     return _checked(_meta_draft(config, 1, nothing, nothing), directory, load_format)
 
 
-def _checked(module: Target | DFlash, directory: Path, load_format: str) -> int:
+def _checked(module: Model, directory: Path, load_format: str) -> Model:
     if load_format != "dummy":
-        with Checkpoint(directory) as checkpoint:
-            _check(module, checkpoint)
-    return sum(parameter.numel() for parameter in module.parameters())
+        _check(module, Checkpoint(directory))
+    return module
 
 
 class Place(TypedDict):
@@ -194,27 +209,43 @@ def _load(
     load_format: str = "auto",
     fp8: bool = False,
 ) -> Model:
+    how = dtype, device, fp8
     if load_format == "dummy":
-        _fill(module, _at_random(device), device, dtype)
+        _fill(module, pieces_of(module), _at_random(device), *how)
     else:
-        with Checkpoint(directory) as checkpoint:
-            pieces = _check(module, checkpoint)
-            _fill(module, _from(checkpoint, pieces), device, dtype)
+        checkpoint = Checkpoint(directory)
+        pieces = _check(module, checkpoint)
+        place = {name: i for i, name in enumerate(checkpoint.shapes())}
+        order = sorted(pieces, key=lambda name: place[next(iter(pieces[name][0].sources))])
+        with progress(directory, sum(map(checkpoint.bytes_of, place))) as told:
+            _fill(module, order, _from(checkpoint, pieces, told), *how)
     _finish(module, device, dtype, fp8)
     return module
 
 
-def quantize(module: nn.Module) -> None:
-    """Turn every product of the module into FP8. Embeddings and heads keep their dtype; but a
-    drafter, which decides no answer, gets a copy of its target's head in FP8, where it needs but
-    the largest logit and cuBLAS takes as many rows (a multiple of 16)."""
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Linear) and name != "lm_head":
-            rows, scale = fp8_rows(part.weight)
-            part.register_buffer("scale", scale, persistent=False)
-            part.weight = nn.Parameter(rows, requires_grad=False)
-    if isinstance(module, DFlash) and module.plain_head and len(module.head_weight) % 16 == 0:
-        module.fp8_head = fp8_rows(module.head_weight)
+def in_fp8(path: str, part: nn.Module) -> bool:
+    """Whether weights in FP8 hold the module's so: every product but the head."""
+    return isinstance(part, nn.Linear) and path != "lm_head"
+
+
+def _head_in_fp8(draft: DFlash) -> bool:
+    """Whether a drafter, which decides no answer, gets a copy of its target's head in FP8: where it
+    needs but the largest logit and cuBLAS takes as many rows (a multiple of 16)."""
+    return draft.plain_head and draft.config.decoder.vocab_size % 16 == 0
+
+
+def weight_bytes(module: Target | DFlash, dtype: torch.dtype, *, fp8: bool) -> int:
+    """What a module's weights take as they are held; the module may be on the meta device."""
+    total, decoder = 0, module.config.decoder
+    for path, part in module.named_modules():
+        for parameter in part.parameters(recurse=False):
+            kind = dtype if parameter.is_floating_point() else parameter.dtype
+            small = fp8 and in_fp8(path, part)
+            total += parameter.numel() * (1 if small else kind.itemsize)
+            total += len(parameter) * 4 if small else 0
+    if fp8 and isinstance(module, DFlash) and _head_in_fp8(module):
+        total += decoder.vocab_size * (decoder.hidden_size + 4)
+    return total
 
 
 def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,21 +11,30 @@ FLOATS = ("F32", "BF16", "F16")
 """Dtypes of tensors that are taken as they are, under safetensors' names."""
 
 
+Fill = Callable[..., None]
+"""(out, *tensors): writes what they come to into `out`, part of a parameter on its device."""
+
+
 def copy(out: Tensor, value: Tensor) -> None:
-    out.copy_(value)
+    """As it is. Where `out` is stored column by column, the device's own order is made first: that
+    takes a third of the time that copying across it does."""
+    if out.ndim == 2 and out.stride(0) == 1 < out.stride(1):
+        out.t().copy_(value.to(out.dtype).t().contiguous())
+    else:
+        out.copy_(value)
 
 
 class Piece(NamedTuple):
     """A part of a parameter, and the tensors that make it.
 
     sources: their names, with the shapes they must have. at: where the part is, as an index into
-    the parameter. fill(out, *tensors): writes the tensors, as they are stored and in the order of
-    `sources`, into that part of the parameter on its device. dtypes: those that they may have.
+    the parameter. fill: gets the tensors on the CPU, as they are stored, in the order of `sources`;
+    they last no longer than the call. dtypes: those that they may have.
     """
 
     sources: Mapping[str, tuple[int, ...]]
     at: tuple[int | slice, ...] = ()
-    fill: Callable[..., None] = copy
+    fill: Fill = copy
     dtypes: tuple[str, ...] = FLOATS
 
     def under(self, prefix: str) -> Piece:

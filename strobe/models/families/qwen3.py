@@ -7,7 +7,6 @@ from pathlib import Path
 from strobe.attention.mask import LayerMask
 from strobe.models.config import TargetConfig
 from strobe.models.formats.decoder import (
-    plain_products,
     read_decoder,
     read_dtype,
     read_generation,
@@ -15,6 +14,7 @@ from strobe.models.formats.decoder import (
     read_window,
 )
 from strobe.models.formats.fields import Fields
+from strobe.models.formats.fp8 import read_quantization
 from strobe.models.layers import DecoderLayer
 from strobe.models.target import Target
 
@@ -38,7 +38,7 @@ def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
 
 
 def read(fields: Fields, directory: Path) -> TargetConfig:
-    plain_products(fields)
+    fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
     decoder = read_decoder(fields, read_masks(fields), theta=10000.0)
     eos_ids, sampling = read_generation(fields, directory, decoder.vocab_size)
     config = TargetConfig(
@@ -48,6 +48,7 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         dtype=read_dtype(fields),
         eos_ids=eos_ids,
         sampling=sampling,
+        quantization=read_quantization(fields),
     )
     fields.finish()
     return config
