@@ -48,7 +48,8 @@ def write(shapes: str, root: Path) -> tuple[Path, Path]:
             (path / "config.json").write_text((Path(source) / "config.json").read_text())
             paths.append(path)
     device = torch.device("cuda")
-    from strobe.models.config import load_draft_config, load_target_config
+    from strobe.models.pieces import pieces_of
+    from strobe.models.registry import load_draft_config, load_target_config
 
     target = load_target_config(paths[0])
     how = {"max_positions": 1, "dtype": torch.bfloat16, "device": device, "load_format": "dummy"}
@@ -56,14 +57,11 @@ def write(shapes: str, root: Path) -> tuple[Path, Path]:
     drafter = load.load_draft(paths[1], load_draft_config(paths[1]), model, **how)  # type: ignore[arg-type]
     for module, path in ((model, paths[0]), (drafter, paths[1])):
         tensors: dict[str, torch.Tensor] = {}
-        decoder = module.config.decoder
-        kv = decoder.num_kv_heads * decoder.head_dim
+        pieces = pieces_of(module)
         for key, value in module.named_parameters():
-            parts = [decoder.num_heads * decoder.head_dim, kv, kv] if ".qkv_proj." in key else None
-            parts = [decoder.intermediate_size] * 2 if ".gate_up_proj." in key else parts
-            rows = value.split(parts) if parts else [value]
-            for source, part in zip(load.fused_sources(key), rows, strict=True):
-                tensors[source] = part.contiguous().cpu()
+            for piece in pieces[key]:
+                (source,) = piece.sources
+                tensors[source] = value[piece.at].contiguous().cpu()
         save_file(tensors, path / "model.safetensors")
     return paths[0], paths[1]
 

@@ -11,8 +11,10 @@ from strobe.doctor.findings import Report
 from strobe.doctor.tokenizers import fingerprint
 from strobe.engine.build import Resolved, kv_groups
 from strobe.models.config import DraftConfig, TargetConfig, check_pair
-from strobe.models.load import check_draft_tensors, check_target_tensors
+from strobe.models.dflash import DFlash
+from strobe.models.load import check_draft_tensors, check_target_tensors, weight_bytes
 from strobe.models.registry import load_draft_config, load_target_config
+from strobe.models.target import Target
 from strobe.runner.memory import free_memory
 from strobe.text.tokenizer import Tokenizer
 
@@ -38,13 +40,13 @@ def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, An
     own = attempt(report, "target's config", lambda: load_target_config(target))
     other = attempt(report, "drafter's config", lambda: load_draft_config(draft))
     if own is not None:
-        count = attempt(report, "target's tensors", lambda: check_target_tensors(target, own))
-        if count is not None:
-            report.ok("target's tensors", f"{count:,} values, every tensor as config.json says.")
+        found = attempt(report, "target's tensors", lambda: check_target_tensors(target, own))
+        if found is not None:
+            report.ok("target's tensors", _values(found))
     if other is not None:
-        count = attempt(report, "drafter's tensors", lambda: check_draft_tensors(draft, other))
-        if count is not None:
-            report.ok("drafter's tensors", f"{count:,} values, every tensor as config.json says.")
+        found = attempt(report, "drafter's tensors", lambda: check_draft_tensors(draft, other))
+        if found is not None:
+            report.ok("drafter's tensors", _values(found))
     tokenizer = attempt(report, "tokenizer", lambda: Tokenizer(target))
     report.facts["files"] = {
         "target": hashes(target),
@@ -52,6 +54,11 @@ def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, An
         "tokenizer": fingerprint(target),
     }
     return own, other, tokenizer
+
+
+def _values(module: Target | DFlash) -> str:
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return f"{count:,} values, every tensor as config.json says."
 
 
 def hashes(directory: Path) -> dict[str, str]:
@@ -162,19 +169,22 @@ def check_tokens(
         report.ok("mask token", f"{draft.mask_token_id} is a row that no token uses.")
 
 
-def memory_bill(resolved: Resolved, target_values: int, draft_values: int) -> dict[str, int]:
-    """Bytes of weights, bytes per token of both caches, and how many tokens fit beside; to be asked
-    before anything is loaded."""
+def memory_bill(resolved: Resolved, target: Target, draft: DFlash) -> dict[str, int]:
+    """Bytes of weights as they are held, bytes per token of both caches, and how many tokens fit
+    beside; to be asked before anything is loaded. target, draft: on the meta device."""
     groups = kv_groups(resolved.target, resolved.draft, resolved.choice.kv_dtype)
-    size, width = resolved.limits.page_size, resolved.dtype.itemsize
+    size = resolved.limits.page_size
     each = {name: spec.bytes_per_page(size) // size for name, spec in groups.items()}
-    weights = (target_values + draft_values) * width
-    room = max(free_memory(resolved.device) - weights - resolved.scratch, 0)
+    first, second = (
+        weight_bytes(module, resolved.dtype, fp8=resolved.choice.fp8) for module in (target, draft)
+    )
+    free = free_memory(resolved.device)
+    room = max(free - first - second - resolved.scratch, 0)
     return {
-        "target's weights": target_values * width,
-        "drafter's weights": draft_values * width,
+        "target's weights": first,
+        "drafter's weights": second,
         "target's keys and values of a token": each["target"],
         "drafter's keys and values of a token": each["draft"],
-        "free memory": free_memory(resolved.device),
+        "free memory": free,
         "tokens that fit": room // sum(each.values()),
     }

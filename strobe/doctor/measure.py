@@ -9,11 +9,12 @@ from statistics import mean, stdev
 
 from strobe.engine.build import Resolved, build
 from strobe.engine.engine import Engine
+from strobe.engine.scheduler import full_length
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.request import Request, SamplingParams
-from strobe.step import Plan, Proposal
+from strobe.step import Drafts, Plan
 
 BASES = (1e4, 1e5, 5e5, 1e6, 1e7)
 """Rope bases that drafters were published with."""
@@ -61,17 +62,16 @@ def matched(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     requests = [engine.add(list(prompt), params) for prompt in prompts]
     seen: list[tuple[Request, int, list[int]]] = []
-    propose = engine.proposers.propose
+    proposer = engine.proposers.proposers["dflash"]
+    propose = proposer.propose
 
-    def noting(plan: Plan) -> Proposal:
-        proposal = propose(plan)
-        drafts: list[list[int]] = proposal.tokens.tolist()
-        for span, tokens in zip(plan.spans, drafts, strict=False):
-            if span.drafts:
-                seen.append((span.request, span.start + 1, tokens[: span.drafts]))
-        return proposal
+    def noting(plan: Plan, spans: Sequence[int]) -> Drafts:
+        drafts = propose(plan, spans)
+        for i, tokens in zip(spans, drafts.tokens.tolist(), strict=False):
+            seen.append((plan.spans[i].request, plan.spans[i].start + 1, tokens))
+        return drafts
 
-    engine.proposers.propose = noting
+    proposer.propose = noting
     while not all(request.finish_reason for request in requests):
         engine.step()
     return [_leading(tokens, request.tokens[start:]) for request, start, tokens in seen]
@@ -99,7 +99,10 @@ def engine_of(
     keep: whether drafts are kept; else every step makes one token, the target's own."""
     resolved = replace(resolved, draft=draft)
     return Engine(
-        resolved, parts=build(resolved, target), simulated_acceptance=None if keep else 1.0
+        resolved,
+        parts=build(resolved, target),
+        draft_length=full_length if keep else lambda request, allowed: min(1, allowed),
+        simulated_acceptance=None if keep else 1.0,
     )
 
 

@@ -35,8 +35,9 @@ SURE, WORTH = 4.0, 1.01
 """A variant is better where it keeps more drafts by so many standard errors, and so many times."""
 WEAK = 1.5
 """Tokens per step below which speculation hardly pays."""
-COME_BACK = 0.8
-"""The least share of an answer's tokens that reading and encoding it again must give back."""
+COME_BACK, ALMOST = 0.9, 0.98
+"""The least share of an answer's tokens that reading and encoding it again must give back; below
+the second it is what weak acceptance is laid to."""
 
 
 def run_doctor(config: EngineConfig, *, as_json: bool = False) -> int:
@@ -67,8 +68,8 @@ def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None
     resolved = attempt(report, "settings", lambda: resolve(_sized(config)))
     if resolved is None:
         return report
-    values = check_target_tensors(target, own), check_draft_tensors(draft, other)
-    report.facts["memory"] = memory_bill(resolved, *values)
+    modules = check_target_tensors(target, own), check_draft_tensors(draft, other)
+    report.facts["memory"] = memory_bill(resolved, *modules)
     _measure(report, resolved, tokenizer, say)
     return report
 
@@ -95,18 +96,10 @@ def _measure(
         say(f"measuring{_named(thinking)}")
         runs[thinking] = accepted(engine, _prompts(tokenizer, thinking), TOKENS)
         report.measured.append({"thinking": thinking, **_figures(runs[thinking])})
-    first = next(iter(runs.values()))
-    back = returning(tokenizer, first.answers)
-    if back < COME_BACK:
-        report.fault(
-            "tokenizer",
-            f"Only {back:.0%} of the answers' tokens come back when the text is encoded again: the "
-            "tokenizer is not the one that the target was trained with; use the one that it was "
-            "published with.",
-        )
+    back = returning(tokenizer, next(iter(runs.values())).answers)
     del engine
     best = _try(report, resolved, module, tokenizer, _prompts(tokenizer, next(iter(runs))), say)
-    _judge(report, runs, best)
+    _judge(report, runs, best, back)
 
 
 def _try(
@@ -145,11 +138,19 @@ def _kept(run: list[int]) -> dict[str, float]:
 
 
 def _judge(
-    report: Report, runs: dict[bool | None, Acceptance], best: dict[str, Any] | None
+    report: Report, runs: dict[bool | None, Acceptance], best: dict[str, Any] | None, back: float
 ) -> None:
-    """What the measurements say: a variant that is better, a weak drafter, thinking that hurts."""
+    """What the measurements say: another tokenizer, a variant that is better, a weak drafter,
+    thinking that hurts. back: the share of tokens that come back."""
     first, base = next(iter(runs.values())).per_step, report.variants[0]["tokens"]
-    if best is not None:
+    if back < COME_BACK or (back < ALMOST and first < WEAK):
+        report.fault(
+            "tokenizer",
+            f"A step brings {first:.2f} tokens, and only {back:.0%} of the answers' tokens come "
+            "back when the text is encoded again: the tokenizer is hardly the one that the target "
+            "was trained with; use the one that it was published with.",
+        )
+    elif best is not None:
         report.fault(
             str(best["kind"]),
             f"With {best['what']} a block brings {best['tokens']:.2f} tokens, as config.json has "

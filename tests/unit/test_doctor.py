@@ -17,6 +17,7 @@ from tiny import edit_json
 
 from strobe.cli import main
 from strobe.config import BOX, EngineConfig
+from strobe.doctor import measure
 from strobe.doctor import run as doctor
 from strobe.doctor.findings import Report
 from strobe.doctor.measure import gain
@@ -29,6 +30,7 @@ def short() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "PROMPTS", doctor.PROMPTS[1::2])
         patch.setattr(doctor, "TOKENS", 40)
+        patch.setattr(measure, "BASES", (1e4, 1e6))
         yield
 
 
