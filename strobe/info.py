@@ -74,7 +74,8 @@ def _quantization(found: Quantization | None) -> dict[str, str]:
 def _decoder_facts(path: Path, decoder: DecoderConfig) -> dict[str, Any]:
     checkpoint = Checkpoint(path)
     shapes = {n: s for n, s in checkpoint.shapes().items() if not n.endswith(SCALE)}
-    kv = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
+    heads = map(decoder.shape_of, range(decoder.num_layers))
+    kv = 2 * sum(shape.num_kv_heads * shape.head_dim for shape in heads)
     return {
         "parameters": sum(map(math.prod, shapes.values())),
         "bytes_on_disk": sum(map(checkpoint.bytes_of, checkpoint.shapes())),

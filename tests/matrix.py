@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import VOCAB, Scripted, adversary, drain, make_engine, oracle, pool_bytes, run, wavering
+from tiny import VOCAB, Scripted, adversary, drain, make_engine, oracle, run, wavering
 
 from strobe.config import EngineConfig
+from strobe.engine.build import kv_groups, resolve
 from strobe.engine.engine import Engine
 from strobe.request import Request, SamplingParams
 
@@ -253,8 +254,9 @@ def engine_for(c: Combination, pair: Pair) -> Engine:
     )
     if c.pool == "tiny":
         pages = -(-LENGTH // c.page_size)
-        layers = 2 if loads else 0
-        size = pool_bytes(pages, c.page_size, drafter_layers=layers, width=pair.width)
+        resolved = resolve(config)
+        groups = kv_groups(resolved.target, resolved.draft, resolved.choice.kv_dtype).values()
+        size = (pages + 1) * sum(group.bytes_per_page(c.page_size) for group in groups)
         config = config.with_(kv_cache_memory=size)
     if c.proposer in SCRIPTS:
         script = SCRIPTS[c.proposer]

@@ -37,11 +37,12 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
 def layer_outputs(hf: Any, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """(residual stream after 0, 1, ... layers [T, N + 1, H], logits [T, V])."""
     seen: list[torch.Tensor] = []
+    text = getattr(hf.model, "language_model", hf.model)
     hooks = [
         layer.register_forward_hook(
             lambda module, inputs, out: seen.append(out if torch.is_tensor(out) else out[0])
         )
-        for layer in [hf.model.embed_tokens, *hf.model.layers]
+        for layer in [text.embed_tokens, *text.layers]
     ]
     try:
         logits = hf(torch.tensor([tokens])).logits[0]

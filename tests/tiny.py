@@ -33,12 +33,15 @@ def make_target(
     *,
     seed: int = 0,
     shards: str | None = None,
+    beside: Mapping[str, Any] | None = None,
+    embedding: float = 0.5,
     **changes: Any,
 ):
     """Write a random target with decisive logits; returns transformers' model of it.
 
-    family: transformers' class. changes: of its config. shards: a size such as "20KB" that splits
-    the weights over several files.
+    family: transformers' class. changes: of its config, or where there is something `beside` it, of
+    the config's text_config. embedding: how large embeddings are. shards: a size such as "20KB"
+    that splits the weights over several files.
     """
     values: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -53,13 +56,15 @@ def make_target(
         "eos_token_id": EOS_IDS,
         "rope_theta": 10000.0,
     }
-    config = family.config_class(**(values | changes))
+    values |= changes
+    kind = family.config_class
+    config = kind(**values) if beside is None else kind(text_config=values, **beside)
     model = family(config).float().eval()
     noise = torch.Generator().manual_seed(seed)
     normed = any("q_norm" in name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            scale = 0.5 if "embed" in name or "lm_head" in name else 0.3
+            scale = embedding if "embed" in name or "lm_head" in name else 0.3
             if not normed and ("q_proj" in name or "k_proj" in name):
                 scale = 0.1  # or attention is so sharp that float32's own rounding shows
             parameter.data.normal_(0, scale, generator=noise)
@@ -67,7 +72,10 @@ def make_target(
             parameter.data.uniform_(0.5, 1.5, generator=noise)
         else:
             parameter.data.normal_(0, 0.3, generator=noise)
-    model.generation_config.eos_token_id = config.eos_token_id
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5, generator=noise)
+    model.generation_config.eos_token_id = config.get_text_config().eos_token_id
     options = {"max_shard_size": shards} if shards else {}
     model.save_pretrained(directory, **options)
     return model

@@ -52,7 +52,7 @@ class TritonPlan:
 
     def kv(self, layer: int) -> Tensor:
         """The layer's keys and values, [slots, 2, Hkv, D]."""
-        return self.store.data[layer]
+        return self.store.layers[layer]
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None

@@ -136,15 +136,21 @@ class Shapes:
 
     def _context(self, decoder: DecoderConfig, requests: float, context: float) -> float:
         """Bytes of the keys and values that the requests' rows must read."""
-        seen = sum(min(context, mask.window or context) for mask in decoder.masks)
-        return requests * seen * kv_values(decoder) / decoder.num_layers * self.widths.kv
+        values = sum(
+            min(context, mask.window or context) * layer_kv_values(decoder, i)
+            for i, mask in enumerate(decoder.masks)
+        )
+        return requests * values * self.widths.kv
 
 
 def linear_values(decoder: DecoderConfig) -> int:
-    """L (H D (Hq + 2 Hkv) + Hq D H + 3 H I): q, k, v, o, gate, up and down."""
-    heads = 2 * decoder.num_heads + 2 * decoder.num_kv_heads
-    products = heads * decoder.head_dim + 3 * decoder.intermediate_size
-    return decoder.num_layers * decoder.hidden_size * products
+    """L (H D (Hq + 2 Hkv) + Hq D H + 3 H I): q, k, v, o, gate, up and down; without v where keys
+    are the values."""
+    products = 3 * decoder.num_layers * decoder.intermediate_size
+    for shape in map(decoder.shape_of, range(decoder.num_layers)):
+        heads = 2 * decoder.num_heads + (1 + shape.own_values) * shape.num_kv_heads
+        products += heads * shape.head_dim
+    return decoder.hidden_size * products
 
 
 def small_values(decoder: DecoderConfig) -> int:
@@ -165,7 +171,13 @@ def head_values(decoder: DecoderConfig) -> int:
 
 def kv_values(decoder: DecoderConfig) -> int:
     """2 L Hkv D: keys and values of one position."""
-    return 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
+    return sum(layer_kv_values(decoder, i) for i in range(decoder.num_layers))
+
+
+def layer_kv_values(decoder: DecoderConfig, layer: int) -> int:
+    """2 Hkv D."""
+    shape = decoder.shape_of(layer)
+    return 2 * shape.num_kv_heads * shape.head_dim
 
 
 def fc_values(draft: DraftConfig) -> int:
@@ -185,9 +197,9 @@ def attention_operations(decoder: DecoderConfig, rows: int, context: float) -> f
     (of a block's rows, those behind a row lie in its window, too).
     """
     total = 0.0
-    for mask in decoder.masks:
-        window = mask.window or float("inf")
+    for layer, mask in enumerate(decoder.masks):
+        window, width = mask.window or float("inf"), decoder.shape_of(layer).head_dim
         for i in range(rows):
             behind = 0 if mask.causal else rows - 1 - i
-            total += min(context + i + 1, window) + min(behind, window - 1)
-    return 4 * decoder.num_heads * decoder.head_dim * total
+            total += width * (min(context + i + 1, window) + min(behind, window - 1))
+    return 4 * decoder.num_heads * total

@@ -151,7 +151,8 @@ def kv_groups(
 
 
 def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:
-    return KVSpec(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, dtype)
+    shapes = tuple((shape.num_kv_heads, shape.head_dim) for shape in decoder.layer_shapes)
+    return KVSpec(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, dtype, shapes)
 
 
 def build(resolved: Resolved, target: Target | None = None) -> Parts:
@@ -230,10 +231,13 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
 
 
 def fuse(target: Target, drafter: DFlash | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Have the models run by kernels that share one workspace."""
+    """Have the models run by kernels, where these know their layers, that share one workspace."""
     from strobe.kernels.linear import Products
 
     products = Products(device, dtype)
-    target.fuse(products)
+    if target.config.decoder.unfused is None:
+        target.fuse(products)
+    else:
+        logger.info("The target's layers run by plain torch: %s.", target.config.decoder.unfused)
     if drafter is not None:
         drafter.fuse(products)

@@ -56,6 +56,7 @@ def choose(
     if config.kernels == "triton" and lacking is not None:
         raise ValueError(f"kernels is 'triton', but {lacking}; use kernels auto.")
     kernels = config.kernels != "torch" and lacking is None
+    lacking = lacking or target.unfused
     lacking = lacking or (None if kernels else "kernels is 'torch'")
     if lacking is None and torch.cuda.get_device_capability(device) < (8, 9):
         lacking = "this GPU has no FP8 (compute capability 8.9 or above)"
@@ -91,7 +92,8 @@ def _lacking(decoder: DecoderConfig, device: torch.device, dtype: torch.dtype) -
         return "triton is not installed (pip install triton)"
     from strobe.attention.triton import missing
 
-    return missing(decoder.head_dim, dtype, device)
+    found = [missing(width, dtype, device) for width in decoder.head_dims]
+    return next((reason for reason in found if reason is not None), None)
 
 
 def backends(
@@ -102,7 +104,7 @@ def backends(
         return ReferenceBackend(), ReferenceBackend()
     from strobe.attention.triton import TritonBackend
 
-    widest = max(target.head_dim, draft.head_dim if draft is not None else 0)
+    widest = max(target.head_dims + (draft.head_dims if draft is not None else []))
     triton = TritonBackend(device, widest)
     names = choice.attention, choice.draft_attention
     first, second = (triton if name == "triton" else ReferenceBackend() for name in names)

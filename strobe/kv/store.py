@@ -10,34 +10,49 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KVSpec:
-    """The shape of one KV group: its layers, key-value heads and head size."""
+    """The shape of one KV group: its layers, key-value heads and head size. shapes: the latter two
+    of each layer, where they differ."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    shapes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def layer_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Key-value heads and head size of each layer."""
+        return self.shapes or ((self.kv_heads, self.head_dim),) * self.layers
 
     def bytes_per_page(self, page_size: int) -> int:
         """Bytes one page of `page_size` tokens takes in this group, keys and values."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * page_size * self.dtype.itemsize
+        values = sum(heads * width for heads, width in self.layer_shapes)
+        return 2 * values * page_size * self.dtype.itemsize
 
 
 class KVStore:
-    """Keys and values of one group: [layers, slots, 2, Hkv, D]; slot = page * page_size + offset.
+    """Keys and values of one group: `layers` holds each layer's [slots, 2, Hkv, D], and `data` all
+    of them [layers, slots, 2, Hkv, D] where they are alike; slot = page * page_size + offset.
 
     Zero-filled, so that a masked read of a slot never written is finite.
     """
 
     def __init__(self, spec: KVSpec, num_pages: int, page_size: int, device: torch.device):
         self.spec = spec
-        shape = (spec.layers, num_pages * page_size, 2, spec.kv_heads, spec.head_dim)
-        self.data = torch.zeros(shape, dtype=spec.dtype, device=device)
+        slots = num_pages * page_size
+        values = [slots * 2 * heads * width for heads, width in spec.layer_shapes]
+        self.data = torch.zeros(sum(values), dtype=spec.dtype, device=device)
+        shapes = [(slots, 2, *shape) for shape in spec.layer_shapes]
+        parts = self.data.split(values)
+        self.layers = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        if not spec.shapes:
+            self.data = self.data.view(spec.layers, *shapes[0])
         self._largest = torch.finfo(spec.dtype).max if spec.dtype.itemsize == 1 else None
         # torch has few operations on FP8: there rows are moved as bytes.
-        plain = self.data if self._largest is None else self.data.view(torch.uint8)
-        self._plain = plain
+        plain = [self._bytes(layer) for layer in self.layers]
+        self._plain = self._bytes(self.data)
         self._flat = [layer.flatten(1) for layer in plain]
-        self._keys, self._values = [list(part) for part in plain.unbind(2)]
+        self._keys, self._values = zip(*(layer.unbind(1) for layer in plain), strict=True)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """keys, values [T, Hkv, D] to slots [T]."""
@@ -45,7 +60,7 @@ class KVStore:
         self._values[layer].index_copy_(0, slots, self._stored(values))
 
     def write_all(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """keys, values [T, L, Hkv, D] of every layer to slots [T]."""
+        """keys, values [T, L, Hkv, D] of every layer, all alike, to slots [T]."""
         rows = torch.stack([keys, values], 2).transpose(0, 1)
         self._plain.index_copy_(1, slots, self._stored(rows))
 
@@ -54,8 +69,11 @@ class KVStore:
         rows = self._flat[layer].index_select(0, slots.flatten())
         if self._largest is not None:
             rows = rows.view(self.spec.dtype)
-        rows = rows.view(*slots.shape, 2, self.spec.kv_heads, self.spec.head_dim)
+        rows = rows.view(*slots.shape, *self.layers[layer].shape[1:])
         return rows[:, :, 0].transpose(1, 2), rows[:, :, 1].transpose(1, 2)
+
+    def _bytes(self, values: Tensor) -> Tensor:
+        return values if self._largest is None else values.view(torch.uint8)
 
     def _stored(self, values: Tensor) -> Tensor:
         """As they lie in memory; what FP8 cannot hold becomes its largest value."""

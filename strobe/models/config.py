@@ -11,9 +11,21 @@ from strobe.models.rope import RopeConfig
 
 
 @dataclass(frozen=True)
+class LayerShape:
+    """A layer's heads, where not all layers have the same. own_values: whether values are a product
+    of their own, and not the keys before norm and rope."""
+
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    own_values: bool = True
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """The shape of a stack of decoder layers, shared by targets and drafters. qk_norm: whether
-    queries and keys have norms of their own, as Qwen3's."""
+    queries and keys have norms of their own, as Qwen3's. layer_shapes: of each layer, where they
+    differ. unfused: what keeps kernels from running whole layers, if anything does."""
 
     hidden_size: int
     intermediate_size: int
@@ -29,6 +41,18 @@ class DecoderConfig:
     masks: tuple[LayerMask, ...]
     qk_norm: bool = True
     mlp_bias: bool = False
+    layer_shapes: tuple[LayerShape, ...] = ()
+    unfused: str | None = None
+
+    def shape_of(self, layer: int) -> LayerShape:
+        if self.layer_shapes:
+            return self.layer_shapes[layer]
+        return LayerShape(self.num_kv_heads, self.head_dim, self.rope)
+
+    @property
+    def head_dims(self) -> list[int]:
+        """Every head size there is, the smallest first."""
+        return sorted({self.head_dim, *(shape.head_dim for shape in self.layer_shapes)})
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 FAMILIES = {
     "Qwen3ForCausalLM": ("qwen3", "qwen3"),
     "LlamaForCausalLM": ("llama", "llama"),
+    "Gemma4ForCausalLM": ("gemma4_text", "gemma4"),
+    "Gemma4ForConditionalGeneration": ("gemma4", "gemma4"),
 }
 """Architectures of targets: their model_type, and the file of `strobe.models.families`."""
 

@@ -12,7 +12,8 @@ class RopeConfig:
     """How positions become angles. theta: the base. The rest as transformers names it: factor
     stretches the context beyond `original`, the longest of training; low and high: llama3's
     frequency factors; beta_fast and beta_slow bound yarn's ramp, whose ends `truncate` rounds;
-    scale: what yarn multiplies cosines and sines with."""
+    scale: what yarn multiplies cosines and sines with; share: of the pairs that a proportional rope
+    turns, the others standing still."""
 
     theta: float
     kind: str = "default"
@@ -24,6 +25,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     scale: float = 1.0
+    share: float = 1.0
 
     @property
     def reach(self) -> int:
@@ -35,6 +37,8 @@ class RopeConfig:
         if self.kind == "default":
             return None
         found: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
+        if self.kind == "proportional":
+            return found | {"partial_rotary_factor": self.share}
         found["original_max_position_embeddings"] = self.original
         if self.kind == "llama3":
             found |= {"low_freq_factor": self.low, "high_freq_factor": self.high}
@@ -48,6 +52,9 @@ class RopeConfig:
         plain = [self.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
         if self.kind == "linear":  # Chen et al., arXiv 2306.15595
             return [speed / self.factor for speed in plain]
+        if self.kind == "proportional":  # transformers, modeling_rope_utils.py
+            turning = int(self.share * head_dim // 2)
+            return [s / self.factor if i < turning else 0.0 for i, s in enumerate(plain)]
         if self.kind == "llama3":
             return [self._llama3(speed) for speed in plain]
         if self.kind == "yarn":

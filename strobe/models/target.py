@@ -26,14 +26,21 @@ class Target(nn.Module):
     a family adds its own, such as "visual.".
     """
 
-    def __init__(self, config: TargetConfig, layers: Sequence[nn.Module], max_positions: int):
+    def __init__(
+        self,
+        config: TargetConfig,
+        layers: Sequence[nn.Module],
+        max_positions: int,
+        rope: nn.Module | None = None,
+    ):
+        """rope: positions [T] to what layers are given, where it is not one table for all."""
         super().__init__()
         decoder = config.decoder
         self.config = config
         self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
-        self.rope = RotaryTable(decoder.head_dim, decoder.rope, max_positions)
+        self.rope = rope or RotaryTable(decoder.head_dim, decoder.rope, max_positions)
         self.lm_head = (
             None
             if config.tie_embeddings
@@ -46,6 +53,7 @@ class Target(nn.Module):
         """After loading, on a GPU: run by kernels."""
         from strobe.models.fused import FusedDecoder
 
+        assert isinstance(self.rope, RotaryTable)
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         self.fused = FusedDecoder(layers, self.config.decoder, self.rope, products)
 
@@ -66,7 +74,7 @@ class Target(nn.Module):
             return self.fused(x, positions, attend, capture)
         x = F.embedding(ids, self.embed_tokens.weight)
         if self.config.embedding_scale != 1.0:
-            x = x * self.config.embedding_scale
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # rounded, as trained
         rope = self.rope(positions)
         captured = {0: x} if 0 in capture else {}
         for done, layer in enumerate(self.layers, start=1):

@@ -1,4 +1,4 @@
-"""Rope as config.json spells it: plain, linear, of Llama 3.1, or by yarn."""
+"""Rope as config.json spells it: plain, linear, Llama 3.1's, by yarn or of a share of the pairs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 from strobe.models.rope import RopeConfig
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds of rope that are computed, under transformers' names."""
 
 _KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
+    "proportional": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
     "yarn": frozenset(
         {"factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
@@ -64,6 +65,14 @@ def read_rope(
             )
         return float(found)
 
+    if kind == "proportional":
+        share = value("partial_rotary_factor", 1.0)
+        if share > 1:
+            raise ValueError(
+                f"{path}: partial_rotary_factor is {share:g}, but must be at most 1; use the "
+                "config.json the checkpoint was published with."
+            )
+        return RopeConfig(theta, kind, value("factor", 1.0), share=share)
     factor = value("factor")
     original = int(value("original_max_position_embeddings", max_position))
     if kind == "linear":

@@ -1,0 +1,271 @@
+"""Gemma 4, its text decoder: https://huggingface.co/google/gemma-4-31B-it and its siblings."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strobe.attention.mask import LayerMask
+from strobe.models.config import DecoderConfig, LayerShape, TargetConfig
+from strobe.models.formats.decoder import (
+    read_decoder,
+    read_dtype,
+    read_generation,
+    read_layer_types,
+    read_window,
+)
+from strobe.models.formats.fields import MEND, Fields
+from strobe.models.formats.rope import read_rope
+from strobe.models.layers import MLP, Attend, RMSNorm, Rope, RotaryTable, rotate, unit_rms
+from strobe.models.pieces import Pieces, stacked
+from strobe.models.rope import RopeConfig
+from strobe.models.target import Target
+
+logger = logging.getLogger(__name__)
+
+TOWERS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
+"""What the names of tensors begin with that serve images and sound only."""
+BESIDE = frozenset(
+    {
+        "vision_config", "audio_config", "image_token_id", "boi_token_id", "eoi_token_id",
+        "video_token_id", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index",
+        "vision_soft_tokens_per_image", "eos_token_id",
+    }
+)  # fmt: skip
+"""Keys beside `text_config` that say nothing of the text decoder."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ROPES: dict[str, dict[str, Any]] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+"""Where config.json names none."""
+PATTERN = 6
+"""Each so many layers one is full, where config.json names no types."""
+
+
+def read_types(fields: Fields) -> list[str]:
+    """The layers' types; the last is full whatever config.json says, as in transformers."""
+    types = read_layer_types(fields)
+    if not fields.get("layer_types"):
+        types = [SLIDING if (i + 1) % PATTERN else FULL for i in range(len(types))]
+    return [*types[:-1], FULL]
+
+
+def read_ropes(fields: Fields, types: list[str]) -> dict[str, RopeConfig]:
+    """The rope of each type of layer that there is."""
+    parameters, found = fields.object("rope_parameters") or ROPES, dict[str, RopeConfig]()
+    longest = fields.integer("max_position_embeddings", 131072)
+    for kind in sorted(set(types)):
+        own = parameters.get(kind)
+        if not isinstance(own, dict) or not isinstance(own.get("rope_theta"), int | float):
+            raise ValueError(
+                f"{fields.path}: rope_parameters must name a rope_theta for {kind}, but is "
+                f"{parameters!r}; {MEND}"
+            )
+        share = own.get("partial_rotary_factor")
+        if own.get("rope_type", "default") != "proportional" and share not in (None, 1.0):
+            raise ValueError(
+                f"{fields.path}: partial_rotary_factor of {kind} is {share!r}, which only a rope "
+                f"of type 'proportional' has; {MEND}"
+            )
+        found[kind] = read_rope(own, float(own["rope_theta"]), longest, fields.path)
+    return found
+
+
+def read_shapes(fields: Fields, types: list[str]) -> tuple[LayerShape, ...]:
+    """Each layer's heads: those of full layers are fewer and wider, and may have no values of their
+    own. As published in global_head_dim and num_global_key_value_heads, or layer by layer."""
+    ropes, shared = read_ropes(fields, types), fields.flag("attention_k_eq_v")
+    heads, width = fields.integer("num_key_value_heads", 4), fields.integer("head_dim", 256)
+    wide = {"head_dim": fields.integer("global_head_dim", 512)}
+    if fields.get("num_global_key_value_heads") is not None:
+        few = fields.integer("num_global_key_value_heads")
+        wide |= {"num_key_value_heads": few} if shared else {}
+    own = {str(i): wide for i, kind in enumerate(types) if kind == FULL}
+    if "per_layer_config" in fields:
+        own = fields.object("per_layer_config")
+    found: list[LayerShape] = []
+    for i, kind in enumerate(types):
+        values = own.get(str(i), {})
+        part = Fields(values, fields.path)
+        shape = LayerShape(
+            part.integer("num_key_value_heads", heads),
+            part.integer("head_dim", width),
+            ropes[kind],
+            own_values=not shared or kind == SLIDING,
+        )
+        part.finish()
+        if fields.integer("num_attention_heads") % shape.num_kv_heads or shape.head_dim % 2:
+            raise ValueError(
+                f"{fields.path}: layer {i} has {shape.num_kv_heads} key-value heads of size "
+                f"{shape.head_dim}, but their number must divide num_attention_heads, and their "
+                f"size must be even; {MEND}"
+            )
+        found.append(shape)
+    return tuple(found)
+
+
+def refuse_unsupported(fields: Fields) -> None:
+    """Raises ValueError for what siblings have and is not computed here."""
+    fields.only(
+        "hidden_activation",
+        "gelu_pytorch_tanh",
+        why="use a checkpoint with hidden_activation 'gelu_pytorch_tanh'.",
+    )
+    fields.only(
+        "use_bidirectional_attention", "vision", why="use a checkpoint whose text is causal."
+    )
+    mend = "use gemma-4-31B, which has none."
+    size = "hidden_size_per_layer_input"
+    if size not in fields or fields.get(size):
+        raise ValueError(
+            f"{fields.path}: {size} is {fields.get(size, 256)!r}, but per-layer input embeddings, "
+            f"as Gemma 4 E2B and E4B have them, are not supported; {mend}"
+        )
+    fields.get("vocab_size_per_layer_input")  # of those embeddings
+    fields.only("num_kv_shared_layers", 0, why=f"layers cannot share keys and values; {mend}")
+    fields.only("use_double_wide_mlp", False, why=f"no layer shares keys and values; {mend}")
+    fields.only("enable_moe_block", False, why=f"experts beside an MLP are not computed; {mend}")
+    for key in (
+        "num_experts",
+        "top_k_experts",
+        "moe_intermediate_size",
+        "expert_intermediate_size",
+    ):
+        fields.get(key)  # means nothing without experts
+    if fields.get("quantization_config"):
+        raise ValueError(
+            f"{fields.path}: quantization_config is set, but quantized checkpoints are not "
+            "supported; use the unquantized one."
+        )
+
+
+def read(fields: Fields, directory: Path) -> TargetConfig:
+    outer = fields
+    if text := outer.object("text_config"):
+        fields = Fields(text, outer.path)
+        if outer.get("vision_config") or outer.get("audio_config"):
+            logger.info("Gemma 4 reads text only: its towers for images and sound are left out.")
+    refuse_unsupported(fields)
+    types = read_types(fields)
+    window = read_window(fields, types)
+    shapes = read_shapes(fields, types)
+    decoder = read_decoder(
+        fields,
+        tuple(LayerMask(True, window if kind == SLIDING else None) for kind in types),
+        theta=1e6,
+        head_dim=256,
+        kv_heads=4,
+        rope=shapes[-1].rope,
+        layer_shapes=shapes,
+        unfused="its layers have norms and heads that the kernels do not know",
+    )
+    eos_ids, sampling = read_generation(fields, directory, decoder.vocab_size)
+    softcap = fields.get("final_logit_softcapping")
+    config = TargetConfig(
+        architecture="Gemma4ForCausalLM",
+        decoder=decoder,
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
+        dtype=read_dtype(fields if "dtype" in fields else outer),
+        eos_ids=eos_ids,
+        sampling=sampling,
+        embedding_scale=decoder.hidden_size**0.5,
+        logit_softcap=fields.number("final_logit_softcapping") if softcap is not None else None,
+    )
+    fields.finish()
+    if outer is not fields:
+        for key in ("dtype", "torch_dtype", "tie_word_embeddings"):
+            outer.get(key)  # the text decoder's count
+        outer.finish(BESIDE)
+    return config
+
+
+def make(config: TargetConfig, max_positions: int) -> Target:
+    decoder = config.decoder
+    layers = [Gemma4Layer(decoder, i) for i in range(decoder.num_layers)]
+    target = Target(config, layers, max_positions, Ropes(decoder, max_positions))
+    target.skipped = (*target.skipped, *TOWERS)
+    return target
+
+
+class Ropes(nn.Module):
+    """One table for each rope and head size that there is."""
+
+    def __init__(self, config: DecoderConfig, positions: int):
+        super().__init__()
+        kinds = list(dict.fromkeys((s.head_dim, s.rope) for s in config.layer_shapes))
+        self.tables = nn.ModuleList([RotaryTable(*kind, positions) for kind in kinds])
+        self.table_of = [kinds.index((s.head_dim, s.rope)) for s in config.layer_shapes]
+
+    def forward(self, positions: Tensor) -> list[Rope]:
+        """positions [T] -> the angles for each layer."""
+        angles: list[Rope] = [table(positions) for table in self.tables]
+        return [angles[i] for i in self.table_of]
+
+
+class Gemma4Attention(nn.Module):
+    """Grouped-query attention with norms of queries, keys and values, not scaled by head size."""
+
+    def __init__(self, config: DecoderConfig, layer: int):
+        super().__init__()
+        shape = config.shape_of(layer)
+        self.layer, self.eps = layer, config.rms_norm_eps
+        self.q_heads, self.kv_heads = config.num_heads, shape.num_kv_heads
+        self.head_dim, self.own_values = shape.head_dim, shape.own_values
+        heads = self.q_heads + (2 if shape.own_values else 1) * self.kv_heads
+        bias = config.attention_bias
+        self.qkv_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.q_heads * self.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def pieces(self) -> Pieces:
+        q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
+        values = {"v_proj": kv} if self.own_values else {}
+        return stacked("qkv_proj", self.qkv_proj, {"q_proj": q, "k_proj": kv, **values})
+
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """x [T, H] -> attention(x) [T, H]."""
+        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        q, k = qkv[:, : self.q_heads], qkv[:, self.q_heads : self.q_heads + self.kv_heads]
+        v = qkv[:, -self.kv_heads :]  # the keys once more where there are no values
+        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
+        # Attention divides by the root of the head size.
+        out = attend(self.layer, q * self.head_dim**0.5, k, unit_rms(v, self.eps, None))
+        return self.o_proj(out)
+
+
+class Gemma4MLP(MLP):
+    """down(gelu(gate(x)) * up(x)), gelu in its tanh form; without the residual."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.gelu(gate, approximate="tanh") * up)
+
+
+class Gemma4Layer(nn.Module):
+    """Norms before and behind attention and MLP; what leaves the layer is scaled by a number."""
+
+    def __init__(self, config: DecoderConfig, layer: int):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.layer = layer
+        self.input_layernorm = RMSNorm(size, eps)
+        self.self_attn = Gemma4Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.pre_feedforward_layernorm = RMSNorm(size, eps)
+        self.mlp = Gemma4MLP(config)
+        self.post_feedforward_layernorm = RMSNorm(size, eps)
+        self.layer_scalar = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, ropes: list[Rope], attend: Attend) -> Tensor:
+        mixed = self.self_attn(self.input_layernorm(x), ropes[self.layer], attend)
+        x = x + self.post_attention_layernorm(mixed)
+        inner = self.mlp(self.pre_feedforward_layernorm(x))
+        return (x + self.post_feedforward_layernorm(inner)) * self.layer_scalar
