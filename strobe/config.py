@@ -212,13 +212,16 @@ def resolve_limits(
     *,
     model_max: int,
     drafter_block: int | None,
+    drafter_drafts: int | None = None,
+    recommended: int | None = None,
     method: str,
     gpu: bool = False,
 ) -> Limits:
     """Fill in the defaults. Raises ValueError for values that do not go together.
 
-    model_max: positions the checkpoints allow. drafter_block: the drafter's block size, if any.
-    gpu: whether it runs on one, where many rows cost little more than few.
+    model_max: positions the checkpoints allow. drafter_block: the drafter's block size, if any;
+    drafter_drafts: the drafts in it, by default one less; recommended: how many to make unless
+    config says. gpu: whether it runs on one, where many rows cost little more than few.
     """
     length = config.max_model_len if config.max_model_len is not None else model_max
     if length > model_max:
@@ -231,9 +234,11 @@ def resolve_limits(
             "max_model_len is 1, which leaves no room for an answer; ask for 2 or more."
         )
     longest = drafter_block - 1 if drafter_block is not None else None
+    longest = longest if drafter_drafts is None else drafter_drafts
     drafts = config.num_drafts
     if drafts is None:
         drafts = longest if longest is not None else (8 if method == "ngram" else 0)
+        drafts = min(drafts, recommended or drafts)
     elif longest is not None and drafts > longest:
         raise ValueError(
             f"num_drafts is {drafts}, but the drafter's blocks of {drafter_block} hold at most "

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from strobe.models.checkpoint import Checkpoint
-from strobe.models.config import DecoderConfig, Quantization, check_pair
+from strobe.models.config import DecoderConfig, Quantization
 from strobe.models.formats.fields import read_json
 from strobe.models.formats.fp8 import SCALE
 from strobe.models.formats.methods import method_of
+from strobe.models.formats.pair import check_pair
 from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.registry import load_draft_config, load_target_config
 
@@ -38,14 +39,14 @@ def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
         "default_sampling": config.sampling,
     }
     if draft is not None:
-        check_pair(load_draft_config(draft), config, draft)
-        facts["draft"] = _draft_facts(draft)
+        check_pair(load_draft_config(draft, model), config, draft)
+        facts["draft"] = _draft_facts(draft, model)
         facts["pair"] = "fits"
     return facts
 
 
-def _draft_facts(path: Path) -> dict[str, Any]:
-    config = load_draft_config(path)
+def _draft_facts(path: Path, target: Path | None = None) -> dict[str, Any]:
+    config = load_draft_config(path, target)
     check_draft_tensors(path, config)
     masks = [
         f"{'causal' if mask.causal else 'bidirectional'}"
@@ -55,8 +56,12 @@ def _draft_facts(path: Path) -> dict[str, Any]:
     return {
         "path": str(path),
         "kind": "dflash drafter",
+        "format": config.format,
         **_decoder_facts(path, config.decoder),
         "block_size": config.block_size,
+        "drafts_per_block": f"{config.drafts}, the first slot "
+        + ("predicts too" if config.anchor_first else "holds the newest token"),
+        "draft_vocabulary": config.draft_vocab_size or config.decoder.vocab_size,
         "mask_token_id": config.mask_token_id,
         "reads_output_of_target_layers": [k - 1 for k in config.capture],
         "attention": masks,

@@ -98,7 +98,8 @@ class Shapes:
         bytes = linear + fc + context products + head + norms + c (n + R) KV, the head and the
         layers' k and v once more, since block and context use them at different times; the head is
         as the linear layers are, for in FP8 the drafter has a copy of its own;
-        operations = 2 c B linear + 2 c (B - 1) H V + 2 c R (fc + context) + attention.
+        operations = 2 c B linear + 2 c D H V + 2 c R (fc + context) + attention, D the drafts of a
+        block.
         """
         if self.draft is None:
             return Work()
@@ -112,7 +113,7 @@ class Shapes:
             self._weights(values + observed + head, small, 0)  # a drafter's head is as its layers
             + self._context(decoder, requests, context)
             + stored,
-            2 * requests * (block * values + (block - 1) * head) + 2 * rows * observed,
+            2 * requests * (block * values + self.draft.drafts * head) + 2 * rows * observed,
             requests * attention_operations(decoder, block, context),
         )
 

@@ -109,7 +109,8 @@ def _fitted(settings: OfflineSettings, config: EngineConfig, longest: int) -> En
     if config.max_model_len is None:
         most = load_target_config(Path(config.target)).decoder.max_position
         if config.draft is not None:
-            most = min(most, load_draft_config(Path(config.draft)).decoder.max_position)
+            draft = load_draft_config(Path(config.draft), Path(config.target))
+            most = min(most, draft.decoder.max_position)
         config = replace(config, max_model_len=min(most, longest + settings.max_tokens))
     if longest >= (config.max_model_len or 0):
         raise ValueError(

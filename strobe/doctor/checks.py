@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from strobe.doctor.findings import Report
 from strobe.doctor.tokenizers import fingerprint
 from strobe.engine.build import Resolved, kv_groups
-from strobe.models.config import DraftConfig, TargetConfig, check_pair
+from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
+from strobe.models.formats.pair import check_pair
 from strobe.models.load import check_draft_tensors, check_target_tensors, weight_bytes
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.models.target import Target
@@ -38,7 +39,7 @@ def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, An
     """Configs, tensors and tokenizers of both; returns target's and drafter's configs and the
     tokenizer, each None where it cannot be read."""
     own = attempt(report, "target's config", lambda: load_target_config(target))
-    other = attempt(report, "drafter's config", lambda: load_draft_config(draft))
+    other = attempt(report, "drafter's config", lambda: load_draft_config(draft, target))
     if own is not None:
         found = attempt(report, "target's tensors", lambda: check_target_tensors(target, own))
         if found is not None:

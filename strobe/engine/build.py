@@ -13,8 +13,9 @@ from strobe.config import EngineConfig, Limits, resolve_limits
 from strobe.engine.device import Choice, backends, choose
 from strobe.kv.pages import PagePool
 from strobe.kv.store import KVSpec, KVStore
-from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig, check_pair
+from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
+from strobe.models.formats.pair import check_pair
 from strobe.models.load import (
     check_draft_tensors,
     check_target_tensors,
@@ -101,7 +102,7 @@ def resolve(config: EngineConfig) -> Resolved:
             "draft, or leave draft_sample_method out."
         )
     if config.draft is not None:
-        draft = load_draft_config(Path(config.draft))
+        draft = load_draft_config(Path(config.draft), target_path)
         check_pair(draft, target, Path(config.draft))
     method = config.method or ("dflash" if draft is not None else "none")
     device = pick_device(config.device)
@@ -114,6 +115,8 @@ def resolve(config: EngineConfig) -> Resolved:
             draft.decoder.max_position if draft is not None else target.decoder.max_position,
         ),
         drafter_block=draft.block_size if draft is not None else None,
+        drafter_drafts=draft.drafts if draft is not None else None,
+        recommended=draft.num_drafts if draft is not None else None,
         method=method,
         gpu=device.type == "cuda",
     )

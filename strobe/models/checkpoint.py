@@ -31,9 +31,18 @@ TORCH = {
 AT_ONCE = 8 << 20
 """Bytes that are copied before their pages are let go."""
 
+ALIASES = {
+    "midlayer.": "layers.0.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+}
+"""What names of drafters' tensors may begin with, and what that means."""
+
 
 def own_name(key: str) -> str:
-    return next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), key)
+    own = next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), key)
+    alias = next((a for a in ALIASES if own.startswith(a)), "")
+    return ALIASES.get(alias, "") + own.removeprefix(alias)
 
 
 class _Entry(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from strobe.attention.mask import LayerMask
@@ -24,8 +23,9 @@ class LayerShape:
 @dataclass(frozen=True)
 class DecoderConfig:
     """The shape of a stack of decoder layers, shared by targets and drafters. qk_norm: whether
-    queries and keys have norms of their own, as Qwen3's. layer_shapes: of each layer, where they
-    differ. unfused: what keeps kernels from running whole layers, if anything does."""
+    queries and keys have norms of their own, as Qwen3's; value_scale: what values are multiplied
+    with. layer_shapes: of each layer, where they differ. unfused: what keeps kernels from running
+    whole layers, if anything does."""
 
     hidden_size: int
     intermediate_size: int
@@ -41,6 +41,7 @@ class DecoderConfig:
     masks: tuple[LayerMask, ...]
     qk_norm: bool = True
     mlp_bias: bool = False
+    value_scale: float = 1.0
     layer_shapes: tuple[LayerShape, ...] = ()
     unfused: str | None = None
 
@@ -90,7 +91,10 @@ class DraftConfig:
     """A DFlash drafter. Capture ids count layers done: k is the residual stream after k layers.
 
     The z-lab format names layer outputs from 0 (`target_layer_ids`), so its ids are one less.
-    anchor_first: the first slot, which holds the newest token, predicts too.
+    anchor_first: the first slot, which holds the newest token, predicts too. embedding_scale: None
+    is the target's own. target_hidden_size: of the captured features, where it is another than the
+    drafter's. draft_vocab_size: rows of a head of its own over a part of the vocabulary.
+    num_drafts: what the checkpoint recommends to draft. format: of its config.json.
     """
 
     decoder: DecoderConfig
@@ -98,12 +102,26 @@ class DraftConfig:
     mask_token_id: int
     capture: tuple[int, ...]
     num_target_layers: int | None
-    embedding_scale: float
+    embedding_scale: float | None
     output_multiplier: float
     logit_softcap: float | None
     dtype: str
     quantization: Quantization | None = None
     anchor_first: bool = False
+    target_hidden_size: int | None = None
+    draft_vocab_size: int | None = None
+    num_drafts: int | None = None
+    format: str = "z-lab"
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The captured layers as config.json names them, under `ids_name`."""
+        return tuple(k - (self.format != "speculators") for k in self.capture)
+
+    @property
+    def ids_name(self) -> str:
+        ours = self.format == "speculators"
+        return "aux_hidden_state_layer_ids" if ours else "target_layer_ids"
 
     @property
     def drafts(self) -> int:
@@ -116,34 +134,3 @@ def default_capture_layers(num_target_layers: int, count: int) -> list[int]:
     if count == 1:
         return [num_target_layers // 2]
     return [round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count)]
-
-
-def check_pair(draft: DraftConfig, target: TargetConfig, draft_path: Path) -> None:
-    """Raises ValueError, before any weight is read, when the drafter cannot serve the target."""
-    wanted, own, where = target.decoder, draft.decoder, f"{draft_path / 'config.json'}:"
-    mend = "use the drafter that was trained for this target."
-    if own.hidden_size != wanted.hidden_size:
-        raise ValueError(
-            f"{where} hidden_size is {own.hidden_size}, the target's is {wanted.hidden_size}; "
-            f"{mend}"
-        )
-    if own.vocab_size != wanted.vocab_size:
-        raise ValueError(
-            f"{where} vocab_size is {own.vocab_size}, the target's is {wanted.vocab_size}; {mend}"
-        )
-    if draft.num_target_layers not in (None, wanted.num_layers):
-        raise ValueError(
-            f"{where} num_target_layers is {draft.num_target_layers}, the target has "
-            f"{wanted.num_layers} layers; {mend}"
-        )
-    for k in draft.capture:
-        if k > wanted.num_layers:
-            raise ValueError(
-                f"{where} target_layer_ids holds {k - 1}, but the target's layers are 0 to "
-                f"{wanted.num_layers - 1}; {mend}"
-            )
-    if not 0 <= draft.mask_token_id < wanted.vocab_size:
-        raise ValueError(
-            f"{where} mask_token_id is {draft.mask_token_id}, but the target's vocabulary has ids "
-            f"0 to {wanted.vocab_size - 1}; {mend}"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,21 +29,29 @@ if TYPE_CHECKING:
 
 
 class DFlash(nn.Module):
-    """The drafter. It owns no embedding and no head: it reads the target's.
+    """The drafter. It reads the target's embedding and head where it has none of its own, and a
+    head of its own may know a part of the vocabulary only.
 
     Context token t enters every layer through that layer's own key and value products of one
     vector, hidden_norm(fc(features of t)); the block's tokens go through the layers as usual.
     """
 
     def __init__(
-        self, config: DraftConfig, embedding: Tensor, head_weight: Tensor, max_positions: int
+        self,
+        config: DraftConfig,
+        embedding: Tensor,
+        head_weight: Tensor,
+        max_positions: int,
+        own: Collection[str] = (),
     ):
+        """embedding, head_weight: the target's. own: which of "embed_tokens" and "lm_head" the
+        drafter has itself."""
         super().__init__()
         decoder = config.decoder
         self.config = config
-        self.fc = nn.Linear(
-            len(config.capture) * decoder.hidden_size, decoder.hidden_size, bias=False
-        )
+        hidden, rows = decoder.hidden_size, config.draft_vocab_size or decoder.vocab_size
+        features = len(config.capture) * (config.target_hidden_size or hidden)
+        self.fc = nn.Linear(features, hidden, bias=False)
         self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         layers = [DecoderLayer(decoder, i) for i in range(decoder.num_layers)]
         self.layers = nn.ModuleList(layers)
@@ -50,6 +59,11 @@ class DFlash(nn.Module):
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.rope = RotaryTable(decoder.head_dim, decoder.rope, max_positions)
         self.skipped: tuple[str, ...] = ()  # as a target's
+        self.embed_tokens = (
+            nn.Embedding(decoder.vocab_size, hidden) if "embed_tokens" in own else None
+        )
+        self.lm_head = nn.Linear(hidden, rows, bias=False) if "lm_head" in own else None
+        self.target_ids: Tensor | None = None
         self._shared = (embedding, head_weight)  # in a tuple, or they would count as our own
         self.fp8_head: tuple[Tensor, Tensor] | None = None
         self._context: tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None = None
@@ -57,9 +71,22 @@ class DFlash(nn.Module):
         self._fused_context: FusedContext | None = None
 
     @property
+    def embedding(self) -> Tensor:
+        """[V, H]"""
+        return self._shared[0] if self.embed_tokens is None else self.embed_tokens.weight
+
+    @property
     def head_weight(self) -> Tensor:
-        """The target's output head [V, H]."""
-        return self._shared[1]
+        """The output head [V', H]; where it knows a part of the vocabulary only, `target_ids` [V']
+        says which."""
+        return self._shared[1] if self.lm_head is None else self.lm_head.weight
+
+    def share(self) -> None:
+        """After loading: give up an own embedding or head that is the same as the target's."""
+        for name, theirs in zip(("embed_tokens", "lm_head"), self._shared, strict=True):
+            own = getattr(self, name)
+            if own is not None and torch.equal(own.weight, theirs):
+                setattr(self, name, None)
 
     def join(self) -> None:
         """After loading: put the context products of all layers into one."""
@@ -125,10 +152,10 @@ class DFlash(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Block ids and positions [T] -> (residual stream [T, H], None)."""
         if self.fused is not None:
-            x = self.fused.embed(ids, self._shared[0])
+            x = self.fused.embed(ids, self.embedding)
         else:
-            x = F.embedding(ids, self._shared[0])
-        if self.config.embedding_scale != 1.0:
+            x = F.embedding(ids, self.embedding)
+        if self.config.embedding_scale not in (None, 1.0):
             x = x * self.config.embedding_scale
         if self.fused is not None:
             return self.fused(x, positions, attend, capture)
@@ -138,7 +165,14 @@ class DFlash(nn.Module):
         return x, None
 
     def head(self, x: Tensor) -> Tensor:
-        """Residual stream [R, H] -> logits [R, V] through the target's output head."""
+        """Residual stream [R, H] -> logits [R, V]; -inf for tokens that the head does not know."""
+        logits = self._logits(x)
+        if self.target_ids is None:
+            return logits
+        full = logits.new_full((len(logits), self.config.decoder.vocab_size), -torch.inf)
+        return full.index_copy_(1, self.target_ids, logits)
+
+    def _logits(self, x: Tensor) -> Tensor:
         if self.fused is not None:
             logits = self.fused.head(x, self.norm, self.head_weight)
         else:
@@ -155,5 +189,7 @@ class DFlash(nn.Module):
     def pick(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""
         if self.fused is not None and self.plain_head:
-            return self.fused.pick(x, self.norm, *(self.fp8_head or (self.head_weight,)))
-        return argmax(self.head(x))
+            picks = self.fused.pick(x, self.norm, *(self.fp8_head or (self.head_weight,)))
+        else:
+            picks = argmax(self._logits(x))
+        return picks if self.target_ids is None else self.target_ids.index_select(0, picks)

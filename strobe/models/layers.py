@@ -70,7 +70,7 @@ def softcapped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 class RotaryTable(nn.Module):
-    """Rotary position embedding over the full head, halves layout (Su et al., 2021)."""
+    """Rotary position embedding of pairs half a head apart (Su et al., 2021)."""
 
     cos: Tensor
     sin: Tensor
@@ -79,7 +79,8 @@ class RotaryTable(nn.Module):
         super().__init__()
         speeds = torch.tensor(rope.speeds(head_dim), dtype=torch.float64, device="cpu")
         angle = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), speeds)
-        cos, sin = angle.cos() * rope.scale, angle.sin() * rope.scale
+        scale = (speeds > 0).double() * (rope.scale - 1.0) + 1.0
+        cos, sin = angle.cos() * scale, angle.sin() * scale
         self.register_buffer("cos", torch.cat([cos, cos], -1).float(), persistent=False)
         self.register_buffer("sin", torch.cat([-sin, sin], -1).float(), persistent=False)
         self.dtype = torch.float32
@@ -113,6 +114,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * width, config.hidden_size, bias=bias)
         self.q_norm = RMSNorm(width, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(width, config.rms_norm_eps) if config.qk_norm else None
+        self.order, self.value_scale = config.rope.order(width), config.value_scale
         self.fused: tuple[Tensor, Tensor | None] | None = None
 
     def pieces(self) -> Pieces:
@@ -120,6 +122,20 @@ class Attention(nn.Module):
         q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
         rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         return stacked("qkv_proj", self.qkv_proj, rows)
+
+    def fold(self) -> None:
+        """After loading: put the heads of queries and keys in rope's order, and values' scale into
+        their product."""
+        heads = self.q_heads + self.kv_heads
+        for value in [self.qkv_proj.weight, self.qkv_proj.bias]:
+            rows = None if value is None else value.data.unflatten(0, (-1, self.head_dim))
+            if rows is not None and self.order is not None:
+                rows[:heads] = rows[:heads, self.order]
+            if rows is not None and self.value_scale != 1.0:
+                rows[heads:] *= self.value_scale
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None and self.order is not None:
+                norm.weight.data = norm.weight.data[self.order]
 
     def fuse(self) -> None:
         """After loading: lay the two norms' weights side by side, one row per head."""

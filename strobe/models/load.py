@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import NotRequired, TypedDict, TypeVar, Unpack
@@ -14,6 +15,7 @@ from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
 from strobe.models.formats.fp8 import with_scales
+from strobe.models.formats.tensors import draft_parts, read_target_ids
 from strobe.models.layers import Attention, RMSNorm, RotaryTable
 from strobe.models.pieces import Pieces, pieces_of
 from strobe.models.progress import progress
@@ -126,6 +128,8 @@ def _finish(module: nn.Module, device: torch.device, dtype: torch.dtype, fp8: bo
     for part in module.modules():
         if isinstance(part, RotaryTable):
             part.dtype = dtype
+        if isinstance(part, Attention):
+            part.fold()
         if isinstance(part, RMSNorm):
             part.fuse()
     for part in module.modules():
@@ -143,10 +147,21 @@ def _meta_target(config: TargetConfig, max_positions: int) -> Target:
 
 
 def _meta_draft(
-    config: DraftConfig, max_positions: int, embedding: Tensor, head_weight: Tensor
+    directory: Path,
+    config: DraftConfig,
+    max_positions: int,
+    embedding: Tensor,
+    head_weight: Tensor,
+    load_format: str,
 ) -> DFlash:
+    shapes = None
+    if load_format != "dummy":
+        shapes = Checkpoint(directory).shapes()
+    own, skipped = draft_parts(shapes, config, directory)
     with torch.device("meta"):
-        return DFlash(config, embedding, head_weight, max_positions)
+        module = DFlash(config, embedding, head_weight, max_positions, own)
+    module.skipped = skipped
+    return module
 
 
 def check_target_tensors(
@@ -160,7 +175,8 @@ def check_target_tensors(
 def check_draft_tensors(directory: Path, config: DraftConfig, load_format: str = "auto") -> DFlash:
     """The same for a drafter."""
     nothing = torch.empty(0, device="meta")
-    return _checked(_meta_draft(config, 1, nothing, nothing), directory, load_format)
+    module = _meta_draft(directory, config, 1, nothing, nothing, load_format)
+    return _checked(module, directory, load_format)
 
 
 def _checked(module: Model, directory: Path, load_format: str) -> Model:
@@ -195,9 +211,26 @@ def load_draft(
     max_positions: int,
     **place: Unpack[Place],
 ) -> DFlash:
-    """The drafter in `directory`, or one of its shape, reading the target's embedding and head."""
-    shared = target.embed_tokens.weight, target.head_weight
-    return _load(_meta_draft(config, max_positions, *shared), directory, **place)
+    """The drafter in `directory`, or one of its shape, reading the target's embedding and head
+    where it has none of its own."""
+    if config.embedding_scale is None:
+        config = replace(config, embedding_scale=target.config.embedding_scale)
+    shared, load_format = (target.embed_tokens.weight, target.head_weight), place.get("load_format")
+    module = _meta_draft(directory, config, max_positions, *shared, load_format or "auto")
+    module = _load(module, directory, **place)
+    module.share()
+    if config.draft_vocab_size is not None:
+        ids = _read_vocabulary(directory, config, load_format)
+        module.target_ids = ids.to(place["device"])
+    return module
+
+
+def _read_vocabulary(directory: Path, config: DraftConfig, load_format: str | None) -> Tensor:
+    if load_format == "dummy":
+        return torch.arange(config.draft_vocab_size or 0)
+    checkpoint = Checkpoint(directory)
+    t2d = checkpoint.read("t2d") if "t2d" in checkpoint.shapes() else None
+    return read_target_ids(checkpoint.read("d2t"), t2d, config, directory)
 
 
 def _load(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.formats.fields import Fields, read_json
-from strobe.models.formats.methods import check_method, method_of
-from strobe.models.formats.zlab import read as read_zlab
+from strobe.models.formats.methods import format_of, method_of
 
 if TYPE_CHECKING:
     from strobe.models.target import Target
@@ -55,9 +54,15 @@ def make_target(config: TargetConfig, max_positions: int) -> Target:
     return _family(config.architecture).make(config, max_positions)
 
 
-def load_draft_config(directory: Path) -> DraftConfig:
-    """The DFlash drafter in `directory`. Raises ValueError naming the value that is wrong."""
+def load_draft_config(directory: Path, target: Path | None = None) -> DraftConfig:
+    """The DFlash drafter in `directory`. target: the directory of its target, for what older
+    drafters leave to it. Raises ValueError naming the value that is wrong."""
     path = directory / "config.json"
     config = read_json(path)
-    check_method(config, path)
-    return read_zlab(config, path)
+    reader = importlib.import_module(f"strobe.models.formats.{format_of(config, path)}")
+    if (side := directory / "mask_embedding.pt").exists():
+        raise ValueError(
+            f"{side} replaces the embedding of the mask token, which is not supported; use a "
+            "drafter without it."
+        )
+    return reader.read(config, path, target)

@@ -12,8 +12,9 @@ class RopeConfig:
     """How positions become angles. theta: the base. The rest as transformers names it: factor
     stretches the context beyond `original`, the longest of training; low and high: llama3's
     frequency factors; beta_fast and beta_slow bound yarn's ramp, whose ends `truncate` rounds;
-    scale: what yarn multiplies cosines and sines with; share: of the pairs that a proportional rope
-    turns, the others standing still."""
+    scale: what yarn multiplies cosines and sines with. share: of each head that turns, its first
+    part, and of a proportional rope's pairs those that turn, the others standing still;
+    interleaved: whether pairs are neighbours, not a half of that part from each other."""
 
     theta: float
     kind: str = "default"
@@ -26,6 +27,7 @@ class RopeConfig:
     truncate: bool = True
     scale: float = 1.0
     share: float = 1.0
+    interleaved: bool = False
 
     @property
     def reach(self) -> int:
@@ -48,7 +50,28 @@ class RopeConfig:
         return found
 
     def speeds(self, head_dim: int) -> list[float]:
-        """Radians per position of each of the head's D / 2 pairs."""
+        """Radians per position of each of the head's D / 2 pairs; those that do not turn have 0."""
+        turning = self._turning(head_dim)
+        return self._speeds(turning) + [0.0] * ((head_dim - turning) // 2)
+
+    def order(self, head_dim: int) -> list[int] | None:
+        """Where in a checkpoint's head each of its D values lies in order that pairs be (i, i + D /
+        2); None: they are. Heads of queries and keys may be put in any order, as long as both are.
+        """
+        turning = self._turning(head_dim)
+        if turning == head_dim and not self.interleaved:
+            return None
+        half, rest = turning // 2, list(range(turning, head_dim))
+        pairs = [(2 * i, 2 * i + 1) if self.interleaved else (i, i + half) for i in range(half)]
+        still = len(rest) // 2
+        first, second = [a for a, _ in pairs], [b for _, b in pairs]
+        return [*first, *rest[:still], *second, *rest[still:]]
+
+    def _turning(self, head_dim: int) -> int:
+        """Values of a head that belong to a pair of their own."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.share)
+
+    def _speeds(self, head_dim: int) -> list[float]:
         plain = [self.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
         if self.kind == "linear":  # Chen et al., arXiv 2306.15595
             return [speed / self.factor for speed in plain]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def draft_config(shape: DraftShape, target: TargetConfig, mask_token: int) -> Dr
         mask_token_id=mask_token,
         capture=tuple(i + 1 for i in ids),
         num_target_layers=own.num_layers,
-        embedding_scale=1.0,
+        embedding_scale=None,
         output_multiplier=1.0,
         logit_softcap=None,
         dtype="bfloat16",
@@ -98,6 +99,7 @@ def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: 
     root of the number of branches; the final norm starts as the target's, because both feed the
     same head. The embedding is taken in fp32, so that the residual stream is fp32.
     """
+    config = replace(config, embedding_scale=target.config.embedding_scale)
     draft = DFlash(config, target.embed_tokens.weight.float(), target.head_weight, max_positions)
     generator = torch.Generator().manual_seed(seed)
     branches = 2 * config.decoder.num_layers

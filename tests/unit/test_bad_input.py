@@ -267,16 +267,17 @@ def test_values_that_change_nothing_are_taken(damaged: Pair):
         ({"architectures": ["Nothing"], "dflash_config": None}, "['Nothing'] is not a DFlash"),
         (
             {"architectures": ["LlamaForCausalLMEagle3"], "dflash_config": None},
-            "is that of a drafter for EAGLE-3, not DFlash; use a DFlash drafter in z-lab's format.",
+            "is that of a drafter for EAGLE-3, not DFlash; use a DFlash drafter in z-lab's, "
+            "speculators' or DeepSpec's format.",
         ),
         ({"architectures": ["DFlash2DraftModel"]}, "a drafter for DFlash2, not DFlash"),
-        ({"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}, "DSpark (or DeepSpec's"),
+        ({"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}, "a drafter for DSpark, not"),
         ({"speculators_model_type": "eagle3"}, "a drafter for EAGLE-3, not DFlash"),
         ({"speculators_model_type": "mtp"}, "a drafter for MTP, not DFlash"),
-        ({"speculators_model_type": "dflash"}, "in the speculators format, which is not supported"),
-        ({"use_swa": True}, "use_swa is True, which is not supported"),
-        ({"attention_value_scale": 0.612}, "attention_value_scale is 0.612, which is not"),
-        ({"rope_is_neox_style": False}, "rope_is_neox_style is False, which is not supported"),
+        ({"speculators_model_type": "dflash"}, "transformer_layer_config is missing"),
+        ({"use_swa": True}, "swa_window_size is None"),
+        ({"attention_value_scale": -1}, "attention_value_scale is -1"),
+        ({"rope_is_neox_style": "no"}, "rope_is_neox_style is 'no'"),
         ({"sample_from_anchor": True}, "sample_from_anchor is True, which is not supported"),
     ],
 )
@@ -291,7 +292,6 @@ def test_a_drafter_whose_config_does_not_fit(
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"mask_token_id": None}, "mask_token_id is None"),
         ({"mask_token_id": "3"}, "mask_token_id is '3'"),
         ({"mask_token_id": True}, "mask_token_id is True"),
         ({"mask_token_id": 2048}, "mask_token_id is 2048, but the target's vocabulary"),
@@ -331,7 +331,8 @@ def test_a_drafter_that_reads_fewer_layers_than_it_was_trained_on(
     says(
         refused(damaged.target, damaged.draft),
         damaged.draft,
-        "tensor fc.weight has shape [32, 96], config.json asks for [32, 64]",
+        "tensor fc.weight reads 96 values per token, but target_layer_ids [0, 1] names 2 layers of "
+        "32, which make 64;",
     )
 
 

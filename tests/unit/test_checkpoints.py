@@ -113,7 +113,7 @@ def test_a_published_drafter_config_is_read(tmp_path: Path):
     assert found.capture == (2, 10, 18, 26, 34), "layers done, one more than the file's ids"
     assert (found.block_size, found.mask_token_id, found.num_target_layers) == (16, 151669, 36)
     assert found.decoder.masks == (LayerMask(causal=False),) * 5
-    assert (found.embedding_scale, found.output_multiplier) == (1.0, 1.0)
+    assert (found.embedding_scale, found.output_multiplier) == (None, 1.0)
     assert found.logit_softcap is None
     assert found.decoder.rope == RopeConfig(1e6)
 

@@ -75,11 +75,9 @@ def read_ropes(
 ) -> RopeConfig:
     """The rope of all layers; layers whose ropes differ are refused. A drafter's turns the whole
     head, whatever share of it its config, copied from a target's, may name."""
-    parameters, path = (
-        fields.object("rope_parameters") or fields.object("rope_scaling"),
-        fields.path,
-    )
-    fields.object("rope_scaling")
+    own, older, path = fields.object("rope_parameters"), fields.object("rope_scaling"), fields.path
+    theta = fields.get("rope_theta", older.get("rope_theta") or theta)
+    parameters = own or {k: v for k, v in older.items() if k != "rope_theta"}
     kinds = {"full_attention" if m.window is None else "sliding_attention" for m in masks}
     parts = [parameters[kind] for kind in kinds if isinstance(parameters.get(kind), dict)]
     if parts:
@@ -95,9 +93,7 @@ def read_ropes(
             f"{path}: partial_rotary_factor is {share!r}, which is not supported; use a checkpoint "
             "with rope over the whole head."
         )
-    theta = positive(
-        parameters.get("rope_theta", fields.get("rope_theta", theta)), "rope_theta", path
-    )
+    theta = positive(parameters.get("rope_theta", theta), "rope_theta", path)
     return read_rope(parameters, theta, max_position, path, drafter=drafter)
 
 

@@ -54,6 +54,7 @@ class Fields:
 
     def __init__(self, values: dict[str, Any], path: Path, *, first: str | None = None):
         self.path, self._values, self._seen = path, values, {first} if first else set[str]()
+        self._first: dict[str, Any] = {}
         self._first = self.object(first) if first else {}
 
     def __contains__(self, key: str) -> bool:
@@ -62,7 +63,8 @@ class Fields:
     def get(self, key: str, default: Any = None) -> Any:
         """The value as it is; a null is as good as no key where there is a default."""
         self._seen.add(key)
-        found = self._first.get(key, self._values.get(key))
+        found = self._first.get(key)
+        found = self._values.get(key) if found is None else found
         return default if found is None else found
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
@@ -86,8 +88,7 @@ class Fields:
 
     def object(self, key: str) -> dict[str, Any]:
         """The object there, empty where there is none."""
-        self._seen.add(key)
-        value = self._values.get(key)
+        value = self.get(key)
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"{self.path}: {key} is {value!r}, but must be an object; {MEND}")
         return value or {}

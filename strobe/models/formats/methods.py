@@ -1,4 +1,4 @@
-"""Which method a drafter's config.json belongs to, and what in it cannot be honoured."""
+"""Which method a drafter's config.json belongs to, and in which format it is."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from pathlib import Path
 from typing import Any
 
 DFLASH = "DFlash"
+DSPARK = "DSpark"
+_DEEPSPEC = "Qwen3DSparkModel"
 
 _ARCHITECTURES = {
     "DFlashDraftModel": DFLASH,
     "DFlashSpeculator": DFLASH,
     "Qwen3DFlashDraftModel": DFLASH,
     "DFlash2DraftModel": "DFlash2",
-    "Qwen3DSparkModel": "DSpark (or DeepSpec's DFlash, whose first slot predicts too)",
-    "DSparkDraftModel": "DSpark",
+    "DFlareDraftModel": "DFlare",
+    "DSparkDraftModel": DSPARK,
+    "Gemma4DSparkModel": DSPARK,
     "MuseGlimmerAssistantModel": "the Muse-Glimmer assistant",
 }
 _SPECULATORS = {
     "dflash": DFLASH,
     "dflash2": "DFlash2",
-    "dspark": "DSpark",
+    "dspark": DSPARK,
     "domino": "Domino",
     "eagle": "EAGLE",
     "eagle3": "EAGLE-3",
@@ -27,38 +30,65 @@ _SPECULATORS = {
     "mtp": "MTP",
 }
 _PARTS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "medusa": "Medusa", "mtp": "MTP"}
+_KEYS = {"selector_rank": "DFlash2", "conv_kernel_size": "DFlash2"}
+"""Keys of `dflash_config` that only the drafters of other methods have."""
+
+SUPPORTED = "use a DFlash drafter in z-lab's, speculators' or DeepSpec's format"
 
 
 def method_of(config: dict[str, Any]) -> str | None:
     """The speculative method whose drafter the config is of; None where it is of none known."""
-    kind = config.get("speculators_model_type")
+    kind = _speculators(config)
     if kind is not None:
         return _SPECULATORS.get(str(kind), str(kind))
-    found = config.get("architectures")
-    names = [str(name) for name in found] if isinstance(found, list) else []
+    names = _architectures(config)
+    if _deepspec(config):
+        plain = config.get("markov_rank") == 0 and not config.get("enable_confidence_head")
+        return DFLASH if plain else DSPARK
+    nested = config.get("dflash_config")
+    inner: dict[str, Any] = nested if isinstance(nested, dict) else {}
+    kind = inner.get("projector_type") or config.get("projector_type")
+    if kind is not None and (nested or any("DFlash" in name for name in names)):
+        return _SPECULATORS.get(str(kind).lower(), str(kind))
+    for key, method in _KEYS.items():
+        if inner.get(key) is not None:
+            return method
     for name in names:
         if name in _ARCHITECTURES:
             return _ARCHITECTURES[name]
         for part, method in _PARTS.items():
             if part in name.lower():
                 return method
-    return DFLASH if config.get("dflash_config") else None
+    return DFLASH if nested else None
 
 
-def check_method(config: dict[str, Any], path: Path) -> None:
-    """Raises ValueError, in one sentence, for what is no DFlash drafter in z-lab's format, or one
-    whose mathematics is not supported."""
-    mend = "use a DFlash drafter in z-lab's format"
+def format_of(config: dict[str, Any], path: Path) -> str:
+    """The file that reads the config, "zlab", "speculators" or "deepspec". Raises ValueError, in
+    one sentence, for what is no drafter for DFlash."""
     method = method_of(config)
     if method is None:
         raise ValueError(
             f"{path}: architectures {config.get('architectures')!r} is not a DFlash drafter; name "
-            "a directory with a DFlashDraftModel in z-lab's format."
+            "a directory with one in z-lab's, speculators' or DeepSpec's format."
         )
     if method != DFLASH:
-        raise ValueError(f"{path} is that of a drafter for {method}, not DFlash; {mend}.")
-    if config.get("speculators_model_type") is not None:
-        raise ValueError(
-            f"{path} is that of a DFlash drafter in the speculators format, which is not supported "
-            f"yet; {mend}."
-        )
+        raise ValueError(f"{path} is that of a drafter for {method}, not DFlash; {SUPPORTED}.")
+    if _speculators(config) is not None:
+        return "speculators"
+    return "deepspec" if _deepspec(config) else "zlab"
+
+
+def _speculators(config: dict[str, Any]) -> Any:
+    about: Any = config.get("speculators_config")
+    about = about if isinstance(about, dict) else {}
+    return config.get("speculators_model_type") or about.get("algorithm")
+
+
+def _deepspec(config: dict[str, Any]) -> bool:
+    names = _architectures(config)
+    return _DEEPSPEC in names or (not names and "markov_rank" in config)
+
+
+def _architectures(config: dict[str, Any]) -> list[str]:
+    found = config.get("architectures")
+    return [str(name) for name in found] if isinstance(found, list) else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,41 +14,40 @@ from strobe.models.formats.decoder import (
     read_decoder,
     read_dtype,
     read_layer_types,
+    read_ropes,
     read_window,
 )
 from strobe.models.formats.fields import MEND, Fields
+from strobe.models.formats.mask_token import find_mask_token
+from strobe.models.rope import RopeConfig
 
 HARMLESS = frozenset(
-    {"eos_token_id", "tie_word_embeddings", "use_sliding_window", "max_window_layers"}
-)
-"""What a drafter's config says that is its target's matter, or repeats `layer_types`."""
-
+    {"eos_token_id", "tie_word_embeddings", "use_sliding_window", "max_window_layers",
+     "swa_window_size"}
+)  # fmt: skip
+"""What a drafter's config says that is its target's matter, was for training, or repeats others."""
 
 PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_swa": (None, False),
-    "attention_value_scale": (None, 1, 1.0),
-    "attention_sink_bias": (None, False),
-    "add_swa_attention_sink_bias": (None, False),
-    "add_full_attention_sink_bias": (None, False),
-    "is_neox_style": (None, True),
-    "rope_is_neox_style": (None, True),
-    "sample_from_anchor": (None, False),
-    "markov_rank": (None, 0),
-    "enable_confidence_head": (None, False),
-    "num_anchors": (None,),
-    "num_selector_candidates": (None,),
+    "attention_sink_bias": (False,),
+    "add_swa_attention_sink_bias": (False,),
+    "add_full_attention_sink_bias": (False,),
+    "sample_from_anchor": (False,),
+    "num_anchors": (),
 }
 """Keys that change what a DFlash drafter computes, with the values at which they change nothing."""
 
 
 def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
     """Sliding layers are causal within the block, full ones are not, unless the config forces it
-    for all of them."""
-    types = read_layer_types(fields)
-    window = read_window(fields, types)
-    causal = fields.get("is_causal", fields.get("causal"))
-    if causal is not None:
-        causal = fields.flag("is_causal") if "is_causal" in fields else fields.flag("causal")
+    for all of them. With `use_swa` and no types (MiMo's) all layers slide and none is causal."""
+    types, causal = read_layer_types(fields), None
+    if fields.flag("use_swa") and fields.get("layer_types") is None:
+        types, causal = ["sliding_attention"] * len(types), False
+        window = fields.integer("swa_window_size", fields.get("sliding_window"))
+    else:
+        window = read_window(fields, types)
+    for key in ("causal", "is_causal"):
+        causal = fields.flag(key) if fields.get(key) is not None else causal
     return tuple(
         LayerMask(
             causal=causal if causal is not None else t == "sliding_attention",
@@ -54,6 +55,26 @@ def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
         )
         for t in types
     )
+
+
+def read_rope(fields: Fields, masks: tuple[LayerMask, ...], head_dim: int) -> RopeConfig:
+    """A drafter's rope turns whole heads, whatever share its config has from its target; MiMo's
+    alone mean it."""
+    longest = fields.integer("max_position_embeddings", 32768)
+    rope = read_ropes(fields, masks, 1e6, longest, drafter=True)
+    neox = fields.flag("is_neox_style", fields.flag("rope_is_neox_style", True))
+    named = fields.get("partial_rotary_factor")
+    parameters = fields.object("rope_parameters") or fields.object("rope_scaling")
+    share = parameters.get("partial_rotary_factor") or named
+    if not fields.flag("use_swa") or share is None:
+        return replace(rope, interleaved=not neox)
+    real = isinstance(share, int | float) and not isinstance(share, bool)
+    if not real or not 0 < share <= 1 or int(head_dim * share) % 2:
+        raise ValueError(
+            f"{fields.path}: partial_rotary_factor is {share!r}, but must be a number of at most 1 "
+            f"that makes an even part of a head of {head_dim}; {MEND}"
+        )
+    return replace(rope, interleaved=not neox, share=float(share))
 
 
 def read_capture(fields: Fields) -> tuple[tuple[int, ...], int | None]:
@@ -71,33 +92,44 @@ def read_capture(fields: Fields) -> tuple[tuple[int, ...], int | None]:
     return tuple(i + 1 for i in ids), total
 
 
-def read_mask_token(fields: Fields) -> int:
-    mask = fields.get("mask_token_id")
-    if isinstance(mask, bool) or not isinstance(mask, int):
-        raise ValueError(
-            f"{fields.path}: mask_token_id is {mask!r}; a DFlash drafter needs the id of its mask "
-            "token in dflash_config.mask_token_id."
-        )
-    return mask
-
-
-def read(config: dict[str, Any], path: Path) -> DraftConfig:
-    fields = Fields(config, path, first="dflash_config")
+def read_flat(
+    fields: Fields, target: Path | None, harmless: Collection[str] = (), **layout: Any
+) -> DraftConfig:
+    """A config whose decoder and DFlash keys stand side by side. layout: further fields of
+    DraftConfig."""
     plain_products(fields)
     for key, values in PLAIN.items():
-        fields.only(key, *values, why="use another drafter.")
+        if key not in harmless:
+            fields.only(key, *values, why="use another drafter.")
     capture, total = read_capture(fields)
     softcap = fields.get("final_logit_softcapping")
+    masks, head_dim = read_masks(fields), fields.integer("head_dim", 128)
+    rope = read_rope(fields, masks, head_dim)
+    fields.only("v_head_dim", head_dim, why=f"values must be as wide as heads, {head_dim}.")
+    scale, features = fields.get("input_embedding_scale"), fields.get("target_hidden_size")
+    decoder = read_decoder(
+        fields,
+        masks,
+        theta=1e6,
+        rope=rope,
+        value_scale=fields.number("attention_value_scale", 1.0),
+    )
     draft = DraftConfig(
-        decoder=read_decoder(fields, read_masks(fields), theta=1e6, drafter=True),
+        decoder=decoder,
         block_size=fields.integer("block_size", 16, low=2),
-        mask_token_id=read_mask_token(fields),
+        mask_token_id=find_mask_token(fields, target, decoder.vocab_size),
         capture=capture,
         num_target_layers=total,
-        embedding_scale=fields.number("input_embedding_scale", 1.0),
+        embedding_scale=None if scale is None else fields.number("input_embedding_scale"),
         output_multiplier=fields.number("output_multiplier", 1.0),
         logit_softcap=fields.number("final_logit_softcapping") if softcap else None,
         dtype=read_dtype(fields),
+        target_hidden_size=None if features is None else fields.integer("target_hidden_size"),
     )
-    fields.finish(HARMLESS)
-    return draft
+    fields.finish([*HARMLESS, *harmless])
+    return replace(draft, **layout)
+
+
+def read(config: dict[str, Any], path: Path, target: Path | None = None) -> DraftConfig:
+    """target: the directory whose tokenizer knows the mask token where the config does not."""
+    return read_flat(Fields(config, path, first="dflash_config"), target)

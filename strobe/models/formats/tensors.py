@@ -1,0 +1,70 @@
+"""What a drafter's tensors must be beside what its module says: fc's width, and which tokens a
+reduced head knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from strobe.models.config import DraftConfig
+
+VOCABULARY = ("d2t", "t2d")
+"""The tensors of a reduced vocabulary: what to add to a row's number to get its token, [V'] int64;
+and whether a token has a row, [V] bool, which says the same once more."""
+MEND = "weights and config.json must come from one checkpoint."
+
+
+def draft_parts(
+    shapes: Mapping[str, tuple[int, ...]] | None, config: DraftConfig, directory: Path
+) -> tuple[set[str], tuple[str, ...]]:
+    """Which of "embed_tokens" and "lm_head" the drafter brings, and which tensors may stand beside
+    its module's. shapes: of its tensors, None where none are read. Raises ValueError where fc does
+    not fit the captured layers, or a reduced vocabulary has no table."""
+    own = {"lm_head"} if config.draft_vocab_size is not None else set[str]()
+    if config.target_hidden_size not in (None, config.decoder.hidden_size):
+        own = {"embed_tokens", "lm_head"}
+    if shapes is None:
+        return own, ()
+    own |= {part for part in ("embed_tokens", "lm_head") if f"{part}.weight" in shapes}
+    _check_features(shapes, config, directory)
+    if config.draft_vocab_size is None:
+        return own, VOCABULARY[1:]
+    if shapes.get("d2t") != (config.draft_vocab_size,):
+        found = f"has shape {list(shapes['d2t'])}" if "d2t" in shapes else "is missing"
+        raise ValueError(
+            f"{directory}: tensor d2t {found}, but draft_vocab_size {config.draft_vocab_size} of "
+            f"{config.decoder.vocab_size} needs an offset for each row of the head; {MEND}"
+        )
+    return own, VOCABULARY
+
+
+def _check_features(
+    shapes: Mapping[str, tuple[int, ...]], config: DraftConfig, directory: Path
+) -> None:
+    count, size = len(config.capture), config.target_hidden_size or config.decoder.hidden_size
+    fc = shapes.get("fc.weight", (0,))
+    if len(fc) == 2 and fc[1] != count * size:
+        raise ValueError(
+            f"{directory}: tensor fc.weight reads {fc[1]} values per token, but "
+            f"{config.ids_name} {list(config.ids)} names {count} layers of {size}, which make "
+            f"{count * size}; {MEND}"
+        )
+
+
+def read_target_ids(
+    d2t: Tensor, t2d: Tensor | None, config: DraftConfig, directory: Path
+) -> Tensor:
+    """d2t [V'] offsets -> the target's token of each row of the head, [V'] int64. Raises ValueError
+    where that is no token, or one twice, or t2d says otherwise."""
+    ids, vocab = torch.arange(len(d2t)) + d2t.long(), config.decoder.vocab_size
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) < len(ids):
+        raise ValueError(
+            f"{directory}: tensor d2t leads to tokens {int(ids.min())} to {int(ids.max())}, which "
+            f"must all differ and lie within 0 to {vocab - 1}; {MEND}"
+        )
+    if t2d is not None and not torch.equal(t2d.nonzero()[:, 0], ids.sort().values):
+        raise ValueError(f"{directory}: tensors t2d and d2t name different tokens; {MEND}")
+    return ids
