@@ -1,0 +1,126 @@
+"""Drafters in every format run beside the tiny target: the answers stay, and equal content drafts
+equally whatever format it is in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import HIDDEN, MASK_TOKEN, VOCAB, make_draft, make_engine, run
+from watched import Watched
+
+from strobe.config import EngineConfig
+from strobe.request import SamplingParams
+
+IDS = (0, 1, 3)
+SAMPLING = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
+PROMPTS = [[5, 1, 60, 2, 9], [7] * 11]
+KNOWN = list(range(0, VOCAB, 2))
+"""The tokens that a reduced head knows."""
+
+
+def speculators(path: Path, target: Any, *, reduced: bool = False, **changes: Any) -> Path:
+    """make_draft's drafter written anew in the format of the speculators library."""
+    make_draft(path)
+    old = json.loads((path / "config.json").read_text())
+    names = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
+    )
+    layers = {name: old[name] for name in names}
+    layers |= {"model_type": "llama", "sliding_window": 3, "layer_types": ["full_attention"] * 2}
+    layers["rope_parameters"] = {"rope_theta": 50000.0, "partial_rotary_factor": 0.25}
+    tensors = load_file(path / "model.safetensors")
+    tensors["embed_tokens.weight"] = target.hf.model.embed_tokens.weight.detach().clone()
+    tensors["lm_head.weight"] = target.hf.lm_head.weight.detach().clone()
+    if reduced:
+        ids = torch.tensor(KNOWN)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][ids].clone()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.isin(torch.arange(VOCAB), ids)
+    save_file(tensors, path / "model.safetensors")
+    config = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "aux_hidden_state_layer_ids": [i + 1 for i in IDS],
+        "block_size": 8,
+        "draft_vocab_size": len(KNOWN) if reduced else VOCAB,
+        "mask_token_id": MASK_TOKEN,
+        "dtype": "float32",
+        "speculators_config": {"algorithm": "dflash", "proposal_methods": [
+            {"proposal_type": "greedy", "speculative_tokens": 7}]},
+        "transformer_layer_config": layers,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+    return path
+
+
+def deepspec(path: Path, target: Any) -> Path:
+    """The same in DeepSpec's."""
+    make_draft(path, block=7)
+    config = json.loads((path / "config.json").read_text())
+    config |= config.pop("dflash_config")
+    config |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "num_anchors": 512}
+    config |= {"enable_confidence_head": False, "tie_word_embeddings": False}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def drafted(target: Any, path: Path, **options: Any) -> tuple[list[list[int]], list[Any], Any]:
+    config = EngineConfig(
+        target=str(target.path), draft=str(path), max_model_len=64, page_size=4, **options
+    )
+    engine = make_engine(config, lambda parts, _: Watched(parts), names=["dflash"])
+    watched: Any = engine.proposers.proposers["dflash"]
+    return run(engine, PROMPTS, SAMPLING), watched.drafted, engine
+
+
+@pytest.fixture(scope="module")
+def plain(target: Any) -> list[list[int]]:
+    engine = make_engine(EngineConfig(target=str(target.path), max_model_len=64))
+    return run(engine, PROMPTS, SAMPLING)
+
+
+def test_the_speculators_format_drafts_as_z_labs(
+    tmp_path: Path, target: Any, draft: Callable[..., Path], plain: list[list[int]]
+):
+    answers, wanted, _ = drafted(target, draft())
+    assert answers == plain
+    answers, found, engine = drafted(target, speculators(tmp_path, target))
+    assert answers == plain
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.logits, b.logits, atol=1e-4, rtol=1e-4)
+    model = engine.proposers.proposers["dflash"].inner.model
+    assert (model.embed_tokens, model.lm_head) == (None, None), "they are the target's"
+
+
+def test_a_reduced_vocabulary_drafts_what_its_head_knows(
+    tmp_path: Path, target: Any, draft: Callable[..., Path], plain: list[list[int]]
+):
+    _, wanted, _ = drafted(target, draft())
+    answers, found, engine = drafted(target, speculators(tmp_path, target, reduced=True))
+    assert answers == plain
+    first, other = found[0].logits, wanted[0].logits
+    torch.testing.assert_close(first[:, KNOWN], other[:, KNOWN], atol=1e-4, rtol=1e-4)
+    unknown = [t for t in range(VOCAB) if t not in KNOWN]
+    assert torch.isneginf(first[:, unknown]).all()
+    model = engine.proposers.proposers["dflash"].inner.model
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model.pick(x), model.head(x).argmax(-1))
+
+
+def test_blocks_whose_first_slot_predicts_have_a_draft_more(
+    tmp_path: Path, target: Any, draft: Callable[..., Path], plain: list[list[int]]
+):
+    """The same drafter with slots 1 on gives the same logits; slot 0 is one row more."""
+    answers, found, engine = drafted(target, deepspec(tmp_path, target))
+    assert answers == plain
+    assert engine.limits.num_drafts == 7
+    assert found[0].logits.shape == (7, VOCAB)
+    _, wanted, _ = drafted(target, draft(block=7))
+    torch.testing.assert_close(found[0].logits[1:], wanted[0].logits, atol=1e-4, rtol=1e-4)
