@@ -49,7 +49,8 @@ def choose(
     draft_attention = _pick(option, wanted, drafter, device, dtype)
     lacking = _lacking(target, device, dtype)
     for decoder in (target, drafter):
-        if lacking is None and (decoder.attention_bias or decoder.mlp_bias):
+        bias = decoder.attention_bias or decoder.mlp_bias
+        if lacking is None and decoder.unfused is None and bias:
             lacking = "the kernels have no bias in a layer's products"
     if lacking is None and "reference" in (attention, draft_attention):
         lacking = "the kernels need attention_backend triton"

@@ -21,11 +21,28 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """Experts in the place of MLPs. count: of a layer; chosen: that a row goes through; size: their
+    inner size; layers: whether each layer has some, and not an MLP; normalized: whether the chosen
+    ones' weights add up to 1; bias: whether their products have one; limit: where the inputs of a
+    clamped activation end."""
+
+    count: int
+    chosen: int
+    size: int
+    layers: tuple[bool, ...]
+    normalized: bool = True
+    bias: bool = False
+    limit: float = 0.0
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """The shape of a stack of decoder layers, shared by targets and drafters. qk_norm: whether
     queries and keys have norms of their own, as Qwen3's; value_scale: what values are multiplied
     with. layer_shapes: of each layer, where they differ. unfused: what keeps kernels from running
-    whole layers, if anything does."""
+    whole layers, if anything does. sinks: whether heads have a logit beside their keys', as
+    gpt-oss's."""
 
     hidden_size: int
     intermediate_size: int
@@ -44,6 +61,8 @@ class DecoderConfig:
     value_scale: float = 1.0
     layer_shapes: tuple[LayerShape, ...] = ()
     unfused: str | None = None
+    sinks: bool = False
+    experts: ExpertShape | None = None
 
     def shape_of(self, layer: int) -> LayerShape:
         if self.layer_shapes:

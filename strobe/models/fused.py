@@ -78,8 +78,8 @@ class FusedDecoder:
                 weight_or_none(layer.self_attn.k_norm),
                 weight_of(layer.self_attn.o_proj),
                 norm_of(layer.post_attention_layernorm),
-                weight_of(layer.mlp.gate_up_proj),
-                weight_of(layer.mlp.down_proj),
+                weight_of(cast(nn.Linear, layer.mlp.gate_up_proj)),
+                weight_of(cast(nn.Linear, layer.mlp.down_proj)),
             )
             for layer in layers
         ]

@@ -15,8 +15,9 @@ from strobe.models.config import DecoderConfig
 from strobe.models.pieces import Pieces, stacked
 from strobe.models.rope import RopeConfig
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D].
+Attend = Callable[..., Tensor]
+"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]; sinks [Hq] come fifth, to
+layers that have some.
 
 Stores the rows' keys and values and attends over what each row may see. Models know nothing else
 about caches, masks or batches: the engine passes one of these, training passes another.
@@ -115,6 +116,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(width, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(width, config.rms_norm_eps) if config.qk_norm else None
         self.order, self.value_scale = config.rope.order(width), config.value_scale
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
         self.fused: tuple[Tensor, Tensor | None] | None = None
 
     def pieces(self) -> Pieces:
@@ -159,7 +161,8 @@ class Attention(nn.Module):
             scale, floor = self.fused or self._norms(self.q_norm, self.k_norm)
             qk = unit_rms(qk, self.eps, floor) * scale
         qk = rotate(qk, rope)
-        out = attend(self.layer, qk[:, :q_heads], qk[:, q_heads:], qkv[:, heads:])
+        sinks = () if self.sinks is None else (self.sinks,)
+        out = attend(self.layer, qk[:, :q_heads], qk[:, q_heads:], qkv[:, heads:], *sinks)
         return add_linear(residual, out, self.o_proj)
 
 
@@ -184,12 +187,14 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: int):
+    """mlp: what stands for an MLP, as experts do: (x, residual [T, H]) -> [T, H]."""
+
+    def __init__(self, config: DecoderConfig, layer: int, mlp: nn.Module | None = None):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = mlp or MLP(config)
 
     def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
         x = self.self_attn(self.input_layernorm(x), x, rope, attend)

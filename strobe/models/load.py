@@ -32,7 +32,7 @@ def _check(module: Target | DFlash, checkpoint: Checkpoint) -> Pieces:
     """What the module's parameters are made of. Raises ValueError for a tensor that is missing, of
     another shape or dtype, or that nothing is made of."""
     shapes, dtypes, where = checkpoint.shapes(), checkpoint.dtypes(), checkpoint.directory
-    pieces = with_scales(pieces_of(module), dtypes, module.config.quantization)
+    pieces = with_scales(pieces_of(module, shapes), dtypes, module.config.quantization)
     used = set[str]()
     for piece in chain.from_iterable(pieces.values()):
         for name, shape in piece.sources.items():

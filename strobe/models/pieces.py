@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -59,15 +59,19 @@ def stacked(name: str, linear: nn.Linear, rows: Mapping[str, int]) -> Pieces:
     return found
 
 
-def pieces_of(module: nn.Module) -> Pieces:
-    """Of every parameter: what the outermost module says of it that says anything."""
+def pieces_of(module: nn.Module, names: Collection[str] = ()) -> Pieces:
+    """Of every parameter: what the outermost module says of it that says anything. One of `names`,
+    which are a checkpoint's, that is a parameter's own is taken as it is, parts joined already."""
     said: Pieces = {}
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
         own: Callable[[], Pieces] = getattr(part, "pieces", dict)
         for name, pieces in own().items():
             said.setdefault(prefix + name, [piece.under(prefix) for piece in pieces])
-    return {
-        name: said.get(name, [Piece({name: tuple(parameter.shape)})])
-        for name, parameter in module.named_parameters()
-    }
+    found: Pieces = {}
+    for name, parameter in module.named_parameters():
+        whole = [Piece({name: tuple(parameter.shape)})]
+        parts = said.get(name, whole)
+        joined = name in names and not any(name in piece.sources for piece in parts)
+        found[name] = whole if joined else parts
+    return found

@@ -19,6 +19,7 @@ FAMILIES = {
     "LlamaForCausalLM": ("llama", "llama"),
     "Gemma4ForCausalLM": ("gemma4_text", "gemma4"),
     "Gemma4ForConditionalGeneration": ("gemma4", "gemma4"),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", "qwen3_moe"),
 }
 """Architectures of targets: their model_type, and the file of `strobe.models.families`."""
 

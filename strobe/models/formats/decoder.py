@@ -23,8 +23,8 @@ def read_decoder(
     drafter: bool = False,
     **options: Any,
 ) -> DecoderConfig:
-    """theta, head_dim, kv_heads: where config.json names none; head_dim None is hidden_size over
-    heads. options: further fields of DecoderConfig. Raises ValueError."""
+    """theta, head_dim, kv_heads, attention_bias: where config.json names none; head_dim None is
+    hidden_size over heads. options: further fields of DecoderConfig. Raises ValueError."""
     path, hidden = fields.path, fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", kv_heads or heads)
@@ -38,6 +38,7 @@ def read_decoder(
         raise ValueError(f"{path}: head_dim is {head_dim}, but rope needs an even number; {MEND}")
     longest = fields.integer("max_position_embeddings", 32768)
     rope = options.pop("rope", None) or read_ropes(fields, masks, theta, longest, drafter=drafter)
+    bias = fields.flag("attention_bias", options.pop("attention_bias", False))
     return DecoderConfig(
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size"),
@@ -49,7 +50,7 @@ def read_decoder(
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
         max_position=rope.reach or longest,
-        attention_bias=fields.flag("attention_bias"),
+        attention_bias=bias,
         masks=masks,
         **options,
     )

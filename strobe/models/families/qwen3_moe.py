@@ -1,0 +1,98 @@
+"""Qwen3 with experts: https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct and its siblings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from strobe.attention.mask import LayerMask
+from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
+from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP
+from strobe.models.formats.decoder import (
+    plain_products,
+    read_decoder,
+    read_dtype,
+    read_generation,
+)
+from strobe.models.formats.fields import MEND, Fields
+from strobe.models.layers import DecoderLayer
+from strobe.models.target import Target
+
+
+def read_experts(fields: Fields) -> ExpertShape:
+    """What stands in the layers' MLPs' place, and in which: those of every decoder_sparse_step-th
+    layer that mlp_only_layers does not name."""
+    count = fields.integer("num_experts", fields.integer("num_local_experts", 128))
+    chosen = fields.integer("num_experts_per_tok", 8)
+    if chosen > count:
+        raise ValueError(
+            f"{fields.path}: num_experts_per_tok is {chosen}, but there are {count} experts; {MEND}"
+        )
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.ids("mlp_only_layers") or []
+    layers = range(fields.integer("num_hidden_layers"))
+    if unknown := [i for i in dense if i not in layers]:
+        raise ValueError(
+            f"{fields.path}: mlp_only_layers holds {unknown[0]}, but the layers are 0 to "
+            f"{len(layers) - 1}; {MEND}"
+        )
+    return ExpertShape(
+        count,
+        chosen,
+        fields.integer("moe_intermediate_size", 768),
+        tuple(i not in dense and (i + 1) % step == 0 for i in layers),
+        normalized=fields.flag("norm_topk_prob"),
+    )
+
+
+def read_mask(fields: Fields) -> LayerMask:
+    """That of every layer: max_window_layers means nothing here, as in transformers."""
+    fields.get("max_window_layers")
+    window = None
+    if fields.flag("use_sliding_window") and (
+        fields.get("sliding_window") is not None or "sliding_window" not in fields
+    ):
+        window = fields.integer("sliding_window", 4096)
+    fields.get("sliding_window")
+    return LayerMask(True, window)
+
+
+def read(fields: Fields, directory: Path) -> TargetConfig:
+    plain_products(fields)
+    fields.only("shared_expert_intermediate_size", 0, why="use a checkpoint without a shared one.")
+    fields.only("use_qk_norm", True, why="use a checkpoint with norms of queries and keys.")
+    decoder = read_decoder(
+        fields,
+        (read_mask(fields),) * fields.integer("num_hidden_layers"),
+        theta=10000.0,
+        head_dim=None,
+        kv_heads=4,
+        unfused=UNFUSED,
+        experts=read_experts(fields),
+    )
+    eos_ids, sampling = read_generation(fields, directory, decoder.vocab_size)
+    config = TargetConfig(
+        architecture="Qwen3MoeForCausalLM",
+        decoder=decoder,
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        dtype=read_dtype(fields),
+        eos_ids=eos_ids,
+        sampling=sampling,
+    )
+    fields.finish()
+    return config
+
+
+def make(config: TargetConfig, max_positions: int) -> Target:
+    decoder = config.decoder
+    layers = [DecoderLayer(decoder, i, make_mlp(decoder, i)) for i in range(decoder.num_layers)]
+    return Target(config, layers, max_positions)
+
+
+def make_mlp(decoder: DecoderConfig, layer: int) -> nn.Module | None:
+    """The layer's experts; None where it has an MLP."""
+    shape = decoder.experts
+    if shape is None or not shape.layers[layer]:
+        return None
+    router = Router(decoder.hidden_size, shape)
+    return SparseMLP(router, Experts(decoder.hidden_size, shape), called="gate")

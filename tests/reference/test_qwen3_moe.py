@@ -1,0 +1,150 @@
+"""Qwen3 with experts against transformers, and its speculation against plain decoding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matrix import Pair, PlainAnswers, compare, some
+from parity import GEOMETRY, Case, check_layers, check_text
+from safetensors.torch import load_file, save_file
+from tiny import LAYERS, edit_json, make_draft, make_target
+from transformers import Qwen3MoeForCausalLM
+
+from strobe.config import EngineConfig
+from strobe.engine.build import resolve
+from strobe.models.families.experts import Experts
+from strobe.models.layers import MLP
+from strobe.models.registry import load_target_config
+from strobe.models.registry import make_target as make_module
+
+SHAPE: dict[str, Any] = {
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}
+
+
+def joined(path: Path) -> None:
+    """Every layer's experts in two tensors, as transformers 5 holds them."""
+    tensors = load_file(path / "model.safetensors")
+    for i in range(LAYERS):
+        prefix = f"model.layers.{i}.mlp.experts."
+
+        def taken(e: int, name: str, prefix: str = prefix) -> torch.Tensor:
+            return tensors.pop(f"{prefix}{e}.{name}_proj.weight")
+
+        every = range(SHAPE["num_experts"])
+        both = [torch.cat([taken(e, "gate"), taken(e, "up")]) for e in every]
+        tensors[f"{prefix}gate_up_proj"] = torch.stack(both)
+        tensors[f"{prefix}down_proj"] = torch.stack([taken(e, "down") for e in every])
+    save_file(tensors, path / "model.safetensors")
+
+
+def as_published(path: Path) -> None:
+    """The keys of the published checkpoints."""
+    config = json.loads((path / "config.json").read_text())
+    edit_json(
+        path / "config.json",
+        num_local_experts=None,
+        num_experts=config["num_local_experts"],
+        rope_parameters=None,
+        rope_theta=config["rope_parameters"]["rope_theta"],
+        rope_scaling=None,
+        max_window_layers=28,
+        qkv_bias=False,
+        use_qk_norm=True,
+        shared_expert_intermediate_size=0,
+    )
+
+
+CASES = {
+    "as published": Case({}, as_published),
+    "joined, tied": Case({"tie_word_embeddings": True}, joined),
+    "weights as they are": Case({"norm_topk_prob": False, "num_experts_per_tok": 2}),
+    "one expert of all": Case({"num_experts_per_tok": 1, "num_key_value_heads": 1}),
+    "every expert": Case({"num_experts_per_tok": 8, "attention_bias": True}),
+    "some layers dense": Case({"mlp_only_layers": [2], "decoder_sparse_step": 1}),
+    "every other layer dense": Case({"mlp_only_layers": [], "decoder_sparse_step": 2}),
+    "a window": Case({"use_sliding_window": True, "sliding_window": 6}),
+    "odd sizes": Case({"moe_intermediate_size": 15, "num_experts": 5}),
+    "several files": Case({}, shards="20KB"),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """(transformers' model, directory)"""
+    case, path = CASES[request.param], tmp_path_factory.mktemp("qwen3_moe")
+    changes = SHAPE | case.changes
+    hf = make_target(path, Qwen3MoeForCausalLM, seed=3, shards=case.shards, **changes)
+    hf.set_experts_implementation("eager")  # a loop over experts
+    case.after(path)
+    return hf, path
+
+
+@pytest.mark.parametrize(("page_size", "budget"), [GEOMETRY[1], GEOMETRY[3]])
+def test_every_layer_and_the_logits_agree_however_the_prompt_is_cut(
+    model: tuple[Any, Path], page_size: int, budget: int
+):
+    check_layers(*model, page_size, budget)
+
+
+@pytest.mark.parametrize("model", ["as published", "joined, tied"], indirect=True)
+def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
+    check_text(*model)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
+    root = tmp_path_factory.mktemp("pair")
+    make_target(root / "target", Qwen3MoeForCausalLM, seed=3, **SHAPE)
+    return PlainAnswers(Pair(root / "target", make_draft(root / "draft")))
+
+
+DRAFTING = [c for c in some()[:7] if c.proposer in ("dflash", "oracle", "wavering")]
+
+
+@pytest.mark.parametrize("c", DRAFTING, ids=str)
+def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
+    compare(c, plain.pair, plain(c.workload))
+
+
+def test_layers_have_experts_or_mlps_as_the_config_says(tmp_path: Path):
+    changes = SHAPE | {"mlp_only_layers": [3], "decoder_sparse_step": 2}
+    make_target(tmp_path, Qwen3MoeForCausalLM, **changes)
+    with torch.device("meta"):
+        target = make_module(load_target_config(tmp_path), 4)
+    kinds = [type(getattr(layer.mlp, "experts", layer.mlp)) for layer in target.layers]
+    assert kinds == [MLP, Experts, MLP, MLP, MLP]
+
+
+BAD = {
+    "num_experts_per_tok": (9, "num_experts_per_tok is 9, but there are 8 experts"),
+    "mlp_only_layers": ([7], "mlp_only_layers holds 7, but the layers are 0 to 4"),
+    "use_qk_norm": (False, "use_qk_norm is False, which is not supported"),
+    "shared_expert_intermediate_size": (32, "shared_expert_intermediate_size is 32"),
+    "n_group": (4, "n_group is 4, which is not known"),
+}
+
+
+@pytest.mark.parametrize("key", BAD)
+def test_what_is_not_supported_is_named(tmp_path: Path, key: str):
+    make_target(tmp_path, Qwen3MoeForCausalLM, **SHAPE)
+    value, message = BAD[key]
+    edit_json(tmp_path / "config.json", **{key: value})
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        resolve(EngineConfig(target=str(tmp_path)))
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path):
+    make_target(tmp_path, Qwen3MoeForCausalLM, **SHAPE)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.5\.up_proj\.weight is missing"):
+        resolve(EngineConfig(target=str(tmp_path)))

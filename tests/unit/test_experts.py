@@ -1,0 +1,84 @@
+"""Grouped products and routers against plain loops, one row and one expert at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from strobe.models.config import ExpertShape
+from strobe.models.families import experts
+from strobe.models.families.experts import Experts, Router, block_rows, blocked_product
+
+COUNTS = {
+    "even": [3, 3, 3, 3],
+    "one expert has all": [0, 0, 40, 0],
+    "first and last have none": [0, 5, 1, 0],
+    "one row": [0, 1, 0, 0],
+    "every expert its rows, uneven": [17, 1, 64, 30],
+}
+
+
+@pytest.mark.parametrize("gathered", [1, 1 << 20])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_products_are_those_of_each_row_with_its_experts_matrix(
+    counts: list[int], gathered: int, monkeypatch: pytest.MonkeyPatch
+):
+    """gathered: few enough that the blocks are taken one by one, or all at once."""
+    monkeypatch.setattr(experts, "GATHERED", gathered)
+    noise = torch.Generator().manual_seed(1)
+    weights = torch.randn(len(counts), 6, 8, generator=noise)
+    x = torch.randn(sum(counts), 8, generator=noise)
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    ends = torch.tensor(counts).cumsum(0).int()
+    wanted = torch.stack([weights[e] @ row for e, row in zip(owner, x, strict=True)])
+    for product in (blocked_product, experts.grouped_product):
+        torch.testing.assert_close(product(x, weights, ends), wanted)
+
+
+def test_blocks_are_as_large_as_experts_have_rows():
+    assert [block_rows(n, 8) for n in (1, 8, 15, 16, 40, 10_000)] == [1, 1, 1, 2, 4, 64]
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_router_chooses_the_most_probable_experts(normalized: bool):
+    shape = ExpertShape(6, 2, 4, (True,), normalized=normalized)
+    router = Router(5, shape, bias=True)
+    noise = torch.Generator().manual_seed(2)
+    for parameter in router.parameters():
+        parameter.data.normal_(generator=noise)
+    x = torch.randn(7, 5, generator=noise)
+    weights, chosen = router(x)
+    probabilities = torch.softmax(F.linear(x, router.weight, router.bias), -1)
+    wanted, order = probabilities.sort(-1, descending=True)
+    wanted = wanted[:, :2]
+    if normalized:
+        wanted = wanted / wanted.sum(-1, keepdim=True)
+    assert torch.equal(chosen, order[:, :2])
+    torch.testing.assert_close(weights, wanted)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_experts_add_what_each_of_a_rows_own_says(bias: bool):
+    shape = ExpertShape(5, 3, 4, (True,))
+    module = Experts(8, shape, bias=bias)
+    noise = torch.Generator().manual_seed(3)
+    for parameter in module.parameters():
+        parameter.data.normal_(generator=noise)
+    x, residual = torch.randn(2, 11, 8, generator=noise)
+    chosen = torch.stack([torch.randperm(5, generator=noise)[:3] for _ in range(11)])
+    weights = torch.rand(11, 3, generator=noise)
+    wanted = residual.clone()
+    for t in range(11):
+        for e, weight in zip(chosen[t].tolist(), weights[t], strict=True):
+            both = module.gate_up_proj[e] @ x[t]
+            both = (
+                both + module.gate_up_proj_bias[e] if module.gate_up_proj_bias is not None else both
+            )
+            out = module.down_proj[e] @ (F.silu(both[:4]) * both[4:])
+            out = out + module.down_proj_bias[e] if module.down_proj_bias is not None else out
+            wanted[t] += weight * out
+    torch.testing.assert_close(module(x, weights, chosen, residual), wanted)
+    alone = torch.cat([module(x[t : t + 1], weights[t : t + 1], chosen[t : t + 1],
+                              residual[t : t + 1]) for t in range(11)])  # fmt: skip
+    torch.testing.assert_close(alone, wanted)
