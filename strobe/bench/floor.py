@@ -79,10 +79,13 @@ class Shapes:
         """The target's forward over c x R rows.
 
         bytes = linear + head + norms + c (n + R) KV; operations = 2 c R (linear + H V) + attention.
+        Of experts, the bytes of those that some row is expected to go through, and the operations
+        of those that a row goes through.
         """
         decoder, rows = self.target.decoder, requests * self.rows
-        values = linear_values(decoder)
-        weights = self._weights(values, small_values(decoder), head_values(decoder))
+        read = linear_values(decoder, touched_experts(decoder, rows))
+        values = linear_values(decoder, chosen_experts(decoder))
+        weights = self._weights(read, small_values(decoder), head_values(decoder))
         stored = rows * kv_values(decoder) * self.widths.kv
         return Work(
             weights + self._context(decoder, requests, context) + stored,
@@ -126,12 +129,12 @@ class Shapes:
         """Operations of the linear layers over whole prompts: 2 T linear of every token, the head
         of each prompt's last one only, and with a drafter fc and its context products."""
         decoder = self.target.decoder
-        values = linear_values(decoder)
+        values = linear_values(decoder, chosen_experts(decoder))
         if self.draft is not None:
             values += observe_values(self.draft)
         return 2.0 * prompts * (tokens * values + head_values(decoder))
 
-    def _weights(self, linear: int, small: int, head: int) -> float:
+    def _weights(self, linear: float, small: int, head: int) -> float:
         widths = self.widths
         return linear * widths.linear + small * widths.rest + head * widths.head
 
@@ -144,14 +147,35 @@ class Shapes:
         return requests * values * self.widths.kv
 
 
-def linear_values(decoder: DecoderConfig) -> int:
-    """L (H D (Hq + 2 Hkv) + Hq D H + 3 H I): q, k, v, o, gate, up and down; without v where keys
-    are the values."""
-    products = 3 * decoder.num_layers * decoder.intermediate_size
-    for shape in map(decoder.shape_of, range(decoder.num_layers)):
-        heads = 2 * decoder.num_heads + (1 + shape.own_values) * shape.num_kv_heads
-        products += heads * shape.head_dim
-    return decoder.hidden_size * products
+def linear_values(decoder: DecoderConfig, experts: float | None = None) -> float:
+    """L (H D (Hq + 2 Hkv) + Hq D H + 3 H I): q, k, v, o, gate, up and down. Layers of E experts of
+    size J have H E for the router and 3 H J for each of `experts` of them, by default all, in the
+    place of 3 H I. There is no v where keys are the values."""
+    shape = decoder.experts
+    sparse = sum(shape.layers) if shape is not None else 0
+    values: float = (decoder.num_layers - sparse) * 3 * decoder.intermediate_size
+    for layer in map(decoder.shape_of, range(decoder.num_layers)):
+        heads = 2 * decoder.num_heads + (1 + layer.own_values) * layer.num_kv_heads
+        values += heads * layer.head_dim
+    if shape is not None:
+        counted = shape.count if experts is None else experts
+        values += sparse * (shape.count + 3 * shape.size * counted)
+    return values * decoder.hidden_size
+
+
+def chosen_experts(decoder: DecoderConfig) -> int:
+    """That a row goes through."""
+    return 0 if decoder.experts is None else decoder.experts.chosen
+
+
+def touched_experts(decoder: DecoderConfig, rows: float) -> float:
+    """E (1 - (1 - k / E)^rows): how many of a layer's E experts are expected to have some of the
+    rows, each of which goes through k; exact where every choice of k is as likely and rows choose
+    by themselves (linearity of expectation). Real routers are less even and touch fewer."""
+    shape = decoder.experts
+    if shape is None:
+        return 0.0
+    return shape.count * (1 - (1 - shape.chosen / shape.count) ** rows)
 
 
 def small_values(decoder: DecoderConfig) -> int:
@@ -162,6 +186,10 @@ def small_values(decoder: DecoderConfig) -> int:
         each += wide + decoder.hidden_size
     if decoder.mlp_bias:
         each += 2 * decoder.intermediate_size + decoder.hidden_size
+    if decoder.sinks:
+        each += decoder.num_heads
+    if (shape := decoder.experts) is not None and shape.bias:
+        each += shape.count * (1 + 2 * shape.size + decoder.hidden_size)  # every layer has experts
     return decoder.num_layers * each + decoder.hidden_size
 
 

@@ -80,9 +80,65 @@ _LLAMA: dict[str, dict[str, Any]] = {
         "eos_token_id": [128001, 128008, 128009],
     },
 }
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3-coder-30b-a3b": {
+        **_COMMON,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 5472,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "rope_theta": 10000000,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "hidden_act": "silu",
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "initial_context_length": 4096,
+        "max_position_embeddings": 131072,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "tie_word_embeddings": False,
+        "eos_token_id": 200002,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
+}
 _TARGETS: dict[str, dict[str, Any]] = {
     **{n: {"architectures": ["Qwen3ForCausalLM"], **_COMMON, **own} for n, own in _QWEN3.items()},
     **_LLAMA,
+    **_EXPERTS,
 }
 """By name, config.json of a target as published."""
 _DRAFTS: dict[str, dict[str, Any]] = {
@@ -92,8 +148,18 @@ _DRAFTS: dict[str, dict[str, Any]] = {
         "rope_scaling": None,
         "dflash_config": {"mask_token_id": 128255, "target_layer_ids": [1, 8, 15, 22, 29]},
     },
+    "qwen3-coder-30b-a3b": {"num_hidden_layers": 8, "intermediate_size": 6144},
+    "gpt-oss-20b": {
+        "num_hidden_layers": 8,
+        "intermediate_size": 7680,
+        "attention_bias": False,
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": 200000, "target_layer_ids": [1, 6, 11, 16, 21]},
+    },
 }
 """What a drafter's config says that is neither its target's nor made by the rule."""
+_SHARED = {*_COMMON, *_QWEN3["qwen3-8b"], "rope_scaling"}
+"""Keys that drafters have from their targets."""
 NAMES = ("box", *_TARGETS)
 
 
@@ -105,8 +171,10 @@ def target_config(name: str) -> dict[str, Any]:
 def draft_config(name: str) -> dict[str, Any]:
     """The drafter's: z-lab's Qwen3-8B-DFlash-b16 and Qwen3-4B-DFlash-b16. There is none for 0.6B;
     its drafter is made by the same rule. Of Llama 3.1's, layers, block and captured layers are the
-    published ones; its heads and inner size are taken to be the target's."""
-    target = _TARGETS[name]
+    published ones; its heads and inner size are taken to be the target's. Of Qwen3-Coder's, layers,
+    block and size are published, the rest as of Qwen3.5-35B-A3B's; of gpt-oss's, all but the number
+    of heads, which is taken to be the target's."""
+    target = {key: value for key, value in _TARGETS[name].items() if key in _SHARED}
     layers = target["num_hidden_layers"]
     return {
         **target,

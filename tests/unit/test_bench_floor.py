@@ -51,6 +51,8 @@ def test_the_bytes_of_qwen3_8b_are_those_counted_by_hand():
         ("qwen3-4b", 537_427_200),
         ("qwen3-0.6b", None),
         ("llama-3.1-8b", None),
+        ("qwen3-coder-30b-a3b", None),
+        ("gpt-oss-20b", None),
         ("box", None),
     ],
 )
@@ -67,6 +69,36 @@ def test_the_presets_have_the_parameters_of_the_modules(name: str, drafter: int 
     counted = floor.linear_values(draft.decoder) + floor.small_values(draft.decoder)
     assert own == counted + floor.fc_values(draft) + draft.decoder.hidden_size
     assert drafter in (None, own)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"), [("qwen3-coder-30b-a3b", 30.5, 3.3), ("gpt-oss-20b", 20.9, 3.6)]
+)
+def test_experts_are_counted_as_the_model_cards_do(name: str, billions: float, active: float):
+    """In total and per token, in which gpt-oss's does not count the embedding."""
+    decoder = pair_of(name)[0].decoder
+    table = floor.head_values(decoder)
+    total = floor.linear_values(decoder) + floor.small_values(decoder) + 2 * table
+    assert total / 1e9 == pytest.approx(billions, abs=0.05)
+    chosen = floor.linear_values(decoder, floor.chosen_experts(decoder)) + table
+    chosen += table if name.startswith("qwen3") else 0
+    assert chosen / 1e9 == pytest.approx(active, abs=0.1)
+
+
+def test_the_experts_that_rows_touch_are_those_that_drawing_finds():
+    decoder = pair_of("qwen3-coder-30b-a3b")[0].decoder
+    assert floor.touched_experts(decoder, 1) == pytest.approx(8)
+    noise = torch.Generator().manual_seed(0)
+    drawn = torch.rand(400, 16, 128, generator=noise).topk(8).indices.flatten(1)
+    mean = sum(len(rows.unique()) for rows in drawn) / len(drawn)
+    assert floor.touched_experts(decoder, 16) == pytest.approx(mean, rel=0.01)
+    assert floor.touched_experts(decoder, 1e9) == 128
+    shapes = replace(shapes_of("qwen3-coder-30b-a3b"), draft=None)
+    few, many = shapes.verify(1, 0), shapes.verify(2, 0)
+    more = floor.touched_experts(decoder, 32) - floor.touched_experts(decoder, 16)
+    row = 16 * floor.kv_values(decoder) * 2
+    assert many.bytes - few.bytes - row == pytest.approx(48 * 3 * 768 * 2048 * 2 * more)
+    assert many.operations == pytest.approx(2 * few.operations)
 
 
 def test_biases_are_counted(draft: Callable[..., Path]):
