@@ -73,16 +73,18 @@ def _quantization(found: Quantization | None) -> dict[str, str]:
     if found is None:
         return {}
     rows, columns = found.block
-    return {"quantization": f"{found.method}, a scale for each {rows} x {columns} values"}
+    held = ", held in full" if found.method == "mxfp4" else ""
+    return {"quantization": f"{found.method}, a scale for each {rows} x {columns} values{held}"}
 
 
 def _decoder_facts(path: Path, decoder: DecoderConfig) -> dict[str, Any]:
     checkpoint = Checkpoint(path)
-    shapes = {n: s for n, s in checkpoint.shapes().items() if not n.endswith(SCALE)}
+    shapes = {n: s for n, s in checkpoint.shapes().items() if not n.endswith((SCALE, "_scales"))}
+    counts = [math.prod(s) * (2 if n.endswith("_blocks") else 1) for n, s in shapes.items()]
     heads = map(decoder.shape_of, range(decoder.num_layers))
     kv = 2 * sum(shape.num_kv_heads * shape.head_dim for shape in heads)
     return {
-        "parameters": sum(map(math.prod, shapes.values())),
+        "parameters": sum(counts),
         "bytes_on_disk": sum(map(checkpoint.bytes_of, checkpoint.shapes())),
         "layers": decoder.num_layers,
         "hidden_size": decoder.hidden_size,

@@ -169,8 +169,12 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
     choice = resolved.choice
     how: dict[str, Any] = {"max_positions": reach, "dtype": dtype, "device": device}
     how |= {"load_format": config.load_format, "fp8": choice.fp8}
+    stored = resolved.target.quantization
     if target is None:
         target = load_target(Path(config.target), resolved.target, **how)
+        if stored is not None and stored.method == "mxfp4":
+            size = sum(parameter.nbytes for parameter in target.parameters())
+            logger.info("Weights in mxfp4 are held in %s; the target takes %d bytes.", dtype, size)
     groups = kv_groups(resolved.target, resolved.draft, choice.kv_dtype)
     drafter = None
     if resolved.draft is not None:

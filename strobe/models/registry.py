@@ -20,6 +20,7 @@ FAMILIES = {
     "Gemma4ForCausalLM": ("gemma4_text", "gemma4"),
     "Gemma4ForConditionalGeneration": ("gemma4", "gemma4"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "qwen3_moe"),
+    "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
 }
 """Architectures of targets: their model_type, and the file of `strobe.models.families`."""
 

@@ -10,12 +10,12 @@ from strobe.attention.mask import LayerMask
 from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
 from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP
 from strobe.models.formats.decoder import (
-    plain_products,
     read_decoder,
     read_dtype,
     read_generation,
 )
 from strobe.models.formats.fields import MEND, Fields
+from strobe.models.formats.fp8 import read_quantization
 from strobe.models.layers import DecoderLayer
 from strobe.models.target import Target
 
@@ -58,7 +58,7 @@ def read_mask(fields: Fields) -> LayerMask:
 
 
 def read(fields: Fields, directory: Path) -> TargetConfig:
-    plain_products(fields)
+    fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
     fields.only("shared_expert_intermediate_size", 0, why="use a checkpoint without a shared one.")
     fields.only("use_qk_norm", True, why="use a checkpoint with norms of queries and keys.")
     decoder = read_decoder(
@@ -78,6 +78,7 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         dtype=read_dtype(fields),
         eos_ids=eos_ids,
         sampling=sampling,
+        quantization=read_quantization(fields),
     )
     fields.finish()
     return config

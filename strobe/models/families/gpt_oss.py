@@ -1,0 +1,155 @@
+"""gpt-oss: https://huggingface.co/openai/gpt-oss-20b and gpt-oss-120b."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from strobe.attention.mask import LayerMask
+from strobe.models.config import DecoderConfig, ExpertShape, Quantization, TargetConfig
+from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP
+from strobe.models.formats.decoder import (
+    read_decoder,
+    read_dtype,
+    read_generation,
+    read_layer_types,
+    read_ropes,
+    read_window,
+)
+from strobe.models.formats.fields import MEND, Fields
+from strobe.models.formats.mxfp4 import BLOCK, unpack
+from strobe.models.layers import DecoderLayer
+from strobe.models.pieces import Piece, Pieces
+from strobe.models.target import Target
+
+ALPHA, LIMIT = 1.702, 7.0
+"""Of the experts' activation: how steep its sigmoid is, and where its inputs end."""
+
+
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """x [..., 2 I], a gate and an up in turn -> (up + 1) gate sigmoid(alpha gate), gates of at most
+    `limit` and ups within it either way (gpt-oss model card, arXiv 2508.10925)."""
+    gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+def transposed(out: Tensor, value: Tensor) -> None:
+    out.copy_(value.transpose(1, 2))
+
+
+class GptOssExperts(Experts):
+    """packed: whether the checkpoint has the products in MXFP4, which are held in full."""
+
+    packed = False
+
+    def pieces(self) -> Pieces:
+        found: Pieces = {}
+        for name in ("gate_up_proj", "down_proj"):
+            count, rows, inner = self.get_parameter(name).shape
+            if self.packed:
+                parts = count, rows, inner // BLOCK
+                shapes = {f"{name}_blocks": (*parts, BLOCK // 2), f"{name}_scales": parts}
+                found[name] = [Piece(shapes, fill=unpack, dtypes=("U8",))]
+            else:
+                found[name] = [Piece({name: (count, inner, rows)}, fill=transposed)]
+        return found
+
+
+def read_packing(fields: Fields, *sizes: int) -> Quantization | None:
+    """sizes: the products' inner ones, whole blocks where they are packed."""
+    packing = fields.object("quantization_config")
+    if not packing:
+        return None
+    method = packing.get("quant_method")
+    if method != "mxfp4":
+        raise ValueError(
+            f"{fields.path}: quant_method of quantization_config is {method!r}, which is not "
+            "supported; use the checkpoint in MXFP4 as published, or an unquantized one."
+        )
+    if uneven := [size for size in sizes if size % BLOCK]:
+        raise ValueError(
+            f"{fields.path}: a size of {uneven[0]} does not divide into MXFP4's blocks of {BLOCK}; "
+            f"{MEND}"
+        )
+    return Quantization(method, (1, BLOCK))
+
+
+def read_shape(fields: Fields) -> ExpertShape:
+    count = fields.integer("num_local_experts", fields.get("num_experts", 128))
+    chosen = fields.integer("num_experts_per_tok", 4)
+    fields.only("experts_per_token", chosen, why="it must be num_experts_per_tok's.")
+    if chosen > count:
+        raise ValueError(
+            f"{fields.path}: num_experts_per_tok is {chosen}, but there are {count} experts; {MEND}"
+        )
+    layers = (True,) * fields.integer("num_hidden_layers")
+    size = fields.integer("intermediate_size")
+    limit = fields.number("swiglu_limit", LIMIT)
+    return ExpertShape(count, chosen, size, layers, bias=True, limit=limit)
+
+
+def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
+    """Sliding and full layers in turn, unless the layers' types are named."""
+    types = read_layer_types(fields)
+    if not fields.get("layer_types"):
+        types = [("sliding_attention", "full_attention")[i % 2] for i in range(len(types))]
+    window = read_window(fields, types)
+    return tuple(LayerMask(True, window if t == "sliding_attention" else None) for t in types)
+
+
+def read(fields: Fields, directory: Path) -> TargetConfig:
+    fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
+    fields.only("swiglu_alpha", ALPHA, why=f"use a checkpoint with {ALPHA}.")
+    fields.get("initial_context_length")  # what rope_scaling says once more
+    fields.number("rms_norm_eps")
+    if not fields.object("rope_parameters") and not fields.object("rope_scaling"):
+        raise ValueError(f"{fields.path}: there is no rope_scaling; {MEND}")
+    masks = read_masks(fields)
+    longest = fields.integer("max_position_embeddings", 131072)
+    decoder = read_decoder(
+        fields,
+        masks,
+        theta=150000.0,
+        head_dim=64,
+        kv_heads=8,
+        rope=read_ropes(fields, masks, 150000.0, longest),
+        attention_bias=True,
+        qk_norm=False,
+        unfused=UNFUSED,
+        sinks=True,
+        experts=read_shape(fields),
+    )
+    eos_ids, sampling = read_generation(fields, directory, decoder.vocab_size)
+    config = TargetConfig(
+        architecture="GptOssForCausalLM",
+        decoder=decoder,
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        dtype=read_dtype(fields),
+        eos_ids=eos_ids,
+        sampling=sampling,
+        quantization=read_packing(fields, decoder.hidden_size, decoder.intermediate_size),
+    )
+    fields.finish()
+    return config
+
+
+def make(config: TargetConfig, max_positions: int) -> Target:
+    decoder = config.decoder
+    layers = [
+        DecoderLayer(decoder, i, make_mlp(decoder, packed=config.quantization is not None))
+        for i in range(decoder.num_layers)
+    ]
+    return Target(config, layers, max_positions)
+
+
+def make_mlp(decoder: DecoderConfig, *, packed: bool) -> SparseMLP:
+    shape, size = decoder.experts, decoder.hidden_size
+    assert shape is not None
+    activate = partial(clamped_swiglu, alpha=ALPHA, limit=shape.limit)
+    experts = GptOssExperts(size, shape, activate, bias=True)
+    experts.packed = packed
+    return SparseMLP(Router(size, shape, bias=True), experts)
