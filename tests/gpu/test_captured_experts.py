@@ -1,0 +1,123 @@
+"""Targets with experts on a GPU: captured steps give the bits of eager ones, and nothing waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matrix import Pair, plain_answers
+from tiny import make_draft, make_target
+from transformers import GptOssForCausalLM, Qwen3MoeForCausalLM
+
+from strobe import EngineConfig, SamplingParams
+from strobe.engine.engine import Engine
+from strobe.models.families.experts import blocked_product, grouped_product
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+WIDTH = 64
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        {
+            "intermediate_size": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+        },
+    ),
+}
+PROMPTS = [[5, 9, 2, 11], [3] * 17, [4, 9, 2] * 6]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    kind, changes = FAMILIES[request.param]
+    root: Path = tmp_path_factory.mktemp(request.param)
+    make_target(root / "target", kind, seed=4, head_dim=WIDTH, **changes)
+    return Pair(root / "target", make_draft(root / "draft", width=WIDTH), "cuda", WIDTH)
+
+
+def engine(pair: Pair, **options: Any) -> Engine:
+    given = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 4, "max_model_len": 256}
+    given |= {"kv_cache_memory": "64MiB", "overlap": 1, **options}
+    return Engine(EngineConfig(target=str(pair.target), draft=str(pair.draft), **given))
+
+
+def answers(one: Engine) -> list[list[int]]:
+    asked = [one.add(prompt, GREEDY) for prompt in PROMPTS]
+    while one.has_work:
+        one.step()
+    one.check()
+    return [request.output_ids for request in asked]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_captured_steps_give_the_bits_of_eager_ones(pair: Pair, dtype: str):
+    found: list[Any] = []
+    for graphs in (True, False):
+        one = engine(pair, dtype=dtype)
+        if not graphs:
+            one.graphs.run = lambda key, inputs, body: body(inputs)  # type: ignore[method-assign]
+            one.proposers.proposers["dflash"].graphs = one.graphs  # type: ignore[attr-defined]
+        tokens = answers(one)
+        assert one.resolved.choice.attention == "triton"
+        assert bool(len(one.parts.graphs)) is graphs
+        left = [store.data[:, 16:-16].clone() for store in one.parts.stores.values()]
+        found.append((tokens, left))
+    (captured, left), (plain, right) = found
+    assert captured == plain
+    for ours, theirs in zip(left, right, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_steady_steps_do_not_wait(pair: Pair):
+    one = engine(pair, overlap=2)
+    asked = [one.add(prompt, GREEDY.clone(max_tokens=200)) for prompt in PROMPTS]
+    while not all(request.num_output > 40 for request in asked):
+        one.step()
+    launch = one.launch
+
+    def watched(plan: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    one.launch = watched  # type: ignore[method-assign]
+    for _ in range(10):
+        one.step()
+    for request in asked:
+        one.finish(request, "abort")
+    while one.has_work:
+        one.step()
+
+
+def test_a_gpu_decodes_in_fp32_what_a_cpu_does(pair: Pair):
+    on_cpu = Pair(pair.target, pair.draft, "cpu", WIDTH)
+    for name in ("greedy", "stops"):
+        assert plain_answers(pair, name) == plain_answers(on_cpu, name)
+
+
+@pytest.mark.parametrize("rows", [1, 24, 700])
+def test_both_grouped_products_agree_in_bf16(rows: int):
+    noise = torch.Generator("cuda").manual_seed(1)
+    weights = torch.randn(8, 48, 64, generator=noise, device="cuda").bfloat16()
+    x = torch.randn(rows, 64, generator=noise, device="cuda").bfloat16()
+    owner = torch.randint(0, 7, (rows,), generator=noise, device="cuda").sort().values
+    every = torch.arange(8, device="cuda")
+    ends = torch.searchsorted(owner, every, right=True, out_int32=True)
+    wanted = torch.bmm(weights[owner].float(), x.float()[:, :, None])[:, :, 0]
+    for product in (grouped_product, blocked_product):
+        torch.testing.assert_close(product(x, weights, ends).float(), wanted, atol=0.1, rtol=0.02)
