@@ -166,7 +166,7 @@ class EngineConfig:
 
     def plain(self) -> EngineConfig:
         """Itself without a drafter."""
-        none = {"draft": None, "method": "none", "num_drafts": None}
+        none = {"draft": None, "draft_revision": None, "method": "none", "num_drafts": None}
         return replace(self, **none, draft_sample_method="greedy")
 
     def with_(self, **changes: Any) -> EngineConfig:

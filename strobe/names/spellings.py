@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from strobe.config import EngineConfig
 from strobe.request import METHODS
 
 logger = logging.getLogger(__name__)
@@ -225,8 +224,6 @@ def _speculation(found: Understood, entries: list[tuple[str, str, Any]]) -> None
             found.put("method", "ngram", shown, value)
         elif key.startswith("prompt_lookup_") and not lookup:
             raise ValueError(f"{shown} is {value!r}, but is for method ngram only; leave it out.")
-        elif key == "draft_sample_method" and key not in {f.name for f in fields(EngineConfig)}:
-            _only(shown, value, ("greedy",), "the most probable drafts are taken")
         elif key in SPECULATIVE:
             found.put(SPECULATIVE[key], value, shown, value)
         elif key in SPECULATIVE_ONLY:
