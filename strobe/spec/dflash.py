@@ -68,7 +68,7 @@ class DFlashProposer:
             return Drafts(out.picks.view(-1, self.drafts))
         assert out.logits is not None
         assert self.picking is not None
-        position = batch.wanted.of(batch.places.positions)
+        position = batch.wanted.of(batch.places.positions) + self.model.config.anchor_first
         rows = self.picking.draws(batch, how, position, DRAFTS)
         probs = probabilities(out.logits, rows)
         tokens = draw(probs, out.logits, rows).view(-1, self.drafts)
