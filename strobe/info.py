@@ -38,6 +38,12 @@ def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
         "end_token_ids": list(config.eos_ids),
         "default_sampling": config.sampling,
     }
+    if config.states is not None:
+        facts |= {
+            "recurrent_layers": config.states.layers,
+            "state_bytes_per_request": 4 * config.states.values,
+            "prefix_caching": "off, since no page holds the state of recurrent layers",
+        }
     if draft is not None:
         check_pair(load_draft_config(draft, model), config, draft)
         facts["draft"] = _draft_facts(draft, model)
@@ -81,7 +87,7 @@ def _decoder_facts(path: Path, decoder: DecoderConfig) -> dict[str, Any]:
     checkpoint = Checkpoint(path)
     shapes = {n: s for n, s in checkpoint.shapes().items() if not n.endswith((SCALE, "_scales"))}
     counts = [math.prod(s) * (2 if n.endswith("_blocks") else 1) for n, s in shapes.items()]
-    heads = map(decoder.shape_of, range(decoder.num_layers))
+    heads = map(decoder.shape_of, range(len(decoder.masks)))
     kv = 2 * sum(shape.num_kv_heads * shape.head_dim for shape in heads)
     return {
         "parameters": sum(counts),

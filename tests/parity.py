@@ -55,7 +55,7 @@ def layer_outputs(hf: Any, tokens: list[int]) -> tuple[torch.Tensor, torch.Tenso
 def record(engine: Engine) -> dict[tuple[Request, int], torch.Tensor]:
     """Let the target's runner capture every layer; by request and position, the last row seen."""
     runner = engine.parts.runner
-    runner.capture = tuple(range(len(runner.masks) + 1))
+    runner.capture = tuple(range(len(runner.model.layers) + 1))
     seen: dict[tuple[Request, int], torch.Tensor] = {}
     arrange, forward = runner.arrange, runner.forward
     plans: list[Any] = []
@@ -75,7 +75,7 @@ def record(engine: Engine) -> dict[tuple[Request, int], torch.Tensor]:
     return seen
 
 
-def check_layers(hf: Any, path: Path, page_size: int, budget: int) -> None:
+def check_layers(hf: Any, path: Path, page_size: int, budget: int, *, atol: float = 1e-4) -> None:
     """Prompts, cut into steps of `budget` rows, and their answers: every layer's output and the
     logits are transformers'."""
     config = EngineConfig(
@@ -99,9 +99,9 @@ def check_layers(hf: Any, path: Path, page_size: int, budget: int) -> None:
         wanted, logits = layer_outputs(hf, request.tokens[:-1])
         found = torch.stack([seen[request, p] for p in range(len(positions))])
         found = found.view(len(positions), *wanted.shape[1:])
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(found, wanted, atol=atol, rtol=1e-5)
         head = engine.parts.runner.model.head(found[:, -1])
-        torch.testing.assert_close(head, logits, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(head, logits, atol=atol, rtol=1e-5)
 
 
 def check_text(hf: Any, path: Path) -> None:

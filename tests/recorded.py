@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strobe.attention.base import AttentionInputs
 from strobe.attention.mask import LayerMask
+from strobe.attention.recurrent import RecurrentBackend
 from strobe.engine.build import Parts
 from strobe.kv.store import KVStore
 from strobe.runner.graphs import Graphs
@@ -58,6 +59,9 @@ class Double:
     def __init__(self, parts: Parts):
         stores = [store.data for store in parts.stores.values()]
         self.state = [parts.state.cursor, *stores]
+        if parts.states is not None:
+            held = parts.states
+            self.state += [held.length, held.state, held.window, held.gates]
         self.recorded = self.replayed = 0
 
     def record(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -92,4 +96,6 @@ def recorded(parts: Parts, max_spans: int, num_drafts: int) -> Double:
             runners.append(proposer.runner)
     for runner in runners:
         runner.backend, runner.shapes = SlowBackend(), Shapes(max_spans, num_drafts)
+    if parts.states is not None:
+        parts.runner.backend = RecurrentBackend(parts.runner.backend, parts.states)
     return double

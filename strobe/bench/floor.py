@@ -78,19 +78,22 @@ class Shapes:
     def verify(self, requests: float, context: float) -> Work:
         """The target's forward over c x R rows.
 
-        bytes = linear + head + norms + c (n + R) KV; operations = 2 c R (linear + H V) + attention.
-        Of experts, the bytes of those that some row is expected to go through, and the operations
-        of those that a row goes through.
+        bytes = linear + head + norms + c (n + R) KV; operations = 2 c R (linear + H V) + attention;
+        and the states of recurrent layers. Of experts, the bytes of those that some row is expected
+        to go through, and the operations of those that a row goes through.
         """
         decoder, rows = self.target.decoder, requests * self.rows
-        read = linear_values(decoder, touched_experts(decoder, rows))
-        values = linear_values(decoder, chosen_experts(decoder))
-        weights = self._weights(read, small_values(decoder), head_values(decoder))
-        stored = rows * kv_values(decoder) * self.widths.kv
+        read, small = layer_values(self.target, touched_experts(decoder, rows))
+        values, _ = layer_values(self.target, chosen_experts(decoder))
+        taken = 0 if self.target.states is None else self.target.states.values
+        # States are in fp32, read and written once, and a row's products with them are four.
+        stored = rows * kv_values(decoder) * self.widths.kv + requests * 8 * taken
         return Work(
-            weights + self._context(decoder, requests, context) + stored,
+            self._weights(read, small, head_values(decoder))
+            + self._context(decoder, requests, context)
+            + stored,
             2 * rows * values,
-            2 * rows * head_values(decoder)
+            2 * rows * (head_values(decoder) + 4 * taken)
             + requests * attention_operations(decoder, self.rows, context),
         )
 
@@ -129,7 +132,7 @@ class Shapes:
         """Operations of the linear layers over whole prompts: 2 T linear of every token, the head
         of each prompt's last one only, and with a drafter fc and its context products."""
         decoder = self.target.decoder
-        values = linear_values(decoder, chosen_experts(decoder))
+        values, _ = layer_values(self.target, chosen_experts(decoder))
         if self.draft is not None:
             values += observe_values(self.draft)
         return 2.0 * prompts * (tokens * values + head_values(decoder))
@@ -150,12 +153,14 @@ class Shapes:
 def linear_values(decoder: DecoderConfig, experts: float | None = None) -> float:
     """L (H D (Hq + 2 Hkv) + Hq D H + 3 H I): q, k, v, o, gate, up and down. Layers of E experts of
     size J have H E for the router and 3 H J for each of `experts` of them, by default all, in the
-    place of 3 H I. There is no v where keys are the values."""
+    place of 3 H I. Only layers with attention have the former; without v where keys are the values,
+    and with Hq more for a gate."""
     shape = decoder.experts
     sparse = sum(shape.layers) if shape is not None else 0
     values: float = (decoder.num_layers - sparse) * 3 * decoder.intermediate_size
-    for layer in map(decoder.shape_of, range(decoder.num_layers)):
-        heads = 2 * decoder.num_heads + (1 + layer.own_values) * layer.num_kv_heads
+    for layer in map(decoder.shape_of, range(len(decoder.masks))):
+        heads = (2 + decoder.output_gate) * decoder.num_heads
+        heads += (1 + layer.own_values) * layer.num_kv_heads
         values += heads * layer.head_dim
     if shape is not None:
         counted = shape.count if experts is None else experts
@@ -178,9 +183,23 @@ def touched_experts(decoder: DecoderConfig, rows: float) -> float:
     return shape.count * (1 - (1 - shape.chosen / shape.count) ** rows)
 
 
+def layer_values(target: TargetConfig, experts: float | None = None) -> tuple[float, int]:
+    """Linear and small values of a target; of each recurrent layer H (C + 2 Hv Dv + 2 Hv), into the
+    convolution, gates and decay and the way out, and convolution, decay and norm."""
+    decoder, states = target.decoder, target.states
+    linear, small = linear_values(decoder, experts), small_values(decoder)
+    if states is not None:
+        wide = states.channels + 2 * states.heads * (states.value_dim + 1)
+        linear += states.layers * decoder.hidden_size * wide
+        own = states.channels * states.kernel + 2 * states.heads + states.value_dim
+        small += states.layers * own
+    return linear, small
+
+
 def small_values(decoder: DecoderConfig) -> int:
     """Norms, L (2 H + 2 D) + H, without D where queries and keys have none, and biases."""
-    each = 2 * decoder.hidden_size + 2 * decoder.head_dim * decoder.qk_norm
+    each = 2 * decoder.hidden_size
+    heads = 2 * decoder.head_dim * decoder.qk_norm * len(decoder.masks)
     if decoder.attention_bias:
         wide = (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim
         each += wide + decoder.hidden_size
@@ -190,7 +209,7 @@ def small_values(decoder: DecoderConfig) -> int:
         each += decoder.num_heads
     if (shape := decoder.experts) is not None and shape.bias:
         each += shape.count * (1 + 2 * shape.size + decoder.hidden_size)  # every layer has experts
-    return decoder.num_layers * each + decoder.hidden_size
+    return decoder.num_layers * each + heads + decoder.hidden_size
 
 
 def head_values(decoder: DecoderConfig) -> int:
@@ -199,8 +218,8 @@ def head_values(decoder: DecoderConfig) -> int:
 
 
 def kv_values(decoder: DecoderConfig) -> int:
-    """2 L Hkv D: keys and values of one position."""
-    return sum(layer_kv_values(decoder, i) for i in range(decoder.num_layers))
+    """2 L Hkv D: keys and values of one position, L of the layers with attention."""
+    return sum(layer_kv_values(decoder, i) for i in range(len(decoder.masks)))
 
 
 def layer_kv_values(decoder: DecoderConfig, layer: int) -> int:

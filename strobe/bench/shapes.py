@@ -135,10 +135,42 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "mxfp4"},
     },
 }
+_HYBRID: dict[str, Any] = {
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "attn_output_gate": True,
+    "rope_parameters": {"rope_theta": 10000000, "partial_rotary_factor": 0.25},
+}
+_QWEN3_5: dict[str, dict[str, Any]] = {
+    "qwen3.5-9b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "dtype": "bfloat16",
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        **_HYBRID,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+        "eos_token_id": 248046,
+    },
+}
 _TARGETS: dict[str, dict[str, Any]] = {
     **{n: {"architectures": ["Qwen3ForCausalLM"], **_COMMON, **own} for n, own in _QWEN3.items()},
     **_LLAMA,
     **_EXPERTS,
+    **_QWEN3_5,
 }
 """By name, config.json of a target as published."""
 _DRAFTS: dict[str, dict[str, Any]] = {
@@ -155,6 +187,14 @@ _DRAFTS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "block_size": 8,
         "dflash_config": {"mask_token_id": 200000, "target_layer_ids": [1, 6, 11, 16, 21]},
+    },
+    "qwen3.5-9b": {
+        **dict.fromkeys(_HYBRID),
+        "rope_theta": 10000000,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 8, 15, 22, 29]},
     },
 }
 """What a drafter's config says that is neither its target's nor made by the rule."""
@@ -173,7 +213,9 @@ def draft_config(name: str) -> dict[str, Any]:
     its drafter is made by the same rule. Of Llama 3.1's, layers, block and captured layers are the
     published ones; its heads and inner size are taken to be the target's. Of Qwen3-Coder's, layers,
     block and size are published, the rest as of Qwen3.5-35B-A3B's; of gpt-oss's, all but the number
-    of heads, which is taken to be the target's."""
+    of heads, which is taken to be the target's.
+    Qwen3.5's captured layers are those published for 4B, which is as deep, its heads those for
+    27B."""
     target = {key: value for key, value in _TARGETS[name].items() if key in _SHARED}
     layers = target["num_hidden_layers"]
     return {

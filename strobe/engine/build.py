@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from strobe.attention.recurrent import RecurrentBackend
 from strobe.config import EngineConfig, Limits, resolve_limits
 from strobe.engine.device import Choice, backends, choose
 from strobe.kv.pages import PagePool
+from strobe.kv.states import StateStore
 from strobe.kv.store import KVSpec, KVStore
 from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
@@ -67,6 +69,7 @@ class Parts:
     graphs: Graphs | Eager
     pool: PagePool
     stores: dict[str, KVStore]
+    states: StateStore | None = None
 
 
 def pick_device(name: str) -> torch.device:
@@ -95,6 +98,7 @@ def resolve(config: EngineConfig) -> Resolved:
     config = located(config.check())
     target_path = Path(config.target)
     target = load_target_config(target_path)
+    config = _cacheable(config, target)
     draft = None
     if config.draft is None and draws(config):
         raise ValueError(
@@ -134,13 +138,31 @@ def resolve(config: EngineConfig) -> Resolved:
         features = len(draft.capture) if draft else 0
         scratch = scratch_bytes(limits, target.decoder, features, dtype, drawn=draws(config))
     weights = sum(weight_bytes(module, dtype, fp8=choice.fp8) for module in modules)
-    plan_pages(config, limits, groups, device, weights=weights, scratch=scratch)
+    states = state_bytes(target, limits, dtype)
+    plan_pages(config, limits, groups, device, weights=weights, states=states, scratch=scratch)
     return Resolved(config, target, draft, method, limits, device, dtype, choice, scratch)
 
 
 def draws(config: EngineConfig) -> bool:
     """Whether the drafter's tokens are drawn."""
     return config.draft_sample_method == "probabilistic"
+
+
+def _cacheable(config: EngineConfig, target: TargetConfig) -> EngineConfig:
+    """Without it where the target has recurrent layers: a prefix found in pages has no state."""
+    if target.states is None or not config.enable_prefix_caching:
+        return config
+    logger.warning(
+        "Prefix caching is off: no page holds the state of the target's recurrent layers."
+    )
+    return config.with_(enable_prefix_caching=False)
+
+
+def state_bytes(target: TargetConfig, limits: Limits, dtype: torch.dtype) -> int:
+    """What the states of recurrent layers take, the spare slot's included."""
+    if target.states is None:
+        return 0
+    return (limits.max_num_seqs + 1) * target.states.bytes_per_slot(1 + limits.num_drafts, dtype)
 
 
 def kv_groups(
@@ -155,7 +177,7 @@ def kv_groups(
 
 def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:
     shapes = tuple((shape.num_kv_heads, shape.head_dim) for shape in decoder.layer_shapes)
-    return KVSpec(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, dtype, shapes)
+    return KVSpec(len(decoder.masks), decoder.num_kv_heads, decoder.head_dim, dtype, shapes)
 
 
 def build(resolved: Resolved, target: Target | None = None) -> Parts:
@@ -183,12 +205,16 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
         fuse(target, drafter, device, dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left over counts as free
-    pages = plan_pages(config, limits, list(groups.values()), device, scratch=resolved.scratch)
+    taken = {"states": state_bytes(resolved.target, limits, dtype), "scratch": resolved.scratch}
+    pages = plan_pages(config, limits, list(groups.values()), device, **taken)
     pool = PagePool(pages, limits.page_size)
     spare = int(choice.graphs)  # one page more, for rows that only fill up a shape
     stores = {
         n: KVStore(spec, pages + spare, limits.page_size, device) for n, spec in groups.items()
     }
+    states, spec = None, resolved.target.states
+    if spec is not None:
+        states = StateStore(spec, limits.max_num_seqs, 1 + limits.num_drafts, dtype, device)
     vocab = resolved.target.decoder.vocab_size
     state = DecodeState(
         limits.max_num_seqs,
@@ -203,6 +229,8 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
     picking = PickingState(limits.max_num_seqs, vocab, device, grammars, kernels=choice.kernels)
     decoder = resolved.draft.decoder if resolved.draft is not None else None
     backend, draft_backend = backends(choice, resolved.target.decoder, decoder, device)
+    if states is not None:
+        backend = RecurrentBackend(backend, states, kernels=choice.attention == "triton")
     shapes, graphs = None, Eager()
     if choice.graphs:
         shapes, graphs = Shapes(limits.max_num_seqs, limits.num_drafts), Graphs(CUDARecorder())
@@ -234,7 +262,7 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
         capture=held.capture,
         shapes=shapes,
     )
-    return Parts(runner, held, state, picking, graphs, pool, stores)
+    return Parts(runner, held, state, picking, graphs, pool, stores, states)
 
 
 def fuse(target: Target, drafter: DFlash | None, device: torch.device, dtype: torch.dtype) -> None:

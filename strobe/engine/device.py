@@ -54,10 +54,10 @@ def choose(
             lacking = "the kernels have no bias in a layer's products"
     if lacking is None and "reference" in (attention, draft_attention):
         lacking = "the kernels need attention_backend triton"
-    if config.kernels == "triton" and lacking is not None:
-        raise ValueError(f"kernels is 'triton', but {lacking}; use kernels auto.")
     kernels = config.kernels != "torch" and lacking is None
     lacking = lacking or target.unfused
+    if config.kernels == "triton" and lacking is not None:
+        raise ValueError(f"kernels is 'triton', but {lacking}; use kernels auto.")
     lacking = lacking or (None if kernels else "kernels is 'torch'")
     if lacking is None and torch.cuda.get_device_capability(device) < (8, 9):
         lacking = "this GPU has no FP8 (compute capability 8.9 or above)"

@@ -54,6 +54,7 @@ class Engine:
             self.parts.pool,
             host_methods={name for name, p in held.items() if p.needs_host_tokens},
             prefix_caching=self.config.enable_prefix_caching,
+            recurrent=self.parts.states is not None,
             draft_length=draft_length,
         )
         self.grammars = self.parts.picking.grammars

@@ -66,13 +66,15 @@ class Scheduler:
         *,
         host_methods: Collection[str] = (),
         prefix_caching: bool = True,
+        recurrent: bool = False,
         draft_length: DraftLength = full_length,
     ):
         """host_methods: drafting methods that read the host's tokens, so that no result of theirs
-        may be in flight when they draft."""
+        may be in flight when they draft. recurrent: the target's states have moved on where a step
+        failed, so that it cannot be run again."""
         self.limits, self.pool = limits, pool
         self.host_methods, self.prefix_caching = frozenset(host_methods), prefix_caching
-        self.draft_length = draft_length
+        self.draft_length, self.recurrent = draft_length, recurrent
         self.stats = EngineStats()
         self.waiting: deque[Request] = deque()
         self.running: list[Record] = []
@@ -162,8 +164,9 @@ class Scheduler:
         return events
 
     def cancel(self, plan: Plan) -> None:
-        """Give up the newest plan, whose step did not run: whom it admitted waits again, and the
-        next plan tells the device every page anew, since it may not have seen this one's."""
+        """Give up the newest plan, whose step did not run: whom it admitted waits again, with a
+        recurrent target everyone does; and the next plan tells the device every page anew, since it
+        may not have seen this one's."""
         if not plan.spans:
             return
         admitted = {request for _, request, _ in plan.admitted}
@@ -175,7 +178,7 @@ class Scheduler:
             record.start -= span.num_tokens
             if record.draining:
                 self._release_if_landed(record)
-            elif record.request in admitted:
+            elif self.recurrent or record.request in admitted:
                 back.append(record)
         for record in reversed(back):
             record.request.status = Status.WAITING

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strobe.attention.mask import LayerMask
+from strobe.kv.states import StateSpec
 from strobe.models.rope import RopeConfig
 
 
@@ -38,11 +39,11 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a stack of decoder layers, shared by targets and drafters. qk_norm: whether
-    queries and keys have norms of their own, as Qwen3's; value_scale: what values are multiplied
-    with. layer_shapes: of each layer, where they differ. unfused: what keeps kernels from running
-    whole layers, if anything does. sinks: whether heads have a logit beside their keys', as
-    gpt-oss's."""
+    """The shape of a stack of decoder layers, shared by targets and drafters. masks: one for each
+    layer that has attention. qk_norm: whether queries and keys have norms of their own, as Qwen3's;
+    value_scale: what values are multiplied with; output_gate: whether attention's answer is gated.
+    layer_shapes: of each layer, where they differ. unfused: what keeps kernels from running whole
+    layers, if anything does. sinks: whether heads have a logit beside their keys', as gpt-oss's."""
 
     hidden_size: int
     intermediate_size: int
@@ -59,6 +60,7 @@ class DecoderConfig:
     qk_norm: bool = True
     mlp_bias: bool = False
     value_scale: float = 1.0
+    output_gate: bool = False
     layer_shapes: tuple[LayerShape, ...] = ()
     unfused: str | None = None
     sinks: bool = False
@@ -92,6 +94,7 @@ class TargetConfig:
     generation_config.json where there is one. sampling: the default sampling values found there.
     embedding_scale: what embeddings are multiplied with; logit_softcap: logits become
     cap * tanh(logits / cap). quantization: how products are stored; None is as they were trained.
+    states: of its recurrent layers, where it has any.
     """
 
     architecture: str
@@ -103,6 +106,7 @@ class TargetConfig:
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     quantization: Quantization | None = None
+    states: StateSpec | None = None
 
 
 @dataclass(frozen=True)

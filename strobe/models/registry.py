@@ -21,6 +21,8 @@ FAMILIES = {
     "Gemma4ForConditionalGeneration": ("gemma4", "gemma4"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "qwen3_moe"),
     "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", "qwen3_5"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5"),
 }
 """Architectures of targets: their model_type, and the file of `strobe.models.families`."""
 

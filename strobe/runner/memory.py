@@ -58,13 +58,14 @@ def plan_pages(
     device: torch.device,
     *,
     weights: int = 0,
+    states: int = 0,
     scratch: int = 0,
 ) -> int:
     """Pages of all KV groups together, the reserved one included.
 
-    weights: bytes of weights that are still to be loaded; scratch: what a step needs at most beside
-    them. Raises ValueError when what is asked for does not fit, or holds less than one full
-    context.
+    weights: bytes of weights that are still to be loaded; states: of recurrent layers; scratch:
+    what a step needs at most beside them. Raises ValueError when what is asked for does not fit,
+    or holds less than one full context.
     """
     per_page = sum(group.bytes_per_page(limits.page_size) for group in groups)
     useful = limits.max_num_seqs * limits.max_pages + 1
@@ -74,6 +75,12 @@ def plan_pages(
         raise ValueError(
             f"The weights take {weights} bytes, but {device} has {free + weights} bytes free; use "
             "a smaller model, dtype bfloat16 or another device."
+        )
+    free -= states
+    if free <= 0:
+        raise ValueError(
+            f"max_num_seqs is {limits.max_num_seqs}, whose states of recurrent layers take "
+            f"{states} bytes, but {device} has {free + states} bytes left; ask for fewer."
         )
     free -= scratch
     if free <= 0:

@@ -53,6 +53,11 @@ class CausalAttention:
 def capture(target: Target, ids: Tensor, layers: tuple[int, ...]) -> Captured:
     """ids [N, S] -> the residual streams after `layers` layers, and after the last layer."""
     count, length = ids.shape
+    if target.config.states is not None:
+        raise ValueError(
+            f"{target.config.architecture} has recurrent layers, whose targets no drafter can be "
+            "trained for yet; use a target with attention in every layer."
+        )
     positions = torch.arange(length, device=ids.device).repeat(count)
     attend = CausalAttention(count, length, target.config.decoder.masks)
     hidden, features = target(ids.flatten(), positions, attend, layers)

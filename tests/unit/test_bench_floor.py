@@ -53,6 +53,7 @@ def test_the_bytes_of_qwen3_8b_are_those_counted_by_hand():
         ("llama-3.1-8b", None),
         ("qwen3-coder-30b-a3b", None),
         ("gpt-oss-20b", None),
+        ("qwen3.5-9b", None),
         ("box", None),
     ],
 )
@@ -63,7 +64,7 @@ def test_the_presets_have_the_parameters_of_the_modules(name: str, drafter: int 
         drafting = DFlash(draft, model.embed_tokens.weight, model.head_weight, 1)
     held = sum(p.numel() for p in model.parameters())
     table = target.decoder.vocab_size * target.decoder.hidden_size
-    counted = floor.linear_values(target.decoder) + floor.small_values(target.decoder)
+    counted = sum(floor.layer_values(target))
     assert held == counted + table * (1 if target.tie_embeddings else 2)
     own = sum(p.numel() for p in drafting.parameters())
     counted = floor.linear_values(draft.decoder) + floor.small_values(draft.decoder)
@@ -99,6 +100,13 @@ def test_the_experts_that_rows_touch_are_those_that_drawing_finds():
     row = 16 * floor.kv_values(decoder) * 2
     assert many.bytes - few.bytes - row == pytest.approx(48 * 3 * 768 * 2048 * 2 * more)
     assert many.operations == pytest.approx(2 * few.operations)
+
+
+def test_the_states_of_qwen3_5_are_read_and_written():
+    plain = replace(shapes_of("qwen3.5-9b"), draft=None, rows=1)
+    weights, row, state = 2 * (8_953_803_264 - 248320 * 4096), 32_768, 24 * 32 * 128 * 128
+    assert plain.verify(1, 0).bytes == weights + row + 8 * state
+    assert plain.verify(8, 1000).bytes == weights + 8 * (1001 * row + 8 * state)
 
 
 def test_biases_are_counted(draft: Callable[..., Path]):

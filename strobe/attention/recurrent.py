@@ -1,0 +1,243 @@
+"""Recurrent layers over states per sequence, beside any attention backend.
+
+Legend: S spans, T rows, P rows that a block may have, C channels of the convolution, Hk / Hv key
+and value heads, Dk / Dv their sizes, G spans of a rectangle of Q rows each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strobe.attention.base import AttentionBackend, AttentionInputs, AttentionPlan
+from strobe.attention.mask import LayerMask
+from strobe.kv.states import StateSpec, StateStore
+from strobe.kv.store import KVStore
+
+CHUNK = 64
+"""Rows that are taken in by one product of matrices, where there are many."""
+FEW = 16
+"""Up to here rows are taken in one by one."""
+
+
+class RecurrentBackend:
+    """Another backend's attention, and states for the layers that have none."""
+
+    def __init__(self, backend: AttentionBackend, states: StateStore, *, kernels: bool = False):
+        """kernels: whether triton's do it, which read rows as they lie."""
+        self.backend, self.states, self.kernels = backend, states, kernels
+        self.graph_safe = backend.graph_safe
+
+    def plan(
+        self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]
+    ) -> RecurrentPlan:
+        attend = self.backend.plan(inputs, store, masks)
+        kind = KernelPlan if self.kernels else RecurrentPlan
+        return kind(attend, inputs, self.states)
+
+
+class _Rectangle(NamedTuple):
+    """Spans of like length: slots, sizes, accepted, fresh [G]; rows [G, Q], those that `valid` says
+    belong to their span."""
+
+    slots: Tensor
+    sizes: Tensor
+    accepted: Tensor
+    fresh: Tensor
+    rows: Tensor
+    valid: Tensor
+
+
+class RecurrentPlan:
+    """One forward in plain torch: the definition of right.
+
+    What a state has taken in and where its span starts say how many rows of the last block were
+    accepted; a sequence's first rows find a state of zero, whatever the slot held before.
+    """
+
+    def __init__(self, attend: AttentionPlan, inputs: AttentionInputs, states: StateStore):
+        self.attend, self.inputs, self.states = attend, inputs, states
+        self.slots, start, sizes = inputs.table_rows, inputs.starts[:, 0], inputs.sizes
+        self.fresh = start == 0
+        behind = start - states.length.index_select(0, self.slots)
+        self.accepted = behind.clamp(0, states.pending).masked_fill(self.fresh, 0)
+        length = torch.where(sizes > states.pending, start + sizes, start)
+        states.length.index_copy_(0, self.slots, length)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        inputs = self.inputs
+        self.parts: list[_Rectangle] = []
+        every = torch.arange(len(self.slots), device=self.slots.device)
+        for spans in [group.spans for group in inputs.groups] or [every]:
+            sizes = inputs.sizes[spans]
+            longest = inputs.longest
+            if inputs.groups:
+                longest = next(g.rows.shape[1] for g in inputs.groups if g.spans is spans)
+            offset = torch.arange(longest, device=spans.device)
+            rows = inputs.row_starts[spans][:, None] + offset
+            self.parts.append(
+                _Rectangle(
+                    self.slots[spans],
+                    sizes,
+                    self.accepted[spans],
+                    self.fresh[spans],
+                    rows.clamp_(max=len(inputs.positions) - 1),
+                    offset < sizes[:, None],
+                )
+            )
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """As the attention backend's."""
+        if sinks is None:
+            return self.attend(layer, q, k, v)
+        return self.attend(layer, q, k, v, sinks)
+
+    def mix(self, layer: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor) -> Tensor:
+        """x [T, C], queries, keys and values before the convolution of weight [C, kernel]; decay
+        (its logarithm) and rate [T, Hv] -> what the layer's states answer [T, Hv, Dv]."""
+        spec, (rows, _) = self.states.spec, x.shape
+        out = x.new_zeros(rows + 1, spec.heads, spec.value_dim)
+        for part in self.parts:
+            found = self._mix(layer, part, x, torch.stack([decay, rate], 1), weight)
+            # What fills a rectangle up goes to a row behind all others.
+            place = torch.where(part.valid, part.rows, rows)
+            out.index_copy_(0, place.flatten(), found.flatten(0, 1).to(out.dtype))
+        return out[:rows]
+
+    def _mix(
+        self, layer: int, part: _Rectangle, x: Tensor, gates: Tensor, weight: Tensor
+    ) -> Tensor:
+        store, spec = self.states, self.states.spec
+        state, window, kept = (
+            held[layer].index_select(0, part.slots)
+            for held in (store.state, store.window, store.gates)
+        )
+        # What is not the sequence's own may be anything, and 0 times anything is not always 0.
+        state = state.masked_fill(part.fresh[:, None, None, None], 0.0)
+        index = torch.arange(window.shape[1], device=x.device)
+        own = (index < spec.kernel - 1 + part.accepted[:, None]) & ~part.fresh[:, None]
+        window = window.where(own[:, :, None], 0.0)
+        block = torch.arange(store.pending, device=x.device)
+        true = (block < part.accepted[:, None])[:, :, None, None]
+        _, state = delta_rule(state, *split(window, weight, spec), kept.where(true, 0.0))
+        before = torch.arange(spec.kernel - 1, device=x.device) + part.accepted[:, None]
+        fresh = x[part.rows].where(part.valid[:, :, None], 0.0)
+        rows = torch.cat([_take(window, before), fresh], 1)
+        now = gates[part.rows].where(part.valid[:, :, None, None], 0.0)
+        out, end = delta_rule(state, *split(rows, weight, spec), now)
+        long = (part.sizes > store.pending)[:, None]
+        if part.rows.shape[1] > store.pending:
+            state = torch.where(long[..., None, None], end, state)
+        first = torch.where(long, part.sizes[:, None], 0)
+        store.state[layer].index_copy_(0, part.slots, state)
+        store.window[layer].index_copy_(0, part.slots, _take(rows, first + index))
+        store.gates[layer].index_copy_(0, part.slots, _take(now, block.expand(len(rows), -1)))
+        return out
+
+
+class KernelPlan(RecurrentPlan):
+    """The same by triton's kernels: nothing is padded or gathered."""
+
+    def _lay_out(self) -> None:
+        pass
+
+    def mix(self, layer: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor) -> Tensor:
+        from strobe.kernels.recurrent import mix
+
+        inputs, store = self.inputs, self.states
+        spans = self.slots, inputs.row_starts, inputs.sizes, self.accepted, self.fresh
+        held = store.state[layer], store.window[layer], store.gates[layer]
+        return mix(x, decay, rate, weight, spans, held, inputs.longest, store.spec)
+
+
+def _take(rows: Tensor, index: Tensor) -> Tensor:
+    """rows [G, N, ...], index [G, M] -> [G, M, ...], the last one for what lies beyond."""
+    index = index.clamp(max=rows.shape[1] - 1)
+    wide = index.view(*index.shape, *[1] * (rows.ndim - 2)).expand(-1, -1, *rows.shape[2:])
+    return rows.gather(1, wide)
+
+
+def split(x: Tensor, weight: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """x [G, kernel - 1 + N, C], weight [C, kernel] -> queries, keys [G, N, Hv, Dk] and values
+    [G, N, Hv, Dv] in fp32: SiLU of the convolution, queries and keys of length 1."""
+    count = x.shape[1] - spec.kernel + 1
+    x, taps = x.float(), weight.float()
+    y = x[:, :count] * taps[:, 0]
+    for j in range(1, spec.kernel):
+        y = torch.addcmul(y, x[:, j : j + count], taps[:, j])
+    width = spec.key_heads * spec.key_dim
+    q, k, v = F.silu(y).split([width, width, spec.heads * spec.value_dim], -1)
+    q, k = (_unit(part.unflatten(-1, (spec.key_heads, spec.key_dim))) for part in (q, k))
+    repeats = spec.heads // spec.key_heads
+    if repeats > 1:
+        q, k = (part.repeat_interleave(repeats, -2) for part in (q, k))
+    return q * spec.key_dim**-0.5, k, v.unflatten(-1, (spec.heads, spec.value_dim))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def delta_rule(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
+) -> tuple[Tensor, Tensor]:
+    """state [G, Hv, Dk, Dv], q, k [G, N, Hv, Dk], v [G, N, Hv, Dv], gates [G, N, 2, Hv] ->
+    (answers [G, N, Hv, Dv], the state behind all rows). A row whose gates are 0 changes nothing.
+
+    S <- exp(decay) S; S <- S + rate k (v - S^T k)^T; the answer is S^T q
+    (Yang et al., arXiv 2412.06464, equation 10).
+    """
+    if q.shape[1] > FEW:
+        return _by_chunks(state, q, k, v, gates)
+    answers: list[Tensor] = []
+    keep = gates[:, :, 0].exp()[..., None, None]
+    for i in range(q.shape[1]):
+        state = state * keep[:, i]
+        error = v[:, i] - (state * k[:, i, :, :, None]).sum(-2)
+        change = error * gates[:, i, 1, :, None]
+        state = torch.addcmul(state, k[:, i, :, :, None], change[:, :, None])
+        answers.append((state * q[:, i, :, :, None]).sum(-2))
+    return torch.stack(answers, 1), state
+
+
+def _by_chunks(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same, chunk by chunk (section 3.2 there): a chunk's changes U solve (I + A) U = rate (V -
+    exp(c) K S), A = tril(rate K K^T exp(c_i - c_j), -1), c the decay summed within the chunk; then
+    the answers are exp(c) Q S + tril(Q K^T exp(c_i - c_j)) U, and the state is
+    exp(c_end) S + (exp(c_end - c) K)^T U."""
+    count = q.shape[1]
+    fill = -count % CHUNK
+    decay, rate = F.pad(gates, (0, 0, 0, 0, 0, fill)).unbind(2)
+    q, k, v = (_chunks(F.pad(part, (0, 0, 0, 0, 0, fill))) for part in (q, k, v))
+    decay, rate = (_chunks(part[..., None])[..., 0] for part in (decay, rate))
+    total = decay.cumsum(-1)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    faded = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
+    since = total.exp()[..., None]
+    system = rate[..., None] * (k @ k.mT) * faded
+    right = torch.cat([rate[..., None] * v, rate[..., None] * since * k], -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    fresh, old = solved.split([v.shape[-1], k.shape[-1]], -1)
+    inner, outer = (q @ k.mT) * faded, q * since
+    last = total[..., -1:]
+    kept, ahead = last.exp()[..., None], (k * (last - total).exp()[..., None]).mT
+    answers: list[Tensor] = []
+    for i in range(q.shape[2]):
+        change = fresh[:, :, i] - old[:, :, i] @ state
+        answers.append(outer[:, :, i] @ state + inner[:, :, i] @ change)
+        state = kept[:, :, i] * state + ahead[:, :, i] @ change
+    return torch.cat(answers, 2).transpose(1, 2)[:, :count], state
+
+
+def _chunks(x: Tensor) -> Tensor:
+    """[G, N, Hv, D] -> [G, Hv, N / CHUNK, CHUNK, D]."""
+    return x.transpose(1, 2).unflatten(2, (-1, CHUNK))

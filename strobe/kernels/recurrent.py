@@ -1,0 +1,192 @@
+# pyright: basic, reportCallIssue=false
+"""Recurrent layers: convolution, gated delta rule and what is kept of a block, span by span.
+
+Legend: S spans, T rows, P rows that a block may have, C channels of the convolution, Hk / Hv key
+and value heads, Dk / Dv their sizes, N slots. The torch twin is
+`strobe.attention.recurrent.RecurrentPlan`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strobe.kernels.dependent import dependent, follow
+from strobe.kv.states import StateSpec
+
+_ROWS = 8
+_CHANNELS = 256
+_VALUES = 32
+
+
+@triton.jit
+def _convolve_kernel(
+    x, weight, window, slots, firsts, sizes, accepted, fresh, out, block,
+    P: tl.constexpr, C: tl.constexpr, KERNEL: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SiLU of the convolution: of the accepted rows of the last block, and of the span's own."""
+    follow(PDL)
+    span = tl.program_id(0)
+    lanes = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = lanes < C
+    size, first, taken = tl.load(sizes + span), tl.load(firsts + span), tl.load(accepted + span)
+    held = tl.load(fresh + span) == 0
+    window += tl.load(slots + span) * (KERNEL - 1 + P) * C + lanes
+    x += first * C + lanes
+    begin = tl.program_id(1) * ROWS
+    # Rows of the block come first, P of them; then those of the span.
+    for row in range(begin, tl.minimum(begin + ROWS, P + size)):
+        own = row - P
+        if (own >= 0) | (row < taken):
+            total = tl.zeros([BLOCK], tl.float32)
+            for tap in tl.static_range(KERNEL):
+                back = own - (KERNEL - 1) + tap
+                if own < 0:
+                    value = tl.load(window + (row + tap) * C, inside & held, other=0.0)
+                elif back >= 0:
+                    value = tl.load(x + back * C, inside, other=0.0)
+                else:
+                    at = taken + back + KERNEL - 1
+                    value = tl.load(window + at * C, inside & held, other=0.0)
+                scale = tl.load(weight + lanes * KERNEL + tap, inside, other=0.0)
+                total += value.to(tl.float32) * scale.to(tl.float32)
+            total *= tl.sigmoid(total)
+            if own < 0:
+                tl.store(block + (span * P + row) * C + lanes, total, inside)
+            else:
+                tl.store(out + (first + own) * C + lanes, total, inside)
+
+
+@triton.jit
+def _unit(x):
+    return x * tl.rsqrt(tl.sum(x * x) + 1e-6)
+
+
+@triton.jit
+def _step(state, k, v, decay, rate):
+    state *= tl.exp(decay)
+    change = (v - tl.sum(state * k[:, None], 0)) * rate
+    return state + k[:, None] * change[None, :]
+
+
+@triton.jit
+def _delta_kernel(
+    rows, block, decay, rate, state, gates, slots, firsts, sizes, accepted, fresh, out,
+    P: tl.constexpr, C: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A part of one head's state: what was accepted is taken in, then the span's rows answer."""
+    follow(PDL)
+    span, head = tl.program_id(0), tl.program_id(1)
+    keys = tl.arange(0, KEYS)
+    values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    some, these = keys < DK, values < DV
+    slot, first, size = tl.load(slots + span), tl.load(firsts + span), tl.load(sizes + span)
+    held = tl.load(fresh + span) == 0
+    place = state + ((slot * HV + head) * DK + keys[:, None]) * DV + values[None, :]
+    both = some[:, None] & these[None, :]
+    now = tl.load(place, both & held, other=0.0)
+    key = head // (HV // HK)
+    at_q, at_k, at_v = key * DK + keys, (HK + key) * DK + keys, 2 * HK * DK + head * DV + values
+    gates += slot * P * 2 * HV + head
+    for i in range(tl.load(accepted + span)):
+        row = block + (span * P + i) * C
+        k = _unit(tl.load(row + at_k, some, other=0.0))
+        v = tl.load(row + at_v, these, other=0.0)
+        now = _step(now, k, v, tl.load(gates + i * 2 * HV), tl.load(gates + (i * 2 + 1) * HV))
+    if size <= P:
+        tl.store(place, now, both)
+    for i in range(size):
+        row = rows + (first + i) * C
+        k = _unit(tl.load(row + at_k, some, other=0.0))
+        q = _unit(tl.load(row + at_q, some, other=0.0)) * (DK**-0.5)
+        v = tl.load(row + at_v, these, other=0.0)
+        at = (first + i) * HV + head
+        now = _step(now, k, v, tl.load(decay + at), tl.load(rate + at))
+        tl.store(out + at * DV + values, tl.sum(now * q[:, None], 0), these)
+    if size > P:
+        tl.store(place, now, both)
+
+
+@triton.jit
+def _keep_kernel(
+    x, decay, rate, window, gates, slots, firsts, sizes, accepted, fresh,
+    P: tl.constexpr, C: tl.constexpr, KERNEL: tl.constexpr, HV: tl.constexpr,
+    TAPS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What the next forward needs of the span's rows: the convolution's inputs, and the gates. A
+    program reads what it needs of the window before it overwrites it: its rows move forward."""
+    follow(PDL)
+    span = tl.program_id(0)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lanes < C
+    slot, first, size = tl.load(slots + span), tl.load(firsts + span), tl.load(sizes + span)
+    taken, held = tl.load(accepted + span), tl.load(fresh + span) == 0
+    window += slot * (KERNEL - 1 + P) * C + lanes
+    x += first * C + lanes
+    skipped = tl.where(size > P, size, 0)
+    at = tl.arange(0, TAPS)[:, None]
+    back = skipped - (KERNEL - 1) + at
+    true = (at < KERNEL - 1) & inside[None, :]
+    value = tl.load(x[None, :] + back * C, true & (back >= 0), other=0.0)
+    source = window[None, :] + (taken + back + KERNEL - 1) * C
+    before = tl.load(source, true & held & (back < 0), other=0.0)
+    tl.debug_barrier()  # or a thread might overwrite what another has yet to read
+    tl.store(window[None, :] + at * C, tl.where(back >= 0, value, before), true)
+    if size <= P:
+        for i in range(size):
+            value = tl.load(x + i * C, inside, other=0.0)
+            tl.store(window + (KERNEL - 1 + i) * C, value, inside)
+        if tl.program_id(1) == 0:
+            heads = tl.arange(0, HEADS)
+            gates += slot * P * 2 * HV + heads
+            for i in range(size):
+                row = (first + i) * HV + heads
+                tl.store(gates + i * 2 * HV, tl.load(decay + row, heads < HV), heads < HV)
+                tl.store(gates + (i * 2 + 1) * HV, tl.load(rate + row, heads < HV), heads < HV)
+
+
+def mix(
+    x: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    weight: Tensor,
+    spans: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    held: tuple[Tensor, Tensor, Tensor],
+    longest: int,
+    spec: StateSpec,
+) -> Tensor:
+    """x [T, C], decay, rate [T, Hv] float32, weight [C, kernel], spans (slots, first rows, sizes,
+    rows accepted of the last block, whether a sequence begins) [S] -> answers [T, Hv, Dv].
+
+    held: state [N, Hv, Dk, Dv] and gates [N, P, 2, Hv] in float32, window [N, kernel - 1 + P, C];
+    all are brought up to date. longest: no span has more rows.
+    """
+    state, window, gates = held
+    rows, block = x.shape[0], gates.shape[1]
+    x, weight, decay, rate = (part.contiguous() for part in (x, weight, decay, rate))
+    count = spans[0].shape[0]
+    found = torch.empty(rows, spec.channels, dtype=torch.float32, device=x.device)
+    replayed = torch.empty(count * block, spec.channels, dtype=torch.float32, device=x.device)
+    out = torch.zeros(rows, spec.heads, spec.value_dim, dtype=x.dtype, device=x.device)
+    pdl = dependent(x.device)
+    shared = {"P": block, "C": spec.channels, "PDL": pdl, "launch_pdl": pdl}
+    wide = triton.cdiv(spec.channels, _CHANNELS)
+    _convolve_kernel[(count, triton.cdiv(block + longest, _ROWS), wide)](
+        x, weight, window, *spans, found, replayed,
+        KERNEL=spec.kernel, ROWS=_ROWS, BLOCK=_CHANNELS, num_warps=2, **shared,
+    )  # fmt: skip
+    _delta_kernel[(count, spec.heads, triton.cdiv(spec.value_dim, _VALUES))](
+        found, replayed, decay, rate, state, gates, *spans, out,
+        HK=spec.key_heads, HV=spec.heads, DK=spec.key_dim, DV=spec.value_dim,
+        KEYS=triton.next_power_of_2(spec.key_dim), VALUES=_VALUES, num_warps=4, **shared,
+    )  # fmt: skip
+    _keep_kernel[(count, wide)](
+        x, decay, rate, window, gates, *spans,
+        KERNEL=spec.kernel, HV=spec.heads, TAPS=triton.next_power_of_2(spec.kernel - 1),
+        HEADS=triton.next_power_of_2(spec.heads), BLOCK=_CHANNELS, num_warps=2, **shared,
+    )  # fmt: skip
+    return out

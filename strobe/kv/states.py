@@ -1,0 +1,70 @@
+"""The state of recurrent layers, which keep one per sequence instead of keys and values.
+
+                          length          the next forward's start
+    ... window: kernel - 1 | block: up to `pending` rows |
+                 state ----^    accepted ---^
+
+A state cannot be cut back as keys and values can. So it stands before the newest block, whose rows
+are kept beside it; the next forward, which knows where it starts, first takes in those that were
+accepted. Rows of a longer span, a prefill chunk's, are taken in at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """The shape of a target's recurrent layers: gated delta rule (Yang et al., arXiv 2412.06464)
+    behind a causal convolution over `kernel` rows. A key head serves heads / key_heads others."""
+
+    layers: int
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """C: queries, keys and values side by side, as the convolution takes them."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    @property
+    def values(self) -> int:
+        """Numbers in the states of all layers of one sequence."""
+        return self.layers * self.heads * self.key_dim * self.value_dim
+
+    def bytes_per_slot(self, pending: int, dtype: torch.dtype) -> int:
+        """Bytes that one sequence takes: states and gates in fp32, convolution inputs in dtype."""
+        rows = self.layers * (self.kernel - 1 + pending) * self.channels * dtype.itemsize
+        return 4 * self.values + rows + 4 * self.layers * pending * 2 * self.heads + 8
+
+
+class StateStore:
+    """Per layer and slot, the spare one included: state [L, N + 1, heads, key_dim, value_dim];
+    window [L, N + 1, kernel - 1 + pending, C], the convolution's inputs before the block and in it;
+    gates [L, N + 1, pending, 2, heads], logarithm of the decay and learning rate of the block's
+    rows. length [N + 1]: positions that the states have taken in."""
+
+    def __init__(
+        self,
+        spec: StateSpec,
+        num_slots: int,
+        pending: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        """pending: rows of the longest block."""
+        self.spec, self.pending = spec, pending
+        slots = spec.layers, num_slots + 1
+        shape = (*slots, spec.heads, spec.key_dim, spec.value_dim)
+        self.state = torch.zeros(shape, dtype=torch.float32, device=device)
+        rows = spec.kernel - 1 + pending
+        self.window = torch.zeros((*slots, rows, spec.channels), dtype=dtype, device=device)
+        gates = (*slots, pending, 2, spec.heads)
+        self.gates = torch.zeros(gates, dtype=torch.float32, device=device)
+        self.length = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)

@@ -1,0 +1,62 @@
+"""Tiny random targets with recurrent layers, on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import EOS_IDS, HIDDEN, LAYERS, VOCAB
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+KINDS = ["linear_attention", "full_attention", *["linear_attention"] * 2, "full_attention"]
+ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [1, 1, 0],
+    "mrope_interleaved": True,
+}
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": EOS_IDS,
+    "layer_types": KINDS,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": ROPE,
+}
+
+
+def make_hybrid(directory: Path, *, seed: int = 0, **changes: Any) -> Any:
+    """Write a random dense Qwen3.5 with decisive logits; returns transformers' model of it."""
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**SHAPE, **changes}))
+    return save_hybrid(model, directory, seed)
+
+
+def save_hybrid(model: Any, directory: Path, seed: int) -> Any:
+    """Fill a model of transformers' with random weights and write it."""
+    model = model.float().eval()
+    noise = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            scale = 0.5 if "embed" in name or "lm_head" in name or "conv" in name else 0.2
+            parameter.data.normal_(0, scale, generator=noise)
+        elif "linear_attn.norm" in name:
+            parameter.data.uniform_(0.5, 1.5, generator=noise)
+        elif "norm" in name:  # what is added to 1
+            parameter.data.uniform_(-0.5, 0.5, generator=noise)
+        else:
+            parameter.data.normal_(0, 0.5, generator=noise)
+    model.generation_config.eos_token_id = EOS_IDS
+    model.save_pretrained(directory)
+    return model

@@ -1,0 +1,275 @@
+"""Qwen3.5 against transformers, and its speculation, recorded or not, against plain decoding."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hybrid import KINDS, ROPE, make_hybrid
+from matrix import Pair, PlainAnswers, compare, some
+from parity import GEOMETRY, Case, check_layers, check_text, layer_outputs, prompts, record
+from recorded import recorded
+from safetensors.torch import load_file, save_file
+from tiny import HIDDEN, LAYERS, Scripted, edit_json, make_draft, make_engine, run, wavering
+
+from strobe.config import EngineConfig
+from strobe.engine.build import build, resolve
+from strobe.engine.engine import Engine
+from strobe.info import describe
+from strobe.request import SamplingParams
+
+COLD = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+BOUND = 1e-3
+"""Measured 4.4e-4, and 2.6e-4 between transformers in single and in double precision: what a young
+state answers is small, and its norm makes it large."""
+
+
+def nest(path: Path) -> None:
+    """As the published checkpoints are: the text's config inside one of pictures, the text's
+    tensors beside theirs and those of a head that drafts."""
+    text = json.loads((path / "config.json").read_text())
+    said = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "full_attention_interval": 4}
+    text = {**said, "mtp_num_hidden_layers": 1, **text, "model_type": "qwen3_5_text"}
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "vision_config": {"model_type": "qwen3_5", "depth": 27},
+        "image_token_id": 3,
+        "tie_word_embeddings": text.pop("tie_word_embeddings"),
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(path / "model.safetensors")
+    named = {
+        name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()
+    }
+    named["model.visual.patch_embed.proj.weight"] = torch.ones(2, 3)
+    named["mtp.fc.weight"] = torch.ones(4)
+    save_file(named, path / "model.safetensors")
+
+
+def by_interval(path: Path) -> None:
+    edit_json(path / "config.json", layer_types=None, full_attention_interval=2)
+
+
+CASES = {
+    "untied": Case({}),
+    "tied, nested": Case({"tie_word_embeddings": True}, nest),
+    "as many key heads, a short convolution": Case(
+        {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "linear_value_head_dim": 8}
+    ),
+    "one key-value head, the whole head turned": Case(
+        {"num_key_value_heads": 1, "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}}
+    ),
+    "layers by interval, another epsilon": Case(
+        {"layer_types": [KINDS[i % 2] for i in range(LAYERS)], "rms_norm_eps": 1e-3}, by_interval
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """(transformers' model, directory)"""
+    case, path = CASES[request.param], tmp_path_factory.mktemp("qwen3_5")
+    hf = make_hybrid(path, seed=len(request.param), **case.changes)
+    case.after(path)
+    return hf, path
+
+
+@pytest.mark.parametrize(("page_size", "budget"), GEOMETRY[1::2])
+def test_every_layer_and_the_logits_agree_however_the_prompt_is_cut(
+    model: tuple[Any, Path], page_size: int, budget: int
+):
+    check_layers(*model, page_size, budget, atol=BOUND)
+
+
+def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
+    check_text(*model)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """(transformers' model, directory) of the target that the tests below share."""
+    path = tmp_path_factory.mktemp("hybrid")
+    return make_hybrid(path), path
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_draft(tmp_path_factory.mktemp("draft"))
+
+
+@pytest.mark.parametrize("budget", [300, 64, 33])
+def test_prompts_about_as_long_as_chunks_give_transformers_outputs(
+    budget: int, hybrid: tuple[Any, Path]
+):
+    hf, path = hybrid
+    lengths = [1, 15, 16, 17, 63, 64, 65, 130]
+    config = EngineConfig(
+        str(path), max_model_len=160, max_num_seqs=8, max_num_batched_tokens=budget
+    )
+    engine = make_engine(config)
+    seen = record(engine)
+    run(engine, prompts(lengths), COLD.clone(max_tokens=3))
+    requests = {request for request, _ in seen}
+    assert sorted(request.num_prompt for request in requests) == lengths
+    for request in requests:
+        wanted, _ = layer_outputs(hf, request.tokens[:-1])
+        found = torch.stack([seen[request, p] for p in range(len(wanted))]).view(wanted.shape)
+        torch.testing.assert_close(found, wanted, atol=BOUND, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def plain(hybrid: tuple[Any, Path], drafter: Path) -> PlainAnswers:
+    return PlainAnswers(Pair(hybrid[1], drafter))
+
+
+@pytest.mark.parametrize("c", some(), ids=str)
+def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
+    compare(c, plain.pair, plain(c.workload))
+
+
+def config(path: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(str(path), max_model_len=96, max_num_seqs=5, page_size=4, **options)
+
+
+TEXTS = prompts([3, 17, 40, 1, 8, 29])
+
+
+@pytest.mark.parametrize(("overlap", "budget"), [(1, None), (2, 48)])
+def test_replayed_steps_give_what_plain_steps_give(
+    overlap: int,
+    budget: int | None,
+    hybrid: tuple[Any, Path],
+    drafter: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """By a drafter that guesses, and by one that is right up to a place that varies."""
+    monkeypatch.setattr("strobe.runner.collect.download", torch.clone)
+    path = hybrid[1]
+    texts, cold = TEXTS[:4], COLD.clone(max_tokens=16)
+    wanted = run(make_engine(config(path)), texts, cold)
+    options: dict[str, Any] = {"overlap": overlap, "max_num_batched_tokens": budget}
+    for draft, method in ((str(drafter), "dflash"), (None, "ngram")):
+        asked = {"draft": draft, "method": method, "num_drafts": 7}
+        resolved = resolve(config(path, **options, **asked))
+        parts = build(resolved)
+        script = Scripted(parts.state, 7, wavering)
+        if method == "ngram":
+            parts.proposers.proposers["ngram"] = script
+        double = recorded(parts, 5, 7)
+        engine = Engine(resolved, parts=parts)
+        requests = [engine.add(prompt, cold) for prompt in texts]
+        script.answers = dict(zip(requests, map(list.__add__, texts, wanted), strict=True))
+        while engine.has_work:
+            engine.step()
+            engine.check()
+        assert [request.output_ids for request in requests] == wanted
+        assert double.recorded > 1
+        assert double.replayed > 1
+        if method == "ngram":
+            assert sum(request.speculation.accepted for request in requests) > 20
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("place", ["propose", "forward", "observe"])
+def test_an_engine_whose_step_failed_starts_its_requests_over(
+    place: str, overlap: int, hybrid: tuple[Any, Path], drafter: Path
+):
+    """Whatever the states of the step's requests had taken in by then."""
+    path = hybrid[1]
+    options: dict[str, Any] = {"draft": str(drafter), "overlap": overlap}
+    engine = make_engine(config(path, **options, max_num_batched_tokens=40))
+    owner: Any = {"forward": engine.runner}.get(place, engine.proposers)
+    true, calls = getattr(owner, place), 0
+
+    def failing(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        found = true(*args, **named)
+        if calls in (2, 5, 9):
+            raise MemoryError("no memory")
+        return found
+
+    setattr(owner, place, failing)
+    requests = [engine.add(prompt, COLD) for prompt in TEXTS]
+    failures = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except MemoryError:
+            failures += 1
+        engine.check()
+    assert failures == 3
+    assert [r.output_ids for r in requests] == run(make_engine(config(path)), TEXTS, COLD)
+
+
+def test_pages_hold_the_layers_with_attention_and_no_prefix_is_looked_for(
+    hybrid: tuple[Any, Path], caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.WARNING):
+        engine = make_engine(config(hybrid[1]))
+    assert "Prefix caching is off: no page holds the state" in caplog.text
+    assert engine.parts.stores["target"].spec.layers == 2
+    states = engine.parts.states
+    assert states is not None
+    held = (states.state, states.window, states.gates, states.length)
+    per_slot = states.spec.bytes_per_slot(states.pending, torch.float32)
+    assert sum(part.nbytes for part in held) == 6 * per_slot
+    for _ in range(2):
+        run(engine, [TEXTS[2]], COLD)
+    assert engine.stats.prefix_hits == 0
+    caplog.clear()
+    make_engine(config(hybrid[1], enable_prefix_caching=False))
+    assert not caplog.records
+
+
+def test_states_that_do_not_fit_are_refused_in_a_sentence(
+    hybrid: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("strobe.runner.memory.free_memory", lambda device: 3_400_000)
+    with pytest.raises(ValueError, match=r"^max_num_seqs is 400, whose states .* ask for fewer\.$"):
+        resolve(EngineConfig(str(hybrid[1]), max_model_len=64, max_num_seqs=400))
+
+
+def test_info_tells_of_recurrent_layers(hybrid: tuple[Any, Path]):
+    facts = describe(hybrid[1])
+    assert facts["layers"] == LAYERS
+    assert facts["recurrent_layers"] == 3
+    assert facts["kv_bytes_per_token_bf16"] == 2 * 2 * 2 * 2 * 16
+    assert facts["prefix_caching"] == "off, since no page holds the state of recurrent layers"
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"layer_types": ["mamba"] * LAYERS}, "layer type 'mamba' is not supported"),
+    ({"linear_num_key_heads": 3}, "linear_num_value_heads 4 is not a multiple"),
+    ({"attn_output_gate": False}, "attn_output_gate is False, which is not supported"),
+    ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype is 'bfloat16'"),
+    ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, but must be"),
+    (
+        {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.3}},
+        "partial_rotary_factor 0.3 turns",
+    ),
+    ({"hidden_size_per_layer": 7}, "hidden_size_per_layer is 7, which is not known"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_is_not_supported_is_named(
+    changes: dict[str, Any], message: str, nested: bool, tmp_path: Path
+):
+    make_hybrid(tmp_path)
+    edit_json(tmp_path / "config.json", **changes)
+    if nested:
+        nest(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        resolve(config(tmp_path))
+
+
+def test_a_target_as_wide_as_its_drafter_expects(hybrid: tuple[Any, Path]):
+    assert hybrid[0].config.hidden_size == HIDDEN

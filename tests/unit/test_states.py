@@ -1,0 +1,147 @@
+"""States of recurrent layers: what a block leaves behind, by what was accepted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strobe.attention.base import AttentionInputs
+from strobe.attention.recurrent import CHUNK, FEW, RecurrentPlan, delta_rule
+from strobe.kv.states import StateSpec, StateStore
+
+SPEC = StateSpec(layers=2, heads=4, key_heads=2, key_dim=6, value_dim=5, kernel=4)
+CPU = torch.device("cpu")
+PENDING = 5
+
+
+def inputs(spans: Sequence[tuple[int, int, int]], longest: int = 0) -> AttentionInputs:
+    """spans: (slot, start, rows) one after another."""
+    slots, starts, sizes = torch.tensor(spans).T.unbind()
+    total = int(sizes.sum())
+    nothing: Any = None
+    return AttentionInputs(
+        positions=torch.zeros(total, dtype=torch.int64),
+        slots=nothing,
+        starts=starts[:, None],
+        sizes=sizes,
+        row_starts=sizes.cumsum(0) - sizes,
+        longest=max(longest, int(sizes.max())),
+        tables=nothing,
+        table_rows=slots,
+        page_size=1,
+        groups=[],
+        bounds=[],
+    )
+
+
+class Rows:
+    """What the layers say of tokens: the same for the same token, whatever runs beside it."""
+
+    def __init__(self, spec: StateSpec = SPEC, count: int = 300):
+        noise = torch.Generator().manual_seed(3)
+        self.x = torch.randn(spec.layers, count, spec.channels, generator=noise)
+        self.decay = -torch.rand(spec.layers, count, spec.heads, generator=noise)
+        self.rate = torch.rand(spec.layers, count, spec.heads, generator=noise)
+        self.weight = torch.randn(spec.layers, spec.channels, spec.kernel, generator=noise)
+
+    def run(self, plan: RecurrentPlan, tokens: Sequence[int]) -> Tensor:
+        """The answers of every layer, [T, L, Hv, Dv]."""
+        chosen = list(tokens)
+        answers = [
+            plan.mix(layer, x[chosen], decay[chosen], rate[chosen], weight)
+            for layer, (x, decay, rate, weight) in enumerate(
+                zip(self.x, self.decay, self.rate, self.weight, strict=True)
+            )
+        ]
+        return torch.stack(answers, 1)
+
+
+def step(store: StateStore, rows: Rows, spans: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
+    """One forward over spans of (slot, start, tokens)."""
+    nothing: Any = None
+    planned = inputs([(slot, start, len(tokens)) for slot, start, tokens in spans])
+    plan = RecurrentPlan(nothing, planned, store)
+    return rows.run(plan, [token for _, _, tokens in spans for token in tokens])
+
+
+def store(pending: int = PENDING) -> StateStore:
+    made = StateStore(SPEC, 3, pending, torch.float32, CPU)
+    for held in (made.state, made.window, made.gates):
+        held.fill_(float("nan"))  # of whoever had the slots before
+    made.length.fill_(77)
+    return made
+
+
+@pytest.mark.parametrize("accepted", range(PENDING))
+@pytest.mark.parametrize("prompt", [1, 3, 4, 9])
+def test_what_was_rejected_leaves_no_trace(accepted: int, prompt: int):
+    """State and answers behind blocks that were cut are those of the tokens alone: the same
+    operations, rounded alike but for what vectors and their ends are computed by."""
+    rows, cut, alone = Rows(), store(), store()
+    true = list(range(40))
+    start = 0
+    for held in (cut, alone):
+        step(held, rows, [(1, 0, true[:prompt])])
+    start = prompt
+    for turn in range(4):
+        kept = 1 + (accepted if turn % 2 == 0 else (accepted + turn) % PENDING)
+        block = true[start : start + kept] + [200 + turn + i for i in range(PENDING - kept)]
+        found = step(cut, rows, [(1, start, block)])[:kept]
+        wanted = [step(alone, rows, [(1, at, [true[at]])]) for at in range(start, start + kept)]
+        torch.testing.assert_close(found, torch.cat(wanted), atol=1e-6, rtol=1e-6)
+        start += kept
+    for held in (cut, alone):
+        step(held, rows, [(1, start, [true[start]])])
+    torch.testing.assert_close(cut.state[:, 1], alone.state[:, 1], atol=1e-6, rtol=1e-6)
+    assert torch.equal(cut.window[:, 1, :4], alone.window[:, 1, :4])
+    assert cut.length[1] == alone.length[1] == start
+    assert cut.state[:, 0].isnan().all(), "another slot's state was touched"
+
+
+def test_spans_of_every_kind_together_answer_as_alone():
+    """A chunk of a prompt, a block, a new sequence and a span that only fills up."""
+    rows, crowd, alone = Rows(), store(), store()
+    for held in (crowd, alone):
+        step(held, rows, [(0, 0, range(30))])
+        step(held, rows, [(2, 0, range(100, 107))])
+        step(held, rows, [(2, 7, range(107, 112))])
+    spans = [(2, 9, range(109, 113)), (0, 30, range(30, 60)), (1, 0, [9]), (3, 0, [])]
+    found = step(crowd, rows, spans)
+    wanted = [step(alone, rows, [span]) for span in spans[:3]]
+    torch.testing.assert_close(found, torch.cat(wanted), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(crowd.state[:, :3], alone.state[:, :3], atol=1e-5, rtol=1e-5)
+    assert crowd.length[:3].tolist() == [60, 0, 9]
+
+
+@pytest.mark.parametrize("cuts", [[130], [64, 66], [1, 17, 63, 49], [5] * 26])
+def test_a_prompts_cuts_change_nothing(cuts: list[int]):
+    rows, held, whole = Rows(), store(), store()
+    first, answers = 0, list[Tensor]()
+    for count in cuts:
+        answers.append(step(held, rows, [(0, first, range(first, first + count))]))
+        first += count
+    wanted = torch.cat([step(whole, rows, [(0, at, [at])]) for at in range(130)])
+    torch.testing.assert_close(torch.cat(answers), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [FEW + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 2])
+def test_chunks_take_in_what_rows_do(count: int):
+    """Keys that repeat, too: the changes of a chunk's rows then depend on each other most."""
+    noise = torch.Generator().manual_seed(count)
+    q, k = torch.nn.functional.normalize(torch.randn(2, 2, count, 3, 8, generator=noise), dim=-1)
+    k[:, count // 3 : count // 2] = k[:, :1]
+    v = torch.randn(2, count, 3, 4, generator=noise)
+    gates = torch.stack([-torch.rand(2, count, 3) * 0.1, torch.rand(2, count, 3)], 2)
+    state = torch.randn(2, 3, 8, 4, generator=noise)
+    found, end = delta_rule(state, q, k, v, gates)
+    answers: list[Tensor] = []
+    for i in range(count):
+        one = (part[:, i : i + 1] for part in (q, k, v, gates))
+        answer, state = delta_rule(state, *one)
+        answers.append(answer)
+    torch.testing.assert_close(found, torch.cat(answers, 1), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(end, state, atol=2e-5, rtol=1e-5)
