@@ -8,13 +8,17 @@ and value heads, Dk / Dv their sizes, N slots. The torch twin is
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from strobe.kernels.dependent import dependent, follow
-from strobe.kv.states import StateSpec
+
+if TYPE_CHECKING:
+    from strobe.kv.states import StateSpec
 
 _ROWS = 8
 _CHANNELS = 256

@@ -17,7 +17,7 @@ CORE_FILES = ("step.py", "request.py", "structured.py", "checks.py", "config.py"
 
 KINDS, FIRST = ("families", "formats"), "qwen3.py"
 
-FILE_LINES, CORE_LINES, STEP_LINES = 400, 6000, 30
+FILE_LINES, CORE_LINES, STEP_LINES = 400, 6600, 30
 
 
 def lines(path: Path) -> int:
