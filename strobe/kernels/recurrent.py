@@ -142,15 +142,15 @@ def _keep_kernel(
     tl.store(window[None, :] + at * C, tl.where(back >= 0, value, before), true)
     if size <= P:
         for i in range(size):
-            value = tl.load(x + i * C, inside, other=0.0)
-            tl.store(window + (KERNEL - 1 + i) * C, value, inside)
+            newest = tl.load(x + i * C, inside, other=0.0)
+            tl.store(window + (KERNEL - 1 + i) * C, newest, inside)
         if tl.program_id(1) == 0:
             heads = tl.arange(0, HEADS)
-            gates += slot * P * 2 * HV + heads
-            for i in range(size):
-                row = (first + i) * HV + heads
-                tl.store(gates + i * 2 * HV, tl.load(decay + row, heads < HV), heads < HV)
-                tl.store(gates + (i * 2 + 1) * HV, tl.load(rate + row, heads < HV), heads < HV)
+            spots, real = gates + slot * P * 2 * HV + heads, heads < HV
+            for j in range(size):
+                row = (first + j) * HV + heads
+                tl.store(spots + j * 2 * HV, tl.load(decay + row, real), real)
+                tl.store(spots + (j * 2 + 1) * HV, tl.load(rate + row, real), real)
 
 
 def mix(
