@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from published import QWEN3_8B_DFLASH, written
 from safetensors.torch import load_file, save_file
 from tiny import LAYERS, VOCAB, edit_json, make_draft
 
@@ -19,41 +20,6 @@ from strobe.engine.build import resolve
 from strobe.models.config import default_capture_layers
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.models.rope import RopeConfig
-
-QWEN3_8B_DFLASH: dict[str, Any] = {
-    "architectures": ["DFlashDraftModel"],
-    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    "model_type": "qwen3",
-    "dtype": "bfloat16",
-    "block_size": 16,
-    "num_target_layers": 36,
-    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "rope_scaling": None,
-    "max_position_embeddings": 40960,
-    "layer_types": ["full_attention"] * 5,
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "max_window_layers": 5,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "vocab_size": 151936,
-    "transformers_version": "4.57.1",
-}
-"""The config.json published with z-lab/Qwen3-8B-DFlash-b16."""
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -86,12 +52,6 @@ QWEN3_8B: dict[str, Any] = {
 """The config.json published with Qwen/Qwen3-8B."""
 
 MIXED = ["sliding_attention"] * 4 + ["full_attention"]
-
-
-def written(directory: Path, config: dict[str, Any], name: str = "config.json") -> Path:
-    directory.mkdir(exist_ok=True)
-    (directory / name).write_text(json.dumps(config))
-    return directory
 
 
 def test_a_published_target_config_is_read(tmp_path: Path):

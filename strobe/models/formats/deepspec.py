@@ -20,6 +20,7 @@ HARMLESS = frozenset({"markov_rank", "enable_confidence_head", "num_anchors"})
 
 def read(config: dict[str, Any], path: Path, target: Path | None = None) -> DraftConfig:
     fields = Fields(config, path)
+    scale = fields.number("input_embedding_scale", 1.0)
     return read_flat(
-        fields, target, HARMLESS, anchor_first=True, embedding_scale=1.0, format="DeepSpec"
+        fields, target, HARMLESS, anchor_first=True, embedding_scale=scale, format="DeepSpec"
     )

@@ -1,0 +1,239 @@
+"""The formats of speculators and DeepSpec, and the traps in configs that their tools wrote."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published import QWEN3_8B_DFLASH, QWEN36_35B_SPECULATORS, written
+
+from strobe.attention.mask import LayerMask
+from strobe.models.config import DraftConfig
+from strobe.models.registry import load_draft_config
+from strobe.models.rope import RopeConfig
+
+FULL = LayerMask(causal=False)
+METHODS = QWEN36_35B_SPECULATORS["speculators_config"]["proposal_methods"]
+
+
+def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """With changes; those that are `...` are left out."""
+    return {k: v for k, v in {**config, **changes}.items() if v is not ...}
+
+
+def read(directory: Path, layers: dict[str, Any] | None = None, **changes: Any) -> DraftConfig:
+    """The published export with changes, and such of its layers."""
+    config = changed(QWEN36_35B_SPECULATORS, changes)
+    if "transformer_layer_config" not in changes:
+        inner = changed(config["transformer_layer_config"], layers or {})
+        config["transformer_layer_config"] = inner
+    return load_draft_config(written(directory, config))
+
+
+def test_a_published_export_is_read_as_the_drafter_it_was_made_from(tmp_path: Path):
+    found = read(tmp_path)
+    original = load_draft_config(
+        written(
+            tmp_path / "original",
+            {
+                **QWEN3_8B_DFLASH,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_key_value_heads": 4,
+                "num_hidden_layers": 8,
+                "layer_types": ["full_attention"] * 8,
+                "num_target_layers": 40,
+                "vocab_size": 248320,
+                "rope_theta": 10000000,
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 64.0,
+                    "original_max_position_embeddings": 4096,
+                },
+                "dflash_config": {
+                    "mask_token_id": 248070,
+                    "target_layer_ids": [1, 10, 19, 28, 37],
+                },
+            },
+        )
+    )
+    assert found.capture == (2, 11, 20, 29, 38) == original.capture
+    assert found.ids == (2, 11, 20, 29, 38), "as the file counts"
+    assert original.ids == (1, 10, 19, 28, 37)
+    assert found == replace(
+        original,
+        num_target_layers=None,
+        embedding_scale=1.0,
+        num_drafts=15,
+        format="speculators",
+    )
+
+
+def test_what_training_left_in_a_config_of_llamas_type_says_nothing(tmp_path: Path):
+    """Windows beside full layers, a share of the head that turns, sections of multimodal rope."""
+    rope = {"rope_theta": 10000.0, "rope_type": "default"}
+    plain = {
+        "model_type": "llama",
+        "head_dim": 256,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "rope_parameters": rope,
+    }
+    wanted = read(tmp_path, plain)
+    assert wanted.decoder.rope == RopeConfig(10000.0)
+    assert wanted.decoder.qk_norm, "queries and keys have norms, whatever the type"
+    assert wanted.decoder.head_dim == 256
+    carried = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    left = {
+        "sliding_window": 2048,
+        "partial_rotary_factor": 0.25,
+        "rope_parameters": {**rope, **carried, "partial_rotary_factor": 0.25},
+    }
+    assert read(tmp_path, {**plain, **left}) == wanted
+    about = {**QWEN36_35B_SPECULATORS["speculators_config"], "verifier": {"architectures": []}}
+    assert read(tmp_path, plain, speculators_config=about) == wanted
+
+
+@pytest.mark.parametrize(
+    ("both_ways", "causal"), [(True, False), (False, True), (..., False), (None, False)]
+)
+def test_only_sliding_layers_are_causal_and_only_where_the_config_says_so(
+    tmp_path: Path, both_ways: Any, causal: bool
+):
+    types = ["sliding_attention"] * 7 + ["full_attention"]
+    layers = {"layer_types": types, "sliding_window": 2048}
+    found = read(tmp_path, layers, sliding_window_non_causal=both_ways)
+    assert found.decoder.masks == (LayerMask(causal=causal, window=2048),) * 7 + (FULL,)
+    assert read(tmp_path, sliding_window_non_causal=both_ways).decoder.masks == (FULL,) * 8
+
+
+def test_of_ropes_by_layer_type_the_sliding_layers_one_counts(tmp_path: Path):
+    ropes = {"sliding_attention": {"rope_theta": 5.0}, "full_attention": {"rope_theta": 7.0}}
+    assert read(tmp_path, {"rope_parameters": ropes}).decoder.rope == RopeConfig(5.0)
+
+
+def test_an_older_file_that_names_little_is_completed_as_the_library_does(tmp_path: Path):
+    found = load_draft_config(
+        written(
+            tmp_path,
+            {
+                "speculators_config": {"algorithm": "dflash"},
+                "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
+                "mask_token_id": 151669,
+                "transformer_layer_config": {
+                    "hidden_size": 4096,
+                    "num_hidden_layers": 5,
+                    "num_key_value_heads": 8,
+                },
+            },
+        )
+    )
+    decoder = found.decoder
+    assert (found.block_size, found.draft_vocab_size, found.num_drafts) == (8, 32000, None)
+    assert (decoder.head_dim, decoder.num_heads, decoder.num_kv_heads) == (128, 32, 8)
+    assert (decoder.intermediate_size, decoder.vocab_size) == (22016, 151936)
+    assert (decoder.rope, decoder.rms_norm_eps) == (RopeConfig(10000.0), 1e-6)
+    assert decoder.masks == (FULL,) * 5
+
+
+def test_heads_of_llamas_type_share_the_width_where_no_size_is_named(tmp_path: Path):
+    layers = {"model_type": "llama", "head_dim": ..., "num_key_value_heads": ...}
+    decoder = read(tmp_path, layers).decoder
+    assert (decoder.head_dim, decoder.num_kv_heads) == (2048 // 32, 32)
+    assert read(tmp_path, {"head_dim": ...}).decoder.head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("block", "named", "anchor", "drafts", "recommended"),
+    [
+        (8, 7, ..., 7, 7),
+        (8, 8, ..., 7, 7),
+        (8, 8, False, 7, 7),
+        (8, 8, True, 8, 8),
+        (8, 3, ..., 7, 3),
+    ],
+)
+def test_the_first_slot_predicts_where_the_flag_says_so_however_many_tokens_are_named(
+    tmp_path: Path, block: int, named: int, anchor: Any, drafts: int, recommended: int
+):
+    about = {"algorithm": "dflash", "proposal_methods": [{**METHODS[0]}]}
+    about["proposal_methods"][0]["speculative_tokens"] = named
+    found = read(tmp_path, block_size=block, sample_from_anchor=anchor, speculators_config=about)
+    assert (found.drafts, found.num_drafts) == (drafts, recommended)
+    assert found.anchor_first == (anchor is True)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "EAGLE-3": ({"speculators_model_type": "eagle3"}, {}, "a drafter for EAGLE-3"),
+    "P-EAGLE": ({"speculators_model_type": "peagle"}, {}, "a drafter for P-EAGLE"),
+    "MTP": ({"speculators_model_type": "mtp"}, {}, "a drafter for MTP"),
+    "DSpark": ({"speculators_model_type": "dspark"}, {}, "a drafter for DSpark"),
+    "DFlash2": ({"speculators_model_type": "dflash2"}, {}, "a drafter for DFlash2"),
+    "Domino": ({"speculators_model_type": "domino"}, {}, "a drafter for Domino"),
+    "one not known": ({"speculators_model_type": "later"}, {}, "a drafter for later"),
+    "EAGLE-3, an older file": (
+        {"speculators_model_type": ..., "speculators_config": {"algorithm": "eagle3"}},
+        {},
+        "a drafter for EAGLE-3",
+    ),
+    "no layers": ({"transformer_layer_config": ...}, {}, "transformer_layer_config is missing"),
+    "no ids": ({"aux_hidden_state_layer_ids": ...}, {}, "aux_hidden_state_layer_ids is None"),
+    "no mask token": ({"mask_token_id": None}, {}, "mask_token_id is None"),
+    "a larger head": (
+        {"draft_vocab_size": 248321},
+        {},
+        "draft_vocab_size is 248321, but the vocabulary has 248320",
+    ),
+    "tokens": (
+        {"speculators_config": {"proposal_methods": [{"speculative_tokens": 0}]}},
+        {},
+        "speculative_tokens is 0",
+    ),
+    "unknown key": ({"norm_before_fc": True}, {}, "norm_before_fc is True, which is not known"),
+    "unknown key of layers": ({}, {"qk_scale": 2}, "qk_scale is 2, which is not known"),
+    "activation": ({}, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_dflash_of_speculators_is_refused_by_name(tmp_path: Path, name: str):
+    changes, layers, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        read(tmp_path, layers, **changes)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+DEEPSPEC: dict[str, Any] = {
+    **{k: v for k, v in QWEN3_8B_DFLASH.items() if k not in ("dflash_config", "auto_map")},
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": 7,
+    "target_layer_ids": [1, 9, 17, 25, 33],
+    "mask_token_id": 151669,
+    "num_anchors": 512,
+    "markov_rank": 0,
+    "enable_confidence_head": False,
+}
+"""A drafter without heads: Qwen3-8B's config with keys beside it, as DeepSpec writes them."""
+
+
+@pytest.mark.parametrize("names", [["Qwen3DSparkModel"], None])
+def test_deepspecs_blocks_predict_from_their_first_slot(tmp_path: Path, names: Any):
+    found = load_draft_config(written(tmp_path, {**DEEPSPEC, "architectures": names}))
+    assert (found.format, found.anchor_first, found.block_size, found.drafts) == (
+        "DeepSpec",
+        True,
+        7,
+        7,
+    )
+    assert found.capture == (2, 10, 18, 26, 34)
+    assert found.embedding_scale == 1.0, "its embedding is its own"
+    scaled = load_draft_config(written(tmp_path, {**DEEPSPEC, "input_embedding_scale": 2.0}))
+    assert scaled.embedding_scale == 2.0
+
+
+@pytest.mark.parametrize("head", [{"markov_rank": 256}, {"enable_confidence_head": True}])
+def test_deepspecs_other_heads_are_another_method(tmp_path: Path, head: dict[str, Any]):
+    with pytest.raises(ValueError, match="a drafter for DSpark, not DFlash"):
+        load_draft_config(written(tmp_path, {**DEEPSPEC, **head}))

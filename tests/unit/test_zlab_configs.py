@@ -1,0 +1,335 @@
+"""z-lab's format: what published drafters vary is read as meant, other methods are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published import QWEN3_8B_DFLASH, written
+from tokenizers import Tokenizer, models
+
+from strobe.attention.mask import LayerMask
+from strobe.models.config import DraftConfig
+from strobe.models.registry import load_draft_config
+from strobe.models.rope import RopeConfig
+
+FULL = LayerMask(causal=False)
+
+
+def nested(mask: int, *ids: int, **more: Any) -> dict[str, Any]:
+    return {"mask_token_id": mask, "target_layer_ids": list(ids), **more}
+
+
+def shape(hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def layers(sliding: int, full: int) -> dict[str, Any]:
+    types = ["sliding_attention"] * sliding + ["full_attention"] * full
+    return {"num_hidden_layers": len(types), "layer_types": types}
+
+
+def read(directory: Path, **changes: Any) -> DraftConfig:
+    """The published Qwen3-8B drafter with changes; those that are `...` are left out."""
+    config = {k: v for k, v in {**QWEN3_8B_DFLASH, **changes}.items() if v is not ...}
+    return load_draft_config(written(directory, config))
+
+
+def test_the_4b_drafter_is_the_8bs_in_a_smaller_shape(tmp_path: Path):
+    large = read(tmp_path)
+    found = read(tmp_path, hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True)
+    smaller = replace(large.decoder, hidden_size=2560, intermediate_size=9728)
+    assert found == replace(large, decoder=smaller)
+    assert (found.format, found.anchor_first, found.drafts) == ("z-lab", False, 15)
+    assert (found.draft_vocab_size, found.target_hidden_size, found.num_drafts) == (None,) * 3
+
+
+def test_the_retrained_27b_slides_causally_and_sees_whole_blocks_where_it_does_not(
+    tmp_path: Path,
+):
+    found = read(
+        tmp_path,
+        **shape(5120, 17408, 32, 8, 128),
+        **layers(5, 1),
+        sliding_window=4096,
+        use_sliding_window=True,
+        block_size=...,
+        num_target_layers=64,
+        vocab_size=248320,
+        dflash_config=nested(248077, 1, 10, 18, 27, 35, 44, 52, 61, block_size=12),
+    )
+    assert found.block_size == 12, "and not the default"
+    assert found.capture == (2, 11, 19, 28, 36, 45, 53, 62)
+    assert found.decoder.masks == (LayerMask(causal=True, window=4096),) * 5 + (FULL,)
+
+
+def test_gpt_oss_drafters_turn_by_yarn_and_have_fewer_ids_than_layers(tmp_path: Path):
+    found = read(
+        tmp_path,
+        **shape(2880, 7680, 64, 8, 64),
+        **layers(0, 8),
+        block_size=8,
+        num_target_layers=24,
+        vocab_size=201088,
+        rope_theta=150000,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        dflash_config=nested(200000, 1, 6, 11, 16, 21),
+    )
+    rope = found.decoder.rope
+    assert (rope.kind, rope.theta, rope.factor, rope.original) == ("yarn", 150000, 32.0, 4096)
+    assert not rope.truncate
+    assert rope.scale == pytest.approx(1.3465736, rel=1e-6)  # 0.1 ln 32 + 1
+    assert found.decoder.max_position == 32 * 4096
+    assert (len(found.capture), found.decoder.num_layers, found.drafts) == (5, 8, 7)
+
+
+def test_a_drafters_rope_is_its_own_whatever_share_and_sections_it_carries(tmp_path: Path):
+    """Qwen3.6-35B-A3B's, by yarn under the older key and the older name of its type."""
+    scaling = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+    changes = {**shape(2048, 6144, 32, 4, 128), **layers(0, 8), "num_target_layers": 40}
+    changes |= {"rope_theta": 10000000, "dflash_config": nested(248070, 1, 10, 19, 28, 37)}
+    found = read(tmp_path, **changes, rope_scaling=scaling)
+    rope = found.decoder.rope
+    assert (rope.kind, rope.theta, rope.factor, rope.original) == ("yarn", 1e7, 64.0, 4096)
+    assert found.decoder.max_position == 262144
+    carried = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    again = read(
+        tmp_path,
+        **changes,
+        rope_scaling={**scaling, **carried, "partial_rotary_factor": 0.25},
+        partial_rotary_factor=0.25,
+    )
+    assert again == found
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"rope_theta": 9.0, "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5.0}},
+        {"rope_theta": ..., "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 9.0}},
+        {"rope_theta": 5.0, "rope_parameters": {
+            "rope_type": "linear", "factor": 2.0, "rope_theta": 9.0}},
+        {"rope_parameters": {"full_attention": {
+            "rope_type": "linear", "factor": 2.0, "rope_theta": 9.0}}},
+    ],
+)  # fmt: skip
+def test_the_base_is_rope_parameters_then_the_top_levels_then_rope_scalings(
+    tmp_path: Path, form: dict[str, Any]
+):
+    found = read(tmp_path, **form).decoder
+    assert found.rope == RopeConfig(9.0, "linear", 2.0, 40960)
+
+
+@pytest.mark.parametrize("key", ["is_neox_style", "rope_is_neox_style"])
+def test_the_layout_of_pairs_is_the_drafters_own(tmp_path: Path, key: str):
+    assert not read(tmp_path).decoder.rope.interleaved
+    assert not read(tmp_path, **{key: True}).decoder.rope.interleaved
+    assert read(tmp_path, **{key: False}).decoder.rope.interleaved
+    inner = nested(151669, 1, 9, 17, 25, 33, **{key: False})
+    assert read(tmp_path, dflash_config=inner).decoder.rope.interleaved
+
+
+MIMO: dict[str, Any] = {
+    "block_size": 8,
+    "layer_types": ...,
+    "num_target_layers": 70,
+    "v_head_dim": 128,
+    "attention_value_scale": 0.612,
+    "partial_rotary_factor": 0.5,
+    "dflash_config": nested(
+        151669, 0, 15, 31, 47, 69, use_swa=True, swa_window_size=1024, attention_sink_bias=False
+    ),
+}
+"""What MiMo-V2.5-Pro's drafter varies, less its sinks."""
+
+
+def test_use_swa_slides_every_layer_both_ways_and_means_its_rotary_share(tmp_path: Path):
+    found = read(tmp_path, **MIMO)
+    assert found.decoder.masks == (LayerMask(causal=False, window=1024),) * 5
+    assert (found.decoder.rope.share, found.decoder.value_scale) == (0.5, 0.612)
+    assert found.capture == (1, 16, 32, 48, 70)
+    assert read(tmp_path, **{**MIMO, "is_causal": True}).decoder.masks[0].causal
+    older = nested(151669, 0, 15, 31, 47, 69, use_swa=True)
+    masks = read(tmp_path, **{**MIMO, "dflash_config": older, "sliding_window": 512}).decoder.masks
+    assert masks == (LayerMask(causal=False, window=512),) * 5
+
+
+def test_gemma_drafters_cap_their_logits_and_take_the_targets_scale(tmp_path: Path):
+    changes = {
+        **shape(5376, 10752, 64, 8, 128),
+        **layers(4, 1),
+        "sliding_window": 2048,
+        "num_target_layers": 60,
+        "vocab_size": 262144,
+        "final_logit_softcapping": 30.0,
+        "dflash_config": nested(4, 1, 12, 23, 35, 46, 57),
+    }
+    found = read(tmp_path, **changes)
+    assert (found.logit_softcap, found.mask_token_id, len(found.capture)) == (30.0, 4, 6)
+    assert found.embedding_scale is None, "the target's, which is known when both are loaded"
+    assert read(tmp_path, **changes, input_embedding_scale=1.0).embedding_scale == 1.0
+    assert read(tmp_path, final_logit_softcapping=0).logit_softcap is None
+
+
+def test_layers_to_capture_may_be_left_to_the_rule(tmp_path: Path):
+    bare = {"mask_token_id": 151669}
+    assert read(tmp_path, dflash_config=bare).capture == (2, 10, 18, 26, 34)
+    with pytest.raises(ValueError, match="target_layer_ids is None"):
+        read(tmp_path, dflash_config=bare, num_target_layers=...)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, "a drafter for DFlash2"),
+    "DFlash2 by its keys": (
+        {"dflash_config": nested(7, 1, selector_rank=256, conv_kernel_size=2)},
+        "a drafter for DFlash2",
+    ),
+    "Domino": (
+        {"dflash_config": nested(7, 1, projector_type="domino")},
+        "a drafter for Domino",
+    ),
+    "DFlare": ({"architectures": ["DFlareDraftModel"]}, "a drafter for DFlare"),
+    "Muse-Glimmer": (
+        {
+            "architectures": ["MuseGlimmerAssistantModel"],
+            "model_type": "muse_glimmer_assistant",
+            "dflash_config": ...,
+        },
+        "a drafter for the Muse-Glimmer assistant",
+    ),
+    "DSpark": ({"architectures": ["DSparkDraftModel"]}, "a drafter for DSpark"),
+    "DSpark of DeepSpec": (
+        {"architectures": ["Qwen3DSparkModel"], "markov_rank": 256},
+        "a drafter for DSpark",
+    ),
+    "EAGLE-3": (
+        {"architectures": ["LlamaForCausalLMEagle3"], "dflash_config": ...},
+        "a drafter for EAGLE-3",
+    ),
+    "MTP": (
+        {"architectures": ["Qwen3NextMTP"], "dflash_config": ...},
+        "a drafter for MTP",
+    ),
+    "a target": (
+        {"architectures": ["Qwen3ForCausalLM"], "dflash_config": ...},
+        r"\['Qwen3ForCausalLM'\] is not a DFlash drafter",
+    ),
+    "sinks": (
+        {**MIMO, "dflash_config": {**MIMO["dflash_config"], "attention_sink_bias": True}},
+        "attention_sink_bias is True, which is not supported",
+    ),
+    "sinks of sliding layers": (
+        {"add_swa_attention_sink_bias": True},
+        "add_swa_attention_sink_bias is True",
+    ),
+    "first slot": ({"sample_from_anchor": True}, "sample_from_anchor is True"),
+    "values of another width": ({"v_head_dim": 64}, "v_head_dim is 64"),
+    "a rotary share that splits no head": (
+        {**MIMO, "partial_rotary_factor": 1.5},
+        "partial_rotary_factor is 1.5",
+    ),
+    "ropes that differ": (
+        {
+            **layers(4, 1),
+            "sliding_window": 2048,
+            "rope_parameters": {
+                "sliding_attention": {"rope_theta": 1e4},
+                "full_attention": {"rope_theta": 1e6},
+            },
+        },
+        "rope_parameters differ between layer types",
+    ),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set"),
+    "unknown key": ({"gated_attention": True}, "gated_attention is True, which is not known"),
+    "unknown nested key": (
+        {"dflash_config": nested(7, 1, shift_label=True)},
+        "shift_label is True, which is not known",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_plain_dflash_is_refused_by_name(tmp_path: Path, name: str):
+    changes, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        read(tmp_path, **changes)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_an_unknown_key_that_says_nothing_is_no_hindrance(tmp_path: Path):
+    assert read(tmp_path, gated_attention=False, experts=None) == read(tmp_path)
+
+
+def test_nemos_drafters_are_z_labs(tmp_path: Path):
+    found = read(tmp_path, architectures=["Qwen3DFlashDraftModel"])
+    assert found == read(tmp_path)
+
+
+def test_an_embedding_of_the_mask_token_beside_the_weights_is_refused(tmp_path: Path):
+    (tmp_path / "mask_embedding.pt").touch()
+    with pytest.raises(ValueError, match=r"mask_embedding\.pt replaces the embedding"):
+        read(tmp_path)
+
+
+def target_with(directory: Path, tokens: list[str], mask: Any = None) -> Path:
+    directory.mkdir()
+    words = {token: i for i, token in enumerate(tokens)}
+    Tokenizer(models.WordLevel(words, unk_token=tokens[0])).save(str(directory / "tokenizer.json"))
+    return written(directory, {"mask_token": mask}, "tokenizer_config.json")
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({"mask_token_id": 5, "ptd_token_id": 6}, 5),
+        ({"dspark_noise_token_id": 7, "pard_token": 8}, 7),
+        ({"ptd_token_id": 9}, 9),
+        ({"mask_token_id": 0}, 0),
+    ],
+)
+def test_the_mask_token_has_several_names(tmp_path: Path, keys: dict[str, int], wanted: int):
+    flat = {"dflash_config": ..., "target_layer_ids": [1, 9, 17, 25, 33]}
+    assert read(tmp_path, **flat, **keys).mask_token_id == wanted
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "wanted"),
+    [
+        (["a", "<m>", "b"], "<m>", 1),
+        (["a", "<m>", "b"], {"content": "<m>", "special": True}, 1),
+        (["a", "<m>", "b"], None, 3),
+        (["a", "b"], "<|MASK|>", 2),
+    ],
+)
+def test_older_drafters_leave_the_mask_token_to_the_targets_tokenizer(
+    tmp_path: Path, tokens: list[str], mask: Any, wanted: int
+):
+    target = target_with(tmp_path / "target", tokens, mask)
+    inner = {"target_layer_ids": [1, 9, 17, 25, 33]}
+    path = written(tmp_path, {**QWEN3_8B_DFLASH, "dflash_config": inner, "vocab_size": 4})
+    assert load_draft_config(path, target).mask_token_id == wanted
+    written(path, {**QWEN3_8B_DFLASH, "dflash_config": {**inner, "mask_token_id": 0}})
+    assert load_draft_config(path, target).mask_token_id == 0, "the config's own comes first"
+
+
+def test_a_full_embedding_has_no_row_for_a_mask_token(tmp_path: Path):
+    target = target_with(tmp_path / "target", ["a", "b", "c"])
+    inner = {"target_layer_ids": [1]}
+    path = written(tmp_path, {**QWEN3_8B_DFLASH, "dflash_config": inner, "vocab_size": 3})
+    with pytest.raises(ValueError, match="uses all 3 rows"):
+        load_draft_config(path, target)
