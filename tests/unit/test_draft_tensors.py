@@ -1,0 +1,202 @@
+"""Drafters' tensors: a published drafter's names and shapes fit, and what does not is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published import QWEN3_8B_DFLASH, written
+from safetensors.torch import load_file, save_file
+from tiny import HIDDEN, VOCAB, edit_json, make_draft
+from torch import Tensor
+
+from strobe.models.config import DraftConfig
+from strobe.models.dflash import DFlash
+from strobe.models.formats.tensors import read_target_ids
+from strobe.models.load import check_draft_tensors
+from strobe.models.pieces import pieces_of
+from strobe.models.registry import load_draft_config
+
+PARAMETERS = 1_048_626_432
+
+
+def published_shapes() -> dict[str, tuple[int, ...]]:
+    """The 58 tensors of z-lab/Qwen3-8B-DFlash-b16."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (4096, 20480),
+        "hidden_norm.weight": (4096,),
+        "norm.weight": (4096,),
+    }
+    for i in range(5):
+        layer = {
+            "input_layernorm": (4096,),
+            "post_attention_layernorm": (4096,),
+            "self_attn.q_proj": (4096, 4096),
+            "self_attn.k_proj": (1024, 4096),
+            "self_attn.v_proj": (1024, 4096),
+            "self_attn.o_proj": (4096, 4096),
+            "self_attn.q_norm": (128,),
+            "self_attn.k_norm": (128,),
+            "mlp.gate_proj": (12288, 4096),
+            "mlp.up_proj": (12288, 4096),
+            "mlp.down_proj": (4096, 12288),
+        }
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
+
+
+def hollow(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A file of bfloat16 tensors that has a header and the right length, and takes no room."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in sorted(shapes.items()):
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+def test_the_published_8b_drafter_has_the_modules_tensors_and_size(tmp_path: Path):
+    path, shapes = written(tmp_path, QWEN3_8B_DFLASH), published_shapes()
+    hollow(path / "model.safetensors", shapes)
+    assert len(shapes) == 58
+    assert (path / "model.safetensors").stat().st_size == 2_097_259_104, "as it is published"
+    module = check_draft_tensors(path, load_draft_config(path))
+    pieces = [piece for parts in pieces_of(module, shapes).values() for piece in parts]
+    assert {k: v for piece in pieces for k, v in piece.sources.items()} == shapes
+    assert sum(p.numel() for p in module.parameters()) == PARAMETERS
+    assert {p.device.type for p in module.parameters()} == {"meta"}
+    assert (module.embed_tokens, module.lm_head) == (None, None)
+    for name in ("fc.weight", "layers.4.mlp.down_proj.weight"):
+        hollow(path / "model.safetensors", {k: v for k, v in shapes.items() if k != name})
+        with pytest.raises(ValueError, match=f"tensor {name} is missing"):
+            check_draft_tensors(path, load_draft_config(path))
+
+
+def check(path: Path) -> DFlash:
+    return check_draft_tensors(path, load_draft_config(path))
+
+
+def change(path: Path, edit: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
+    weights = path / "model.safetensors"
+    save_file(edit(load_file(weights)), weights)
+    return path
+
+
+RENAMED: dict[str, tuple[str, str]] = {
+    "a prefix": ("", "model."),
+    "the first layer": ("layers.0.", "midlayer."),
+    "an encoder's product": ("fc.", "encoder.fc."),
+    "an encoder's norm": ("hidden_norm.", "encoder.output_norm_enc."),
+}
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_other_names_of_the_same_tensors_are_known(tmp_path: Path, name: str):
+    own, other = RENAMED[name]
+
+    def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            other + k.removeprefix(own) if k.startswith(own) else k: v for k, v in tensors.items()
+        }
+
+    check(change(make_draft(tmp_path), rename))
+
+
+def with_tensors(**more: Tensor) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {**tensors, **{k.replace("__", "."): v for k, v in more.items()}}
+
+
+UNKNOWN = ("aux_hidden_norms.0.weight", "layers.0.attention_conv.base_kernel", "d2t", "mask_hidden")
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_tensor_that_is_not_understood_is_named(tmp_path: Path, name: str):
+    path = change(make_draft(tmp_path), lambda tensors: {**tensors, name: torch.zeros(3)})
+    with pytest.raises(ValueError, match=f"tensor {name} is not part of this architecture"):
+        check(path)
+
+
+def test_fc_must_read_what_the_named_layers_give(tmp_path: Path):
+    path = make_draft(tmp_path, layer_ids=(0, 1, 3))
+    edit_json(path / "config.json", dflash_config={"mask_token_id": 1, "target_layer_ids": [0, 3]})
+    message = (
+        rf"fc.weight reads {3 * HIDDEN} values per token, but target_layer_ids \[0, 3\] names 2 "
+        rf"layers of {HIDDEN}, which make {2 * HIDDEN}"
+    )
+    with pytest.raises(ValueError, match=message):
+        check(path)
+
+
+def test_an_own_embedding_and_head_are_taken_where_they_are(tmp_path: Path):
+    more = with_tensors(
+        embed_tokens__weight=torch.zeros(VOCAB, HIDDEN), lm_head__weight=torch.ones(VOCAB, HIDDEN)
+    )
+    module = check(change(make_draft(tmp_path), more))
+    assert module.embed_tokens is not None
+    assert module.lm_head is not None
+    assert module.lm_head.weight.shape == (VOCAB, HIDDEN)
+
+
+@pytest.fixture
+def reduced(tmp_path: Path) -> DraftConfig:
+    """Of a vocabulary of 16 the head knows 8."""
+    found = load_draft_config(written(tmp_path, {**QWEN3_8B_DFLASH, "vocab_size": 16}))
+    return replace(found, draft_vocab_size=8, format="speculators")
+
+
+def test_d2t_holds_what_to_add_to_a_rows_number(reduced: DraftConfig, tmp_path: Path):
+    known = [0, 2, 4, 6, 8, 10, 12, 14]
+    flags = torch.tensor([i in known for i in range(16)])
+    for t2d in (None, flags):
+        ids = read_target_ids(torch.arange(8), t2d, reduced, tmp_path)
+        assert ids.tolist() == known
+
+
+@pytest.mark.parametrize(
+    ("offsets", "named"),
+    [
+        ([0, 1, 2, 3, 4, 5, 6, 9], "tokens 0 to 16"),
+        ([-1, 1, 2, 3, 4, 5, 6, 7], "tokens -1 to 14"),
+        ([1, 0, 2, 3, 4, 5, 6, 7], "must all differ"),
+    ],
+)
+def test_d2t_must_lead_to_tokens_of_their_own(
+    reduced: DraftConfig, tmp_path: Path, offsets: list[int], named: str
+):
+    with pytest.raises(ValueError, match=named):
+        read_target_ids(torch.tensor(offsets), None, reduced, tmp_path)
+
+
+def test_t2d_must_say_what_d2t_says(reduced: DraftConfig, tmp_path: Path):
+    with pytest.raises(ValueError, match="t2d and d2t name different tokens"):
+        read_target_ids(torch.arange(8), torch.arange(16) % 2 == 1, reduced, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("d2t", "message"),
+    [(None, "tensor d2t is missing"), (torch.arange(5), r"tensor d2t has shape \[5\]")],
+)
+def test_a_reduced_head_needs_an_offset_for_each_row(
+    tmp_path: Path, d2t: Tensor | None, message: str
+):
+    path = make_draft(tmp_path)
+    more = {} if d2t is None else {"d2t": d2t}
+    change(path, with_tensors(lm_head__weight=torch.zeros(8, HIDDEN), **more))
+    config = replace(load_draft_config(path), draft_vocab_size=8, format="speculators")
+    with pytest.raises(ValueError, match=message):
+        check_draft_tensors(path, config)
+    change(path, with_tensors(d2t=torch.arange(8)))
+    module = check_draft_tensors(path, config)
+    assert module.embed_tokens is None, "the target's"
+    assert module.lm_head is not None
+    assert module.lm_head.weight.shape == (8, HIDDEN)
