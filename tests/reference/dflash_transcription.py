@@ -35,6 +35,8 @@ class Transcription:
         self.width, self.eps = self.config["head_dim"], self.config["rms_norm_eps"]
         self.layers = range(self.config["num_hidden_layers"])
         self.block: int = self.value("block_size")
+        self.swa: bool = self.value("use_swa", False)
+        self.anchor_first = self.config["architectures"] == ["Qwen3DSparkModel"]
 
     def value(self, key: str, default: Any = None) -> Any:
         return self.nested.get(key, self.config.get(key, default))
@@ -62,10 +64,14 @@ class Transcription:
         return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [T, heads, D]: the pairs (i, i + D / 2) as complex numbers, turned by position."""
+        """x [T, heads, D]: pairs as complex numbers, turned by position, and what belongs to none,
+        turned by nothing. A pair is (i, i + W / 2) of the W values that turn, or two neighbours;
+        the real parts of all pairs come first, as scores do not depend on the order."""
         rope = self.config.get("rope_parameters") or self.config
-        half = self.width // 2
-        speed = torch.tensor([rope["rope_theta"] ** (-2 * i / self.width) for i in range(half)])
+        width = int(
+            self.width * self.value("partial_rotary_factor", 1.0) if self.swa else self.width
+        )
+        speed = torch.tensor([rope["rope_theta"] ** (-2 * i / width) for i in range(width // 2)])
         size = 1.0
         if rope.get("rope_type", "default") != "default":
             names = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
@@ -75,7 +81,10 @@ class Transcription:
             speed, size = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
         angle = positions[:, None].double() * speed.double()
         turn = torch.polar(torch.full_like(angle, size), angle)[:, None]
-        z = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
+        head, still = x[..., :width].double(), x[..., width:].double()
+        neighbours = not self.value("is_neox_style", True)
+        pairs = (head[..., ::2], head[..., 1::2]) if neighbours else head.chunk(2, -1)
+        z = torch.cat([torch.complex(*pairs) * turn, torch.complex(*still.chunk(2, -1))], -1)
         return torch.cat([z.real, z.imag], -1).float()
 
     def keys_values(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,6 +92,7 @@ class Transcription:
         name = f"layers.{layer}.self_attn"
         k = self.linear(x, f"{name}.k_proj").view(-1, self.kv_heads, self.width)
         v = self.linear(x, f"{name}.v_proj").view(-1, self.kv_heads, self.width)
+        v = v * self.value("attention_value_scale", 1.0)
         return self.rotated(rms(k, self.w[f"{name}.k_norm.weight"], self.eps), positions), v
 
     def context(self, features: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -94,16 +104,18 @@ class Transcription:
     def visible(self, layer: int, start: int, count: int) -> Tensor:
         """[count, start + count]: which positions each slot of the block sees."""
         types = self.config.get("layer_types") or ["full_attention"] * len(self.layers)
-        sliding = types[layer] == "sliding_attention"
-        causal = self.config.get("is_causal", self.nested.get("causal", sliding))
+        sliding = self.swa or types[layer] == "sliding_attention"
+        causal = self.config.get("is_causal", self.nested.get("causal", sliding and not self.swa))
         p = torch.arange(start, start + count)[:, None]
         j = torch.arange(start + count)[None]
         seen = j <= p if causal else torch.ones(count, start + count, dtype=torch.bool)
-        return seen & ((p - j).abs() < self.config["sliding_window"]) if sliding else seen
+        window = self.value("swa_window_size" if self.swa else "sliding_window")
+        return seen & ((p - j).abs() < window) if sliding else seen
 
     @torch.no_grad()
     def draft_logits(self, tail: int, features: Tensor, count: int) -> Tensor:
-        """Logits [count - 1, V] for the positions behind `tail`, whose context are `features`."""
+        """Logits [count - 1, V] for the positions behind `tail`, whose context are `features`;
+        [count, V] where the first slot predicts too."""
         start = len(features)
         context = self.context(features)
         ids = torch.tensor([tail] + [self.value("mask_token_id")] * (count - 1))
@@ -128,7 +140,7 @@ class Transcription:
             gate = self.linear(m, f"{name}.mlp.gate_proj")
             up = self.linear(m, f"{name}.mlp.up_proj")
             x = x + self.linear(gate * torch.sigmoid(gate) * up, f"{name}.mlp.down_proj")
-        x = rms(x[1:], self.w["norm.weight"], self.eps)
+        x = rms(x if self.anchor_first else x[1:], self.w["norm.weight"], self.eps)
         logits = x @ self.target.lm_head.weight.T * self.value("output_multiplier", 1.0)
         cap = self.value("final_logit_softcapping")
         return cap * torch.tanh(logits / cap) if cap else logits

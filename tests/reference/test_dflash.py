@@ -78,6 +78,16 @@ DRAFTERS: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "neighbours as pairs": {"top": {"is_neox_style": False}},
+    "a part of each head, values scaled, windows both ways": {
+        "top": {"partial_rotary_factor": 0.5, "attention_value_scale": 0.612},
+        "nested": {"use_swa": True, "swa_window_size": 5},
+    },
+    "neighbours in a part of each head, biased": {
+        "top": {"partial_rotary_factor": 0.25, "attention_value_scale": 1.7},
+        "nested": {"use_swa": True, "swa_window_size": 9, "is_neox_style": False},
+        "bias": True,
+    },
     "last and repeated layers": {"layer_ids": (4, 0, 2, 0)},
 }
 

@@ -10,8 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from dflash_transcription import Transcription
 from safetensors.torch import load_file, save_file
-from tiny import HIDDEN, MASK_TOKEN, VOCAB, make_draft, make_engine, run
+from tiny import (
+    HIDDEN,
+    LAYERS,
+    MASK_TOKEN,
+    VOCAB,
+    drain,
+    greedy,
+    make_draft,
+    make_engine,
+    oracle,
+    run,
+)
 from watched import Watched
 
 from strobe.config import EngineConfig
@@ -124,3 +136,71 @@ def test_blocks_whose_first_slot_predicts_have_a_draft_more(
     assert found[0].logits.shape == (7, VOCAB)
     _, wanted, _ = drafted(target, draft(block=7))
     torch.testing.assert_close(found[0].logits[1:], wanted[0].logits, atol=1e-4, rtol=1e-4)
+
+
+def test_blocks_whose_first_slot_predicts_are_taken_whole_where_they_are_right(
+    tmp_path: Path, target: Any
+):
+    """A block of 7 gives 7 drafts, and a step 8 tokens."""
+    path, count = deepspec(tmp_path, target), 1 + 3 * 8
+    config = EngineConfig(target=str(target.path), draft=str(path), max_model_len=64)
+    engine = make_engine(config, lambda parts, _: Watched(parts, oracle), names=["dflash"])
+    watched: Any = engine.proposers.proposers["dflash"]
+    answers = [greedy(target.hf, prompt, count, eos_token_id=None) for prompt in PROMPTS]
+    sampling = SAMPLING.clone(max_tokens=count)
+    requests = [engine.add(prompt, sampling) for prompt in PROMPTS]
+    for request, prompt, answer in zip(requests, PROMPTS, answers, strict=True):
+        watched.answers[request] = prompt + answer
+    drain(engine, requests)
+    assert [r.tokens[r.num_prompt :] for r in requests] == answers
+    assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens == 2 * 3 * 7
+    drafter = Transcription(path, target.hf)
+    assert len(watched.true_drafts()) >= 2 * 3
+    for made in watched.true_drafts():
+        features = drafter.run_target(made.request.tokens)[1][: made.start]
+        wanted = drafter.draft_logits(made.tail, features, 7)
+        assert wanted.shape == (7, VOCAB)
+        torch.testing.assert_close(made.logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+NARROW = 24
+"""Hidden size of a drafter that is narrower than its target."""
+
+
+def narrowed(name: str, value: torch.Tensor) -> torch.Tensor:
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return value
+    writes = ("fc.weight", "norm.weight", "layernorm.weight", "o_proj.weight", "down_proj.weight")
+    return (value[:NARROW] if name.endswith(writes) else value[:, :NARROW]).contiguous()
+
+
+def test_a_drafter_may_be_narrower_than_its_target(
+    tmp_path: Path, target: Any, plain: list[list[int]]
+):
+    path = speculators(tmp_path, target, reduced=True, target_hidden_size=HIDDEN)
+    weights = path / "model.safetensors"
+    tensors = load_file(weights)
+    whole = {n: v for n, v in tensors.items() if n in ("d2t", "t2d")}
+    save_file({n: narrowed(n, v) for n, v in tensors.items() if n not in whole} | whole, weights)
+    config = json.loads((path / "config.json").read_text())
+    config["transformer_layer_config"]["hidden_size"] = NARROW
+    (path / "config.json").write_text(json.dumps(config))
+    answers, found, engine = drafted(target, path)
+    assert answers == plain
+    assert torch.isfinite(found[0].logits[:, KNOWN]).all()
+    model = engine.proposers.proposers["dflash"].inner.model
+    assert model.embed_tokens.weight.shape == (VOCAB, NARROW), "not the target's"
+    config["target_hidden_size"] = HIDDEN + 8
+    (path / "config.json").write_text(json.dumps(config))
+    message = f"target_hidden_size is {HIDDEN + 8}, the target's is {HIDDEN}"
+    with pytest.raises(ValueError, match=message):
+        drafted(target, path)
+
+
+def test_a_hidden_state_that_the_target_has_not_is_named_as_the_file_counts(
+    tmp_path: Path, target: Any
+):
+    path = speculators(tmp_path, target, aux_hidden_state_layer_ids=[1, 2, LAYERS + 1])
+    message = f"layer_ids holds {LAYERS + 1}, but the target's layers are 0 to {LAYERS};"
+    with pytest.raises(ValueError, match=message):
+        drafted(target, path)

@@ -11,11 +11,11 @@ def check_pair(draft: DraftConfig, target: TargetConfig, draft_path: Path) -> No
     """Raises ValueError, before any weight is read, when the drafter cannot serve the target."""
     wanted, own, where = target.decoder, draft.decoder, f"{draft_path / 'config.json'}:"
     mend = "use the drafter that was trained for this target."
-    if own.hidden_size != wanted.hidden_size:
-        raise ValueError(
-            f"{where} hidden_size is {own.hidden_size}, the target's is {wanted.hidden_size}; "
-            f"{mend}"
-        )
+    key, size = "hidden_size", own.hidden_size
+    if draft.target_hidden_size is not None:  # then embedding and head are the drafter's own
+        key, size = "target_hidden_size", draft.target_hidden_size
+    if size != wanted.hidden_size:
+        raise ValueError(f"{where} {key} is {size}, the target's is {wanted.hidden_size}; {mend}")
     if own.vocab_size != wanted.vocab_size:
         raise ValueError(
             f"{where} vocab_size is {own.vocab_size}, the target's is {wanted.vocab_size}; {mend}"
@@ -25,11 +25,12 @@ def check_pair(draft: DraftConfig, target: TargetConfig, draft_path: Path) -> No
             f"{where} num_target_layers is {draft.num_target_layers}, the target has "
             f"{wanted.num_layers} layers; {mend}"
         )
-    for k in draft.capture:
+    for k, named in zip(draft.capture, draft.ids, strict=True):
         if k > wanted.num_layers:
+            last = wanted.num_layers - (k - named)
             raise ValueError(
-                f"{where} target_layer_ids holds {k - 1}, but the target's layers are 0 to "
-                f"{wanted.num_layers - 1}; {mend}"
+                f"{where} {draft.ids_name} holds {named}, but the target's layers are 0 to "
+                f"{last}; {mend}"
             )
     if not 0 <= draft.mask_token_id < wanted.vocab_size:
         raise ValueError(
