@@ -14,7 +14,7 @@ demo: $(VENV)/.installed
 	$(BIN)/strobe demo
 
 test: $(VENV)/.dev check
-	$(BIN)/python -m pytest -rs
+	$(BIN)/python -m pytest -rs -n auto --maxprocesses 4 --dist loadfile
 
 # Five minutes of 1,000 streams, broken requests and clients that leave, then schemathesis in full.
 soak: $(VENV)/.dev

@@ -80,6 +80,10 @@ CASES = {
 }
 
 
+BOUND = 3e-4
+"""Measured 1.2e-4, and 0.9e-4 between transformers in single and in double precision."""
+
+
 @pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """(transformers' model, directory)"""
@@ -95,7 +99,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_every_layer_and_the_logits_agree_however_the_prompt_is_cut(
     model: tuple[Any, Path], page_size: int, budget: int
 ):
-    check_layers(*model, page_size, budget)
+    check_layers(*model, page_size, budget, atol=BOUND)
 
 
 def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
@@ -113,7 +117,7 @@ def test_beside_its_towers_the_text_decoder_is_the_same(
         **TINY,
     )
     with caplog.at_level(logging.INFO, "strobe"):
-        check_layers(hf, tmp_path, 16, 7)
+        check_layers(hf, tmp_path, 16, 7, atol=BOUND)
     assert sum("reads text only" in line for line in caplog.messages) == 1
 
 
