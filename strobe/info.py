@@ -41,7 +41,7 @@ def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
     if config.states is not None:
         facts |= {
             "recurrent_layers": config.states.layers,
-            "state_bytes_per_request": 4 * config.states.values,
+            "recurrent_state_bytes_per_request": 4 * config.states.values,
             "prefix_caching": "off, since no page holds the state of recurrent layers",
         }
     if draft is not None:

@@ -110,7 +110,8 @@ class Shapes:
         if self.draft is None:
             return Work()
         decoder, rows = self.draft.decoder, requests * self.rows
-        values, head = linear_values(decoder), head_values(decoder)
+        values = linear_values(decoder)
+        head = decoder.hidden_size * (self.draft.draft_vocab_size or decoder.vocab_size)
         block = self.draft.block_size
         observed = observe_values(self.draft)
         small = small_values(decoder) + decoder.hidden_size
@@ -229,8 +230,9 @@ def layer_kv_values(decoder: DecoderConfig, layer: int) -> int:
 
 
 def fc_values(draft: DraftConfig) -> int:
-    """m H H for m captured layers."""
-    return len(draft.capture) * draft.decoder.hidden_size**2
+    """m Ht H for m captured layers of a target of size Ht."""
+    own = draft.decoder.hidden_size
+    return len(draft.capture) * (draft.target_hidden_size or own) * own
 
 
 def observe_values(draft: DraftConfig) -> int:

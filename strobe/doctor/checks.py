@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from strobe.doctor.findings import Report
 from strobe.doctor.tokenizers import fingerprint
-from strobe.engine.build import Resolved, kv_groups
+from strobe.engine.build import Resolved, kv_groups, state_bytes
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
 from strobe.models.formats.pair import check_pair
@@ -52,7 +52,7 @@ def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, An
     report.facts["files"] = {
         "target": hashes(target),
         "drafter": hashes(draft),
-        "tokenizer": fingerprint(target),
+        "tokenizer": tokenizer and fingerprint(target),
     }
     return own, other, tokenizer
 
@@ -132,7 +132,8 @@ def check_tokens(
 ) -> None:
     """The tokenizer against the embedding, the end tokens and the mask token, and against the
     drafter's own tokenizer where it brings one."""
-    rows, own = target.decoder.vocab_size, fingerprint(path)
+    rows = target.decoder.vocab_size
+    own = attempt(report, "drafter's tokenizer", lambda: fingerprint(path))
     size = max(tokenizer.hf.get_vocab().values(), default=0) + 1
     if size > rows:
         report.fault(
@@ -180,7 +181,8 @@ def memory_bill(resolved: Resolved, target: Target, draft: DFlash) -> dict[str, 
         weight_bytes(module, resolved.dtype, fp8=resolved.choice.fp8) for module in (target, draft)
     )
     free = free_memory(resolved.device)
-    room = max(free - first - second - resolved.scratch, 0)
+    states = state_bytes(resolved.target, resolved.limits, resolved.dtype)
+    room = max(free - first - second - states - resolved.scratch, 0)
     return {
         "target's weights": first,
         "drafter's weights": second,

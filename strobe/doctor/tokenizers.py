@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from strobe.models.formats.fields import read_json
 from strobe.text.tokenizer import Tokenizer
 
 
@@ -17,7 +18,7 @@ def fingerprint(directory: Path) -> str | None:
     path = directory / "tokenizer.json"
     if not path.exists():
         return None
-    whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    whole: dict[str, Any] = read_json(path)
     parts = {
         key: whole.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")
     }

@@ -193,6 +193,11 @@ def expectations(
                 published[one.data_set] = one
             else:
                 published.setdefault(one.data_set, replace(one, source=""))
+    if named and pair is not None and pair.figures and not published:
+        raise ValueError(
+            f"--expect names {', '.join(one.data_set for one in pair.figures)}, but the run has "
+            f"{', '.join(prompts)}; expect figures of a data set that is run."
+        )
     for name, one in published.items():
         why = None if named and one.source else _why_not(one, settings, resolved, prompts[name])
         if why is None:

@@ -129,11 +129,15 @@ class Attention(nn.Module):
         """After loading: put the heads of queries and keys in rope's order, and values' scale into
         their product."""
         heads = self.q_heads + self.kv_heads
-        for value in [self.qkv_proj.weight, self.qkv_proj.bias]:
-            rows = None if value is None else value.data.unflatten(0, (-1, self.head_dim))
-            if rows is not None and self.order is not None:
-                rows[:heads] = rows[:heads, self.order]
-            if rows is not None and self.value_scale != 1.0:
+        weight, scale = self.qkv_proj.weight, getattr(self.qkv_proj, "scale", None)
+        for value in [weight, self.qkv_proj.bias, scale]:
+            if value is None:
+                continue
+            rows = value.data.unflatten(0, (-1, self.head_dim))
+            if self.order is not None:  # what is in FP8 moves as bytes
+                moved = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+                moved[:heads] = moved[:heads, self.order]
+            if self.value_scale != 1.0 and (scale is None or value is not weight):
                 rows[heads:] *= self.value_scale
         for norm in (self.q_norm, self.k_norm):
             if norm is not None and self.order is not None:

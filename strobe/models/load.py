@@ -264,7 +264,11 @@ def in_fp8(path: str, part: nn.Module) -> bool:
 def _head_in_fp8(draft: DFlash) -> bool:
     """Whether a drafter, which decides no answer, gets a copy of its target's head in FP8: where it
     needs but the largest logit and cuBLAS takes as many rows (a multiple of 16)."""
-    return draft.plain_head and draft.config.decoder.vocab_size % 16 == 0
+    return draft.plain_head and _head_rows(draft) % 16 == 0
+
+
+def _head_rows(draft: DFlash) -> int:
+    return draft.config.draft_vocab_size or draft.config.decoder.vocab_size
 
 
 def weight_bytes(module: Target | DFlash, dtype: torch.dtype, *, fp8: bool) -> int:
@@ -277,7 +281,7 @@ def weight_bytes(module: Target | DFlash, dtype: torch.dtype, *, fp8: bool) -> i
             total += parameter.numel() * (1 if small else kind.itemsize)
             total += len(parameter) * 4 if small else 0
     if fp8 and isinstance(module, DFlash) and _head_in_fp8(module):
-        total += decoder.vocab_size * (decoder.hidden_size + 4)
+        total += _head_rows(module) * (decoder.hidden_size + 4)
     return total
 
 

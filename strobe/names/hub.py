@@ -18,6 +18,7 @@ WANTED = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "mask_embedding.pt",
     "chat_template.jinja",
     "chat_template.json",
     "*.safetensors",

@@ -65,14 +65,20 @@ SPECULATIVE = {
 }
 """Keys of vLLM's speculative_config."""
 
+_LIBRARIES = ("FLASH_ATTN", "flash_attn", "FLASHINFER", "flashinfer", "fa3", "fa4", "trtllm_mha")
+_ATTENTION = {
+    **dict.fromkeys(("TRITON_ATTN", "triton_attn"), "triton"),
+    **dict.fromkeys(_LIBRARIES, "auto"),
+}
 SAME = {
     "dtype": {"half": "float16", "float": "float32", "bf16": "bfloat16"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "load_format": {"safetensors": "auto"},
-    "attention_backend": {"TRITON_ATTN": "triton", "triton_attn": "triton"},
-    "draft_attention_backend": {"TRITON_ATTN": "triton", "triton_attn": "triton"},
+    "attention_backend": _ATTENTION,
+    "draft_attention_backend": _ATTENTION,
 }
-"""Values of our own settings that have another name there."""
+"""Values of our own settings that have another name there; a library of attention kernels is what
+those engines' own choice amounts to."""
 
 _ONE_GPU = "Strobe runs on one GPU"
 _OWN_TOKENIZER = "Strobe reads the tokenizer as the checkpoint has it"
@@ -95,6 +101,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "runner": (("auto", "generate"), "Strobe only generates"),
     "generation_config": (("auto",), "Strobe takes default sampling values from the checkpoint"),
     "speculative_eagle_topk": ((1,), "Strobe drafts chains, not trees"),
+    "speculative_num_steps": ((1,), "DFlash drafts a block at once"),
     "enable_auto_tool_choice": ((True,), "the model may always choose a tool where tools are"),
     "enable_metrics": ((True,), "/metrics always answers"),
     "disable_log_stats": ((True, False), "get_metrics() always counts"),

@@ -59,6 +59,7 @@ class Graphs:
         self.recorder = recorder
         self._kept: dict[Hashable, _Kept] = {}
         self._refused: set[Hashable] = set()
+        self._room: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -78,6 +79,7 @@ class Graphs:
             # The same tensor holds the same geometry as before; drafts are new in each step.
             if i >= DRAFTS or kept.held[i] is not now:
                 kept.own[i].copy_(now)
+            if i < DRAFTS:
                 kept.held[i] = now
         kept.replay()
         return kept.result
@@ -85,14 +87,23 @@ class Graphs:
     def _keep(self, key: Hashable, inputs: Inputs, body: Body) -> None:
         """Record the body, which has just run: where there is no memory for that, it goes on
         running as it is."""
-        own = tuple([tensor.clone() for tensor in inputs.tensors])
         try:
+            own = tuple([self._own(tensor) for tensor in inputs.tensors])
             replay, static = self.recorder.record(lambda: body(inputs.over(own)))
         except RuntimeError as error:
             logger.warning("A step of shape %s runs uncaptured: %s", inputs.layout.shape, error)
             self._refused.add(key)
         else:
-            self._kept[key] = _Kept(replay, own, list(inputs.tensors), static)
+            self._kept[key] = _Kept(replay, own, list(inputs.tensors[:DRAFTS]), static)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """A copy for a record to read. Probabilities [S, K, V], the only large ones, lie in one
+        buffer: they are copied there before each replay, and one replay follows another."""
+        if tensor.ndim < 3:
+            return tensor.clone()
+        if self._room is None or self._room.numel() < tensor.numel():
+            self._room = torch.empty_like(tensor.flatten())
+        return self._room[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 class Eager:

@@ -58,6 +58,11 @@ def capture(target: Target, ids: Tensor, layers: tuple[int, ...]) -> Captured:
             f"{target.config.architecture} has recurrent layers, whose targets no drafter can be "
             "trained for yet; use a target with attention in every layer."
         )
+    if target.config.decoder.sinks:
+        raise ValueError(
+            f"{target.config.architecture} has attention sinks, whose targets no drafter can be "
+            "trained for yet; use a target without them."
+        )
     positions = torch.arange(length, device=ids.device).repeat(count)
     attend = CausalAttention(count, length, target.config.decoder.masks)
     hidden, features = target(ids.flatten(), positions, attend, layers)

@@ -230,7 +230,11 @@ def test_other_engines_options_reach_the_settings(
         (["--model=a", "--model=b"], "--model is given twice, with 'a' and 'b'."),
         (["--model=a", "--target=b"], "target is 'b', but model is 'a', and both set"),
         (["--enforce-eager=maybe"], "enforce_eager is 'maybe', but must be True or False"),
-        (["--speculative-num-steps=3"], "strobe generate takes no '--speculative-num-steps=3'"),
+        (
+            ["--speculative-num-steps=3"],
+            "speculative_num_steps is 3, but DFlash drafts a block at once",
+        ),
+        (["--speculative-steps=3"], "strobe generate takes no '--speculative-steps=3'"),
         (
             ["--disable-uvicorn-access-log"],
             "strobe generate takes no disable_uvicorn_access_log; leave it out.",

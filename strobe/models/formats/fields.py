@@ -21,6 +21,7 @@ HARMLESS = frozenset(
         "id2label", "label2id", "problem_type", "tokenizer_class", "task_specific_params",
         "torchscript", "use_bfloat16", "_attn_implementation", "attn_implementation",
         "router_aux_loss_coef", "output_router_logits", "language_model_only",
+        "unsloth_fixed", "unsloth_version",
     }
 )  # fmt: skip
 """Keys that change nothing in what a model computes, or are read elsewhere."""
@@ -111,9 +112,10 @@ class Fields:
         """Raises ValueError for a key that nobody asked for and that is not known as harmless: the
         model would be computed without what it says."""
         for key in [*self._first, *self._values]:
-            if key not in self._seen and key not in HARMLESS and key not in harmless:
+            known = key in self._seen or key in HARMLESS or key in harmless
+            if not known and not key.startswith("_"):
                 value = self._first.get(key, self._values.get(key))
-                if value is not None and value is not False:
+                if value is not False and value not in (None, [], {}):
                     raise ValueError(
                         f"{self.path}: {key} is {value!r}, which is not known; computing the model "
                         "without it might be wrong, so use a checkpoint without it, or take the "

@@ -45,7 +45,7 @@ def read_rope(
             f"{', '.join(KINDS)}."
         )
     known = _SHARED | _KEYS[kind] | (_MULTIMODAL if drafter else frozenset())
-    unknown = sorted(set(parameters) - known)
+    unknown = sorted(key for key in set(parameters) - known if parameters[key] is not None)
     if unknown:
         raise ValueError(
             f"{path}: {unknown[0]!r} of a rope of type {kind!r} is not supported; use a checkpoint "

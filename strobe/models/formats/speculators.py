@@ -44,11 +44,12 @@ THETA, WINDOW, EPSILON = 10000.0, 4096, 1e-6
 
 HARMLESS = frozenset(
     {"speculators_model_type", "speculators_version", "tie_word_embeddings", "max_anchors",
-     "has_no_defaults_at_init", "draft_arch"}
+     "has_no_defaults_at_init", "draft_arch", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim",
+     "lambda_base_start", "lambda_base_decay_ratio", "auf"}
 )  # fmt: skip
 HARMLESS_OF_DECODER = frozenset(
     {"eos_token_id", "tie_word_embeddings", "use_sliding_window", "max_window_layers",
-     "partial_rotary_factor", "bos_token_id"}
+     "partial_rotary_factor", "bos_token_id", "dtype", "torch_dtype"}
 )  # fmt: skip
 """What says nothing about the drafter's mathematics: the layers of the library turn whole heads and
 slide where `layer_types` says so."""
@@ -105,6 +106,8 @@ def read_recommended(fields: Fields, drafts: int) -> int | None:
 
 def read(config: dict[str, Any], path: Path, target: Path | None = None) -> DraftConfig:
     fields = Fields(config, path)
+    for key, plain in (("projector_type", "dflash"), ("shift_label", False)):
+        fields.only(key, plain, why="use a drafter of plain DFlash.")
     layers = read_decoder_fields(fields)
     plain_products(layers)
     masks = read_masks(fields, layers)

@@ -39,13 +39,15 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
     """Sliding layers are causal within the block, full ones are not, unless the config forces it
-    for all of them. With `use_swa` and no types (MiMo's) all layers slide and none is causal."""
+    for all of them. With `use_swa` and no layer that slides by type (MiMo's) all do and none is
+    causal; its window is `swa_window_size`, else `sliding_window`."""
     types, causal = read_layer_types(fields), None
-    if fields.flag("use_swa") and fields.get("layer_types") is None:
-        types, causal = ["sliding_attention"] * len(types), False
-        window = fields.integer("swa_window_size", fields.get("sliding_window"))
-    else:
-        window = read_window(fields, types)
+    own, window = fields.get("swa_window_size"), None
+    if fields.flag("use_swa"):
+        if "sliding_attention" not in types:
+            types, causal = ["sliding_attention"] * len(types), False
+        window = None if own is None else fields.integer("swa_window_size")
+    window = read_window(fields, types) if window is None else window
     for key in ("causal", "is_causal"):
         causal = fields.flag(key) if fields.get(key) is not None else causal
     return tuple(
