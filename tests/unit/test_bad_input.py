@@ -168,7 +168,10 @@ def test_a_config_value_of_the_wrong_kind(
         ({"layer_types": ["sliding_attention"] * 5}, ["sliding_window is None"]),
         ({"dtype": "float8_e4m3fn"}, ["dtype is 'float8_e4m3fn'", "bfloat16"]),
         ({"dtype": 16}, ["dtype is 16", "bfloat16"]),
-        ({"quantization_config": {"bits": 4}}, ["quantization_config is set", "unquantized"]),
+        (
+            {"quantization_config": {"bits": 4}},
+            ["quantization_config.quant_method is None", "not supported"],
+        ),
     ],
 )
 def test_a_config_that_is_not_supported(
@@ -894,7 +897,8 @@ def test_one_bad_prompt_of_several_on_the_command_line(
     [
         (
             ["generte", "hello"],
-            "'generte' is no command; there are generate, chat, serve, demo, info, bench.",
+            "'generte' is no command; there are generate, chat, serve, demo, info, doctor, bench, "
+            "eval.",
         ),
         (["generate"], "No prompt was given; name one or more: strobe generate 'PROMPT'."),
         (

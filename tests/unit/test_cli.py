@@ -219,7 +219,8 @@ def test_json_is_one_object_on_standard_output_and_debug_goes_to_the_other(pair:
             "used", "method", "steps", "drafted", "accepted", "acceptance_length",
             "accepted_per_position", "off_reason",
         ]  # fmt: skip
-    lines = run.stderr.splitlines()
+    loaded, lines = run.stderr.splitlines()[:2], run.stderr.splitlines()[2:]
+    assert all(line.startswith("strobe.models.progress: loaded ") for line in loaded)
     assert len(lines) == sum(o["outputs"][0]["speculation"]["steps"] for o in outputs)
     assert all(line.startswith("strobe.engine.scheduler: verify request=") for line in lines)
 
@@ -368,7 +369,7 @@ def test_info_describes_a_target_a_drafter_and_a_pair(
     target = json.loads(out)
     assert target == {
         "path": str(pair.target), "kind": "target", "architecture": "Qwen3ForCausalLM",
-        "parameters": 185_344, "layers": 5, "hidden_size": 32,
+        "parameters": 185_344, "bytes_on_disk": 4 * 185_344, "layers": 5, "hidden_size": 32,
         "heads": "4 query, 2 key-value, 16 wide", "vocabulary": 2048, "context": 512,
         "kv_bytes_per_token_bf16": 2 * 5 * 2 * 16 * 2, "tie_embeddings": False,
         "dtype": "float32", "end_token_ids": [2, 0], "default_sampling": {},

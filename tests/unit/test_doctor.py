@@ -77,7 +77,10 @@ def causality(pair: Copies) -> None:
 
 
 def anchor(pair: Copies) -> None:
-    edit_json(pair.draft / "config.json", sample_from_anchor=True)
+    """DeepSpec's layout, whose first slot predicts too."""
+    path = pair.draft / "config.json"
+    keys = json.loads(path.read_text())["dflash_config"]
+    edit_json(path, architectures=["Qwen3DSparkModel"], dflash_config=None, markov_rank=0, **keys)
 
 
 def tensor(pair: Copies) -> None:
