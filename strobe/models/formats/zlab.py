@@ -42,12 +42,13 @@ def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
     for all of them. With `use_swa` and no layer that slides by type (MiMo's) all do and none is
     causal; its window is `swa_window_size`, else `sliding_window`."""
     types, causal = read_layer_types(fields), None
-    own, window = fields.get("swa_window_size"), None
-    if fields.flag("use_swa"):
+    if not fields.flag("use_swa"):
+        fields.get("swa_window_size")  # means nothing then
+        window = read_window(fields, types)
+    else:
         if "sliding_attention" not in types:
             types, causal = ["sliding_attention"] * len(types), False
-        window = None if own is None else fields.integer("swa_window_size")
-    window = read_window(fields, types) if window is None else window
+        window = fields.integer("swa_window_size", fields.get("sliding_window"))
     for key in ("causal", "is_causal"):
         causal = fields.flag(key) if fields.get(key) is not None else causal
     return tuple(
