@@ -78,7 +78,8 @@ def configure_logging(
 
     level: of Strobe's and uvicorn's records ("debug", "info", "warning", "error"); other libraries
     speak from "warning" on. show_text: exceptions keep their messages, which may quote a prompt.
-    uvicorn's own access log is off: `strobe.access` has it. Raises ValueError for an unknown level.
+    uvicorn's handlers go, and its access log is off: `strobe.access` has it. Raises ValueError for
+    an unknown level.
     """
     levels = logging.getLevelNamesMapping()
     number = levels.get(level.upper())
@@ -90,11 +91,12 @@ def configure_logging(
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(make(show_text=show_text))
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
-    for name in ("strobe", "uvicorn"):
-        logging.getLogger(name).setLevel(number)
-    access = logging.getLogger("uvicorn.access")
-    access.handlers.clear()
-    access.propagate = False
+    logging.getLogger("strobe").setLevel(number)
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()  # its own, where a Config of uvicorn's was made before
+        logger.setLevel(number)
+        logger.propagate = name != "uvicorn.access"
 
 
 def _message(record: logging.LogRecord, show_text: bool) -> str:

@@ -119,7 +119,7 @@ class MockServer:
         self._socket.listen()
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
         config = uvicorn.Config(
-            self._answer, interface="asgi3", lifespan="off", ws="none", log_level="warning"
+            self._answer, interface="asgi3", lifespan="off", ws="none", log_config=None
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import uvicorn
 
 from strobe.server.logs import (
     Fields,
@@ -24,13 +25,15 @@ SECRET = "the prompt of a user"
 @pytest.fixture
 def stderr(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
     """What was written since the last call; the process's logging is put back afterwards."""
-    names = (None, "strobe", "uvicorn", "uvicorn.access")
+    names = (None, "strobe", "uvicorn", "uvicorn.error", "uvicorn.access")
     loggers = [logging.getLogger(name) for name in names]
-    before = [(logger.level, logger.propagate) for logger in loggers]
+    before = [(logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
     yield lambda: capsys.readouterr().err
-    for logger, (level, propagate) in zip(loggers, before, strict=True):
+    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
         logger.setLevel(level)
         logger.propagate = propagate
+        if logger is not logging.root:
+            logger.handlers = handlers
     for handler in logging.root.handlers[:]:
         if isinstance(handler.formatter, JsonFormatter | PlainFormatter):
             logging.root.removeHandler(handler)
@@ -146,6 +149,17 @@ def test_configuring_twice_writes_once_and_uvicorns_access_log_is_off(stderr: Ca
     assert text.count("once") == 1
     assert "secret" not in text
     assert not logging.getLogger("uvicorn.access").hasHandlers(), "uvicorn asks this"
+
+
+def test_what_uvicorn_set_up_before_gives_way(stderr: Callable[[], str]):
+    uvicorn.Config("nothing:here", log_level="critical")
+    configure_logging("info")
+    logging.getLogger("uvicorn.error").info("listening")
+    logging.getLogger("uvicorn.error").error("failed", exc_info=raised())
+    logging.getLogger("uvicorn.access").info("GET /?key=%s", SECRET)
+    text = stderr()
+    assert text.count("listening") == text.count("uvicorn.error: failed") == 1
+    assert SECRET not in text
 
 
 @pytest.mark.parametrize("level", ["loud", "notset", ""])
