@@ -14,7 +14,7 @@ from strobe.kv.store import KVStore
 
 CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 """Data-centre GPUs whose blocks have 227 KB of shared memory, as the configurations ask for."""
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -29,7 +29,7 @@ def missing(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | No
             *capability
         )
     if head_dim not in HEAD_DIMS:
-        return f"it has no head size {head_dim}, only 64, 128 and 256"
+        return f"it has no head size {head_dim}, only 64, 128, 256 and 512"
     if dtype not in DTYPES:
         return f"it has no {str(dtype).removeprefix('torch.')}, only bfloat16, float16 and float32"
     return None

@@ -61,6 +61,18 @@ CONFIGS: dict[tuple[int, int, int], Config] = {
     (256, 32, 4): Config(16, 16, 4, 2, False),
     (256, 64, 4): Config(16, 16, 4, 2, False),
     (256, 128, 4): Config(16, 16, 4, 2, False),
+    (512, 16, 1): Config(16, 32, 4, 3, False),
+    (512, 32, 1): Config(32, 32, 8, 3, False),
+    (512, 64, 1): Config(64, 32, 8, 3, False),
+    (512, 128, 1): Config(64, 32, 8, 3, False),
+    (512, 16, 2): Config(16, 32, 4, 3, False),
+    (512, 32, 2): Config(32, 32, 8, 2, False),
+    (512, 64, 2): Config(64, 32, 8, 2, False),
+    (512, 128, 2): Config(64, 32, 8, 2, False),
+    (512, 16, 4): Config(16, 16, 8, 2, False),
+    (512, 32, 4): Config(16, 16, 8, 2, False),
+    (512, 64, 4): Config(16, 16, 8, 2, False),
+    (512, 128, 4): Config(16, 16, 8, 2, False),
 }
 
 # The same where blocks are divided: a multiprocessor has one program then, which may take its all.

@@ -138,7 +138,7 @@ def check(case: Case, workspace: AttentionWorkspace, config: Config | None = Non
 @pytest.fixture
 def one(device: torch.device) -> AttentionWorkspace:
     """A workspace so small that no block is divided."""
-    return AttentionWorkspace(device, 256, programs=1)
+    return AttentionWorkspace(device, 512, programs=1)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ SPANS = [(0, 3), (30, 1), (0, 0), (16, 5), (47, 16), (0, 0), (9, 1)]
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-    ("dim", "heads", "group"), [(64, 2, 1), (64, 1, 7), (128, 2, 4), (256, 1, 2)]
+    ("dim", "heads", "group"), [(64, 2, 1), (64, 1, 7), (128, 2, 4), (256, 1, 2), (512, 1, 8)]
 )
 def test_heads(
     device: torch.device, one: AttentionWorkspace, dim: int, heads: int, group: int, causal: bool
@@ -239,14 +239,15 @@ def test_divided_blocks(
     assert torch.equal(check(case, many, config), first)
 
 
-@pytest.mark.parametrize(("dim", "pairs"), [(128, 128), (64, 64), (128, 16)])
+@pytest.mark.parametrize(("dim", "pairs"), [(128, 128), (64, 64), (128, 16), (512, 16)])
 def test_divided_blocks_of_every_size(
     device: torch.device, dtype: torch.dtype, dim: int, pairs: int
 ) -> None:
     """Blocks whose results are added up in parts, or fewer pieces than the workspace has room."""
-    workspace = AttentionWorkspace(device, 128, programs=48)
-    case = make_case(device, [(900, 17), (300, 20)], dim=dim, group=3, dtype=dtype)
-    check(case, workspace, Config(pairs, 128, 8, 2, True))
+    workspace = AttentionWorkspace(device, dim, programs=48)
+    spans = [(300, 9)] if dim == 512 else [(900, 17), (300, 20)]
+    case = make_case(device, spans, dim=dim, group=3, dtype=dtype)
+    check(case, workspace, Config(pairs, 32 if dim == 512 else 128, 8, 2, True))
 
 
 def test_one_workspace_serves_every_shape(device: torch.device, many: AttentionWorkspace) -> None:
@@ -261,6 +262,17 @@ def test_half_precision(
 ) -> None:
     spans = [(0, 3), (47, 8), (300, 2)]
     check(make_case(device, spans, mask=LayerMask(causal), dtype=dtype), many)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("size", [1, 3, 8, 40])
+def test_wide_heads(
+    device: torch.device, one: AttentionWorkspace, size: int, kv_dtype: torch.dtype
+) -> None:
+    """Every configuration of the widest heads there are, in two dtypes of keys and values."""
+    spans = [(0, size), (47, size)]
+    case = make_case(device, spans, dim=512, group=8, dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    check(case, one)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -337,7 +349,7 @@ def test_rows_beyond_the_table_are_finite(device: torch.device, one: AttentionWo
 
 
 def test_every_head_size_has_configurations() -> None:
-    for dim, pairs in itertools.product((64, 128, 256), (1, 16, 17, 64, 65, 5000)):
+    for dim, pairs in itertools.product((64, 128, 256, 512), (1, 16, 17, 64, 65, 5000)):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for kv_dtype in (dtype, torch.float8_e4m3fn):
                 for spans in (1, 4, 100):

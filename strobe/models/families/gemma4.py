@@ -15,8 +15,8 @@ from strobe.models.config import DecoderConfig, LayerShape, TargetConfig
 from strobe.models.formats.decoder import (
     read_decoder,
     read_dtype,
-    read_generation,
     read_layer_types,
+    read_target,
     read_window,
 )
 from strobe.models.formats.fields import MEND, Fields
@@ -166,19 +166,17 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         layer_shapes=shapes,
         unfused="its layers have norms and heads that the kernels do not know",
     )
-    eos_ids, sampling = read_generation(fields, directory, decoder.vocab_size)
-    softcap = fields.get("final_logit_softcapping")
-    config = TargetConfig(
-        architecture="Gemma4ForCausalLM",
-        decoder=decoder,
-        tie_embeddings=fields.flag("tie_word_embeddings", True),
+    capped = fields.get("final_logit_softcapping") is not None
+    config = read_target(
+        fields,
+        directory,
+        "Gemma4ForCausalLM",
+        decoder,
+        tied=True,
         dtype=read_dtype(fields if "dtype" in fields else outer),
-        eos_ids=eos_ids,
-        sampling=sampling,
         embedding_scale=decoder.hidden_size**0.5,
-        logit_softcap=fields.number("final_logit_softcapping") if softcap is not None else None,
+        logit_softcap=fields.number("final_logit_softcapping") if capped else None,
     )
-    fields.finish()
     if outer is not fields:
         for key in ("dtype", "torch_dtype", "tie_word_embeddings"):
             outer.get(key)  # the text decoder's count

@@ -13,10 +13,9 @@ from strobe.models.config import DecoderConfig, ExpertShape, Quantization, Targe
 from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP
 from strobe.models.formats.decoder import (
     read_decoder,
-    read_dtype,
-    read_generation,
     read_layer_types,
     read_ropes,
+    read_target,
     read_window,
 )
 from strobe.models.formats.fields import MEND, Fields
@@ -123,18 +122,8 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         sinks=True,
         experts=read_shape(fields),
     )
-    eos_ids, sampling = read_generation(fields, directory, decoder.vocab_size)
-    config = TargetConfig(
-        architecture="GptOssForCausalLM",
-        decoder=decoder,
-        tie_embeddings=fields.flag("tie_word_embeddings"),
-        dtype=read_dtype(fields),
-        eos_ids=eos_ids,
-        sampling=sampling,
-        quantization=read_packing(fields, decoder.hidden_size, decoder.intermediate_size),
-    )
-    fields.finish()
-    return config
+    packing = read_packing(fields, decoder.hidden_size, decoder.intermediate_size)
+    return read_target(fields, directory, "GptOssForCausalLM", decoder, quantization=packing)
 
 
 def make(config: TargetConfig, max_positions: int) -> Target:

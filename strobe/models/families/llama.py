@@ -9,8 +9,7 @@ from strobe.models.config import TargetConfig
 from strobe.models.formats.decoder import (
     plain_products,
     read_decoder,
-    read_dtype,
-    read_generation,
+    read_target,
 )
 from strobe.models.formats.fields import Fields
 from strobe.models.layers import DecoderLayer
@@ -27,17 +26,7 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         qk_norm=False,
         mlp_bias=fields.flag("mlp_bias"),
     )
-    eos_ids, sampling = read_generation(fields, directory, decoder.vocab_size)
-    config = TargetConfig(
-        architecture="LlamaForCausalLM",
-        decoder=decoder,
-        tie_embeddings=fields.flag("tie_word_embeddings"),
-        dtype=read_dtype(fields),
-        eos_ids=eos_ids,
-        sampling=sampling,
-    )
-    fields.finish()
-    return config
+    return read_target(fields, directory, "LlamaForCausalLM", decoder)
 
 
 def make(config: TargetConfig, max_positions: int) -> Target:

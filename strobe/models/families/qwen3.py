@@ -8,9 +8,8 @@ from strobe.attention.mask import LayerMask
 from strobe.models.config import TargetConfig
 from strobe.models.formats.decoder import (
     read_decoder,
-    read_dtype,
-    read_generation,
     read_layer_types,
+    read_target,
     read_window,
 )
 from strobe.models.formats.fields import Fields
@@ -40,18 +39,8 @@ def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
 def read(fields: Fields, directory: Path) -> TargetConfig:
     fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
     decoder = read_decoder(fields, read_masks(fields), theta=10000.0)
-    eos_ids, sampling = read_generation(fields, directory, decoder.vocab_size)
-    config = TargetConfig(
-        architecture="Qwen3ForCausalLM",
-        decoder=decoder,
-        tie_embeddings=fields.flag("tie_word_embeddings"),
-        dtype=read_dtype(fields),
-        eos_ids=eos_ids,
-        sampling=sampling,
-        quantization=read_quantization(fields),
-    )
-    fields.finish()
-    return config
+    quantization = read_quantization(fields)
+    return read_target(fields, directory, "Qwen3ForCausalLM", decoder, quantization=quantization)
 
 
 def make(config: TargetConfig, max_positions: int) -> Target:

@@ -21,9 +21,8 @@ from strobe.models.config import DecoderConfig, TargetConfig
 from strobe.models.formats.decoder import (
     plain_products,
     read_decoder,
-    read_dtype,
-    read_generation,
     read_layer_types,
+    read_target,
 )
 from strobe.models.formats.fields import MEND, Fields, positive
 from strobe.models.formats.rope import read_rope
@@ -71,9 +70,7 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         inner = Fields(text, fields.path)
         plain_products(fields)
         fields.finish(OUTER)
-    config = _read_text(inner, directory, fields.get("architectures"))
-    inner.finish(INNER)
-    return config
+    return _read_text(inner, directory, fields.get("architectures"))
 
 
 def _read_text(fields: Fields, directory: Path, names: Any) -> Qwen35Config:
@@ -94,14 +91,13 @@ def _read_text(fields: Fields, directory: Path, names: Any) -> Qwen35Config:
         output_gate=True,
         unfused="no kernels run layers of this family whole",
     )
-    eos_ids, sampling = read_generation(fields, directory, decoder.vocab_size)
-    return Qwen35Config(
-        architecture=names[0] if names else "Qwen3_5ForCausalLM",
-        decoder=decoder,
-        tie_embeddings=fields.flag("tie_word_embeddings"),
-        dtype=read_dtype(fields),
-        eos_ids=eos_ids,
-        sampling=sampling,
+    return read_target(
+        fields,
+        directory,
+        names[0] if names else "Qwen3_5ForCausalLM",
+        decoder,
+        kind=Qwen35Config,
+        harmless=INNER,
         states=_read_states(fields, len(types) - full),
         layer_types=tuple(types),
         rotary_dim=rotary_dim,

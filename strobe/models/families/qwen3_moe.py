@@ -11,8 +11,7 @@ from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
 from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP
 from strobe.models.formats.decoder import (
     read_decoder,
-    read_dtype,
-    read_generation,
+    read_target,
 )
 from strobe.models.formats.fields import MEND, Fields
 from strobe.models.formats.fp8 import read_quantization
@@ -70,18 +69,8 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         unfused=UNFUSED,
         experts=read_experts(fields),
     )
-    eos_ids, sampling = read_generation(fields, directory, decoder.vocab_size)
-    config = TargetConfig(
-        architecture="Qwen3MoeForCausalLM",
-        decoder=decoder,
-        tie_embeddings=fields.flag("tie_word_embeddings"),
-        dtype=read_dtype(fields),
-        eos_ids=eos_ids,
-        sampling=sampling,
-        quantization=read_quantization(fields),
-    )
-    fields.finish()
-    return config
+    quantization = read_quantization(fields)
+    return read_target(fields, directory, "Qwen3MoeForCausalLM", decoder, quantization=quantization)
 
 
 def make(config: TargetConfig, max_positions: int) -> Target:

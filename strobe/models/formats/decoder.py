@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from strobe.attention.mask import LayerMask
-from strobe.models.config import DecoderConfig
+from strobe.models.config import DecoderConfig, TargetConfig
 from strobe.models.formats.fields import DTYPES, MEND, Fields, positive, read_json
 from strobe.models.formats.rope import read_rope
 from strobe.models.rope import RopeConfig
 from strobe.request import SamplingParams
+
+Kind = TypeVar("Kind", bound=TargetConfig)
 
 
 def read_decoder(
@@ -134,7 +137,38 @@ def read_dtype(fields: Fields) -> str:
     return name
 
 
-def read_generation(
+def read_target(
+    fields: Fields,
+    directory: Path,
+    architecture: str,
+    decoder: DecoderConfig,
+    *,
+    kind: type[Kind] = TargetConfig,
+    tied: bool = False,
+    harmless: Collection[str] = (),
+    **options: Any,
+) -> Kind:
+    """The target, with what every family's config.json says alike; the last to read `fields`.
+
+    kind: its class, with further fields in `options`. tied: whether the head is the embedding where
+    config.json names neither. harmless: keys that mean nothing here. Raises ValueError, for a key
+    that nobody asked for too.
+    """
+    eos_ids, sampling = _read_generation(fields, directory, decoder.vocab_size)
+    config = kind(
+        architecture=architecture,
+        decoder=decoder,
+        tie_embeddings=fields.flag("tie_word_embeddings", tied),
+        dtype=options.pop("dtype", None) or read_dtype(fields),
+        eos_ids=eos_ids,
+        sampling=sampling,
+        **options,
+    )
+    fields.finish(harmless)
+    return config
+
+
+def _read_generation(
     fields: Fields, directory: Path, vocab_size: int
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """What ends an answer, and the sampling that is recommended: generation_config.json's, and for
