@@ -1,4 +1,5 @@
-"""Targets with experts on a GPU: captured steps give the bits of eager ones, and nothing waits."""
+"""Targets whose layers no kernel runs whole, on a GPU: captured steps give the bits of eager ones,
+and nothing waits."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from matrix import Pair, plain_answers
 from tiny import make_draft, make_target
-from transformers import GptOssForCausalLM, Qwen3MoeForCausalLM
+from transformers import Gemma4ForCausalLM, GptOssForCausalLM, Qwen3MoeForCausalLM
 
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
@@ -33,6 +34,21 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
             "sliding_window": 6,
+        },
+    ),
+    "gemma4": (
+        Gemma4ForCausalLM,
+        {
+            "embedding": 0.2,
+            "final_logit_softcapping": 30.0,
+            "rope_theta": None,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            "sliding_window": 6,
+            "global_head_dim": 512,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": True,
         },
     ),
 }
@@ -73,7 +89,8 @@ def test_captured_steps_give_the_bits_of_eager_ones(pair: Pair, dtype: str):
         tokens = answers(one)
         assert one.resolved.choice.attention == "triton"
         assert bool(len(one.parts.graphs)) is graphs
-        left = [store.data[:, 16:-16].clone() for store in one.parts.stores.values()]
+        stores = one.parts.stores.values()
+        left = [layer[16:-16].clone() for store in stores for layer in store.layers]
         found.append((tokens, left))
     (captured, left), (plain, right) = found
     assert captured == plain
