@@ -166,11 +166,52 @@ _QWEN3_5: dict[str, dict[str, Any]] = {
         "eos_token_id": 248046,
     },
 }
+_GEMMA4: dict[str, dict[str, Any]] = {
+    "gemma-4-26b-a4b": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "dtype": "bfloat16",
+        "vocab_size": 262144,
+        "hidden_size": 2816,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 2112,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "attention_bias": False,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
+        "sliding_window": 1024,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "max_position_embeddings": 262144,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+}
 _TARGETS: dict[str, dict[str, Any]] = {
     **{n: {"architectures": ["Qwen3ForCausalLM"], **_COMMON, **own} for n, own in _QWEN3.items()},
     **_LLAMA,
     **_EXPERTS,
     **_QWEN3_5,
+    **_GEMMA4,
 }
 """By name, config.json of a target as published."""
 _DRAFTS: dict[str, dict[str, Any]] = {
@@ -196,6 +237,18 @@ _DRAFTS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 8, 15, 22, 29]},
     },
+    "gemma-4-26b-a4b": {
+        "intermediate_size": 5632,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "rope_theta": 1000000,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"],
+        "sliding_window": 2048,
+        "use_sliding_window": True,
+        "tie_word_embeddings": False,
+        "final_logit_softcapping": 30.0,
+        "dflash_config": {"mask_token_id": 4, "target_layer_ids": [1, 6, 11, 17, 22, 27]},
+    },
 }
 """What a drafter's config says that is neither its target's nor made by the rule."""
 _SHARED = {*_COMMON, *_QWEN3["qwen3-8b"], "rope_scaling"}
@@ -215,7 +268,7 @@ def draft_config(name: str) -> dict[str, Any]:
     block and size are published, the rest as of Qwen3.5-35B-A3B's; of gpt-oss's, all but the number
     of heads, which is taken to be the target's.
     Qwen3.5's captured layers are those published for 4B, which is as deep, its heads those for
-    27B."""
+    27B. Gemma's are the published ones."""
     target = {key: value for key, value in _TARGETS[name].items() if key in _SHARED}
     layers = target["num_hidden_layers"]
     return {

@@ -24,9 +24,9 @@ class LayerShape:
 @dataclass(frozen=True)
 class ExpertShape:
     """Experts in the place of MLPs. count: of a layer; chosen: that a row goes through; size: their
-    inner size; layers: whether each layer has some, and not an MLP; normalized: whether the chosen
-    ones' weights add up to 1; bias: whether their products have one; limit: where the inputs of a
-    clamped activation end."""
+    inner size; layers: whether each layer has some, and not just an MLP; normalized: whether the
+    chosen ones' weights add up to 1; bias: whether their products have one; limit: where inputs of
+    a clamped activation end; shared: inner size of an MLP beside them for every row; 0 is none."""
 
     count: int
     chosen: int
@@ -35,6 +35,7 @@ class ExpertShape:
     normalized: bool = True
     bias: bool = False
     limit: float = 0.0
+    shared: int = 0
 
 
 @dataclass(frozen=True)

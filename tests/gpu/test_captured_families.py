@@ -52,6 +52,16 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
 }
+FAMILIES["gemma4 with experts"] = (
+    Gemma4ForCausalLM,
+    FAMILIES["gemma4"][1]
+    | {
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 24,
+    },
+)
 PROMPTS = [[5, 9, 2, 11], [3] * 17, [4, 9, 2] * 6]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from matrix import Pair, PlainAnswers, compare, some
+from matrix import SCRIPTS, Pair, PlainAnswers, compare, some
 from parity import GEOMETRY, Case, check_layers, check_text
+from safetensors.torch import load_file, save_file
 from tiny import edit_json, make_draft, make_engine, make_target
 from transformers import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
 
 from strobe.bench import floor
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
+from strobe.models.config import TargetConfig
 from strobe.models.registry import make_target as make
 from strobe.request import SamplingParams
 
@@ -30,6 +33,12 @@ TINY: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
     "tie_word_embeddings": True,
     "final_logit_softcapping": 30.0,
+}
+EXPERTS: dict[str, Any] = TINY | {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
 }
 VISION = {
     "hidden_size": 16,
@@ -50,6 +59,18 @@ def as_published(path: Path) -> None:
         global_head_dim=32,
         num_global_key_value_heads=1,
     )
+
+
+def one_by_one(path: Path) -> None:
+    """Every expert's products as tensors of their own, as those who quantize experts leave them."""
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        prefix, leaf = name.rsplit(".", 1)
+        for e, value in enumerate(tensors.pop(name)):
+            names = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+            for own, part in zip(names, value.chunk(len(names)), strict=True):
+                tensors[f"{prefix}.{e}.{own}.weight"] = part.contiguous()
+    save_file(tensors, path / "model.safetensors")
 
 
 ROPES = {
@@ -77,6 +98,14 @@ CASES = {
         lambda path: edit_json(path / "config.json", layer_types=None, rope_parameters=None),
     ),
     "heads alike": Case({"global_head_dim": 16, "num_global_key_value_heads": None}),
+    "experts, as published": Case(EXPERTS, as_published),
+    "experts one by one, one of them for a row": Case(EXPERTS | {"top_k_experts": 1}, one_by_one),
+    "every one of five odd experts": Case(
+        EXPERTS | {"num_experts": 5, "top_k_experts": 5, "moe_intermediate_size": 15},
+        lambda path: edit_json(
+            path / "config.json", moe_intermediate_size=None, expert_intermediate_size=15
+        ),
+    ),
 }
 
 
@@ -84,13 +113,22 @@ BOUND = 3e-4
 """Measured 1.2e-4, and 0.9e-4 between transformers in single and in double precision."""
 
 
+def make_gemma(path: Path, family: Any = Gemma4ForCausalLM, **changes: Any) -> Any:
+    """A tiny one on disk, whose routers choose decidedly; its experts are a plain loop."""
+    hf = make_target(path, family, embedding=0.2, **changes)
+    for name, parameter in hf.named_parameters():
+        if "router" in name:
+            parameter.data.mul_(4) if parameter.ndim > 1 else parameter.data.add_(1)
+    hf.save_pretrained(path)
+    hf.set_experts_implementation("eager")
+    return hf
+
+
 @pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """(transformers' model, directory)"""
     case, path = CASES[request.param], tmp_path_factory.mktemp("gemma4")
-    hf = make_target(
-        path, Gemma4ForCausalLM, seed=len(request.param), embedding=0.2, **(TINY | case.changes)
-    )
+    hf = make_gemma(path, seed=len(request.param), **(TINY | case.changes))
     case.after(path)
     return hf, path
 
@@ -109,28 +147,39 @@ def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
 def test_beside_its_towers_the_text_decoder_is_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    hf = make_target(
-        tmp_path,
-        Gemma4ForConditionalGeneration,
-        seed=4,
-        beside={"vision_config": VISION, "audio_config": None},
-        **TINY,
-    )
+    beside = {"vision_config": VISION, "audio_config": None}
+    hf = make_gemma(tmp_path, Gemma4ForConditionalGeneration, seed=4, beside=beside, **EXPERTS)
     with caplog.at_level(logging.INFO, "strobe"):
         check_layers(hf, tmp_path, 16, 7, atol=BOUND)
     assert sum("reads text only" in line for line in caplog.messages) == 1
 
 
+def make_pair(root: Path, **changes: Any) -> PlainAnswers:
+    make_gemma(root / "target", **changes)
+    return PlainAnswers(Pair(root / "target", make_draft(root / "draft")))
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
-    root = tmp_path_factory.mktemp("pair")
-    make_target(root / "target", Gemma4ForCausalLM, embedding=0.2, **TINY)
-    return PlainAnswers(Pair(root / "target", make_draft(root / "draft")))
+    return make_pair(tmp_path_factory.mktemp("pair"), **TINY)
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
+    return make_pair(tmp_path_factory.mktemp("sparse"), seed=3, **EXPERTS)
 
 
 @pytest.mark.parametrize("c", some(), ids=str)
 def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
     compare(c, plain.pair, plain(c.workload))
+
+
+DRAFTING = [c for c in some()[:7] if c.proposer in ("dflash", *SCRIPTS)]
+
+
+@pytest.mark.parametrize("c", DRAFTING, ids=str)
+def test_outputs_equal_plain_decoding_with_experts(c: Any, sparse: PlainAnswers):
+    compare(c, sparse.pair, sparse(c.workload))
 
 
 def test_the_layers_hold_keys_and_values_of_their_own_shapes(plain: PlainAnswers):
@@ -143,15 +192,27 @@ def test_the_layers_hold_keys_and_values_of_their_own_shapes(plain: PlainAnswers
     assert store.spec.bytes_per_page(store.layers[0].shape[0]) == store.data.nbytes
 
 
-def test_what_the_bench_counts_is_what_its_products_have(plain: PlainAnswers):
-    config = resolve(EngineConfig(target=str(plain.pair.target))).target
+def products(answers: PlainAnswers) -> tuple[TargetConfig, int]:
+    """A target's config, and how many values its layers' products have."""
+    config = resolve(EngineConfig(target=str(answers.pair.target))).target
     with torch.device("meta"):
         layers = make(config, 1).layers
-    held = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
+    return config, sum(p.numel() for p in layers.parameters() if p.ndim > 1)
+
+
+def test_what_the_bench_counts_is_what_its_products_have(plain: PlainAnswers):
+    config, held = products(plain)
     assert floor.linear_values(config.decoder) == held
     assert floor.kv_values(config.decoder) == 2 * (3 * 2 * 16 + 2 * 32)
     far, near = (floor.attention_operations(config.decoder, 1, n) for n in (100, 99))
     assert far - near == 4 * 4 * 2 * 32  # of full layers only
+
+
+def test_the_bench_counts_experts_and_the_mlp_beside_them(sparse: PlainAnswers):
+    config, held = products(sparse)
+    assert floor.linear_values(config.decoder) == held
+    chosen = floor.linear_values(config.decoder, floor.chosen_experts(config.decoder))
+    assert held - chosen == 5 * (8 - 3) * 3 * 24 * 32
 
 
 def test_half_precision_rounds_the_embedding_scale_as_transformers_does(tmp_path: Path):
@@ -172,20 +233,47 @@ def test_half_precision_rounds_the_embedding_scale_as_transformers_does(tmp_path
         ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input is 8, but per-layer"),
         ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input is 256"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2, .* cannot share keys"),
-        ({"enable_moe_block": True}, "enable_moe_block is True, .* experts beside"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ({"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which is not known"),
         ({"per_layer_config": {"2": {"window": 4}}}, "window is 4, which is not known"),
         ({"rope_parameters": {"full_attention": ROPES["full_attention"]}}, "for sliding_attention"),
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
+        ({"top_k_experts": 9}, "top_k_experts is 9, but there are 8 experts"),
+        ({"num_experts": None}, "num_experts is None, but must be a whole number"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is None, but must be"),
+        ({"expert_intermediate_size": 16}, "expert_intermediate_size is 16, .* must be moe"),
+        ({"enable_moe_block": 1}, "enable_moe_block is 1, but must be true or false"),
+        ({"num_shared_experts": 1}, "num_shared_experts is 1, which is not known"),
     ],
 )
 def test_what_is_not_computed_is_named(
-    tmp_path: Path, plain: PlainAnswers, changes: dict[str, Any], message: str
+    tmp_path: Path, sparse: PlainAnswers, changes: dict[str, Any], message: str
 ):
-    config = plain.pair.target / "config.json"
+    config = sparse.pair.target / "config.json"
     (tmp_path / "config.json").write_text(config.read_text())
     edit_json(tmp_path / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         resolve(EngineConfig(target=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "leaf", ["router.per_expert_scale", "experts.down_proj", "pre_feedforward_layernorm_2.weight"]
+)
+def test_a_tensor_of_the_experts_that_is_missing_is_named(
+    tmp_path: Path, sparse: PlainAnswers, leaf: str
+):
+    path = Path(shutil.copytree(sparse.pair.target, tmp_path / "target"))
+    tensors = load_file(path / "model.safetensors")
+    del tensors[f"model.layers.1.{leaf}"]
+    save_file(tensors, path / "model.safetensors")
+    asked = leaf.replace("down_proj", "0.down_proj.weight")
+    with pytest.raises(ValueError, match=rf"tensor layers\.1\.{asked} is missing"):
+        resolve(EngineConfig(target=str(path)))
+
+
+def test_experts_of_a_model_that_enables_none_are_too_many(tmp_path: Path, sparse: PlainAnswers):
+    path = Path(shutil.copytree(sparse.pair.target, tmp_path / "target"))
+    edit_json(path / "config.json", enable_moe_block=False)
+    with pytest.raises(ValueError, match="is not part of this architecture"):
+        resolve(EngineConfig(target=str(path)))

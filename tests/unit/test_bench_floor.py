@@ -73,13 +73,19 @@ def test_the_presets_have_the_parameters_of_the_modules(name: str, drafter: int 
 
 
 @pytest.mark.parametrize(
-    ("name", "billions", "active"), [("qwen3-coder-30b-a3b", 30.5, 3.3), ("gpt-oss-20b", 20.9, 3.6)]
+    ("name", "billions", "active"),
+    [
+        ("qwen3-coder-30b-a3b", 30.5, 3.3),
+        ("gpt-oss-20b", 20.9, 3.6),
+        ("gemma-4-26b-a4b", 25.2, 3.8),
+    ],
 )
 def test_experts_are_counted_as_the_model_cards_do(name: str, billions: float, active: float):
     """In total and per token, in which gpt-oss's does not count the embedding."""
-    decoder = pair_of(name)[0].decoder
-    table = floor.head_values(decoder)
-    total = floor.linear_values(decoder) + floor.small_values(decoder) + 2 * table
+    target = pair_of(name)[0]
+    decoder, table = target.decoder, floor.head_values(target.decoder)
+    tables = table * (1 if target.tie_embeddings else 2)
+    total = floor.linear_values(decoder) + floor.small_values(decoder) + tables
     assert total / 1e9 == pytest.approx(billions, abs=0.05)
     chosen = floor.linear_values(decoder, floor.chosen_experts(decoder)) + table
     chosen += table if name.startswith("qwen3") else 0

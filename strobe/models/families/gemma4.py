@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.attention.mask import LayerMask
-from strobe.models.config import DecoderConfig, LayerShape, TargetConfig
+from strobe.models.config import DecoderConfig, ExpertShape, LayerShape, TargetConfig
+from strobe.models.families.experts import Experts
 from strobe.models.formats.decoder import (
     read_decoder,
     read_dtype,
@@ -22,7 +23,7 @@ from strobe.models.formats.decoder import (
 from strobe.models.formats.fields import MEND, Fields
 from strobe.models.formats.rope import read_rope
 from strobe.models.layers import MLP, Attend, RMSNorm, Rope, RotaryTable, rotate, unit_rms
-from strobe.models.pieces import Pieces, stacked
+from strobe.models.pieces import Piece, Pieces, stacked
 from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
 
@@ -111,6 +112,26 @@ def read_shapes(fields: Fields, types: list[str]) -> tuple[LayerShape, ...]:
     return tuple(found)
 
 
+def read_experts(fields: Fields) -> ExpertShape | None:
+    """What stands beside the MLP of every layer, if anything does."""
+    size = fields.get("moe_intermediate_size", fields.get("expert_intermediate_size"))
+    if not fields.flag("enable_moe_block"):
+        for key in ("num_experts", "top_k_experts"):
+            fields.get(key)  # means nothing without experts
+        return None
+    fields.only("expert_intermediate_size", size, why="it must be moe_intermediate_size's.")
+    count, chosen = fields.integer("num_experts"), fields.integer("top_k_experts")
+    if chosen > count:
+        raise ValueError(
+            f"{fields.path}: top_k_experts is {chosen}, but there are {count} experts; {MEND}"
+        )
+    layers = (True,) * fields.integer("num_hidden_layers")
+    shared = fields.integer("intermediate_size")
+    return ExpertShape(
+        count, chosen, fields.integer("moe_intermediate_size", size), layers, shared=shared
+    )
+
+
 def refuse_unsupported(fields: Fields) -> None:
     """Raises ValueError for what siblings have and is not computed here."""
     fields.only(
@@ -121,7 +142,7 @@ def refuse_unsupported(fields: Fields) -> None:
     fields.only(
         "use_bidirectional_attention", "vision", why="use a checkpoint whose text is causal."
     )
-    mend = "use gemma-4-31B, which has none."
+    mend = "use gemma-4-31B or gemma-4-26B-A4B, which have none."
     size = "hidden_size_per_layer_input"
     if size not in fields or fields.get(size):
         raise ValueError(
@@ -131,14 +152,6 @@ def refuse_unsupported(fields: Fields) -> None:
     fields.get("vocab_size_per_layer_input")  # of those embeddings
     fields.only("num_kv_shared_layers", 0, why=f"layers cannot share keys and values; {mend}")
     fields.only("use_double_wide_mlp", False, why=f"no layer shares keys and values; {mend}")
-    fields.only("enable_moe_block", False, why=f"experts beside an MLP are not computed; {mend}")
-    for key in (
-        "num_experts",
-        "top_k_experts",
-        "moe_intermediate_size",
-        "expert_intermediate_size",
-    ):
-        fields.get(key)  # means nothing without experts
     if fields.get("quantization_config"):
         raise ValueError(
             f"{fields.path}: quantization_config is set, but quantized checkpoints are not "
@@ -165,6 +178,7 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         rope=shapes[-1].rope,
         layer_shapes=shapes,
         unfused="its layers have norms and heads that the kernels do not know",
+        experts=read_experts(fields),
     )
     capped = fields.get("final_logit_softcapping") is not None
     config = read_target(
@@ -186,10 +200,16 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
 
 def make(config: TargetConfig, max_positions: int) -> Target:
     decoder = config.decoder
-    layers = [Gemma4Layer(decoder, i) for i in range(decoder.num_layers)]
+    layers = [make_layer(decoder, i) for i in range(decoder.num_layers)]
     target = Target(config, layers, max_positions, Ropes(decoder, max_positions))
     target.skipped = (*target.skipped, *TOWERS)
     return target
+
+
+def make_layer(decoder: DecoderConfig, layer: int) -> nn.Module:
+    if decoder.experts is None:
+        return Gemma4Layer(decoder, layer)
+    return Gemma4SparseLayer(decoder, layer, decoder.experts)
 
 
 class Ropes(nn.Module):
@@ -239,12 +259,40 @@ class Gemma4Attention(nn.Module):
         return self.o_proj(out)
 
 
+def gated_gelu(x: Tensor) -> Tensor:
+    """gelu(gate) * up, the gates before the ups; gelu in its tanh form."""
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 class Gemma4MLP(MLP):
     """down(gelu(gate(x)) * up(x)), gelu in its tanh form; without the residual."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(F.gelu(gate, approximate="tanh") * up)
+        return self.down_proj(gated_gelu(self.gate_up_proj(x)))
+
+
+class Gemma4Router(nn.Module):
+    """Experts by what a row's direction says: their softmax over the k largest logits, each times a
+    number of the expert's own."""
+
+    def __init__(self, hidden_size: int, shape: ExpertShape, eps: float):
+        super().__init__()
+        self.chosen, self.eps = shape.chosen, eps
+        self.scale = nn.Parameter(torch.ones(hidden_size))
+        self.weight = nn.Parameter(torch.empty(shape.count, hidden_size))
+        self.per_expert_scale = nn.Parameter(torch.ones(shape.count))
+
+    def pieces(self) -> Pieces:
+        return {"weight": [Piece({"proj.weight": tuple(self.weight.shape)})]}
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H] -> weights [T, k] in x's dtype, experts [T, k]."""
+        size = x.shape[1:]
+        normed = F.rms_norm(x, size, self.scale, self.eps) * size.numel() ** -0.5
+        top, experts = F.linear(normed, self.weight).float().topk(self.chosen, dim=-1)
+        own = self.per_expert_scale.index_select(0, experts.flatten()).view_as(top)
+        return (top.softmax(-1) * own).to(x.dtype), experts
 
 
 class Gemma4Layer(nn.Module):
@@ -262,8 +310,31 @@ class Gemma4Layer(nn.Module):
         self.post_feedforward_layernorm = RMSNorm(size, eps)
         self.layer_scalar = nn.Parameter(torch.ones(1))
 
+    def feed(self, x: Tensor) -> Tensor:
+        """The residual stream behind attention, x [T, H] -> what is normed and added to it."""
+        return self.mlp(self.pre_feedforward_layernorm(x))
+
     def forward(self, x: Tensor, ropes: list[Rope], attend: Attend) -> Tensor:
         mixed = self.self_attn(self.input_layernorm(x), ropes[self.layer], attend)
         x = x + self.post_attention_layernorm(mixed)
-        inner = self.mlp(self.pre_feedforward_layernorm(x))
-        return (x + self.post_feedforward_layernorm(inner)) * self.layer_scalar
+        return (x + self.post_feedforward_layernorm(self.feed(x))) * self.layer_scalar
+
+
+class Gemma4SparseLayer(Gemma4Layer):
+    """With experts beside the MLP: both see the same rows, each has norms before and behind it, and
+    their sum has one more. The router sees rows without a norm of theirs."""
+
+    def __init__(self, config: DecoderConfig, layer: int, shape: ExpertShape):
+        super().__init__(config, layer)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.router = Gemma4Router(size, shape, eps)
+        self.experts = Experts(size, shape, gated_gelu)
+        self.post_feedforward_layernorm_1 = RMSNorm(size, eps)
+        self.pre_feedforward_layernorm_2 = RMSNorm(size, eps)
+        self.post_feedforward_layernorm_2 = RMSNorm(size, eps)
+
+    def feed(self, x: Tensor) -> Tensor:
+        every = self.post_feedforward_layernorm_1(super().feed(x))
+        rows = self.pre_feedforward_layernorm_2(x)
+        few = self.experts(rows, *self.router(x), torch.zeros_like(rows))
+        return every + self.post_feedforward_layernorm_2(few)
