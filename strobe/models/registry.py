@@ -19,6 +19,8 @@ FAMILIES = {
     "LlamaForCausalLM": ("llama", "llama"),
     "Gemma4ForCausalLM": ("gemma4_text", "gemma4"),
     "Gemma4ForConditionalGeneration": ("gemma4", "gemma4"),
+    "Gemma4UnifiedForCausalLM": ("gemma4_unified_text", "gemma4"),
+    "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "gemma4"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "qwen3_moe"),
     "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", "qwen3_5"),

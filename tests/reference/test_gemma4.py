@@ -13,7 +13,12 @@ from matrix import SCRIPTS, Pair, PlainAnswers, compare, some
 from parity import GEOMETRY, Case, check_layers, check_text
 from safetensors.torch import load_file, save_file
 from tiny import edit_json, make_draft, make_engine, make_target
-from transformers import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedForConditionalGeneration,
+)
 
 from strobe.bench import floor
 from strobe.config import EngineConfig
@@ -152,6 +157,24 @@ def test_beside_its_towers_the_text_decoder_is_the_same(
     with caplog.at_level(logging.INFO, "strobe"):
         check_layers(hf, tmp_path, 16, 7, atol=BOUND)
     assert sum("reads text only" in line for line in caplog.messages) == 1
+
+
+UNIFIED = {key: value for key, value in TINY.items() if "per_layer" not in key}
+
+
+@pytest.mark.parametrize(
+    "family", [Gemma4UnifiedForCausalLM, Gemma4UnifiedForConditionalGeneration]
+)
+def test_the_text_decoder_of_12b_is_one_of_them(family: Any, tmp_path: Path):
+    """Its patches and sound frames are embedded beside it, without towers."""
+    images = {"mm_embed_dim": 16, "mm_posemb_size": 8, "patch_size": 4, "output_proj_dims": 32}
+    beside = {"vision_config": images, "audio_config": {"audio_embed_dim": 8}}
+    whole = family is Gemma4UnifiedForConditionalGeneration
+    hf = make_target(
+        tmp_path, family, seed=3, embedding=0.2, beside=beside if whole else None, **UNIFIED
+    )
+    check_layers(hf, tmp_path, 16, 7, atol=BOUND)
+    check_text(hf, tmp_path)
 
 
 def make_pair(root: Path, **changes: Any) -> PlainAnswers:

@@ -29,7 +29,9 @@ from strobe.models.target import Target
 
 logger = logging.getLogger(__name__)
 
-TOWERS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
+UNIFIED = ("gemma4_unified", "gemma4_unified_text")
+"""model_type of 12B's, whose text decoder has no per-layer input embeddings to speak of."""
+TOWERS = ("vision_tower.", "embed_vision.", "vision_embedder.", "audio_tower.", "embed_audio.")
 """What the names of tensors begin with that serve images and sound only."""
 BESIDE = frozenset(
     {
@@ -144,9 +146,11 @@ def refuse_unsupported(fields: Fields) -> None:
     )
     mend = "use gemma-4-31B or gemma-4-26B-A4B, which have none."
     size = "hidden_size_per_layer_input"
-    if size not in fields or fields.get(size):
+    silent = 0 if fields.get("model_type") in UNIFIED else 256
+    wide = fields.get(size) if size in fields else silent
+    if wide:
         raise ValueError(
-            f"{fields.path}: {size} is {fields.get(size, 256)!r}, but per-layer input embeddings, "
+            f"{fields.path}: {size} is {wide!r}, but per-layer input embeddings, "
             f"as Gemma 4 E2B and E4B have them, are not supported; {mend}"
         )
     fields.get("vocab_size_per_layer_input")  # of those embeddings
