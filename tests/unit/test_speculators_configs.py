@@ -103,10 +103,32 @@ def test_only_sliding_layers_are_causal_and_only_where_the_config_says_so(
     tmp_path: Path, both_ways: Any, causal: bool
 ):
     types = ["sliding_attention"] * 7 + ["full_attention"]
-    layers = {"layer_types": types, "sliding_window": 2048}
+    layers = {"layer_types": types, "sliding_window": 2048, "use_sliding_window": True}
     found = read(tmp_path, layers, sliding_window_non_causal=both_ways)
     assert found.decoder.masks == (LayerMask(causal=causal, window=2048),) * 7 + (FULL,)
     assert read(tmp_path, sliding_window_non_causal=both_ways).decoder.masks == (FULL,) * 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "used", "read_as"),
+    [
+        ("qwen3", 2048, False, None),
+        ("qwen3", 2048, ..., None),
+        ("qwen3", None, True, None),
+        ("qwen3", ..., True, 4096),
+        ("llama", 2048, False, 2048),
+        ("llama", None, True, None),
+    ],
+)
+def test_layers_slide_where_the_library_slides(
+    tmp_path: Path, kind: str, window: Any, used: Any, read_as: int | None
+):
+    """Its configs of Qwen3's type have no window unless they use it, and 4,096 where they name
+    none; layers without a window see everything."""
+    layers = {"layer_types": ["sliding_attention"] * 8, "model_type": kind}
+    layers |= {"sliding_window": window, "use_sliding_window": used}
+    mask = FULL if read_as is None else LayerMask(causal=True, window=read_as)
+    assert read(tmp_path, layers, sliding_window_non_causal=False).decoder.masks == (mask,) * 8
 
 
 def test_of_ropes_by_layer_type_the_sliding_layers_one_counts(tmp_path: Path):
@@ -193,6 +215,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "unknown key": ({"norm_before_fc": True}, {}, "norm_before_fc is True, which is not known"),
     "unknown key of layers": ({}, {"qk_scale": 2}, "qk_scale is 2, which is not known"),
+    "no window": (
+        {},
+        {"model_type": "llama", "layer_types": ["sliding_attention"] * 8, "sliding_window": ...},
+        "sliding_window is None",
+    ),
     "activation": ({}, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
 }
 

@@ -72,17 +72,27 @@ def read_decoder_fields(fields: Fields) -> Fields:
     return Fields(whole, fields.path)
 
 
+def read_window(fields: Fields, layers: Fields) -> int | None:
+    """The window of sliding layers. None where the library's own see everything: where it is null,
+    and in a config of Qwen3's type without `use_sliding_window`."""
+    qwen3 = layers.get("model_type", "qwen3") == "qwen3"
+    if fields.object("transformer_layer_config").get("sliding_window", WINDOW) is None:
+        return None
+    if qwen3 and not layers.flag("use_sliding_window"):
+        return None
+    return layers.integer("sliding_window", WINDOW if qwen3 else None)
+
+
 def read_masks(fields: Fields, layers: Fields) -> tuple[LayerMask, ...]:
     """Full layers see the whole block, whatever window stands beside them; sliding ones as
     `sliding_window_non_causal` says, and the whole block where an older file says nothing."""
-    types = read_layer_types(layers)
-    window = layers.get("sliding_window", WINDOW)
+    types, window = read_layer_types(layers), layers.get("sliding_window")
     if "sliding_attention" in types:
-        window = layers.integer("sliding_window", WINDOW)
+        window = read_window(fields, layers)
     both = fields.flag("sliding_window_non_causal", True)
     return tuple(
         LayerMask(causal=not both, window=window)
-        if t == "sliding_attention"
+        if t == "sliding_attention" and window is not None
         else LayerMask(causal=False)
         for t in types
     )
