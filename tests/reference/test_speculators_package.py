@@ -1,0 +1,172 @@
+"""Checkpoints that the speculators package wrote load, and draft what that package's own model
+drafts. `scripts/speculators_fixture.py` made them, in an environment with speculators 0.9.0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import make_engine, run
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from watched import Watched
+
+from strobe.attention.mask import LayerMask
+from strobe.config import EngineConfig
+from strobe.models.dflash import DFlash
+from strobe.names.locate import located
+from strobe.request import SamplingParams
+
+MADE = Path(__file__).parent / "data" / "speculators"
+PROMPT, WINDOW, KNOWN = 8, 20, 23
+FULL, CAUSAL = LayerMask(causal=False), LayerMask(causal=True, window=WINDOW)
+MASKS = {
+    "full": (FULL, FULL),
+    "causal": (CAUSAL, FULL),
+    "both_ways": (LayerMask(causal=False, window=WINDOW),) * 2,
+    "first_slot": (CAUSAL,),
+}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the package computed. tokens [T], features [T, n * H]: of a text and the target's
+    hidden states of it; for the block at each of anchors [A], logits [A, D, V'] of the slots that
+    predict, and the target's tokens [A, D] of them."""
+
+    tokens: list[int]
+    features: Tensor
+    anchors: list[int]
+    logits: Tensor
+    drafts: Tensor
+
+
+def recorded(name: str) -> Recorded:
+    values = load_file(MADE / "recorded.safetensors")
+    first = 0 if name == "first_slot" else 1
+    return Recorded(
+        values["tokens"].tolist(),
+        values["features"],
+        values[f"{name}.anchors"].tolist(),
+        values[f"{name}.logits"][:, first:],
+        values[f"{name}.tokens"][:, first:],
+    )
+
+
+def engine_of(name: str, **options: Any) -> Any:
+    config = EngineConfig(str(MADE / "target"), draft=str(MADE / name), page_size=4, **options)
+    return make_engine(config, lambda parts, _: Watched(parts), names=["dflash"])
+
+
+def watched(engine: Any) -> Any:
+    return engine.proposers.proposers["dflash"]
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    """Within 1e-4 of the largest logit of each row."""
+    error = (found - wanted).abs().amax(-1)
+    return bool((error <= 1e-4 * wanted.abs().amax(-1)).all())
+
+
+def known(model: DFlash, logits: Tensor) -> Tensor:
+    """Of logits [R, V] those of the tokens that the head knows, [R, V']."""
+    return logits if model.target_ids is None else logits[:, model.target_ids]
+
+
+def sees(mask: LayerMask, anchor: int, size: int, *, trained: bool) -> Tensor:
+    """[B, anchor + B]: what each slot sees. A window reaches back from the slot itself, and in
+    training from the block's anchor."""
+    slot, key = torch.arange(anchor, anchor + size)[:, None], torch.arange(anchor + size)[None]
+    seen = torch.ones(size, anchor + size, dtype=torch.bool)
+    if mask.window is not None:
+        seen = seen & ((key >= anchor - mask.window) if trained else (slot - key < mask.window))
+    return seen & (key <= slot) if mask.causal else seen
+
+
+@torch.no_grad()
+def block_logits(model: DFlash, about: Recorded, anchor: int, *, trained: bool) -> Tensor:
+    """The module's logits [D, V'] for the block at `anchor`, over the recorded features."""
+    config = model.config
+    keys, values = model.context_kv(about.features[:anchor], torch.arange(anchor))
+    positions = torch.arange(anchor, anchor + config.block_size)
+    ids = torch.full((config.block_size,), config.mask_token_id)
+    ids[0] = about.tokens[anchor]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        k, v = torch.cat([keys[:, layer], k]), torch.cat([values[:, layer], v])
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        mask = sees(config.decoder.masks[layer], anchor, config.block_size, trained=trained)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return out.transpose(0, 1).flatten(1)
+
+    x, _ = model(ids, positions, attend)
+    return known(model, model.head(x[-config.drafts :]))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_what_the_package_wrote_is_read_whole(name: str):
+    model = watched(engine_of(name)).inner.model
+    config = model.config
+    assert config.format == "speculators"
+    assert config.decoder.masks == MASKS[name]
+    assert (config.capture, config.mask_token_id, config.block_size) == ((1, 2, 3), 60, 5)
+    assert config.drafts == config.num_drafts == (5 if name == "first_slot" else 4)
+    reduced = name in ("causal", "both_ways")
+    assert config.draft_vocab_size == (KNOWN if reduced else None)
+    assert (model.embed_tokens, model.lm_head is not None) == (None, reduced)
+    assert config.decoder.attention_bias == (name == "full")
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_logits_and_drafts_are_those_of_the_packages_own_model(name: str):
+    """At every anchor, with windows that begin where the package's begin in training."""
+    model, about = watched(engine_of(name)).inner.model, recorded(name)
+    assert about.anchors == list(range(PROMPT, len(about.tokens) - 5))
+    ids = torch.arange(model.config.decoder.vocab_size)
+    ids = ids if model.target_ids is None else model.target_ids
+    for anchor, wanted, drafts in zip(about.anchors, about.logits, about.drafts, strict=True):
+        found = block_logits(model, about, anchor, trained=True)
+        assert close(found, wanted)
+        assert torch.equal(ids[found.argmax(-1)], drafts)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_served_beside_its_target_it_drafts_the_same_and_changes_no_answer(name: str):
+    """Behind Strobe's own features, step by step. Windows are then counted from each slot, as
+    engines do: blocks that the window holds with all before them are the package's to the token,
+    later ones differ by where the window begins and by nothing else."""
+    about, engine = recorded(name), engine_of(name)
+    prompt, answer = about.tokens[:PROMPT], about.tokens[PROMPT:]
+    asked = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
+    assert run(engine, [prompt], asked) == [answer], "what transformers generated"
+    model, same, other = watched(engine).inner.model, 0, 0
+    slides = any(mask.window is not None for mask in MASKS[name])
+    for made in watched(engine).true_drafts():
+        if made.start not in about.anchors:
+            continue
+        row = about.anchors.index(made.start)
+        found = known(model, made.logits)
+        assert close(found, block_logits(model, about, made.start, trained=False))
+        if slides and made.start + model.config.block_size > WINDOW:
+            other += not close(found, about.logits[row])
+            continue
+        same += 1
+        assert close(found, about.logits[row])
+        assert made.tokens == about.drafts[row].tolist()
+    assert same > 4
+    assert (other > 4) == slides
+
+
+def test_such_a_checkpoint_names_its_target_and_how_many_tokens_to_draft(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(MADE)
+    found = located(EngineConfig("first_slot"))
+    assert (found.method, found.num_drafts) == ("dflash", 5)
+    assert Path(found.target).resolve() == MADE / "target"
+    assert found.draft is not None
+    assert Path(found.draft).resolve() == MADE / "first_slot"
