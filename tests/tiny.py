@@ -124,7 +124,13 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def draft_tensors(
-    *, layers: int, captured: int, seed: int, bias: bool = False, width: int = 16
+    *,
+    layers: int,
+    captured: int,
+    seed: int,
+    bias: bool = False,
+    sinks: bool = False,
+    width: int = 16,
 ) -> dict[str, torch.Tensor]:
     """Random drafter weights under z-lab's names; heads 4, key-value heads 2."""
     noise = torch.Generator().manual_seed(seed)
@@ -150,6 +156,8 @@ def draft_tensors(
         tensors[f"{layer}self_attn.o_proj.weight"] = matrix(HIDDEN, 4 * width)
         if bias:
             tensors[f"{layer}self_attn.o_proj.bias"] = matrix(HIDDEN)
+        if sinks:
+            tensors[f"{layer}self_attn.attention_sink_bias"] = matrix(4) * 5
         for name in ("q_norm", "k_norm"):
             tensors[f"{layer}self_attn.{name}.weight"] = scale(width)
         for name in ("gate_proj", "up_proj"):
@@ -171,6 +179,7 @@ def make_draft(
     target_layers: int = LAYERS,
     seed: int = 1,
     bias: bool = False,
+    sinks: bool = False,
     width: int = 16,
     top: Mapping[str, Any] | None = None,
     nested: Mapping[str, Any] | None = None,
@@ -180,7 +189,7 @@ def make_draft(
     layers = len(layer_types) if layer_types else 2
     directory.mkdir(parents=True, exist_ok=True)
     tensors = draft_tensors(
-        layers=layers, captured=len(layer_ids), seed=seed, bias=bias, width=width
+        layers=layers, captured=len(layer_ids), seed=seed, bias=bias, sinks=sinks, width=width
     )
     save_file(tensors, directory / "model.safetensors")
     config: dict[str, Any] = {
@@ -192,6 +201,7 @@ def make_draft(
         "dflash_config": {
             "mask_token_id": mask_token,
             "target_layer_ids": list(layer_ids),
+            **({"attention_sink_bias": True} if sinks else {}),
             **(nested or {}),
         },
         "hidden_size": HIDDEN,

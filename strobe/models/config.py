@@ -44,7 +44,7 @@ class DecoderConfig:
     layer that has attention. qk_norm: whether queries and keys have norms of their own, as Qwen3's;
     value_scale: what values are multiplied with; output_gate: whether attention's answer is gated.
     layer_shapes: of each layer, where they differ. unfused: what keeps kernels from running whole
-    layers, if anything does. sinks: whether heads have a logit beside their keys', as gpt-oss's."""
+    layers, if anything does. sinks: whether all layers' heads have a logit beside their keys'."""
 
     hidden_size: int
     intermediate_size: int

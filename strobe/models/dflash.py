@@ -21,6 +21,7 @@ from strobe.models.layers import (
     softcapped,
     unit_rms,
 )
+from strobe.models.pieces import Piece, Pieces
 from strobe.sampling.sampler import argmax
 
 if TYPE_CHECKING:
@@ -69,6 +70,14 @@ class DFlash(nn.Module):
         self._context: tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None = None
         self.fused: FusedDecoder | None = None
         self._fused_context: FusedContext | None = None
+
+    def pieces(self) -> Pieces:
+        """Heads' sinks, which drafters name otherwise than targets."""
+        if not (decoder := self.config.decoder).sinks:
+            return {}
+        shape = (decoder.num_heads,)
+        names = [f"layers.{i}.self_attn." for i in range(decoder.num_layers)]
+        return {f"{n}sinks": [Piece({f"{n}attention_sink_bias": shape})] for n in names}
 
     @property
     def embedding(self) -> Tensor:

@@ -24,13 +24,14 @@ Norm = tuple[Tensor, float]
 
 class PagedAttention(Protocol):
     """The attention of one forward, its store within reach: kv(layer) [slots, 2, Hkv, D] and where
-    the rows go in it; over(layer, q [T, Hq, D]) -> [T, Hq * D], of rows that are stored already."""
+    the rows go in it; over(layer, q [T, Hq, D], sinks [Hq] or None) -> [T, Hq * D], of rows that
+    are stored already."""
 
     slots: Tensor
 
     def kv(self, layer: int) -> Tensor: ...
 
-    def over(self, layer: int, q: Tensor) -> Tensor: ...
+    def over(self, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor: ...
 
 
 def weight_of(linear: nn.Linear) -> Weight:
@@ -53,6 +54,7 @@ class _Layer(NamedTuple):
     qkv: Weight
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks: Tensor | None
     out: Weight
     mlp_norm: Norm
     gate_up: Weight
@@ -76,6 +78,7 @@ class FusedDecoder:
                 weight_of(layer.self_attn.qkv_proj),
                 weight_or_none(layer.self_attn.q_norm),
                 weight_or_none(layer.self_attn.k_norm),
+                layer.self_attn.sinks,
                 weight_of(layer.self_attn.o_proj),
                 norm_of(layer.post_attention_layernorm),
                 weight_of(cast(nn.Linear, layer.mlp.gate_up_proj)),
@@ -145,7 +148,7 @@ class FusedDecoder:
             config.num_heads,
             config.num_kv_heads,
         )
-        return attend.over(index, q)
+        return attend.over(index, q, layer.sinks)
 
 
 class FusedContext:

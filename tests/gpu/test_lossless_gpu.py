@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from matrix import COMBINATIONS, Combination, Pair, PlainAnswers, compare, plain_answers
-from tiny import make_draft, make_target
+from matrix import (
+    COMBINATIONS,
+    LENGTH,
+    Combination,
+    Pair,
+    PlainAnswers,
+    compare,
+    plain_answers,
+    prompts,
+)
+from tiny import make_draft, make_engine, make_target, run
+
+from strobe import EngineConfig, SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,3 +56,20 @@ def test_a_gpu_alone_decodes_what_a_cpu_does(pair: Pair):
     on_cpu = Pair(pair.target, pair.draft, "cpu", WIDTH)
     for name in ("greedy", "stops", "sampled"):
         assert plain_answers(pair, name) == plain_answers(on_cpu, name)
+
+
+def test_a_drafters_sinks_are_the_same_to_the_kernels_and_to_plain_torch(
+    pair: Pair, tmp_path: Path
+):
+    """What the last blocks leave of the second layer's keys comes through the first's attention."""
+    path = make_draft(tmp_path, width=WIDTH, sinks=True)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    given: dict[str, Any] = {"device": pair.device, "max_model_len": LENGTH, "overlap": 1}
+    left: list[torch.Tensor] = []
+    for off in ({}, {"attention_backend": "reference"}):
+        config = EngineConfig(target=str(pair.target), draft=str(path), **given, **off)
+        engine = make_engine(config)
+        assert engine.resolved.choice.kernels is not bool(off)
+        run(engine, prompts(), params)
+        left.append(engine.parts.stores["draft"].data[:, 16:-16].float())
+    torch.testing.assert_close(*left, atol=1e-3, rtol=1e-3)

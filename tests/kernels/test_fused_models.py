@@ -1,4 +1,4 @@
-"""Targets run by kernels against the same targets in plain torch, over a cache of their own."""
+"""Models run by kernels against the same models in plain torch, over a cache of their own."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from tiny import make_target
+from tiny import make_draft, make_target
 from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 
 from strobe.kernels.linear import Products
-from strobe.models.load import load_target
-from strobe.models.registry import load_target_config
+from strobe.models.load import load_draft, load_target
+from strobe.models.registry import load_draft_config, load_target_config
 
 
 class Cache:
@@ -27,16 +26,27 @@ class Cache:
     def kv(self, layer: int) -> Tensor:
         return self.data[layer]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         self.data[layer, :, 0], self.data[layer, :, 1] = k, v
-        return self.over(layer, q)
+        return self.over(layer, q, sinks)
 
-    def over(self, layer: int, q: Tensor) -> Tensor:
-        keys, values = self.data[layer].permute(1, 2, 0, 3)
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1), keys, values, is_causal=True, enable_gqa=True
-        )
-        return out.transpose(0, 1).flatten(1)
+    def over(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        keys, values = self.data[layer].repeat_interleave(q.shape[1] // 2, 2).unbind(1)
+        scores = torch.einsum("qhd,khd->hqk", q, keys) * q.shape[2] ** -0.5
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + sinks.exp()[:, None, None]
+        return torch.einsum("hqk,khd->qhd", weights / total, values).flatten(1)
+
+
+def contiguous(model: torch.nn.Module) -> None:
+    """Loading lays parameters out for a CPU's products."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
 
 
 @pytest.mark.parametrize("family", [Qwen3ForCausalLM, LlamaForCausalLM])
@@ -50,8 +60,7 @@ def test_kernels_compute_what_the_layers_say(tmp_path: Path, device: torch.devic
     plain, fused = (Cache(2, 5, 2, 64, device) for _ in range(2))
     x, features = model(ids, places, plain, (0, 1, 2))
     logits = model.head(x)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()  # loading lays them out for a CPU's products
+    contiguous(model)
     model.fuse(Products(device, torch.float32))
     y, seen = model(ids, places, fused, (0, 1, 2))
     assert features is not None
@@ -59,3 +68,23 @@ def test_kernels_compute_what_the_layers_say(tmp_path: Path, device: torch.devic
     torch.testing.assert_close(seen, features, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(fused.data, plain.data, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(model.head(y), logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_kernels_compute_what_a_drafters_layers_say(
+    tmp_path: Path, device: torch.device, sinks: bool
+):
+    place: dict[str, Any] = {"max_positions": 16, "dtype": torch.float32, "device": device}
+    make_target(tmp_path / "target", head_dim=64)
+    target = load_target(tmp_path / "target", load_target_config(tmp_path / "target"), **place)
+    path = make_draft(tmp_path / "draft", width=64, sinks=sinks)
+    contiguous(target)
+    model = load_draft(path, load_draft_config(path), target, **place)
+    ids, places = (torch.tensor(x, device=device) for x in ([3, 1, 4, 1, 5], [4, 5, 6, 7, 8]))
+    plain, fused = (Cache(2, 5, 2, 64, device) for _ in range(2))
+    x, _ = model(ids, places, plain)
+    contiguous(model)
+    model.fuse(Products(device, torch.float32))
+    y, _ = model(ids, places, fused)
+    torch.testing.assert_close(y, x, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(fused.data, plain.data, atol=1e-4, rtol=1e-4)

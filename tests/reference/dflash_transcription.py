@@ -36,6 +36,8 @@ class Transcription:
         self.layers = range(self.config["num_hidden_layers"])
         self.block: int = self.value("block_size")
         self.swa: bool = self.value("use_swa", False)
+        sinks = ("attention_sink_bias", "add_swa_attention_sink_bias")
+        self.sinks = any(self.value(key, False) for key in sinks)
         self.anchor_first = self.config["architectures"] == ["Qwen3DSparkModel"]
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -68,9 +70,8 @@ class Transcription:
         turned by nothing. A pair is (i, i + W / 2) of the W values that turn, or two neighbours;
         the real parts of all pairs come first, as scores do not depend on the order."""
         rope = self.config.get("rope_parameters") or self.config
-        width = int(
-            self.width * self.value("partial_rotary_factor", 1.0) if self.swa else self.width
-        )
+        mimo = self.swa or self.sinks
+        width = int(self.width * self.value("partial_rotary_factor", 1.0) if mimo else self.width)
         speed = torch.tensor([rope["rope_theta"] ** (-2 * i / width) for i in range(width // 2)])
         size = 1.0
         if rope.get("rope_type", "default") != "default":
@@ -134,7 +135,11 @@ class Transcription:
             v = torch.cat([context[layer][1], v]).repeat_interleave(group, 1)
             scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(self.width)
             scores[:, ~self.visible(layer, start, count)] = -math.inf
-            mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(count, -1)
+            weights = scores.exp()
+            total = weights.sum(-1, keepdim=True)
+            if self.sinks:
+                total = total + self.w[f"{name}.self_attn.attention_sink_bias"].exp()[:, None, None]
+            mixed = torch.einsum("hqk,khd->qhd", weights / total, v).reshape(count, -1)
             x = x + self.linear(mixed, f"{name}.self_attn.o_proj")
             m = rms(x, self.w[f"{name}.post_attention_layernorm.weight"], self.eps)
             gate = self.linear(m, f"{name}.mlp.gate_proj")

@@ -88,6 +88,24 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "nested": {"use_swa": True, "swa_window_size": 9, "is_neox_style": False},
         "bias": True,
     },
+    "sinks by the key of sliding layers, a part of each head, values scaled": {
+        "layer_types": [SLIDING, SLIDING],
+        "window": 5,
+        "sinks": True,
+        "top": {
+            "add_swa_attention_sink_bias": True,
+            "is_causal": False,
+            "partial_rotary_factor": 0.5,
+            "attention_value_scale": 0.612,
+        },
+        "nested": {"attention_sink_bias": None},
+    },
+    "sinks in sliding and full layers, biased": {
+        "layer_types": [SLIDING, FULL],
+        "window": 3,
+        "sinks": True,
+        "bias": True,
+    },
     "last and repeated layers": {"layer_ids": (4, 0, 2, 0)},
 }
 

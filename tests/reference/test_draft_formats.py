@@ -72,9 +72,9 @@ def speculators(path: Path, target: Any, *, reduced: bool = False, **changes: An
     return path
 
 
-def deepspec(path: Path, target: Any) -> Path:
+def deepspec(path: Path, *, sinks: bool = False) -> Path:
     """The same in DeepSpec's."""
-    make_draft(path, block=7)
+    make_draft(path, block=7, sinks=sinks)
     config = json.loads((path / "config.json").read_text())
     config |= config.pop("dflash_config")
     config |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "num_anchors": 512}
@@ -130,7 +130,7 @@ def test_blocks_whose_first_slot_predicts_have_a_draft_more(
     tmp_path: Path, target: Any, draft: Callable[..., Path], plain: list[list[int]]
 ):
     """The same drafter with slots 1 on gives the same logits; slot 0 is one row more."""
-    answers, found, engine = drafted(target, deepspec(tmp_path, target))
+    answers, found, engine = drafted(target, deepspec(tmp_path))
     assert answers == plain
     assert engine.limits.num_drafts == 7
     assert found[0].logits.shape == (7, VOCAB)
@@ -138,11 +138,12 @@ def test_blocks_whose_first_slot_predicts_have_a_draft_more(
     torch.testing.assert_close(found[0].logits[1:], wanted[0].logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 def test_blocks_whose_first_slot_predicts_are_taken_whole_where_they_are_right(
-    tmp_path: Path, target: Any
+    tmp_path: Path, target: Any, sinks: bool
 ):
     """A block of 7 gives 7 drafts, and a step 8 tokens."""
-    path, count = deepspec(tmp_path, target), 1 + 3 * 8
+    path, count = deepspec(tmp_path, sinks=sinks), 1 + 3 * 8
     config = EngineConfig(target=str(target.path), draft=str(path), max_model_len=64)
     engine = make_engine(config, lambda parts, _: Watched(parts, oracle), names=["dflash"])
     watched: Any = engine.proposers.proposers["dflash"]

@@ -116,7 +116,29 @@ def with_tensors(**more: Tensor) -> Callable[[dict[str, Tensor]], dict[str, Tens
     return lambda tensors: {**tensors, **{k.replace("__", "."): v for k, v in more.items()}}
 
 
-UNKNOWN = ("aux_hidden_norms.0.weight", "layers.0.attention_conv.base_kernel", "d2t", "mask_hidden")
+SINKS = ("layers.0.self_attn.attention_sink_bias", "layers.1.self_attn.attention_sink_bias")
+
+
+def test_every_layer_has_the_sinks_that_the_config_speaks_of(tmp_path: Path):
+    path = make_draft(tmp_path, sinks=True)
+    module = check(path)
+    pieces = [piece for parts in pieces_of(module).values() for piece in parts]
+    sources = {k: v for piece in pieces for k, v in piece.sources.items()}
+    assert [sources[name] for name in SINKS] == [(4,), (4,)]
+    change(path, lambda tensors: {k: v for k, v in tensors.items() if k != SINKS[1]})
+    with pytest.raises(ValueError, match=f"tensor {SINKS[1]} is missing"):
+        check(path)
+    change(path, with_tensors(layers__1__self_attn__attention_sink_bias=torch.zeros(2)))
+    with pytest.raises(ValueError, match=rf"{SINKS[1]} has shape \[2\]"):
+        check(path)
+
+
+UNKNOWN = (
+    "aux_hidden_norms.0.weight",
+    "layers.0.attention_conv.base_kernel",
+    "d2t",
+    "mask_hidden",
+)
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

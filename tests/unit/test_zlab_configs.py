@@ -152,21 +152,91 @@ MIMO: dict[str, Any] = {
     "attention_value_scale": 0.612,
     "partial_rotary_factor": 0.5,
     "dflash_config": nested(
-        151669, 0, 15, 31, 47, 69, use_swa=True, swa_window_size=1024, attention_sink_bias=False
+        151669,
+        *(0, 15, 31, 47, 69),
+        block_size=8,
+        num_anchors=4096,
+        loss_decay_gamma=7.0,
+        use_swa=True,
+        swa_window_size=1024,
+        attention_sink_bias=True,
     ),
 }
-"""What MiMo-V2.5-Pro's drafter varies, less its sinks."""
+"""What MiMo-V2.5-Pro's drafter varies, less `backbone_rotary_base`, which engines read in different
+ways."""
+MIMO_FLASH: dict[str, Any] = {
+    **shape(4096, 16384, 64, 8, 128),
+    **layers(5, 0),
+    "block_size": 8,
+    "v_head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 10000.0,
+    "sliding_window": 1024,
+    "use_sliding_window": True,
+    "is_causal": False,
+    "num_target_layers": 48,
+    "target_hidden_size": 4096,
+    "vocab_size": 152576,
+    "add_swa_attention_sink_bias": True,
+    "dflash_config": nested(
+        151675,
+        *(0, 11, 23, 35, 47),
+        block_size=8,
+        num_anchors=4096,
+        loss_decay_gamma=7.0,
+        attention_value_scale=0.612,
+        attention_sink_bias=True,
+    ),
+}
+"""What MiMo-V2.6-Flash's varies."""
 
 
 def test_use_swa_slides_every_layer_both_ways_and_means_its_rotary_share(tmp_path: Path):
     found = read(tmp_path, **MIMO)
     assert found.decoder.masks == (LayerMask(causal=False, window=1024),) * 5
     assert (found.decoder.rope.share, found.decoder.value_scale) == (0.5, 0.612)
+    assert found.decoder.sinks
     assert found.capture == (1, 16, 32, 48, 70)
     assert read(tmp_path, **{**MIMO, "is_causal": True}).decoder.masks[0].causal
     older = nested(151669, 0, 15, 31, 47, 69, use_swa=True)
     masks = read(tmp_path, **{**MIMO, "dflash_config": older, "sliding_window": 512}).decoder.masks
     assert masks == (LayerMask(causal=False, window=512),) * 5
+
+
+def test_mimos_later_drafters_slide_by_type_and_mean_their_rotary_share_too(tmp_path: Path):
+    found = read(tmp_path, **MIMO_FLASH)
+    assert found.decoder.masks == (LayerMask(causal=False, window=1024),) * 5
+    assert (found.decoder.rope, found.decoder.value_scale) == (
+        RopeConfig(10000.0, share=0.5),
+        0.612,
+    )
+    assert found.decoder.sinks
+    assert (found.capture, found.mask_token_id) == ((1, 12, 24, 36, 48), 151675)
+
+
+SWA, WHOLE = "add_swa_attention_sink_bias", "add_full_attention_sink_bias"
+SOME = {**layers(4, 1), "sliding_window": 2048}
+SINKS: dict[str, tuple[dict[str, Any], bool]] = {
+    "none": ({}, False),
+    "at the top": ({"attention_sink_bias": True}, True),
+    "a target's, of layers that the drafter has not": ({SWA: True, WHOLE: False}, False),
+    "of full layers": ({WHOLE: True}, True),
+    "of every kind of layer": ({**SOME, SWA: True, WHOLE: True}, True),
+    "of all layers, whatever the target's": (
+        {**SOME, SWA: True, "attention_sink_bias": True},
+        True,
+    ),
+    "of no layer, whatever the target's": (
+        {**SOME, SWA: True, "attention_sink_bias": False},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_sinks_are_of_all_layers_or_by_their_kind(tmp_path: Path, name: str):
+    changes, wanted = SINKS[name]
+    assert read(tmp_path, **changes).decoder.sinks is wanted
 
 
 def test_gemma_drafters_cap_their_logits_and_take_the_targets_scale(tmp_path: Path):
@@ -229,14 +299,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["Qwen3ForCausalLM"], "dflash_config": ...},
         r"\['Qwen3ForCausalLM'\] is not a DFlash drafter",
     ),
-    "sinks": (
-        {**MIMO, "dflash_config": {**MIMO["dflash_config"], "attention_sink_bias": True}},
-        "attention_sink_bias is True, which is not supported",
+    "sinks in some layers": (
+        {**SOME, SWA: True},
+        "add_swa_attention_sink_bias is True and add_full_attention_sink_bias False",
     ),
-    "sinks of sliding layers": (
-        {"add_swa_attention_sink_bias": True},
-        "add_swa_attention_sink_bias is True",
+    "sinks that are no flag": ({"attention_sink_bias": 2}, "attention_sink_bias is 2"),
+    "another base for the context": (
+        {**MIMO, "dflash_config": {**MIMO["dflash_config"], "backbone_rotary_base": 5000000}},
+        "backbone_rotary_base is 5000000, which is not known",
     ),
+    "anchors where DeepSpec has them": ({"num_anchors": 512}, "num_anchors is 512"),
     "first slot": ({"sample_from_anchor": True}, "sample_from_anchor is True"),
     "values of another width": ({"v_head_dim": 64}, "v_head_dim is 64"),
     "a rotary share that splits no head": (

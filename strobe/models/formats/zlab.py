@@ -23,14 +23,11 @@ from strobe.models.rope import RopeConfig
 
 HARMLESS = frozenset(
     {"eos_token_id", "tie_word_embeddings", "use_sliding_window", "max_window_layers",
-     "swa_window_size"}
+     "swa_window_size", "loss_decay_gamma"}
 )  # fmt: skip
 """What a drafter's config says that is its target's matter, was for training, or repeats others."""
 
 PLAIN: dict[str, tuple[Any, ...]] = {
-    "attention_sink_bias": (False,),
-    "add_swa_attention_sink_bias": (False,),
-    "add_full_attention_sink_bias": (False,),
     "sample_from_anchor": (False,),
     "num_anchors": (),
 }
@@ -60,16 +57,34 @@ def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
     )
 
 
-def read_rope(fields: Fields, masks: tuple[LayerMask, ...], head_dim: int) -> RopeConfig:
+def read_sinks(fields: Fields, masks: tuple[LayerMask, ...]) -> bool:
+    """Whether heads have sinks: `attention_sink_bias` speaks of all layers; without it a key speaks
+    of those that slide, another of those that do not."""
+    swa, full = "add_swa_attention_sink_bias", "add_full_attention_sink_bias"
+    said = {True: fields.flag(swa), False: fields.flag(full)}
+    if fields.get("attention_sink_bias") is not None:
+        return fields.flag("attention_sink_bias")
+    found = {said[mask.window is not None] for mask in masks}
+    if len(found) > 1:
+        raise ValueError(
+            f"{fields.path}: {swa} is {said[True]!r} and {full} {said[False]!r}, but sinks in some "
+            "layers only are not supported; use a drafter that has them in all layers or none."
+        )
+    return found.pop()
+
+
+def read_rope(
+    fields: Fields, masks: tuple[LayerMask, ...], head_dim: int, *, sinks: bool
+) -> RopeConfig:
     """A drafter's rope turns whole heads, whatever share its config has from its target; MiMo's
-    alone mean it."""
+    alone, which have `use_swa` or sinks, mean it."""
     longest = fields.integer("max_position_embeddings", 32768)
     rope = read_ropes(fields, masks, 1e6, longest, drafter=True)
     neox = fields.flag("is_neox_style", fields.flag("rope_is_neox_style", True))
     named = fields.get("partial_rotary_factor")
     parameters = fields.object("rope_parameters") or fields.object("rope_scaling")
     share = parameters.get("partial_rotary_factor") or named
-    if not fields.flag("use_swa") or share is None:
+    if share is None or not (fields.flag("use_swa") or sinks):
         return replace(rope, interleaved=not neox)
     real = isinstance(share, int | float) and not isinstance(share, bool)
     if not real or not 0 < share <= 1 or int(head_dim * share) % 2:
@@ -107,7 +122,8 @@ def read_flat(
     capture, total = read_capture(fields)
     softcap = fields.get("final_logit_softcapping")
     masks, head_dim = read_masks(fields), fields.integer("head_dim", 128)
-    rope = read_rope(fields, masks, head_dim)
+    sinks = read_sinks(fields, masks)
+    rope = read_rope(fields, masks, head_dim, sinks=sinks)
     fields.only("v_head_dim", head_dim, why=f"values must be as wide as heads, {head_dim}.")
     scale, features = fields.get("input_embedding_scale"), fields.get("target_hidden_size")
     decoder = read_decoder(
@@ -116,6 +132,7 @@ def read_flat(
         theta=1e6,
         rope=rope,
         value_scale=fields.number("attention_value_scale", 1.0),
+        sinks=sinks,
     )
     draft = DraftConfig(
         decoder=decoder,
@@ -135,4 +152,7 @@ def read_flat(
 
 def read(config: dict[str, Any], path: Path, target: Path | None = None) -> DraftConfig:
     """target: the directory whose tokenizer knows the mask token where the config does not."""
-    return read_flat(Fields(config, path, first="dflash_config"), target)
+    fields = Fields(config, path, first="dflash_config")
+    # Beside the other keys it may be DeepSpec's, whose first slot predicts.
+    harmless = {"num_anchors"} & set(config.get("dflash_config") or ())
+    return read_flat(fields, target, harmless)
