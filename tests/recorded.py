@@ -23,7 +23,10 @@ class SlowPlan:
     def __init__(self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]):
         self.inputs, self.store, self.masks = inputs, store, masks
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        assert sinks is None
         inputs, mask = self.inputs, self.masks[layer]
         self.store.write(layer, inputs.slots, k, v)
         out = torch.full((q.shape[0], q.shape[1] * q.shape[2]), float("nan"))

@@ -95,8 +95,6 @@ class RecurrentPlan:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """As the attention backend's."""
-        if sinks is None:
-            return self.attend(layer, q, k, v)
         return self.attend(layer, q, k, v, sinks)
 
     def mix(self, layer: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor) -> Tensor:
