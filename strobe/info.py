@@ -8,12 +8,13 @@ from typing import Any
 
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DecoderConfig, Quantization
-from strobe.models.formats.fields import read_json
 from strobe.models.formats.fp8 import SCALE
 from strobe.models.formats.methods import method_of
 from strobe.models.formats.pair import check_pair
 from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.registry import load_draft_config, load_target_config
+from strobe.names.files import read_json
+from strobe.names.hub import fetch_weights
 
 
 def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
@@ -26,6 +27,9 @@ def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
             raise ValueError(f"{model} is a drafter itself; name the target first, then --draft.")
         return _draft_facts(model)
     config = load_target_config(model)
+    if draft is not None:
+        check_pair(load_draft_config(draft, model), config, draft)
+    fetch_weights(model)
     check_target_tensors(model, config)
     facts = {
         "path": str(model),
@@ -45,7 +49,6 @@ def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
             "prefix_caching": "off, since no page holds the state of recurrent layers",
         }
     if draft is not None:
-        check_pair(load_draft_config(draft, model), config, draft)
         facts["draft"] = _draft_facts(draft, model)
         facts["pair"] = "fits"
     return facts
@@ -53,6 +56,7 @@ def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
 
 def _draft_facts(path: Path, target: Path | None = None) -> dict[str, Any]:
     config = load_draft_config(path, target)
+    fetch_weights(path)
     check_draft_tensors(path, config)
     masks = [
         f"{'causal' if mask.causal else 'bidirectional'}"

@@ -16,6 +16,7 @@ from strobe.models.formats.pair import check_pair
 from strobe.models.load import check_draft_tensors, check_target_tensors, weight_bytes
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.models.target import Target
+from strobe.names.hub import fetch_weights
 from strobe.runner.memory import free_memory
 from strobe.text.tokenizer import Tokenizer
 
@@ -37,17 +38,13 @@ def attempt(report: Report, about: str, run: Callable[[], T]) -> T | None:
 
 def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, Any]:
     """Configs, tensors and tokenizers of both; returns target's and drafter's configs and the
-    tokenizer, each None where it cannot be read."""
+    tokenizer, each None where it cannot be read. Tensors may have to be fetched, so that they are
+    looked at only where both configs are good."""
     own = attempt(report, "target's config", lambda: load_target_config(target))
     other = attempt(report, "drafter's config", lambda: load_draft_config(draft, target))
-    if own is not None:
-        found = attempt(report, "target's tensors", lambda: check_target_tensors(target, own))
-        if found is not None:
-            report.ok("target's tensors", _values(found))
-    if other is not None:
-        found = attempt(report, "drafter's tensors", lambda: check_draft_tensors(draft, other))
-        if found is not None:
-            report.ok("drafter's tensors", _values(found))
+    if own is not None and other is not None:
+        _tensors(report, "target's tensors", target, lambda: check_target_tensors(target, own))
+        _tensors(report, "drafter's tensors", draft, lambda: check_draft_tensors(draft, other))
     tokenizer = attempt(report, "tokenizer", lambda: Tokenizer(target))
     report.facts["files"] = {
         "target": hashes(target),
@@ -57,9 +54,15 @@ def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, An
     return own, other, tokenizer
 
 
-def _values(module: Target | DFlash) -> str:
-    count = sum(parameter.numel() for parameter in module.parameters())
-    return f"{count:,} values, every tensor as config.json says."
+def _tensors(report: Report, about: str, path: Path, check: Callable[[], Target | DFlash]) -> None:
+    def fetched() -> Target | DFlash:
+        fetch_weights(path)
+        return check()
+
+    found = attempt(report, about, fetched)
+    if found is not None:
+        count = sum(parameter.numel() for parameter in found.parameters())
+        report.ok(about, f"{count:,} values, every tensor as config.json says.")
 
 
 def hashes(directory: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from strobe.models.formats.fields import read_json
+from strobe.names.files import read_json
 from strobe.text.tokenizer import Tokenizer
 
 

@@ -27,6 +27,7 @@ from strobe.models.load import (
 )
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.models.target import Target
+from strobe.names.hub import fetch_weights
 from strobe.names.locate import located
 from strobe.runner.graphs import CUDARecorder, Eager, Graphs
 from strobe.runner.memory import plan_pages, scratch_bytes
@@ -124,6 +125,8 @@ def resolve(config: EngineConfig) -> Resolved:
         method=method,
         gpu=device.type == "cuda",
     )
+    if config.load_format != "dummy":
+        fetch_weights(*filter(None, (config.draft, config.target)))
     modules: list[Target | DFlash] = [check_target_tensors(target_path, target, config.load_format)]
     if draft is not None:
         path = Path(config.draft or "")

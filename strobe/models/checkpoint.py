@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from strobe.models.formats.fields import read_json
 from strobe.models.pieces import Piece, copy
+from strobe.names.files import weight_files
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """What tensors' names may begin with, and are known without."""
@@ -98,7 +98,7 @@ class Checkpoint:
     def __init__(self, directory: Path):
         self.directory = directory
         self._entries: dict[str, _Entry] = {}
-        for name in _file_names(directory):
+        for name in weight_files(directory):
             found = _File(directory / name).entries()
             for key, entry in sorted(found, key=lambda item: item[1].start):
                 own = own_name(key)
@@ -147,16 +147,3 @@ class Checkpoint:
             copy(out[first : first + count], some)
             start = entry.start + first * row
             entry.file.release(start, start + len(some) * row)
-
-
-def _file_names(directory: Path) -> list[str]:
-    index = directory / "model.safetensors.index.json"
-    if not index.exists():
-        return ["model.safetensors"]
-    shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
-        raise ValueError(
-            f"{index} is damaged (weight_map must name a file for each tensor); download or save "
-            "the checkpoint again."
-        )
-    return sorted(set(shards.values()))

@@ -8,8 +8,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from strobe.models.config import DraftConfig, TargetConfig
-from strobe.models.formats.fields import Fields, read_json
+from strobe.models.formats.fields import Fields
 from strobe.models.formats.methods import format_of, method_of
+from strobe.names.files import read_json
 
 if TYPE_CHECKING:
     from strobe.models.target import Target

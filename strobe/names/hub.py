@@ -1,14 +1,21 @@
-"""Names on the Hugging Face hub to directories, through the cache that other programs share."""
+"""Names on the Hugging Face hub to directories, through the cache that other programs share.
+
+What describes a checkpoint comes first; its weights once somebody has read that and wants them.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from strobe.names.files import weight_files
 
 logger = logging.getLogger(__name__)
 
-WANTED = (
+DESCRIBING = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -21,12 +28,11 @@ WANTED = (
     "mask_embedding.pt",
     "chat_template.jinja",
     "chat_template.json",
-    "*.safetensors",
     "model.safetensors.index.json",
 )
-"""The files that an engine reads."""
-UNWANTED = ("*/*", "consolidated*")
-"""What matches all the same: other copies of the weights, in folders or in their makers' layout."""
+"""The files that an engine reads beside the weights."""
+UNWANTED = ("*/*",)
+"""What matches all the same: files of other copies, in folders."""
 
 _NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(@(?P<revision>[^@\s]+))?")
 
@@ -42,9 +48,28 @@ def without_revision(name: str) -> str:
     return match["name"] if match else name
 
 
+class Snapshot(NamedTuple):
+    """A directory of the hub's cache: the cache it is in, and the commit of the model it holds."""
+
+    cache: Path
+    name: str
+    commit: str
+
+
+def snapshot_of(directory: Path) -> Snapshot | None:
+    """What a directory holds that is CACHE/models--OWNER--MODEL/snapshots/COMMIT; None where it is
+    called otherwise, and so no part of a cache."""
+    whole = directory.absolute()
+    kept, commit = whole.parent.parent, whole.name
+    kind, _, name = kept.name.partition("--")
+    if whole.parent.name != "snapshots" or kind != "models" or not name:
+        return None
+    return Snapshot(kept.parent, name.replace("--", "/"), commit)
+
+
 def directory(name: str, revision: str | None, option: str = "revision") -> str:
-    """Where the checkpoint of that name lies: a local directory as it is, a hub name once it has
-    been downloaded or found in the cache.
+    """Where the checkpoint of that name lies: a local directory as it is, a hub name once all but
+    its weights has been downloaded or found in the cache.
 
     revision: branch, tag or commit; option: the name of the option that gave it. Raises ValueError
     with one sentence for what cannot be had.
@@ -63,20 +88,36 @@ def directory(name: str, revision: str | None, option: str = "revision") -> str:
         raise ValueError(
             f"{name} names the revision {own!r}, but {option} is {revision!r}; give one of them."
         )
-    return _snapshot(match["name"], own or revision)
+    return _downloaded(match["name"], own or revision, DESCRIBING)
 
 
-def _snapshot(name: str, revision: str | None) -> str:
-    from huggingface_hub import constants, errors, snapshot_download
+def fetch_weights(*directories: str | Path) -> None:
+    """Download what the hub's cache lacks of the weights in these directories; one that is not in
+    the cache is left as it is. Raises ValueError with one sentence for what cannot be had."""
+    from huggingface_hub import constants
 
-    shown = name if revision is None else f"{name}@{revision}"
-    by_hand = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    for path in map(Path, directories):
+        snapshot = snapshot_of(path)
+        if snapshot is None:
+            continue
+        missing = [name for name in weight_files(path) if not (path / name).exists()]
+        if missing and constants.HF_HUB_OFFLINE:  # where the client is content with what there is
+            raise ValueError(_out_of_reach(snapshot.name, snapshot.commit))
+        if missing:
+            _downloaded(snapshot.name, snapshot.commit, missing, cache_dir=snapshot.cache)
+
+
+def _downloaded(name: str, revision: str | None, files: Sequence[str], **options: Any) -> str:
+    from huggingface_hub import errors, snapshot_download
+
+    shown = _shown(name, revision)
     try:
         found = snapshot_download(
             name,
             revision=revision,
-            allow_patterns=list(WANTED),
+            allow_patterns=list(files),
             ignore_patterns=list(UNWANTED),
+            **options,
         )
     except errors.GatedRepoError:
         problem = (
@@ -93,16 +134,7 @@ def _snapshot(name: str, revision: str | None) -> str:
     except errors.HFValidationError:
         problem = f"{shown} is neither a directory here nor a possible name on the hub; correct it."
     except errors.LocalEntryNotFoundError:
-        if constants.HF_HUB_OFFLINE:
-            problem = (
-                f"{shown} is not a directory here and not wholly in the hub's cache, and "
-                f"HF_HUB_OFFLINE is set; unset it, or run '{by_hand}' where there is a network."
-            )
-        else:
-            problem = (
-                f"{shown} is not a directory here and not wholly in the cache, and the Hugging "
-                "Face hub cannot be reached; check the connection and HTTPS_PROXY."
-            )
+        problem = _out_of_reach(name, revision)
     except Exception as error:  # the libraries below raise errors of many kinds
         reason = (str(error).strip().splitlines() or [""])[0]
         problem = (
@@ -113,3 +145,23 @@ def _snapshot(name: str, revision: str | None) -> str:
         logger.info("%s is read from %s", shown, found)
         return str(found)
     raise ValueError(problem) from None
+
+
+def _shown(name: str, revision: str | None) -> str:
+    return name if revision is None else f"{name}@{revision}"
+
+
+def _out_of_reach(name: str, revision: str | None) -> str:
+    from huggingface_hub import constants
+
+    lacking = f"{_shown(name, revision)} is not a directory here and not wholly in the hub's cache"
+    if not constants.HF_HUB_OFFLINE:
+        return (
+            f"{lacking}, and the Hugging Face hub cannot be reached; check the connection and "
+            "HTTPS_PROXY."
+        )
+    by_hand = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    return (
+        f"{lacking}, and HF_HUB_OFFLINE is set; unset it, or run '{by_hand}' where there is a "
+        "network."
+    )

@@ -3,13 +3,14 @@ that names its own target, and `auto`."""
 
 from __future__ import annotations
 
-import json
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from strobe.config import BOX, EngineConfig
+from strobe.names.files import read_json
 from strobe.names.hub import directory, is_hub_name
 from strobe.names.pairs import published_drafter
 from strobe.names.speculators import Proposal, read_proposal
@@ -20,7 +21,8 @@ AUTO = "auto"
 
 
 def located(config: EngineConfig) -> EngineConfig:
-    """The settings with target and draft as local directories, what is not there downloaded.
+    """The settings with target and draft as local directories, what is not there downloaded except
+    for the weights: `hub.fetch_weights` has them once the configs are known to be good.
 
     No target is the pair in the box. A target that is a speculators checkpoint gives the target it
     was trained for, the method and the drafts per step, and becomes the drafter. Settings that are
@@ -39,8 +41,7 @@ def named(target: str, draft: str | None) -> tuple[str, str | None]:
 
 
 def _drafter(draft: str | None, revision: str | None, target: str) -> str | None:
-    """The drafter's directory, found before the target, which is larger, is downloaded; none
-    where the target is a drafter that names its own."""
+    """The drafter's directory; none where the target is a drafter that names its own."""
     if draft is None:
         return None
     if draft == AUTO:
@@ -110,8 +111,6 @@ def _proposed_pair(config: EngineConfig, proposal: Proposal, found: str) -> Engi
 
 def _config(found: str) -> dict[str, Any]:
     """config.json, empty where it cannot be read: whoever loads the checkpoint says why."""
-    try:
-        value = json.loads((Path(found) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    with suppress(ValueError):
+        return read_json(Path(found) / "config.json")
+    return {}

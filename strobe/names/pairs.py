@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from strobe.names.hub import is_hub_name, without_revision
+from strobe.names.hub import is_hub_name, snapshot_of, without_revision
 
 PAIRS = {
     "Qwen/Qwen3-4B": "z-lab/Qwen3-4B-DFlash-b16",
@@ -61,13 +61,9 @@ def _names(target: str, config: Mapping[str, Any]) -> list[str]:
     """What the target may be called on the hub, the surest first."""
     if is_hub_name(target):
         return [without_revision(target)]
-    names: list[str] = []
-    for part in Path(target).absolute().parts:  # .../models--owner--name/snapshots/...
-        kind, _, rest = part.partition("--")
-        owner, _, name = rest.partition("--")
-        if kind == "models" and name:
-            names.append(f"{owner}/{name}")
-    return [*names, str(config.get("_name_or_path"))]
+    snapshot = snapshot_of(Path(target))
+    named = [snapshot.name] if snapshot is not None else []
+    return [*named, str(config.get("_name_or_path"))]
 
 
 def _size(config: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -22,9 +22,9 @@ from rich.progress import (
 )
 from transformers import AutoTokenizer
 
-from strobe.models.formats.fields import read_json
 from strobe.models.load import load_target
 from strobe.models.registry import load_target_config
+from strobe.names.files import read_json
 from strobe.train.data import read_samples
 from strobe.train.draft import draft_config, find_mask_token, new_draft, save_draft
 from strobe.train.settings import TrainSettings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 from textpair import Pair
+from tiny import edit_json
 
 from strobe import LLM
-from strobe.names.hub import directory
+from strobe.names.hub import directory, fetch_weights
 
 NAME, COMMIT = "owner/tiny-model", "a" * 40
 
@@ -45,6 +47,12 @@ def http(kind: type[Exception], status: int) -> Exception:
     return made("Client Error.\n\nA page of explanations.", response=response)
 
 
+def wanted(published: list[str], call: dict[str, Any]) -> list[str]:
+    """The files of a repository that a call asks for."""
+    patterns = {key: call[key] for key in ("allow_patterns", "ignore_patterns")}
+    return list(huggingface_hub.utils.filter_repo_objects(published, **patterns))
+
+
 def sentence(name: str, revision: str | None = None) -> str:
     with pytest.raises(ValueError, match=r"\.$") as caught:
         directory(name, revision)
@@ -71,21 +79,18 @@ def test_a_hub_name_is_asked_for_at_its_revision(
     assert [(call["name"], call["revision"]) for call in calls] == [(NAME, asked)]
 
 
-def test_only_the_files_that_are_read_are_asked_for(hub: Callable[..., Any]):
+def test_only_what_describes_a_model_is_asked_for_at_first(hub: Callable[..., Any]):
     calls = hub("/cache/found")
     directory(NAME, None)
     (call,) = calls
     published = [
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-        "chat_template.jinja", "model.safetensors", "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json", "vocab.json", "merges.txt", "README.md", "dflash.py",
+        "chat_template.jinja", "model.safetensors.index.json", "vocab.json", "merges.txt",
+        "model.safetensors", "model-00001-of-00002.safetensors", "README.md", "dflash.py",
         "pytorch_model.bin", "consolidated.00.pth", "consolidated.safetensors", "q4.gguf",
-        "original/model.safetensors", "metal/model.bin", "onnx/model.onnx", "flax_model.msgpack",
+        "original/config.json", "metal/model.bin", "onnx/model.onnx", "flax_model.msgpack",
     ]  # fmt: skip
-    kept = huggingface_hub.utils.filter_repo_objects(
-        published, allow_patterns=call["allow_patterns"], ignore_patterns=call["ignore_patterns"]
-    )
-    assert list(kept) == published[:10]
+    assert wanted(published, call) == published[:8]
 
 
 def test_a_local_directory_wins(
@@ -168,7 +173,7 @@ def test_a_pair_in_the_cache_runs_without_a_network(
 
 
 def test_offline_what_is_not_in_the_cache_is_said_with_its_mend(
-    cache: Callable[[str, Path], Path], pair: Pair
+    cache: Callable[[str, Path], Path], pair: Pair, tmp_path: Path
 ):
     assert "HF_HUB_OFFLINE is set; unset it, or run 'hf download owner/tiny-model'" in sentence(
         NAME
@@ -176,3 +181,120 @@ def test_offline_what_is_not_in_the_cache_is_said_with_its_mend(
     cache(NAME, pair.target)
     assert directory(NAME, None).endswith(COMMIT)
     assert "HF_HUB_OFFLINE" in sentence(NAME, "v2")
+    fetch_weights(*(tmp_path / "hub").glob("models--*/snapshots/*"))
+    (described := tmp_path / "described").mkdir()
+    shutil.copy(pair.target / "config.json", described)
+    with pytest.raises(ValueError, match=f"owner/part@{COMMIT} is not .* HF_HUB_OFFLINE is set"):
+        fetch_weights(cache("owner/part", described))
+
+
+# weights come last
+
+
+class Shelf:
+    """A hub with repositories; asked: the files that were asked for, as owner/model/file."""
+
+    def __init__(self, cache: Path):
+        self.cache, self.asked = cache, list[str]()
+        self.repositories: dict[str, Path] = {}
+
+    def download(self, name: str, *, cache_dir: Path | None = None, **call: Any) -> str:
+        assert cache_dir in (None, self.cache)
+        assert call["revision"] in (None, COMMIT)
+        source = self.repositories[name]
+        snapshot = self.cache / f"models--{name.replace('/', '--')}" / "snapshots" / COMMIT
+        snapshot.mkdir(parents=True, exist_ok=True)
+        for file in wanted(sorted(file.name for file in source.iterdir()), call):
+            self.asked.append(f"{name}/{file}")
+            (snapshot / file).unlink(missing_ok=True)
+            (snapshot / file).symlink_to(source / file)
+        return str(snapshot)
+
+    @property
+    def weights(self) -> list[str]:
+        return [file for file in self.asked if file.endswith(".safetensors")]
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: Pair) -> Shelf:
+    """Copies of a target and its drafter that a test may change."""
+    made = Shelf(tmp_path / "cache")
+    for name, source in (("me/target", pair.target), ("me/draft", pair.draft)):
+        made.repositories[name] = tmp_path / name
+        shutil.copytree(source, tmp_path / name)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", made.download)
+    return made
+
+
+def test_weights_are_fetched_behind_all_that_describes_a_pair_and_once(shelf: Shelf):
+    for _ in range(2):
+        LLM("me/target", draft="me/draft")
+    assert shelf.weights == ["me/draft/model.safetensors", "me/target/model.safetensors"]
+    before = shelf.asked[: shelf.asked.index(shelf.weights[0])]
+    assert {"me/target/config.json", "me/draft/config.json"} <= {*before}
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "family": (
+        "me/target",
+        {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
+        "is not a supported target",
+    ),
+    "method": ("me/draft", {"architectures": ["DFlash2DraftModel"]}, "a drafter for DFlash2"),
+    "pair": ("me/draft", {"hidden_size": 48}, "hidden_size is 48, the target's is"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+@pytest.mark.parametrize("command", ["generate", "info"])
+def test_what_cannot_run_is_refused_before_any_weights_are_fetched(
+    shelf: Shelf, main: Callable[..., Any], command: str, reason: str
+):
+    name, changes, part = REFUSED[reason]
+    edit_json(shelf.repositories[name] / "config.json", **changes)
+    words = ["Hello", "--target"] if command == "generate" else []
+    status, _, err = main(command, *words, "me/target", "--draft=me/draft")
+    assert (status, part in err) == (2, True)
+    assert f"{name}/config.json" in shelf.asked
+    assert not shelf.weights
+
+
+def test_the_doctor_fetches_weights_once_both_configs_are_good(
+    shelf: Shelf, main: Callable[..., Any]
+):
+    _, changes, part = REFUSED["method"]
+    path = shelf.repositories["me/draft"] / "config.json"
+    good = path.read_text()
+    edit_json(path, **changes)
+    status, out, _ = main("doctor", "me/target", "me/draft", "--json")
+    assert status == 1
+    assert [part in f["says"] for f in json.loads(out)["findings"] if f["level"] == "fault"] == [
+        True
+    ]
+    assert not shelf.weights
+    path.write_text(good)
+    main("doctor", "me/target", "me/draft", "--json")
+    assert shelf.weights == ["me/target/model.safetensors", "me/draft/model.safetensors"]
+
+
+def test_of_weights_come_those_that_the_index_names_and_are_not_there(shelf: Shelf):
+    target = shelf.repositories["me/target"]
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[1]}}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    for file in (*shards, "consolidated.safetensors"):
+        (target / file).touch()
+    found = Path(directory("me/target", None))
+    fetch_weights(found)
+    assert shelf.weights == [f"me/target/{shard}" for shard in shards]
+    (found / shards[0]).unlink()  # as an interrupted download leaves it
+    fetch_weights(found)
+    assert shelf.weights[2:] == [f"me/target/{shards[0]}"]
+    fetch_weights(target)  # no part of the cache
+    assert len(shelf.weights) == 3
+
+
+def test_random_weights_need_no_download(shelf: Shelf):
+    LLM("me/target", draft="me/draft", load_format="dummy")
+    assert not shelf.weights

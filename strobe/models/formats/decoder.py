@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from strobe.attention.mask import LayerMask
 from strobe.models.config import DecoderConfig, TargetConfig
-from strobe.models.formats.fields import DTYPES, MEND, Fields, positive, read_json
+from strobe.models.formats.fields import DTYPES, MEND, Fields, positive
 from strobe.models.formats.rope import read_rope
 from strobe.models.rope import RopeConfig
+from strobe.names.files import read_json
 from strobe.request import SamplingParams
 
 Kind = TypeVar("Kind", bound=TargetConfig)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
 from pathlib import Path
@@ -25,26 +24,6 @@ HARMLESS = frozenset(
     }
 )  # fmt: skip
 """Keys that change nothing in what a model computes, or are read elsewhere."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError naming a file that is missing or damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        missing = path if path.parent.is_dir() else path.parent
-        what = "is no directory" if missing.exists() else "does not exist"
-        raise ValueError(
-            f"{missing} {what}; name a directory that holds a Hugging Face checkpoint, such as "
-            "'hf download' makes."
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}); download or save the checkpoint again."
-        ) from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds {type(value).__name__}, not a JSON object; save it again.")
-    return value
 
 
 class Fields:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strobe.models.formats.fields import Fields, read_json
+from strobe.models.formats.fields import Fields
+from strobe.names.files import read_json
 
 KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 """What names it, the first before the others, as vLLM reads them."""

@@ -1,0 +1,42 @@
+"""Files of a checkpoint's directory: objects of JSON, and which files hold its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError naming a file that is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        missing = path if path.parent.is_dir() else path.parent
+        what = "is no directory" if missing.exists() else "does not exist"
+        raise ValueError(
+            f"{missing} {what}; name a directory that holds a Hugging Face checkpoint, such as "
+            "'hf download' makes."
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); download or save the checkpoint again."
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__}, not a JSON object; save it again.")
+    return value
+
+
+def weight_files(directory: Path) -> list[str]:
+    """Names of the files that hold the weights, whether they are there or not. Raises ValueError
+    for a damaged index."""
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return ["model.safetensors"]
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+        raise ValueError(
+            f"{index} is damaged (weight_map must name a file for each tensor); download or save "
+            "the checkpoint again."
+        )
+    return sorted(set(shards.values()))
