@@ -12,18 +12,42 @@ from strobe.bench.report import Figures
 from strobe.checks import between
 from strobe.engine.build import Resolved
 from strobe.eval.settings import DATA_SETS, EvalSettings
+from strobe.models.config import DraftConfig, TargetConfig
 
 _FEWEST = 50  # prompts of a data set; fewer say too little to fail a pair by
 _PAPER_TOKENS = 2048
 
 
 class Facts(NamedTuple):
-    """What tells a pair from others, whatever its directories are called."""
+    """What tells a pair from others, whatever its directories are called. positions: that the
+    target is good for, and rope_theta: its base, which differ between releases of one size;
+    end_id: ends the answers of a chat, but no text of a base model; the drafter is one in z-lab's
+    format."""
 
     architecture: str
     layers: int
     hidden_size: int
+    intermediate_size: int
+    positions: int
+    rope_theta: float
+    end_id: int
+    draft_layers: int
     block_size: int
+
+    def hold(self, target: TargetConfig, draft: DraftConfig) -> bool:
+        own = target.decoder
+        found = Facts(
+            target.architecture,
+            own.num_layers,
+            own.hidden_size,
+            own.intermediate_size,
+            own.max_position,
+            own.rope.theta,
+            self.end_id,
+            draft.decoder.num_layers,
+            draft.block_size,
+        )
+        return found == self and self.end_id in target.eos_ids and draft.format == "z-lab"
 
 
 @dataclass(frozen=True)
@@ -78,7 +102,7 @@ _VLLM = "vLLM's acceptance test of the pair"
 PAIRS = (
     Pair(
         "qwen3-4b-dflash-b16",
-        Facts("Qwen3ForCausalLM", 36, 2560, 16),
+        Facts("Qwen3ForCausalLM", 36, 2560, 9728, 40960, 1e6, 151645, 5, 16),
         _paper(
             {"gsm8k": 6.53, "math500": 7.84, "humaneval": 6.64, "mbpp": 6.09, "mt-bench": 4.35},
             {"gsm8k": 6.00, "math500": 6.67, "humaneval": 6.04, "mbpp": 5.66, "mt-bench": 4.07},
@@ -86,7 +110,7 @@ PAIRS = (
     ),
     Pair(
         "qwen3-8b-dflash-b16",
-        Facts("Qwen3ForCausalLM", 36, 4096, 16),
+        Facts("Qwen3ForCausalLM", 36, 4096, 12288, 40960, 1e6, 151645, 5, 16),
         (
             *_paper(
                 {"gsm8k": 6.54, "math500": 7.87, "humaneval": 6.50, "mbpp": 5.95, "mt-bench": 4.24},
@@ -97,14 +121,14 @@ PAIRS = (
     ),
     Pair(
         "llama-3.1-8b-dflash-b10",
-        Facts("LlamaForCausalLM", 32, 4096, 10),
+        Facts("LlamaForCausalLM", 32, 4096, 14336, 131072, 5e5, 128009, 5, 10),
         _served(
             "DFlash paper, table 5 (SGLang)", {"gsm8k": 4.32, "humaneval": 4.91, "alpaca": 3.73}
         ),
     ),
     Pair(
         "qwen3-coder-30b-a3b-dflash-b16",
-        Facts("Qwen3MoeForCausalLM", 48, 2048, 16),
+        Facts("Qwen3MoeForCausalLM", 48, 2048, 5472, 262144, 1e7, 151645, 8, 16),
         _served("DFlash paper, table 3 (SGLang)", {"humaneval": 8.09, "mbpp": 7.23}),
     ),
     Pair(
@@ -119,7 +143,7 @@ PAIRS = (
     ),
     Pair(
         "box",
-        Facts("Qwen3ForCausalLM", 16, 192, 16),
+        Facts("Qwen3ForCausalLM", 16, 192, 512, 2048, 1e4, 2, 3, 16),
         (
             Expected("box", 14.0, 0.979, accuracy_factor=0.97, source="the box's model card"),
             Expected("box", 13.6, temperature=1.0, source="the box's model card"),
@@ -218,16 +242,11 @@ def expectations(
 
 
 def _known(resolved: Resolved) -> Pair | None:
-    if resolved.draft is None:
+    target, draft = resolved.target, resolved.draft
+    if draft is None:
         return None
-    decoder = resolved.target.decoder
-    facts = Facts(
-        resolved.target.architecture,
-        decoder.num_layers,
-        decoder.hidden_size,
-        resolved.draft.block_size,
-    )
-    return next((pair for pair in PAIRS if pair.facts == facts), None)
+    known = (pair for pair in PAIRS if pair.facts is not None and pair.facts.hold(target, draft))
+    return next(known, None)
 
 
 def _same_sampling(one: Expected, settings: EvalSettings) -> bool:

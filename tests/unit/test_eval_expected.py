@@ -11,35 +11,100 @@ from typing import Any
 
 import pytest
 from textpair import Pair
+from tiny import edit_json
 
+from strobe.bench.shapes import directories
 from strobe.eval.expected import Expected, chosen, compare, enough, expectations
 from strobe.eval.settings import EvalSettings
+from strobe.models.registry import load_draft_config, load_target_config
 
 
 def resolved(
-    hidden_size: int = 4096, block_size: int = 16, num_drafts: int | None = None, layers: int = 36
+    name: str = "qwen3-8b",
+    num_drafts: int | None = None,
+    target: dict[str, Any] | None = None,
+    draft: dict[str, Any] | None = None,
 ) -> Any:
-    decoder = SimpleNamespace(num_layers=layers, hidden_size=hidden_size)
-    return SimpleNamespace(
-        target=SimpleNamespace(architecture="Qwen3ForCausalLM", decoder=decoder),
-        draft=SimpleNamespace(block_size=block_size, drafts=block_size - 1),
-        limits=SimpleNamespace(num_drafts=num_drafts or block_size - 1),
-    )
+    """A published pair; target, draft: what their configs say in place of what is published."""
+    with directories(name) as parts:
+        own, drafter = map(Path, parts)
+        for path, changes in ((own, target), (drafter, draft)):
+            if changes:
+                edit_json(path / "config.json", **changes)
+        config = load_draft_config(drafter)
+        return SimpleNamespace(
+            target=load_target_config(own),
+            draft=config,
+            limits=SimpleNamespace(num_drafts=num_drafts or config.drafts),
+        )
 
 
 def found(settings: EvalSettings, pair: Any, **prompts: bool) -> Any:
     return expectations(settings, pair, chosen(settings), prompts or {"gsm8k": True})
 
 
+KNOWN = {
+    "qwen3-4b": "gsm8k",
+    "qwen3-8b": "gsm8k",
+    "llama-3.1-8b": "gsm8k",
+    "qwen3-coder-30b-a3b": "humaneval",
+    "box": "box",
+}
+"""Pairs with published figures, and a data set that these are of."""
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_published_pair_is_known_by_its_configs(name: str):
+    assert KNOWN[name] in found(EvalSettings(), resolved(name), **{KNOWN[name]: True}).found
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Qwen3-30B-A3B": (
+        "qwen3-coder-30b-a3b",
+        {"intermediate_size": 6144, "max_position_embeddings": 40960, "rope_theta": 1e6},
+        {},
+    ),
+    "Qwen3-30B-A3B-Instruct-2507": ("qwen3-coder-30b-a3b", {"intermediate_size": 6144}, {}),
+    "Qwen3-4B-Instruct-2507": (
+        "qwen3-4b",
+        {"max_position_embeddings": 262144, "rope_theta": 5e6},
+        {},
+    ),
+    "Qwen3-8B-Base": ("qwen3-8b", {"max_position_embeddings": 32768, "eos_token_id": 151643}, {}),
+    "another base of rope": ("qwen3-8b", {"rope_theta": 5e6}, {}),
+    "Llama 3": ("llama-3.1-8b", {"max_position_embeddings": 8192, "rope_scaling": None}, {}),
+    "Llama 3.1, base": ("llama-3.1-8b", {"eos_token_id": 128001}, {}),
+    "a drafter of six layers": ("qwen3-8b", {}, {"num_hidden_layers": 6}),
+    "a drafter of block 8": ("qwen3-8b", {}, {"block_size": 8}),
+    "a drafter in another format": (
+        "qwen3-8b",
+        {},
+        {
+            "architectures": ["Qwen3DSparkModel"],
+            "dflash_config": None,
+            "markov_rank": 0,
+            "mask_token_id": 151669,
+            "target_layer_ids": [1, 9, 17, 25, 33],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_pair_of_the_same_size_is_not_taken_for_a_published_one(other: str):
+    name, target, draft = OTHERS[other]
+    pair = resolved(name, target=target, draft=draft)
+    assert found(EvalSettings(), pair, **{KNOWN[name]: True}).found == {}
+
+
 def test_the_papers_figures_belong_to_a_pair_by_its_shape():
     one = found(EvalSettings(), resolved()).found["gsm8k"]
     assert (one.acceptance_length, one.mean_of_answers) == (6.54, True)
     assert one.factor == pytest.approx(0.95 * 0.975)
-    small = found(EvalSettings(), resolved(hidden_size=2560), mbpp=True).found["mbpp"]
+    small = found(EvalSettings(), resolved("qwen3-4b"), mbpp=True).found["mbpp"]
     assert (small.acceptance_length, small.factor) == (6.09, 0.95)
     sampled = found(EvalSettings(temperature=1.0), resolved()).found["gsm8k"]
     assert sampled.acceptance_length == 5.98
-    assert found(EvalSettings(), resolved(layers=35)).found == {}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +128,7 @@ def test_figures_of_other_settings_are_not_compared_and_it_says_why(
 
 def test_a_name_brings_its_figures_to_any_pair():
     settings = EvalSettings(expect="qwen3-8b-dflash-speculators")
-    aims = found(settings, resolved(hidden_size=64), **{"gsm8k-5shot": False})
+    aims = found(settings, resolved("box"), **{"gsm8k-5shot": False})
     one = aims.found["gsm8k-5shot"]
     assert (one.acceptance_length, one.accuracy, len(one.by_position)) == (3.45, 0.885, 4)
     assert found(EvalSettings(expect="none"), resolved()).found == {}
@@ -79,7 +144,7 @@ def test_what_the_user_expects_stands_in_place_of_what_is_published(tmp_path: Pa
     one = found(settings, resolved()).found["gsm8k"]
     assert (one.acceptance_length, one.factor, one.mean_of_answers) == (3.0, 1.0, False)
     assert one.accuracy == 0.5
-    other = found(settings, resolved(layers=1), custom=True).found["custom"]
+    other = found(settings, resolved("box"), custom=True).found["custom"]
     assert (other.acceptance_length, other.accuracy) == (3.0, 0.5)
 
 
