@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from strobe.outputs import CompletionOutput, Logprob, StreamDelta
+from strobe.outputs import CompletionOutput, Logprob, SpeculationReport, StreamDelta
 from strobe.request import FinishReason, SamplingParams, TokenLogprob
+from strobe.step import TokenEvent
 from strobe.text.tokenizer import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from strobe.engine.engine import Engine
 
 
 class News(NamedTuple):
@@ -79,6 +83,28 @@ class Answer:
             accepted=accepted,
             finished=output.finish_reason is not None,
         )
+
+
+def receive(engine: Engine, answer: Answer, event: TokenEvent) -> StreamDelta:
+    """Give an answer what a step of the engine made of it. The engine is told where a stop string
+    ended it, and with the last news comes the report on speculation."""
+    request = event.request
+    delta = answer.push(
+        News(
+            event.tokens,
+            event.finish_reason,
+            request.stop_reason,
+            event.drafted,
+            event.accepted,
+            event.logprobs,
+            request.error,
+        )
+    )
+    if delta.finished:
+        if event.finish_reason is None:
+            engine.finish(request, "stop")
+        answer.output.speculation = SpeculationReport.of(request)
+    return delta
 
 
 def named(found: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:

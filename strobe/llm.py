@@ -13,7 +13,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from strobe.answers import Answer, News, named
+from strobe.answers import Answer, named, receive
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
@@ -267,22 +267,9 @@ class LLM:
             if request not in self._answers:
                 continue
             answer, parent = self._answers[request]
-            delta = answer.push(
-                News(
-                    event.tokens,
-                    event.finish_reason,
-                    request.stop_reason,
-                    event.drafted,
-                    event.accepted,
-                    event.logprobs,
-                    request.error,
-                )
-            )
+            delta = receive(self.engine, answer, event)
             self._note_prompt(request, parent)
             if delta.finished:
-                if event.finish_reason is None:
-                    self.engine.finish(request, "stop")
-                answer.output.speculation = SpeculationReport.of(request)
                 del self._answers[request]
             news.append(delta)
         return news

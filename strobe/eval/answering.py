@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from strobe.answers import Answer, News
+from strobe.answers import Answer, receive
 from strobe.bench.rates import synchronize
 from strobe.engine.engine import Engine
 from strobe.eval.datasets import Sample
 from strobe.eval.graders import spoken
-from strobe.outputs import CompletionOutput, SpeculationReport
+from strobe.outputs import CompletionOutput
 from strobe.request import Request, SamplingParams
 from strobe.text.tokenizer import Message, Tokenizer
 
@@ -120,22 +120,9 @@ class Answering:
             if request not in self._running:
                 continue
             talk, answer = self._running[request]
-            delta = answer.push(
-                News(
-                    event.tokens,
-                    event.finish_reason,
-                    request.stop_reason,
-                    event.drafted,
-                    event.accepted,
-                    error=request.error,
-                )
-            )
-            if not delta.finished:
+            if not receive(self.engine, answer, event).finished:
                 continue
-            if event.finish_reason is None:
-                self.engine.finish(request, "stop")
             del self._running[request]
-            answer.output.speculation = SpeculationReport.of(request)
             talk.error = answer.output.error
             if talk.error is None:
                 talk.answers.append(answer.output)
