@@ -40,12 +40,7 @@ def header(name: str, command: str, ways: dict[str, Resolved], rates: Rates) -> 
     resolved = next(iter(ways.values()))
     return {
         "benchmark": name,
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": command,
-        "device": device_name(resolved.device),
-        "dtype": str(resolved.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
+        **circumstances(command, resolved),
         "config": {way: asdict(setup.config) for way, setup in ways.items()},
         "limits": {way: asdict(setup.limits) for way, setup in ways.items()},
         "shapes": {
@@ -60,6 +55,18 @@ def header(name: str, command: str, ways: dict[str, Resolved], rates: Rates) -> 
             "matrix_operations_per_s": rates.matrix,
             "linear_operations_per_s": rates.linear,
         },
+    }
+
+
+def circumstances(command: str, resolved: Resolved) -> Figures:
+    """When and where something was measured, and with what."""
+    return {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": command,
+        "device": device_name(resolved.device),
+        "dtype": str(resolved.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
     }
 
 

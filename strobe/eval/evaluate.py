@@ -6,16 +6,13 @@ import gc
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from strobe.bench.offline import ways_of
 from strobe.bench.rates import release
-from strobe.bench.report import Figures, device_name, output, progress, versions
+from strobe.bench.report import Figures, circumstances, output, progress
 from strobe.config import BOX, EngineConfig
 from strobe.engine.build import Resolved, resolve
 from strobe.eval import expected, measures, plots
@@ -158,12 +155,7 @@ def _header(
     target, draft = resolved.target, resolved.draft
     return {
         "evaluation": what,
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": command,
-        "device": device_name(resolved.device),
-        "dtype": str(resolved.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
+        **circumstances(command, resolved),
         "pair": {
             "target": _name(resolved.config.target),
             "draft": _name(resolved.config.draft or ""),
