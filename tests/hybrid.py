@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from tiny import EOS_IDS, HIDDEN, LAYERS, VOCAB
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+)
 
 KINDS = ["linear_attention", "full_attention", *["linear_attention"] * 2, "full_attention"]
 ROPE = {
@@ -35,11 +40,23 @@ SHAPE: dict[str, Any] = {
     "linear_value_head_dim": 12,
     "rope_parameters": ROPE,
 }
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
 
 
 def make_hybrid(directory: Path, *, seed: int = 0, **changes: Any) -> Any:
-    """Write a random dense Qwen3.5 with decisive logits; returns transformers' model of it."""
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**SHAPE, **changes}))
+    """Write a random Qwen3.5 with decisive logits, with experts where the changes name some, which
+    are stored one by one; returns transformers' model of it."""
+    values = {**SHAPE, **changes}
+    if "num_experts" in changes:
+        model: Any = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**values))
+        model.set_experts_implementation("eager")  # a loop over experts
+    else:
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**values))
     return save_hybrid(model, directory, seed)
 
 

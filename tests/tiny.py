@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen3ForCausalLM
 
@@ -110,6 +110,21 @@ def greedy(hf: Any, prompt: Sequence[int], count: int, **options: Any) -> list[i
         ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0, **options
     )
     return out[0, ids.shape[1] :].tolist()
+
+
+def join_experts(directory: Path) -> None:
+    """Rewrite every layer's experts as two tensors, as transformers 5 holds them."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for first in [name for name in tensors if name.endswith(".experts.0.gate_proj.weight")]:
+        prefix = first.removesuffix("0.gate_proj.weight")
+        count = sum(n.startswith(prefix) and n.endswith("down_proj.weight") for n in tensors)
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{prefix}{e}.{name}_proj.weight") for e in range(count)])
+            for name in ("gate", "up", "down")
+        )
+        tensors |= {f"{prefix}gate_up_proj": torch.cat([gate, up], 1), f"{prefix}down_proj": down}
+    save_file(tensors, path)
 
 
 def edit_json(path: Path, **changes: Any) -> None:

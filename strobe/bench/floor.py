@@ -199,7 +199,8 @@ def layer_values(target: TargetConfig, experts: float | None = None) -> tuple[fl
 
 def small_values(decoder: DecoderConfig) -> int:
     """Norms, L (2 H + 2 D) + H, without D where queries and keys have none, and biases. Gemma's
-    further norms, some 0.01 % of what one row reads, are left out."""
+    further norms and the gates of Qwen3.5's shared experts, at most some 0.01 % of what one row
+    reads, are left out."""
     each = 2 * decoder.hidden_size
     heads = 2 * decoder.head_dim * decoder.qk_norm * len(decoder.masks)
     if decoder.attention_bias:

@@ -21,7 +21,7 @@ class StepSettings:
 
     shapes: str = option(
         "", "Shapes by name: box (the default), qwen3-0.6b, qwen3-4b, qwen3-8b, llama-3.1-8b, "
-        "qwen3-coder-30b-a3b, gpt-oss-20b, qwen3.5-9b or gemma-4-26b-a4b, "
+        "qwen3-coder-30b-a3b, gpt-oss-20b, qwen3.5-9b, qwen3.5-35b-a3b or gemma-4-26b-a4b, "
         "each with its DFlash drafter; or give directories with --target and --draft."
     )  # fmt: skip
     concurrency: str = option("1,8,32", "Requests decoding at once, with commas between.")

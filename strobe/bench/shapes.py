@@ -135,8 +135,12 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "mxfp4"},
     },
 }
+_PERIOD = ["linear_attention"] * 3 + ["full_attention"]
 _HYBRID: dict[str, Any] = {
-    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+    "dtype": "bfloat16",
+    "vocab_size": 248320,
+    "num_attention_heads": 16,
+    "head_dim": 256,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_num_key_heads": 16,
@@ -144,26 +148,37 @@ _HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "attn_output_gate": True,
     "rope_parameters": {"rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
 }
 _QWEN3_5: dict[str, dict[str, Any]] = {
     "qwen3.5-9b": {
+        **_HYBRID,
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
-        "dtype": "bfloat16",
-        "vocab_size": 248320,
         "hidden_size": 4096,
         "intermediate_size": 12288,
         "num_hidden_layers": 32,
-        "num_attention_heads": 16,
+        "layer_types": _PERIOD * 8,
         "num_key_value_heads": 4,
-        "head_dim": 256,
-        **_HYBRID,
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 262144,
-        "tie_word_embeddings": False,
         "eos_token_id": 248046,
+    },
+    "qwen3.5-35b-a3b": {
+        **_HYBRID,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "layer_types": _PERIOD * 10,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "eos_token_id": 248044,
     },
 }
 _GEMMA4: dict[str, dict[str, Any]] = {
@@ -230,12 +245,20 @@ _DRAFTS: dict[str, dict[str, Any]] = {
         "dflash_config": {"mask_token_id": 200000, "target_layer_ids": [1, 6, 11, 16, 21]},
     },
     "qwen3.5-9b": {
-        **dict.fromkeys(_HYBRID),
         "rope_theta": 10000000,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 8, 15, 22, 29]},
+    },
+    "qwen3.5-35b-a3b": {
+        "rope_theta": 10000000,
+        "num_hidden_layers": 8,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 10, 19, 28, 37]},
     },
     "gemma-4-26b-a4b": {
         "intermediate_size": 5632,
@@ -267,8 +290,8 @@ def draft_config(name: str) -> dict[str, Any]:
     published ones; its heads and inner size are taken to be the target's. Of Qwen3-Coder's, layers,
     block and size are published, the rest as of Qwen3.5-35B-A3B's; of gpt-oss's, all but the number
     of heads, which is taken to be the target's.
-    Qwen3.5's captured layers are those published for 4B, which is as deep, its heads those for
-    27B. Gemma's are the published ones."""
+    Qwen3.5-9B's captured layers are those published for 4B, which is as deep, its heads those for
+    27B; 35B-A3B's is the first that was published for it. Gemma's are the published ones."""
     target = {key: value for key, value in _TARGETS[name].items() if key in _SHARED}
     layers = target["num_hidden_layers"]
     return {

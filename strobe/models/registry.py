@@ -26,6 +26,8 @@ FAMILIES = {
     "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", "qwen3_5"),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "qwen3_5"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_5"),
 }
 """Architectures of targets: their model_type, and the file of `strobe.models.families`."""
 

@@ -3,11 +3,13 @@ and nothing waits."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hybrid import EXPERTS, make_hybrid
 from matrix import Pair, plain_answers
 from tiny import make_draft, make_target
 from transformers import Gemma4ForCausalLM, GptOssForCausalLM, Qwen3MoeForCausalLM
@@ -24,11 +26,11 @@ pytestmark = [
 WIDTH = 64
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_moe": (
-        Qwen3MoeForCausalLM,
+        partial(make_target, family=Qwen3MoeForCausalLM),
         {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3},
     ),
     "gpt_oss": (
-        GptOssForCausalLM,
+        partial(make_target, family=GptOssForCausalLM),
         {
             "intermediate_size": 32,
             "num_local_experts": 6,
@@ -37,7 +39,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "gemma4": (
-        Gemma4ForCausalLM,
+        partial(make_target, family=Gemma4ForCausalLM),
         {
             "embedding": 0.2,
             "final_logit_softcapping": 30.0,
@@ -51,6 +53,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3_5_moe": (make_hybrid, EXPERTS),
 }
 FAMILIES["gemma4 with experts"] = (
     Gemma4ForCausalLM,
@@ -68,9 +71,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    kind, changes = FAMILIES[request.param]
+    write, changes = FAMILIES[request.param]
     root: Path = tmp_path_factory.mktemp(request.param)
-    make_target(root / "target", kind, seed=4, head_dim=WIDTH, **changes)
+    write(root / "target", seed=4, head_dim=WIDTH, **changes)
     return Pair(root / "target", make_draft(root / "draft", width=WIDTH), "cuda", WIDTH)
 
 

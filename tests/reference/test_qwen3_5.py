@@ -1,4 +1,5 @@
-"""Qwen3.5 against transformers, and its speculation, recorded or not, against plain decoding."""
+"""Qwen3.5, dense and with experts, against transformers, and its speculation, recorded or not,
+against plain decoding."""
 
 from __future__ import annotations
 
@@ -9,12 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid import KINDS, ROPE, make_hybrid
+from hybrid import EXPERTS, KINDS, ROPE, make_hybrid
 from matrix import Pair, PlainAnswers, compare, some
 from parity import GEOMETRY, Case, check_layers, check_text, layer_outputs, prompts, record
 from recorded import recorded
 from safetensors.torch import load_file, save_file
-from tiny import HIDDEN, LAYERS, Scripted, edit_json, make_draft, make_engine, run, wavering
+from tiny import (
+    HIDDEN,
+    LAYERS,
+    Scripted,
+    edit_json,
+    join_experts,
+    make_draft,
+    make_engine,
+    run,
+    wavering,
+)
 
 from strobe.config import EngineConfig
 from strobe.engine.build import build, resolve
@@ -33,10 +44,10 @@ def nest(path: Path) -> None:
     tensors beside theirs and those of a head that drafts."""
     text = json.loads((path / "config.json").read_text())
     said = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "full_attention_interval": 4}
-    text = {**said, "mtp_num_hidden_layers": 1, **text, "model_type": "qwen3_5_text"}
+    text = {**said, "mtp_num_hidden_layers": 1, "mlp_only_layers": [], **text}
     config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
+        "architectures": [text["architectures"][0].replace("CausalLM", "ConditionalGeneration")],
+        "model_type": text["model_type"].removesuffix("_text"),
         "text_config": text,
         "vision_config": {"model_type": "qwen3_5", "depth": 27},
         "image_token_id": 3,
@@ -50,6 +61,13 @@ def nest(path: Path) -> None:
     named["model.visual.patch_embed.proj.weight"] = torch.ones(2, 3)
     named["mtp.fc.weight"] = torch.ones(4)
     save_file(named, path / "model.safetensors")
+
+
+def as_published(path: Path) -> None:
+    """As those with experts are: joined, and no size of an MLP that no layer has."""
+    join_experts(path)
+    edit_json(path / "config.json", intermediate_size=None)
+    nest(path)
 
 
 def by_interval(path: Path) -> None:
@@ -67,6 +85,11 @@ CASES = {
     ),
     "layers by interval, another epsilon": Case(
         {"layer_types": [KINDS[i % 2] for i in range(LAYERS)], "rms_norm_eps": 1e-3}, by_interval
+    ),
+    "experts, as published": Case(EXPERTS, as_published),
+    "experts one by one, tied": Case({**EXPERTS, "tie_word_embeddings": True}),
+    "experts of odd sizes, all but one chosen": Case(
+        {**EXPERTS, "num_experts": 5, "num_experts_per_tok": 4, "moe_intermediate_size": 15}
     ),
 }
 
@@ -87,6 +110,7 @@ def test_every_layer_and_the_logits_agree_however_the_prompt_is_cut(
     check_layers(*model, page_size, budget, atol=BOUND)
 
 
+@pytest.mark.parametrize("model", [*CASES][:-2], indirect=True)
 def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
     check_text(*model)
 
@@ -96,6 +120,13 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """(transformers' model, directory) of the target that the tests below share."""
     path = tmp_path_factory.mktemp("hybrid")
     return make_hybrid(path), path
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """The same with experts."""
+    path = tmp_path_factory.mktemp("sparse")
+    return make_hybrid(path, **EXPERTS), path
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +155,15 @@ def test_prompts_about_as_long_as_chunks_give_transformers_outputs(
 
 
 @pytest.fixture(scope="module")
-def plain(hybrid: tuple[Any, Path], drafter: Path) -> PlainAnswers:
-    return PlainAnswers(Pair(hybrid[1], drafter))
+def plain(request: pytest.FixtureRequest, drafter: Path) -> PlainAnswers:
+    return PlainAnswers(Pair(request.getfixturevalue(request.param)[1], drafter))
 
 
-@pytest.mark.parametrize("c", some(), ids=str)
+DRAFTING = [c for c in some()[:7] if c.proposer in ("dflash", "oracle", "wavering")]
+MATRIX = [("hybrid", c) for c in some()] + [("sparse", c) for c in DRAFTING]
+
+
+@pytest.mark.parametrize(("plain", "c"), MATRIX, indirect=["plain"], ids=str)
 def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
     compare(c, plain.pair, plain(c.workload))
 
@@ -140,17 +175,21 @@ def config(path: Path, **options: Any) -> EngineConfig:
 TEXTS = prompts([3, 17, 40, 1, 8, 29])
 
 
-@pytest.mark.parametrize(("overlap", "budget"), [(1, None), (2, 48)])
+REPLAYED = [(1, None, "hybrid"), (2, 48, "hybrid"), (2, None, "sparse")]
+
+
+@pytest.mark.parametrize(("overlap", "budget", "target"), REPLAYED)
 def test_replayed_steps_give_what_plain_steps_give(
     overlap: int,
     budget: int | None,
-    hybrid: tuple[Any, Path],
+    target: str,
+    request: pytest.FixtureRequest,
     drafter: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
     """By a drafter that guesses, and by one that is right up to a place that varies."""
     monkeypatch.setattr("strobe.runner.collect.download", torch.clone)
-    path = hybrid[1]
+    path = request.getfixturevalue(target)[1]
     texts, cold = TEXTS[:4], COLD.clone(max_tokens=16)
     wanted = run(make_engine(config(path)), texts, cold)
     options: dict[str, Any] = {"overlap": overlap, "max_num_batched_tokens": budget}
@@ -267,6 +306,30 @@ def test_what_is_not_supported_is_named(
     edit_json(tmp_path / "config.json", **changes)
     if nested:
         nest(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        resolve(config(tmp_path))
+
+
+WRONG_EXPERTS: list[tuple[dict[str, Any], str]] = [
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 8 experts"),
+    ({"num_local_experts": 4}, "num_local_experts is 4, which is not supported"),
+    ({"norm_topk_prob": False}, "norm_topk_prob is False, which is not supported"),
+    ({"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\], which is not supported"),
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2, which is not supported"),
+    ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0, but must be"),
+    ({"n_group": 4}, "n_group is 4, which is not known"),
+    ({"num_experts": 7}, r"gate\.weight has shape \[8, 32\], config\.json asks for \[7, 32\]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_EXPERTS)
+def test_what_is_not_supported_of_experts_is_named(
+    changes: dict[str, Any], message: str, tmp_path: Path
+):
+    make_hybrid(tmp_path, **EXPERTS)
+    as_published(tmp_path)
+    inner = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    edit_json(tmp_path / "config.json", text_config={**inner, **changes})
     with pytest.raises(ValueError, match=message):
         resolve(config(tmp_path))
 

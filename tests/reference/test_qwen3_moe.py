@@ -11,7 +11,7 @@ import torch
 from matrix import Pair, PlainAnswers, compare, some
 from parity import GEOMETRY, Case, check_layers, check_text
 from safetensors.torch import load_file, save_file
-from tiny import LAYERS, edit_json, make_draft, make_target
+from tiny import edit_json, join_experts, make_draft, make_target
 from transformers import Qwen3MoeForCausalLM
 
 from strobe.config import EngineConfig
@@ -27,22 +27,6 @@ SHAPE: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "norm_topk_prob": True,
 }
-
-
-def joined(path: Path) -> None:
-    """Every layer's experts in two tensors, as transformers 5 holds them."""
-    tensors = load_file(path / "model.safetensors")
-    for i in range(LAYERS):
-        prefix = f"model.layers.{i}.mlp.experts."
-
-        def taken(e: int, name: str, prefix: str = prefix) -> torch.Tensor:
-            return tensors.pop(f"{prefix}{e}.{name}_proj.weight")
-
-        every = range(SHAPE["num_experts"])
-        both = [torch.cat([taken(e, "gate"), taken(e, "up")]) for e in every]
-        tensors[f"{prefix}gate_up_proj"] = torch.stack(both)
-        tensors[f"{prefix}down_proj"] = torch.stack([taken(e, "down") for e in every])
-    save_file(tensors, path / "model.safetensors")
 
 
 def as_published(path: Path) -> None:
@@ -64,7 +48,7 @@ def as_published(path: Path) -> None:
 
 CASES = {
     "as published": Case({}, as_published),
-    "joined, tied": Case({"tie_word_embeddings": True}, joined),
+    "joined, tied": Case({"tie_word_embeddings": True}, join_experts),
     "weights as they are": Case({"norm_topk_prob": False, "num_experts_per_tok": 2}),
     "one expert of all": Case({"num_experts_per_tok": 1, "num_key_value_heads": 1}),
     "every expert": Case({"num_experts_per_tok": 8, "attention_bias": True}),

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.models.config import ExpertShape
+from strobe.models.formats.fields import MEND, Fields
 from strobe.models.pieces import Piece, Pieces
 
 UNFUSED = "the kernels have no experts"
@@ -21,6 +22,25 @@ GATHERED = 1 << 26
 
 Activate = Callable[[Tensor], Tensor]
 """[..., 2 I] as the first product leaves it -> [..., I]."""
+
+
+def read_counts(
+    fields: Fields,
+    count: int | None = None,
+    chosen: int | None = None,
+    *,
+    called: str = "num_experts_per_tok",
+) -> tuple[int, int]:
+    """How many experts a layer has, and how many of them a row goes through, which is `called` so;
+    count, chosen: where config.json names none. Raises ValueError."""
+    count = fields.integer("num_experts", fields.get("num_local_experts", count))
+    fields.only("num_local_experts", count, why="it must be num_experts'.")
+    chosen = fields.integer(called, chosen)
+    if chosen > count:
+        raise ValueError(
+            f"{fields.path}: {called} is {chosen}, but there are {count} experts; {MEND}"
+        )
+    return count, chosen
 
 
 def gated_silu(x: Tensor) -> Tensor:

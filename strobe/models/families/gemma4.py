@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from strobe.attention.mask import LayerMask
 from strobe.models.config import DecoderConfig, ExpertShape, LayerShape, TargetConfig
-from strobe.models.families.experts import Experts
+from strobe.models.families.experts import Experts, read_counts
 from strobe.models.formats.decoder import (
     read_decoder,
     read_dtype,
@@ -122,11 +122,7 @@ def read_experts(fields: Fields) -> ExpertShape | None:
             fields.get(key)  # means nothing without experts
         return None
     fields.only("expert_intermediate_size", size, why="it must be moe_intermediate_size's.")
-    count, chosen = fields.integer("num_experts"), fields.integer("top_k_experts")
-    if chosen > count:
-        raise ValueError(
-            f"{fields.path}: top_k_experts is {chosen}, but there are {count} experts; {MEND}"
-        )
+    count, chosen = read_counts(fields, called="top_k_experts")
     layers = (True,) * fields.integer("num_hidden_layers")
     shared = fields.integer("intermediate_size")
     return ExpertShape(

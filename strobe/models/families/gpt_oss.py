@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strobe.attention.mask import LayerMask
 from strobe.models.config import DecoderConfig, ExpertShape, Quantization, TargetConfig
-from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP
+from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP, read_counts
 from strobe.models.formats.decoder import (
     read_decoder,
     read_layer_types,
@@ -78,13 +78,8 @@ def read_packing(fields: Fields, *sizes: int) -> Quantization | None:
 
 
 def read_shape(fields: Fields) -> ExpertShape:
-    count = fields.integer("num_local_experts", fields.get("num_experts", 128))
-    chosen = fields.integer("num_experts_per_tok", 4)
+    count, chosen = read_counts(fields, 128, 4)
     fields.only("experts_per_token", chosen, why="it must be num_experts_per_tok's.")
-    if chosen > count:
-        raise ValueError(
-            f"{fields.path}: num_experts_per_tok is {chosen}, but there are {count} experts; {MEND}"
-        )
     layers = (True,) * fields.integer("num_hidden_layers")
     size = fields.integer("intermediate_size")
     limit = fields.number("swiglu_limit", LIMIT)

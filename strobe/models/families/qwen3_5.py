@@ -1,4 +1,5 @@
-"""Qwen3.5, text: https://huggingface.co/Qwen/Qwen3.5-9B and its siblings.
+"""Qwen3.5, text: https://huggingface.co/Qwen/Qwen3.5-9B, with experts Qwen3.5-35B-A3B, and their
+siblings, Qwen3.6's among them.
 
 Three layers in four have no attention but a gated delta rule (Yang et al., arXiv 2412.06464) over a
 state per sequence. Legend as in `strobe.models.layers`; Hv value heads of Dv, C channels.
@@ -7,7 +8,7 @@ state per sequence. Legend as in `strobe.models.layers`; Hv value heads of Dv, C
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from strobe.attention.mask import LayerMask
 from strobe.kv.states import StateSpec
-from strobe.models.config import DecoderConfig, TargetConfig
+from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
+from strobe.models.families.experts import Experts, Router, SparseMLP, gated_silu, read_counts
 from strobe.models.formats.decoder import (
     plain_products,
     read_decoder,
@@ -37,8 +39,10 @@ OUTER = (
 )  # fmt: skip
 """Keys beside text_config that text does not need."""
 INNER = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers")
-"""Keys of heads that draft, which are not used here, and of layers without experts: there are
-none."""
+"""Keys of heads that draft, which are not used here, and of layers without experts, where none has
+any."""
+SPARSE = ("qwen3_5_moe", "qwen3_5_moe_text")
+"""The model types whose layers all have experts."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,13 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         inner = Fields(text, fields.path)
         plain_products(fields)
         fields.finish(OUTER)
-    return _read_text(inner, directory, fields.get("architectures"))
+    sparse = fields.get("model_type") in SPARSE
+    return _read_text(inner, directory, fields.get("architectures"), sparse=sparse)
 
 
-def _read_text(fields: Fields, directory: Path, names: Any) -> Qwen35Config:
+def _read_text(fields: Fields, directory: Path, names: Any, *, sparse: bool) -> Qwen35Config:
     plain_products(fields)
+    experts = _read_experts(fields) if sparse else None
     why = "use a checkpoint of Qwen3.5."
     fields.only("attn_output_gate", True, why=why)
     fields.only("output_gate_type", "swish", "silu", why=why)
@@ -87,14 +93,17 @@ def _read_text(fields: Fields, directory: Path, names: Any) -> Qwen35Config:
         (LayerMask(True, None),) * full,
         theta=1e7,
         head_dim=256,
+        kv_heads=2 if experts else 4,
+        intermediate_size=experts.shared if experts else None,
         rope=rope,
         output_gate=True,
         unfused="no kernels run layers of this family whole",
+        experts=experts,
     )
     return read_target(
         fields,
         directory,
-        names[0] if names else "Qwen3_5ForCausalLM",
+        names[0] if names else f"Qwen3_5{'Moe' if sparse else ''}ForCausalLM",
         decoder,
         kind=Qwen35Config,
         harmless=INNER,
@@ -102,6 +111,18 @@ def _read_text(fields: Fields, directory: Path, names: Any) -> Qwen35Config:
         layer_types=tuple(types),
         rotary_dim=rotary_dim,
     )
+
+
+def _read_experts(fields: Fields) -> ExpertShape:
+    why = "use a checkpoint of Qwen3.5, whose layers all have experts, their weights normalized."
+    fields.only("mlp_only_layers", [], why=why)
+    fields.only("decoder_sparse_step", 1, why=why)
+    fields.only("norm_topk_prob", True, why=why)
+    count, chosen = read_counts(fields, 256, 8)
+    layers = (True,) * fields.integer("num_hidden_layers")
+    size = fields.integer("moe_intermediate_size", 512)
+    shared = fields.integer("shared_expert_intermediate_size", 512)
+    return ExpertShape(count, chosen, size, layers, shared=shared)
 
 
 def _layer_types(fields: Fields) -> list[str]:
@@ -232,6 +253,23 @@ class GatedDeltaNet(nn.Module):
         return add_linear(residual, out.flatten(1), self.out_proj)
 
 
+class SharedMLP(SparseMLP):
+    """Experts, and beside them one that every row goes through, as much as a gate lets."""
+
+    def __init__(self, config: DecoderConfig, shape: ExpertShape):
+        size = config.hidden_size
+        super().__init__(Router(size, shape), Experts(size, shape), called="gate")
+        self.shared_expert = MLP(replace(config, intermediate_size=shape.shared))
+        self.shared_expert_gate = nn.Linear(size, 1, bias=False)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual [T, H] -> residual + mlp(x). What is added up is small beside the residual
+        stream, so that this comes last."""
+        inner = gated_silu(self.shared_expert.gate_up_proj(x))
+        gate = self.shared_expert_gate(x).sigmoid()
+        return residual + super().forward(x, gate * self.shared_expert.down_proj(inner))
+
+
 class Layer(nn.Module):
     """index: counts layers of the same type."""
 
@@ -246,7 +284,8 @@ class Layer(nn.Module):
             self.linear_attn = GatedDeltaNet(decoder, config.states, index)
         self.recurrent = kind != "full_attention"
         self.post_attention_layernorm = Norm(decoder.hidden_size, decoder.rms_norm_eps)
-        self.mlp = MLP(decoder)
+        experts = decoder.experts
+        self.mlp = MLP(decoder) if experts is None else SharedMLP(decoder, experts)
 
     def forward(self, x: Tensor, rope: Rope, attend: Mix) -> Tensor:
         normed = self.input_layernorm(x)

@@ -8,7 +8,7 @@ from torch import nn
 
 from strobe.attention.mask import LayerMask
 from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
-from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP
+from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP, read_counts
 from strobe.models.formats.decoder import (
     read_decoder,
     read_target,
@@ -22,12 +22,7 @@ from strobe.models.target import Target
 def read_experts(fields: Fields) -> ExpertShape:
     """What stands in the layers' MLPs' place, and in which: those of every decoder_sparse_step-th
     layer that mlp_only_layers does not name."""
-    count = fields.integer("num_experts", fields.integer("num_local_experts", 128))
-    chosen = fields.integer("num_experts_per_tok", 8)
-    if chosen > count:
-        raise ValueError(
-            f"{fields.path}: num_experts_per_tok is {chosen}, but there are {count} experts; {MEND}"
-        )
+    count, chosen = read_counts(fields, 128, 8)
     step, dense = fields.integer("decoder_sparse_step", 1), fields.ids("mlp_only_layers") or []
     layers = range(fields.integer("num_hidden_layers"))
     if unknown := [i for i in dense if i not in layers]:

@@ -27,8 +27,9 @@ def read_decoder(
     drafter: bool = False,
     **options: Any,
 ) -> DecoderConfig:
-    """theta, head_dim, kv_heads, attention_bias: where config.json names none; head_dim None is
-    hidden_size over heads. options: further fields of DecoderConfig. Raises ValueError."""
+    """theta, head_dim, kv_heads, attention_bias, intermediate_size: where config.json names none;
+    head_dim None is hidden_size over heads. options: further fields of DecoderConfig. Raises
+    ValueError."""
     path, hidden = fields.path, fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", kv_heads or heads)
@@ -45,7 +46,9 @@ def read_decoder(
     bias = fields.flag("attention_bias", options.pop("attention_bias", False))
     return DecoderConfig(
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer(
+            "intermediate_size", options.pop("intermediate_size", None)
+        ),
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
