@@ -38,7 +38,7 @@ def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
         **_decoder_facts(model, config.decoder),
         "tie_embeddings": config.tie_embeddings,
         "dtype": config.dtype,
-        **_quantization(config.quantization),
+        **_quantization(config.quantization, config.decoder),
         "end_token_ids": list(config.eos_ids),
         "default_sampling": config.sampling,
     }
@@ -79,12 +79,15 @@ def _draft_facts(path: Path, target: Path | None = None) -> dict[str, Any]:
     }
 
 
-def _quantization(found: Quantization | None) -> dict[str, str]:
+def _quantization(found: Quantization | None, decoder: DecoderConfig) -> dict[str, str]:
     if found is None:
         return {}
     rows, columns = found.block
-    held = ", held in full" if found.method == "mxfp4" else ""
-    return {"quantization": f"{found.method}, a scale for each {rows} x {columns} values{held}"}
+    # Only the kernels that run whole layers multiply in FP8.
+    held = "held in full"
+    if found.method == "fp8" and decoder.unfused is None:
+        held = "held with a scale for each row on a GPU that has FP8, and in full elsewhere"
+    return {"quantization": f"{found.method}, a scale for each {rows} x {columns} values, {held}"}
 
 
 def _decoder_facts(path: Path, decoder: DecoderConfig) -> dict[str, Any]:

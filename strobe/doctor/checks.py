@@ -174,7 +174,7 @@ def check_tokens(
         report.ok("mask token", f"{draft.mask_token_id} is a row that no token uses.")
 
 
-def memory_bill(resolved: Resolved, target: Target, draft: DFlash) -> dict[str, int]:
+def memory_bill(resolved: Resolved, target: Target, draft: DFlash) -> dict[str, int | str]:
     """Bytes of weights as they are held, bytes per token of both caches, and how many tokens fit
     beside; to be asked before anything is loaded. target, draft: on the meta device."""
     groups = kv_groups(resolved.target, resolved.draft, resolved.choice.kv_dtype)
@@ -188,9 +188,20 @@ def memory_bill(resolved: Resolved, target: Target, draft: DFlash) -> dict[str, 
     room = max(free - first - second - states - resolved.scratch, 0)
     return {
         "target's weights": first,
+        **_held(resolved),
         "drafter's weights": second,
         "target's keys and values of a token": each["target"],
         "drafter's keys and values of a token": each["draft"],
         "free memory": free,
         "tokens that fit": room // sum(each.values()),
     }
+
+
+def _held(resolved: Resolved) -> dict[str, str]:
+    """What a quantized target's weights become in memory."""
+    stored = resolved.target.quantization
+    if stored is None:
+        return {}
+    dtype = str(resolved.dtype).removeprefix("torch.")
+    held = "fp8, a scale for each row" if resolved.choice.fp8 else dtype
+    return {"held in": f"{held}; the checkpoint has them in {stored.method}"}

@@ -197,9 +197,9 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
     stored = resolved.target.quantization
     if target is None:
         target = load_target(Path(config.target), resolved.target, **how)
-        if stored is not None and stored.method == "mxfp4":
+        if stored is not None and not choice.fp8:
             size = sum(parameter.nbytes for parameter in target.parameters())
-            logger.info("Weights in mxfp4 are held in %s; the target takes %d bytes.", dtype, size)
+            logger.info("Weights in %s are held in %s: %d bytes.", stored.method, dtype, size)
     groups = kv_groups(resolved.target, resolved.draft, choice.kv_dtype)
     drafter = None
     if resolved.draft is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
-from strobe.models.formats.fp8 import with_scales
+from strobe.models.formats.fp8 import WHOLE, with_scales
 from strobe.models.formats.tensors import draft_parts, read_target_ids
 from strobe.models.layers import Attention, RMSNorm, RotaryTable
 from strobe.models.pieces import Pieces, pieces_of
@@ -32,7 +32,7 @@ def _check(module: Target | DFlash, checkpoint: Checkpoint) -> Pieces:
     """What the module's parameters are made of. Raises ValueError for a tensor that is missing, of
     another shape or dtype, or that nothing is made of."""
     shapes, dtypes, where = checkpoint.shapes(), checkpoint.dtypes(), checkpoint.directory
-    pieces = with_scales(pieces_of(module, shapes), dtypes, module.config.quantization)
+    pieces = with_scales(module, pieces_of(module, shapes), dtypes, module.config.quantization)
     used = set[str]()
     for piece in chain.from_iterable(pieces.values()):
         for name, shape in piece.sources.items():
@@ -257,8 +257,8 @@ def _load(
 
 
 def in_fp8(path: str, part: nn.Module) -> bool:
-    """Whether weights in FP8 hold the module's so: every product but the head."""
-    return isinstance(part, nn.Linear) and path != "lm_head"
+    """Whether weights in FP8 hold the module's so: every product but the head and `WHOLE` ones."""
+    return isinstance(part, nn.Linear) and path != "lm_head" and not hasattr(part, WHOLE)
 
 
 def _head_in_fp8(draft: DFlash) -> bool:

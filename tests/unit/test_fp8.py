@@ -1,22 +1,52 @@
-"""Weights in FP8, and the drafter's copy of the head."""
+"""Weights in FP8, the drafter's copy of the head, and checkpoints in FP8."""
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import make_draft, make_target
+from quantized import expanded, is_product, quantize
+from safetensors.torch import load_file, save_file
+from tiny import make_draft, make_engine, make_target, run
+from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
-from strobe.models.load import fp8_rows, load_draft, load_target
+from strobe.config import EngineConfig
+from strobe.doctor.checks import memory_bill
+from strobe.engine.build import resolve
+from strobe.info import describe
+from strobe.models.formats.fp8 import dequantized
+from strobe.models.load import (
+    check_draft_tensors,
+    check_target_tensors,
+    fp8_rows,
+    load_draft,
+    load_target,
+    weight_bytes,
+)
 from strobe.models.registry import load_draft_config, load_target_config
+from strobe.request import SamplingParams
 
 HOW: dict[str, Any] = {
     "max_positions": 40,
     "dtype": torch.float32,
     "device": torch.device("cpu"),
     "fp8": True,
+}
+BLOCK = (20, 28)
+"""No divisor of any of the tiny models' sizes."""
+Pair = tuple[Path, Path]
+"""A checkpoint in FP8, and the same values without quantization."""
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dense": (Qwen3ForCausalLM, {}),
+    "experts": (
+        Qwen3MoeForCausalLM,
+        {"moe_intermediate_size": 36, "num_experts": 6, "num_experts_per_tok": 2},
+    ),
 }
 
 
@@ -61,3 +91,195 @@ def test_the_drafter_has_a_copy_of_the_head_where_it_can_use_it(
         wanted = draft.head_weight
         assert (rows.float() * scale[:, None] - wanted).norm() < 0.04 * wanted.norm()
     assert not [name for name, _ in draft.named_parameters() if "head" in name]
+
+
+# checkpoints
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (128, 256), (1, 1), (1500, 3)])
+def test_blocks_are_multiplied_with_their_scales(shape: tuple[int, int]):
+    noise = torch.Generator().manual_seed(1)
+    weight = torch.randn(shape, generator=noise).to(torch.float8_e4m3fn)
+    scale = torch.rand([-(-size // 128) for size in shape], generator=noise) + 0.1
+    wanted = weight.float() * expanded(scale, *shape, (128, 128))
+    assert torch.equal(dequantized(weight, scale, (128, 128), torch.float32), wanted)
+    two = weight.expand(2, *shape), scale.expand(2, *scale.shape)
+    both = dequantized(*two, (128, 128), torch.bfloat16)
+    assert torch.equal(both[1], wanted.bfloat16())
+
+
+def make_pair(directory: Path, family: str, **how: Any) -> Pair:
+    kind, shape = FAMILIES[family]
+    make_target(directory / "fp8", kind, **shape)
+    quantize(directory / "fp8", directory / "plain", BLOCK, **how)
+    return directory / "fp8", directory / "plain"
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    made = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    return {
+        family: make_pair(directory, family, fmt="e4m3", modules_to_not_convert=["lm_head"])
+        for family, directory in made.items()
+    }
+
+
+def loaded(path: Path, *, fp8: bool = False) -> Any:
+    return load_target(path, load_target_config(path), **{**HOW, "fp8": fp8})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_in_fp8_is_that_of_the_products_with_its_scales(
+    pairs: dict[str, Pair], family: str, tmp_path: Path
+):
+    found, wanted = map(loaded, pairs[family])
+    for name, value in wanted.named_parameters():
+        assert torch.equal(found.get_parameter(name), value), name
+    draft, prompts = make_draft(tmp_path), [[1, 2, 3], [5, 6, 7, 8, 9]]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    answers = [
+        run(make_engine(EngineConfig(str(path), draft=str(draft))), prompts, greedy)
+        for path in pairs[family]
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_products_in_fp8_are_made_of_those_that_were_stored_so(pairs: dict[str, Pair]):
+    small, plain = pairs["dense"]
+    wanted, found = loaded(plain), loaded(small, fp8=True)
+    product = found.layers[0].self_attn.qkv_proj
+    assert product.weight.dtype == torch.float8_e4m3fn
+    back = product.weight.float() * product.scale[:, None]
+    whole = wanted.layers[0].self_attn.qkv_proj.weight
+    assert (back - whole).norm() < 0.04 * whole.norm()
+    check_size(small, wanted, fp8=False)
+    check_size(small, found, fp8=True)
+    assert not resolve(EngineConfig(str(small))).choice.fp8, "this device has no FP8"
+
+
+def check_size(path: Path, module: Any, *, fp8: bool) -> None:
+    """What was planned for a target's weights is what they take."""
+    held = sum(p.nbytes for p in module.parameters())
+    held += sum(b.nbytes for n, b in module.named_buffers() if n.endswith("scale"))
+    planned = check_target_tensors(path, load_target_config(path))
+    assert weight_bytes(planned, torch.float32, fp8=fp8) == held
+
+
+def test_modules_that_were_not_converted_are_taken_and_held_as_they_are(tmp_path: Path):
+    """A product that is partly so, too: the keys' rows of one layer's."""
+    kept = ["model.layers.1.self_attn", "model.layers.2.mlp.down_proj"]
+    partly = "model.layers.3.self_attn.k_proj"
+    names = [*kept, partly, "lm_head"]
+
+    def stored(name: str) -> bool:
+        return is_product(name) and not name.startswith(tuple(names))
+
+    small, plain = make_pair(tmp_path, "dense", stored=stored, modules_to_not_convert=names)
+    wanted, found, in_full = loaded(plain), loaded(small, fp8=True), loaded(small)
+    whole = {name for name, part in found.named_modules() if hasattr(part, "scale")} ^ {
+        f"layers.{i}.{name}"
+        for i in range(len(found.layers))
+        for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    }
+    assert whole == {
+        "layers.1.self_attn.qkv_proj",
+        "layers.1.self_attn.o_proj",
+        "layers.2.mlp.down_proj",
+        "layers.3.self_attn.qkv_proj",
+    }
+    for name in whole:
+        assert torch.equal(found.get_submodule(name).weight, wanted.get_submodule(name).weight)
+    for name, value in wanted.named_parameters():
+        assert torch.equal(in_full.get_parameter(name), value), name
+    check_size(small, found, fp8=True)
+
+
+def test_the_bill_says_how_what_is_stored_in_fp8_is_held(
+    pairs: dict[str, Pair], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    facts = {family: [describe(path) for path in pair] for family, pair in pairs.items()}
+    for small, plain in facts.values():
+        assert small["parameters"] == plain["parameters"]
+        assert small["bytes_on_disk"] < plain["bytes_on_disk"]
+        assert small["quantization"].startswith("fp8, a scale for each 20 x 28 values, held ")
+    assert facts["experts"][0]["quantization"].endswith("values, held in full")
+    assert "in full elsewhere" in facts["dense"][0]["quantization"]
+    draft, bills = make_draft(tmp_path), list[dict[str, Any]]()
+    for path in pairs["experts"]:
+        resolved = resolve(EngineConfig(str(path), draft=str(draft)))
+        assert resolved.draft is not None
+        modules = (
+            check_target_tensors(path, resolved.target),
+            check_draft_tensors(draft, resolved.draft),
+        )
+        bills.append(memory_bill(resolved, *modules))
+    size = sum(p.nbytes for p in loaded(pairs["experts"][1]).parameters())
+    assert [bill["target's weights"] for bill in bills] == [size, size]
+    assert bills[0]["held in"] == "float32; the checkpoint has them in fp8"
+    assert "held in" not in bills[1]
+    with caplog.at_level(logging.INFO, "strobe.engine.build"):
+        make_engine(EngineConfig(str(pairs["experts"][0])))
+    assert f"Weights in fp8 are held in torch.float32: {size} bytes." in caplog.messages
+
+
+NAMES = {
+    "dense": "model.layers.0.mlp.up_proj.weight",
+    "experts": "model.layers.1.mlp.experts.4.down_proj.weight",
+}
+DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor], str], object], str]] = {
+    "no scale": (lambda t, name: t.pop(f"{name}_scale_inv"), "weight_scale_inv is missing"),
+    "another scale": (
+        lambda t, name: t.update({f"{name}_scale_inv": torch.ones(1, 1)}),
+        r"weight_scale_inv has shape \[1, 1\], config.json asks for \[[23], 2\]",
+    ),
+    "a scale of whole numbers": (
+        lambda t, name: t.update({f"{name}_scale_inv": t[f"{name}_scale_inv"].int()}),
+        "weight_scale_inv holds I32 values",
+    ),
+    "a scale of nothing": (
+        lambda t, name: t.update({name: t[name].float()}),
+        "weight_scale_inv is not part of",
+    ),
+    "static": (
+        lambda t, name: t.update({name.replace("weight", "input_scale"): torch.ones(1)}),
+        "input_scale is not part of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scales_that_do_not_fit_are_named(
+    pairs: dict[str, Pair], tmp_path: Path, family: str, name: str
+):
+    change, message = DAMAGES[name]
+    small, _ = pairs[family]
+    tensors = load_file(small / "model.safetensors")
+    change(tensors, NAMES[family])
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((small / "config.json").read_text())
+    own = NAMES[family].removeprefix("model.").removesuffix("weight").replace(".", r"\.")
+    with pytest.raises(ValueError, match=own + message):
+        check_target_tensors(tmp_path, load_target_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_method": "compressed-tensors"}, "quant_method is 'compressed-tensors'"),
+        ({"activation_scheme": "static"}, "activation_scheme is 'static'"),
+        ({"fmt": "e5m2"}, "fmt is 'e5m2'"),
+        ({"weight_block_size": None}, "weight_block_size is None"),
+        ({"weight_block_size": [128]}, r"weight_block_size is \[128\]"),
+        ({"rotation": True}, "rotation is True"),
+    ],
+    ids=str,
+)
+def test_other_quantization_is_refused_by_name(
+    pairs: dict[str, Pair], tmp_path: Path, changes: dict[str, Any], message: str
+):
+    config = json.loads((pairs["dense"][0] / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        load_target_config(tmp_path)

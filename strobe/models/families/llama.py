@@ -7,17 +7,17 @@ from pathlib import Path
 from strobe.attention.mask import LayerMask
 from strobe.models.config import TargetConfig
 from strobe.models.formats.decoder import (
-    plain_products,
     read_decoder,
     read_target,
 )
 from strobe.models.formats.fields import Fields
+from strobe.models.formats.fp8 import read_quantization
 from strobe.models.layers import DecoderLayer
 from strobe.models.target import Target
 
 
 def read(fields: Fields, directory: Path) -> TargetConfig:
-    plain_products(fields)
+    fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
     decoder = read_decoder(
         fields,
         (LayerMask(),) * fields.integer("num_hidden_layers"),
@@ -26,7 +26,8 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         qk_norm=False,
         mlp_bias=fields.flag("mlp_bias"),
     )
-    return read_target(fields, directory, "LlamaForCausalLM", decoder)
+    stored = read_quantization(fields)
+    return read_target(fields, directory, "LlamaForCausalLM", decoder, quantization=stored)
 
 
 def make(config: TargetConfig, max_positions: int) -> Target:

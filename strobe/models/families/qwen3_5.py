@@ -21,12 +21,12 @@ from strobe.kv.states import StateSpec
 from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
 from strobe.models.families.experts import Experts, Router, SparseMLP, gated_silu, read_counts
 from strobe.models.formats.decoder import (
-    plain_products,
     read_decoder,
     read_layer_types,
     read_target,
 )
 from strobe.models.formats.fields import MEND, Fields, positive
+from strobe.models.formats.fp8 import read_quantization
 from strobe.models.formats.rope import read_rope
 from strobe.models.layers import MLP, RMSNorm, Rope, RotaryTable, add_linear, rotate
 from strobe.models.target import Target
@@ -70,16 +70,16 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         tied = fields.flag("tie_word_embeddings", bool(text.get("tie_word_embeddings", False)))
         dtype = fields.get("dtype", fields.get("torch_dtype", "bfloat16"))
         ends = fields.get("eos_token_id")
-        text = {"dtype": dtype, "eos_token_id": ends, **text, "tie_word_embeddings": tied}
+        stored = {"quantization_config": fields.get("quantization_config")}
+        text = {"dtype": dtype, "eos_token_id": ends, **stored, **text, "tie_word_embeddings": tied}
         inner = Fields(text, fields.path)
-        plain_products(fields)
         fields.finish(OUTER)
     sparse = fields.get("model_type") in SPARSE
     return _read_text(inner, directory, fields.get("architectures"), sparse=sparse)
 
 
 def _read_text(fields: Fields, directory: Path, names: Any, *, sparse: bool) -> Qwen35Config:
-    plain_products(fields)
+    fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
     experts = _read_experts(fields) if sparse else None
     why = "use a checkpoint of Qwen3.5."
     fields.only("attn_output_gate", True, why=why)
@@ -107,6 +107,7 @@ def _read_text(fields: Fields, directory: Path, names: Any, *, sparse: bool) -> 
         decoder,
         kind=Qwen35Config,
         harmless=INNER,
+        quantization=read_quantization(fields),
         states=_read_states(fields, len(types) - full),
         layer_types=tuple(types),
         rotary_dim=rotary_dim,

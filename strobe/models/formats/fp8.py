@@ -2,17 +2,18 @@
 of a weight, `X.weight` beside `X.weight_scale_inv`.
 
 config.json says so in quantization_config: `{"quant_method": "fp8", "fmt": "e4m3",
-"activation_scheme": "dynamic", "weight_block_size": [128, 128]}`. Which weights are stored so is
-seen by their dtype.
+"activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": [...]}`.
+Which weights are stored so is seen by their dtype; the others stay as they were trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strobe.models.config import Quantization
 from strobe.models.formats.fields import MEND, Fields
@@ -21,6 +22,8 @@ from strobe.models.pieces import FLOATS, Fill, Piece, Pieces
 STORED = "F8_E4M3"
 MEND_OTHER = "use a checkpoint in FP8 with scales by blocks, or an unquantized one."
 SCALE = "_scale_inv"
+WHOLE = "whole"
+"""Attribute of a product that a checkpoint in FP8 has unquantized, and that stays so."""
 _ROWS = 1024
 
 
@@ -50,14 +53,24 @@ def read_quantization(fields: Fields) -> Quantization | None:
 
 
 def with_scales(
-    pieces: Pieces, dtypes: Mapping[str, str], quantization: Quantization | None
+    module: nn.Module,
+    pieces: Pieces,
+    dtypes: Mapping[str, str],
+    quantization: Quantization | None,
 ) -> Pieces:
     """The same pieces, each of whose sources is first multiplied with its scales where it is stored
-    in FP8. dtypes: of the checkpoint's tensors."""
+    in FP8; products with a part that is not are marked as `WHOLE`. dtypes: of the checkpoint's
+    tensors."""
     if quantization is None or quantization.method != "fp8":
         return pieces
     made = partial(_with_scales, dtypes=dtypes, block=quantization.block)
-    return {name: [made(piece) for piece in parts] for name, parts in pieces.items()}
+    found = {name: [made(piece) for piece in parts] for name, parts in pieces.items()}
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Linear):
+            sources = chain.from_iterable(piece.sources for piece in pieces[f"{path}.weight"])
+            if any(dtypes.get(name) != STORED for name in sources):
+                setattr(part, WHOLE, True)
+    return found
 
 
 def _with_scales(piece: Piece, *, dtypes: Mapping[str, str], block: tuple[int, int]) -> Piece:

@@ -1,0 +1,61 @@
+"""Checkpoints in FP8 by blocks, made of others by a transcription of the format."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import edit_json
+from torch import Tensor
+
+Block = tuple[int, int]
+LARGEST = 448.0
+"""Of e4m3's values."""
+
+
+def is_product(name: str) -> bool:
+    """Of a layer, experts' too: not the router, the embedding or the head."""
+    return name.endswith(("_proj.weight", "_proj"))
+
+
+def expanded(scale: Tensor, rows: int, columns: int, block: Block) -> Tensor:
+    """The scale of each value, looked up. scale [..., blocks of rows, blocks of columns]."""
+    i, j = torch.arange(rows) // block[0], torch.arange(columns) // block[1]
+    return scale[..., i[:, None], j]
+
+
+def scales(value: Tensor, block: Block) -> Tensor:
+    """The largest value of each block becomes `LARGEST`. value [..., N, K]."""
+    blocks = [some.split(block[1], -1) for some in value.split(block[0], -2)]
+    largest = [torch.stack([part.abs().amax((-2, -1)) for part in row], -1) for row in blocks]
+    return torch.stack(largest, -2) / LARGEST
+
+
+def quantize(
+    path: Path,
+    plain: Path,
+    block: Block,
+    *,
+    stored: Callable[[str], bool] = is_product,
+    dtype: torch.dtype = torch.float32,
+    **keys: object,
+) -> None:
+    """Put the checkpoint in `path` into FP8; `plain` becomes one of the same values without
+    quantization. stored: which tensors are; dtype: of scales; keys: of quantization_config."""
+    shutil.copytree(path, plain, dirs_exist_ok=True)
+    values = load_file(path / "model.safetensors")
+    small, names = dict(values), [name for name in values if stored(name)]
+    assert names
+    for name in names:
+        scale = scales(values[name], block).to(dtype)
+        each = expanded(scale.float(), *values[name].shape[-2:], block)
+        small[name] = (values[name] / each).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        small[f"{name}_scale_inv"] = scale
+        values[name] = small[name].float() * each
+    save_file(small, path / "model.safetensors")
+    save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
+    known = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
+    edit_json(path / "config.json", quantization_config=known | keys)
