@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from on_gpu import NEEDS_GPU, check_captured, finish, keys_and_values, steady
 
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.demo import pick_examples, prompts_of
 from strobe.engine.engine import Engine
-from strobe.request import Request
 from strobe.server.warmup import warm_up
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80)
 WARM = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=80)
@@ -35,13 +32,6 @@ def prompts(count: int) -> list[list[int]]:
     return [list(prompt) for prompt in prompts_of(llm, pick_examples(count))]
 
 
-def finish(one: Engine, asked: list[Request]) -> list[list[int]]:
-    while one.has_work:
-        one.step()
-    one.check()
-    return [request.output_ids for request in asked]
-
-
 def answers(one: Engine, texts: list[list[int]], params: SamplingParams) -> list[list[int]]:
     return finish(one, [one.add(text, params) for text in texts])
 
@@ -57,20 +47,11 @@ def test_captured_steps_give_the_bits_of_eager_ones(
     dtype: str, params: SamplingParams, texts: list[list[int]]
 ):
     """The K/V that both leave behind are compared, not only the tokens."""
-    found: list[Any] = []
-    for graphs in (True, False):
-        one = engine(dtype=dtype, overlap=1)
-        if not graphs:
-            eager(one)
-        tokens = answers(one, texts, params)
-        found.append(
-            (tokens, [store.data[:, 16:-16].clone() for store in one.parts.stores.values()])
-        )
-        assert bool(len(one.parts.graphs)) is graphs
-    (captured, left), (plain, right) = found
-    assert captured == plain
-    for ours, theirs in zip(left, right, strict=True):
-        assert torch.equal(ours, theirs)
+    check_captured(
+        lambda: engine(dtype=dtype, overlap=1),
+        lambda one: answers(one, texts, params),
+        keys_and_values,
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,12 +65,6 @@ def test_what_is_turned_off_changes_no_answer_in_fp32(
 ):
     whole = answers(engine(dtype="float32"), texts, params)
     assert answers(engine(dtype="float32", **off), texts, params) == whole
-
-
-def eager(one: Engine) -> None:
-    """The same padded steps, run as they are."""
-    one.graphs.run = lambda key, inputs, body: body(inputs)  # type: ignore[method-assign]
-    one.proposers.proposers["dflash"].graphs = one.graphs  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
@@ -115,27 +90,13 @@ def test_steady_steps_neither_wait_nor_allocate(texts: list[list[int]]):
     one = engine(overlap=2, max_model_len=1024)
     params = WARM.clone(max_tokens=900, ignore_eos=True)
     asked = [one.add(text, params) for text in texts]
-    while not all(request.num_output > 40 for request in asked):
-        one.step()
-    before = torch.cuda.memory_stats()["segment.all.allocated"]
-    captured = len(one.parts.graphs)
-    launch = one.launch
-
-    def watched(plan: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return launch(plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    one.launch = watched  # type: ignore[method-assign]
-    for _ in range(20):
-        one.step()
-    assert len(one.parts.graphs) == captured
-    assert torch.cuda.memory_stats()["segment.all.allocated"] == before
-    for request in asked:
-        one.finish(request, "abort")
-    finish(one, asked)
+    with steady(one, asked, after=40):
+        before = torch.cuda.memory_stats()["segment.all.allocated"]
+        captured = len(one.parts.graphs)
+        for _ in range(20):
+            one.step()
+        assert len(one.parts.graphs) == captured
+        assert torch.cuda.memory_stats()["segment.all.allocated"] == before
 
 
 def test_a_mixed_step_that_fits_is_replayed(texts: list[list[int]]):

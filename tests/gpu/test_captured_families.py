@@ -4,26 +4,30 @@ and nothing waits."""
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hybrid import EXPERTS, make_hybrid
-from matrix import Pair, plain_answers
-from tiny import make_draft, make_target
+from matrix import Pair
+from on_gpu import (
+    NEEDS_GPU,
+    check_against_cpu,
+    check_captured,
+    finish,
+    keys_and_values,
+    make_pair,
+    steady,
+)
+from tiny import make_target
 from transformers import Gemma4ForCausalLM, GptOssForCausalLM, Qwen3MoeForCausalLM
 
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
 from strobe.models.families.experts import blocked_product, grouped_product
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 
-WIDTH = 64
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_moe": (
         partial(make_target, family=Qwen3MoeForCausalLM),
@@ -72,9 +76,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     write, changes = FAMILIES[request.param]
-    root: Path = tmp_path_factory.mktemp(request.param)
-    write(root / "target", seed=4, head_dim=WIDTH, **changes)
-    return Pair(root / "target", make_draft(root / "draft", width=WIDTH), "cuda", WIDTH)
+    return make_pair(tmp_path_factory.mktemp(request.param), write, seed=4, **changes)
 
 
 def engine(pair: Pair, **options: Any) -> Engine:
@@ -84,60 +86,25 @@ def engine(pair: Pair, **options: Any) -> Engine:
 
 
 def answers(one: Engine) -> list[list[int]]:
-    asked = [one.add(prompt, GREEDY) for prompt in PROMPTS]
-    while one.has_work:
-        one.step()
-    one.check()
-    return [request.output_ids for request in asked]
+    assert one.resolved.choice.attention == "triton"
+    return finish(one, [one.add(prompt, GREEDY) for prompt in PROMPTS])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_captured_steps_give_the_bits_of_eager_ones(pair: Pair, dtype: str):
-    found: list[Any] = []
-    for graphs in (True, False):
-        one = engine(pair, dtype=dtype)
-        if not graphs:
-            one.graphs.run = lambda key, inputs, body: body(inputs)  # type: ignore[method-assign]
-            one.proposers.proposers["dflash"].graphs = one.graphs  # type: ignore[attr-defined]
-        tokens = answers(one)
-        assert one.resolved.choice.attention == "triton"
-        assert bool(len(one.parts.graphs)) is graphs
-        stores = one.parts.stores.values()
-        left = [layer[16:-16].clone() for store in stores for layer in store.layers]
-        found.append((tokens, left))
-    (captured, left), (plain, right) = found
-    assert captured == plain
-    for ours, theirs in zip(left, right, strict=True):
-        assert torch.equal(ours, theirs)
+    check_captured(lambda: engine(pair, dtype=dtype), answers, keys_and_values)
 
 
 def test_steady_steps_do_not_wait(pair: Pair):
     one = engine(pair, overlap=2)
     asked = [one.add(prompt, GREEDY.clone(max_tokens=200)) for prompt in PROMPTS]
-    while not all(request.num_output > 40 for request in asked):
-        one.step()
-    launch = one.launch
-
-    def watched(plan: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return launch(plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    one.launch = watched  # type: ignore[method-assign]
-    for _ in range(10):
-        one.step()
-    for request in asked:
-        one.finish(request, "abort")
-    while one.has_work:
-        one.step()
+    with steady(one, asked, after=40):
+        for _ in range(10):
+            one.step()
 
 
 def test_a_gpu_decodes_in_fp32_what_a_cpu_does(pair: Pair):
-    on_cpu = Pair(pair.target, pair.draft, "cpu", WIDTH)
-    for name in ("greedy", "stops"):
-        assert plain_answers(pair, name) == plain_answers(on_cpu, name)
+    check_against_cpu(pair, "greedy", "stops")
 
 
 @pytest.mark.parametrize("rows", [1, 24, 700])

@@ -1,15 +1,12 @@
 """The same code on a GPU: the pair in the box, speculation on and off, against the CPU."""
 
 import pytest
-import torch
+from on_gpu import NEEDS_GPU
 
 from strobe import LLM, SamplingParams
 from strobe.demo import pick_examples, prompts_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=96)

@@ -7,35 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import (
-    COMBINATIONS,
-    LENGTH,
-    Combination,
-    Pair,
-    PlainAnswers,
-    compare,
-    plain_answers,
-    prompts,
-)
+from matrix import COMBINATIONS, LENGTH, Combination, Pair, PlainAnswers, compare, prompts
+from on_gpu import NEEDS_GPU, check_against_cpu, make_pair
 from tiny import make_draft, make_engine, make_target, run
 
 from strobe import EngineConfig, SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-WIDTH = 64
-"""Of a head: the least that the kernels have."""
+pytestmark = NEEDS_GPU
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    target = tmp_path_factory.mktemp("target")
-    make_target(target, head_dim=WIDTH)
-    draft = make_draft(tmp_path_factory.mktemp("draft"), width=WIDTH)
-    return Pair(target, draft, "cuda", WIDTH)
+    return make_pair(tmp_path_factory.mktemp("pair"), make_target)
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +36,14 @@ def test_outputs_equal_plain_decoding(c: Combination, pair: Pair, plain: PlainAn
 
 
 def test_a_gpu_alone_decodes_what_a_cpu_does(pair: Pair):
-    on_cpu = Pair(pair.target, pair.draft, "cpu", WIDTH)
-    for name in ("greedy", "stops", "sampled"):
-        assert plain_answers(pair, name) == plain_answers(on_cpu, name)
+    check_against_cpu(pair, "greedy", "stops", "sampled")
 
 
 def test_a_drafters_sinks_are_the_same_to_the_kernels_and_to_plain_torch(
     pair: Pair, tmp_path: Path
 ):
     """What the last blocks leave of the second layer's keys comes through the first's attention."""
-    path = make_draft(tmp_path, width=WIDTH, sinks=True)
+    path = make_draft(tmp_path, width=pair.width, sinks=True)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     given: dict[str, Any] = {"device": pair.device, "max_model_len": LENGTH, "overlap": 1}
     left: list[torch.Tensor] = []
