@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import VOCAB, Scripted, adversary, drain, make_engine, oracle, run, wavering
+from tiny import (
+    VOCAB,
+    Scripted,
+    adversary,
+    drain,
+    make_draft,
+    make_engine,
+    make_target,
+    oracle,
+    run,
+    wavering,
+)
 
 from strobe.config import EngineConfig
 from strobe.engine.build import kv_groups, resolve
@@ -111,6 +123,10 @@ def some() -> list[Combination]:
     return chosen
 
 
+DRAFTING = [c for c in some()[:7] if c.proposer in ("dflash", "oracle", "wavering")]
+"""Fewer, where even the layers are covered but for their MLPs."""
+
+
 def prompts() -> list[list[int]]:
     """Eight, some of which begin alike."""
     noise = torch.Generator().manual_seed(9)
@@ -184,6 +200,20 @@ class Pair:
     draft: Path
     device: str = "cpu"
     width: int = 16
+
+
+def make_pair(
+    root: Path,
+    write: Callable[..., Any] = make_target,
+    *,
+    device: str = "cpu",
+    width: int = 16,
+    **changes: Any,
+) -> Pair:
+    """Write a random pair. write: makes the target, as `make_target` does, of a config with
+    `changes`."""
+    write(root / "target", head_dim=width, **changes)
+    return Pair(root / "target", make_draft(root / "draft", width=width), device, width)
 
 
 class PlainAnswers:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from tiny import VOCAB, greedy, make_engine, run
+from tiny import VOCAB, edit_json, greedy, make_engine, run
 
 from strobe.config import EngineConfig
+from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.request import Request, SamplingParams
 
@@ -31,6 +33,23 @@ class Case:
 def prompts(lengths: Sequence[int]) -> list[list[int]]:
     noise = torch.Generator().manual_seed(7)
     return [torch.randint(0, VOCAB, (n,), generator=noise).tolist() for n in lengths]
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 5e4,
+}
+
+
+def check_refused(path: Path, message: str, **changes: Any) -> None:
+    """With its config changed so, the checkpoint is refused, and the message matches."""
+    edit_json(path / "config.json", **changes)
+    with pytest.raises(ValueError, match=message):
+        resolve(EngineConfig(target=str(path)))
 
 
 @torch.no_grad()

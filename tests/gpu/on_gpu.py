@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from matrix import Pair, plain_answers
-from tiny import make_draft
 from torch import Tensor
 
 from strobe.engine.engine import Engine
@@ -20,14 +19,8 @@ NEEDS_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-WIDTH = 64
-"""Of a head: the least that the kernels have."""
-
-
-def make_pair(root: Path, write: Callable[..., Any], **changes: Any) -> Pair:
-    """A tiny pair whose heads the kernels have. write: makes the target, as `make_target` does."""
-    write(root / "target", head_dim=WIDTH, **changes)
-    return Pair(root / "target", make_draft(root / "draft", width=WIDTH), "cuda", WIDTH)
+ON_GPU: dict[str, Any] = {"device": "cuda", "width": 64}
+"""Of `make_pair`: heads of the least size that the kernels have."""
 
 
 def finish(engine: Engine, asked: Sequence[Request]) -> list[list[int]]:
@@ -90,6 +83,6 @@ def steady(engine: Engine, asked: Sequence[Request], *, after: int) -> Iterator[
 
 def check_against_cpu(pair: Pair, *workloads: str) -> None:
     """The target alone decodes in fp32 what it does on a CPU."""
-    on_cpu = Pair(pair.target, pair.draft, "cpu", WIDTH)
+    on_cpu = replace(pair, device="cpu")
     for name in workloads:
         assert plain_answers(pair, name) == plain_answers(on_cpu, name)

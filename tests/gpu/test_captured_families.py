@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from hybrid import EXPERTS, make_hybrid
-from matrix import Pair
+from matrix import Pair, make_pair
 from on_gpu import (
     NEEDS_GPU,
+    ON_GPU,
     check_against_cpu,
     check_captured,
     finish,
     keys_and_values,
-    make_pair,
     steady,
 )
 from tiny import make_target
@@ -76,7 +76,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     write, changes = FAMILIES[request.param]
-    return make_pair(tmp_path_factory.mktemp(request.param), write, seed=4, **changes)
+    root = tmp_path_factory.mktemp(request.param)
+    return make_pair(root, write, seed=4, **ON_GPU, **changes)
 
 
 def engine(pair: Pair, **options: Any) -> Engine:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from hybrid import make_hybrid
-from matrix import Pair, PlainAnswers, compare, some
-from on_gpu import NEEDS_GPU, check_against_cpu, check_captured, make_pair, steady
+from matrix import Pair, PlainAnswers, compare, make_pair, some
+from on_gpu import NEEDS_GPU, ON_GPU, check_against_cpu, check_captured, steady
 from parity import prompts
 from tiny import run
 
@@ -22,7 +22,7 @@ pytestmark = NEEDS_GPU
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(tmp_path_factory.mktemp("pair"), make_hybrid)
+    return make_pair(tmp_path_factory.mktemp("pair"), make_hybrid, **ON_GPU)
 
 
 @pytest.fixture(scope="module")

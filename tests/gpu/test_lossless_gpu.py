@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import COMBINATIONS, LENGTH, Combination, Pair, PlainAnswers, compare, prompts
-from on_gpu import NEEDS_GPU, check_against_cpu, make_pair
-from tiny import make_draft, make_engine, make_target, run
+from matrix import (
+    COMBINATIONS,
+    LENGTH,
+    Combination,
+    Pair,
+    PlainAnswers,
+    compare,
+    make_pair,
+    prompts,
+)
+from on_gpu import NEEDS_GPU, ON_GPU, check_against_cpu
+from tiny import make_draft, make_engine, run
 
 from strobe import EngineConfig, SamplingParams
 
@@ -18,7 +27,7 @@ pytestmark = NEEDS_GPU
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(tmp_path_factory.mktemp("pair"), make_target)
+    return make_pair(tmp_path_factory.mktemp("pair"), **ON_GPU)
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import Pair, PlainAnswers, compare, some
-from parity import GEOMETRY, Case, check_layers, check_text
+from matrix import DRAFTING, PlainAnswers, compare, make_pair
+from parity import GEOMETRY, Case, check_layers, check_refused, check_text
 from safetensors.torch import load_file, save_file
-from tiny import LAYERS, edit_json, make_draft, make_engine, make_target
+from tiny import LAYERS, edit_json, make_engine, make_target
 from transformers import GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from strobe.config import EngineConfig
-from strobe.engine.build import resolve
 from strobe.info import describe
 from strobe.models.formats.mxfp4 import unpack
 
@@ -113,12 +112,7 @@ def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
-    root = tmp_path_factory.mktemp("pair")
-    make(root / "target")
-    return PlainAnswers(Pair(root / "target", make_draft(root / "draft")))
-
-
-DRAFTING = [c for c in some()[:7] if c.proposer in ("dflash", "oracle", "wavering")]
+    return PlainAnswers(make_pair(tmp_path_factory.mktemp("pair"), make))
 
 
 @pytest.mark.parametrize("c", DRAFTING, ids=str)
@@ -178,13 +172,13 @@ BAD = {
 def test_what_is_not_supported_is_named(tmp_path: Path, key: str):
     make(tmp_path)
     value, message = BAD[key]
-    edit_json(tmp_path / "config.json", **{key: value})
-    with pytest.raises(ValueError, match=message):
-        resolve(EngineConfig(target=str(tmp_path)))
+    check_refused(tmp_path, message, **{key: value})
 
 
 def test_packed_experts_need_whole_blocks(tmp_path: Path):
     make(tmp_path, intermediate_size=24)
-    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(ValueError, match="size of 24 does not divide into MXFP4's blocks of 32"):
-        resolve(EngineConfig(target=str(tmp_path)))
+    check_refused(
+        tmp_path,
+        "size of 24 does not divide into MXFP4's blocks of 32",
+        quantization_config={"quant_method": "mxfp4"},
+    )

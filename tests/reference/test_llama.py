@@ -7,22 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import Pair, PlainAnswers, compare, some
-from parity import GEOMETRY, Case, check_layers, check_text
-from tiny import edit_json, make_draft, make_target
+from matrix import PlainAnswers, compare, make_pair, some
+from parity import GEOMETRY, LLAMA3, Case, check_layers, check_refused, check_text
+from tiny import edit_json, make_target
 from transformers import LlamaForCausalLM
 
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "rope_theta": 5e4,
-}
 
 
 def as_published(path: Path) -> None:
@@ -71,8 +62,7 @@ def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
     root = tmp_path_factory.mktemp("pair")
-    make_target(root / "target", LlamaForCausalLM, rope_parameters=LLAMA3)
-    return PlainAnswers(Pair(root / "target", make_draft(root / "draft")))
+    return PlainAnswers(make_pair(root, family=LlamaForCausalLM, rope_parameters=LLAMA3))
 
 
 @pytest.mark.parametrize("c", some(), ids=str)
@@ -95,6 +85,4 @@ def test_it_has_no_query_or_key_norms(plain: PlainAnswers):
 @pytest.mark.parametrize("key", ["query_pre_attn_scalar", "attn_logit_softcapping"])
 def test_a_key_that_llama_does_not_have_is_named(tmp_path: Path, key: str):
     make_target(tmp_path, LlamaForCausalLM)
-    edit_json(tmp_path / "config.json", **{key: 3})
-    with pytest.raises(ValueError, match=f"{key} is 3, which is not known"):
-        resolve(EngineConfig(target=str(tmp_path)))
+    check_refused(tmp_path, f"{key} is 3, which is not known", **{key: 3})

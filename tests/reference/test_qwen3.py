@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from parity import GEOMETRY, Case, check_layers, check_text, layer_outputs, prompts, record
+from parity import (
+    GEOMETRY,
+    LLAMA3,
+    Case,
+    check_layers,
+    check_text,
+    layer_outputs,
+    prompts,
+    record,
+)
 from tiny import LAYERS, edit_json, greedy, make_engine, make_target, run
 
 from strobe.config import EngineConfig
@@ -23,14 +32,6 @@ YARN = {
     "original_max_position_embeddings": 32,
     "beta_fast": 4.0,
     "rope_theta": 500.0,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "rope_theta": 5e4,
 }
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import Pair, PlainAnswers, compare, some
-from parity import GEOMETRY, Case, check_layers, check_text
+from matrix import DRAFTING, PlainAnswers, compare, make_pair
+from parity import GEOMETRY, Case, check_layers, check_refused, check_text
 from safetensors.torch import load_file, save_file
-from tiny import edit_json, join_experts, make_draft, make_target
+from tiny import edit_json, join_experts, make_target
 from transformers import Qwen3MoeForCausalLM
 
 from strobe.config import EngineConfig
@@ -86,11 +86,7 @@ def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
     root = tmp_path_factory.mktemp("pair")
-    make_target(root / "target", Qwen3MoeForCausalLM, seed=3, **SHAPE)
-    return PlainAnswers(Pair(root / "target", make_draft(root / "draft")))
-
-
-DRAFTING = [c for c in some()[:7] if c.proposer in ("dflash", "oracle", "wavering")]
+    return PlainAnswers(make_pair(root, family=Qwen3MoeForCausalLM, seed=3, **SHAPE))
 
 
 @pytest.mark.parametrize("c", DRAFTING, ids=str)
@@ -120,9 +116,7 @@ BAD = {
 def test_what_is_not_supported_is_named(tmp_path: Path, key: str):
     make_target(tmp_path, Qwen3MoeForCausalLM, **SHAPE)
     value, message = BAD[key]
-    edit_json(tmp_path / "config.json", **{key: value})
-    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
-        resolve(EngineConfig(target=str(tmp_path)))
+    check_refused(tmp_path, message.replace("[", r"\["), **{key: value})
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path: Path):
