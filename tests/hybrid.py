@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import EOS_IDS, HIDDEN, LAYERS, VOCAB
+from tiny import EOS_IDS, SHAPE
 from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
@@ -22,17 +22,7 @@ ROPE = {
     "mrope_section": [1, 1, 0],
     "mrope_interleaved": True,
 }
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "eos_token_id": EOS_IDS,
+RECURRENT: dict[str, Any] = {
     "layer_types": KINDS,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -51,7 +41,7 @@ EXPERTS: dict[str, Any] = {
 def make_hybrid(directory: Path, *, seed: int = 0, **changes: Any) -> Any:
     """Write a random Qwen3.5 with decisive logits, with experts where the changes name some, which
     are stored one by one; returns transformers' model of it."""
-    values = {**SHAPE, **changes}
+    values = {**SHAPE, **RECURRENT, **changes}
     if "num_experts" in changes:
         model: Any = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**values))
         model.set_experts_implementation("eager")  # a loop over experts

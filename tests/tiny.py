@@ -25,6 +25,19 @@ HIDDEN = 32
 LAYERS = 5
 MASK_TOKEN = VOCAB - 1
 EOS_IDS = [7, 23]
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": EOS_IDS,
+}
+"""Of every tiny target, where nothing else is said."""
 
 
 def make_target(
@@ -43,20 +56,7 @@ def make_target(
     the config's text_config. embedding: how large embeddings are. shards: a size such as "20KB"
     that splits the weights over several files.
     """
-    values: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "eos_token_id": EOS_IDS,
-        "rope_theta": 10000.0,
-    }
-    values |= changes
+    values = {**SHAPE, "rope_theta": 10000.0, **changes}
     kind = family.config_class
     config = kind(**values) if beside is None else kind(text_config=values, **beside)
     model = family(config).float().eval()
@@ -113,17 +113,21 @@ def greedy(hf: Any, prompt: Sequence[int], count: int, **options: Any) -> list[i
 
 
 def join_experts(directory: Path) -> None:
-    """Rewrite every layer's experts as two tensors, as transformers 5 holds them."""
+    """Rewrite every layer's experts as two tensors, as transformers 5 holds them, and so their
+    scales where they are in FP8."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
-    for first in [name for name in tensors if name.endswith(".experts.0.gate_proj.weight")]:
-        prefix = first.removesuffix("0.gate_proj.weight")
-        count = sum(n.startswith(prefix) and n.endswith("down_proj.weight") for n in tensors)
-        gate, up, down = (
-            torch.stack([tensors.pop(f"{prefix}{e}.{name}_proj.weight") for e in range(count)])
-            for name in ("gate", "up", "down")
-        )
-        tensors |= {f"{prefix}gate_up_proj": torch.cat([gate, up], 1), f"{prefix}down_proj": down}
+    for end in ("", "_scale_inv"):
+        last = f"_proj.weight{end}"
+        for first in [name for name in tensors if name.endswith(f".experts.0.gate{last}")]:
+            prefix = first.removesuffix(f"0.gate{last}")
+            count = sum(n.startswith(prefix) and n.endswith(f"down{last}") for n in tensors)
+            gate, up, down = (
+                torch.stack([tensors.pop(f"{prefix}{e}.{name}{last}") for e in range(count)])
+                for name in ("gate", "up", "down")
+            )
+            tensors[f"{prefix}gate_up_proj{end}"] = torch.cat([gate, up], 1)
+            tensors[f"{prefix}down_proj{end}"] = down
     save_file(tensors, path)
 
 
