@@ -60,7 +60,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_5_moe": (make_hybrid, EXPERTS),
 }
 FAMILIES["gemma4 with experts"] = (
-    Gemma4ForCausalLM,
+    FAMILIES["gemma4"][0],
     FAMILIES["gemma4"][1]
     | {
         "enable_moe_block": True,
