@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,55 +76,46 @@ def pairs_of(combination: Combination) -> set[tuple[str, Any, str, Any]]:
     return {(*a, *b) for a, b in itertools.combinations(values, 2)}
 
 
-def all_pairs() -> set[tuple[str, Any, str, Any]]:
+def all_pairs(proposers: Sequence[str] = ()) -> set[tuple[str, Any, str, Any]]:
+    """proposers: those that count; by default every one."""
+    dimensions = DIMENSIONS | ({"proposer": tuple(proposers)} if proposers else {})
     return {
         (a, x, b, y)
-        for (a, xs), (b, ys) in itertools.combinations(DIMENSIONS.items(), 2)
+        for (a, xs), (b, ys) in itertools.combinations(dimensions.items(), 2)
         for x in xs
         for y in ys
     }
 
 
-def covering() -> list[Combination]:
-    """Few combinations in which every pair of values occurs: greedily, from a fixed seed. Then
-    some more in which requests must make room for each other."""
-    rng, missing, chosen = random.Random(5), all_pairs(), list[Combination]()
+def covering(proposers: Sequence[str], *, tries: int, more: int) -> list[Combination]:
+    """Few combinations in which every pair of values occurs: greedily, from a fixed seed, the best
+    of so many `tries` each. Then `more` for each proposer in which requests must make room for each
+    other."""
+    dimensions = DIMENSIONS | {"proposer": tuple(proposers)}
+    rng, missing, chosen = random.Random(5), all_pairs(proposers), list[Combination]()
 
     def drawn(**fixed: Any) -> Combination:
-        return Combination(**{n: fixed.get(n, rng.choice(v)) for n, v in DIMENSIONS.items()})
+        return Combination(**{n: fixed.get(n, rng.choice(v)) for n, v in dimensions.items()})
 
     while missing:
         anchor = rng.choice(sorted(missing, key=repr))
-        tried = [drawn(**dict([anchor[:2], anchor[2:]])) for _ in range(40)]
+        tried = [drawn(**dict([anchor[:2], anchor[2:]])) for _ in range(tries)]
         best = max(tried, key=lambda c: len(missing & pairs_of(c)))
         chosen.append(best)
         missing -= pairs_of(best)
-    for proposer in DIMENSIONS["proposer"] * 2:
+    for proposer in tuple(proposers) * more:
         fixed = {"proposer": proposer, "pool": "tiny", "seqs": rng.choice([3, 8])}
         chosen.append(drawn(page_size=rng.choice([1, 16]), **fixed))
     return chosen
 
 
-COMBINATIONS = covering()
+COMBINATIONS = covering(DIMENSIONS["proposer"], tries=40, more=2)
 
-
-def some() -> list[Combination]:
-    """A few for a family of targets whose scheduling the whole matrix covers: every way of drafting
-    once, and every value of the other dimensions."""
-    chosen = [
-        next(c for c in COMBINATIONS if c.proposer == name and c.preempts)
-        for name in DIMENSIONS["proposer"]
-    ]
-    values = {(name, value) for name in DIMENSIONS for value in DIMENSIONS[name]}
-    for c in COMBINATIONS:
-        missing = values - {(n, getattr(o, n)) for o in chosen for n in DIMENSIONS}
-        if any(getattr(c, name) == value for name, value in missing):
-            chosen.append(c)
-    return chosen
-
-
-DRAFTING = [c for c in some()[:7] if c.proposer in ("dflash", "oracle", "wavering")]
-"""Fewer, where even the layers are covered but for their MLPs."""
+DRAFTERS = ("dflash", *SCRIPTS)
+"""A random drafter, and scripts that are right, wrong, and now and then wrong."""
+OF_FAMILIES = covering(DRAFTERS, tries=400, more=1)
+"""The matrix of families of targets beside the first, with the ways of drafting whose blocks tell
+their forwards apart."""
 
 
 def prompts() -> list[list[int]]:

@@ -66,7 +66,7 @@ class _File:
                 pass  # which checks the header against the file
             with path.open("rb") as file:
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError) as error:  # the last: no room to map it
             raise ValueError(
                 f"{path} is damaged or cut short ({error}); download or save it again."
             ) from None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import DRAFTING, PlainAnswers, compare, make_pair
+from matrix import OF_FAMILIES, PlainAnswers, compare, make_pair
 from parity import GEOMETRY, Case, check_layers, check_refused, check_text
 from safetensors.torch import load_file, save_file
 from tiny import LAYERS, edit_json, make_engine, make_target
@@ -115,7 +115,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
     return PlainAnswers(make_pair(tmp_path_factory.mktemp("pair"), make))
 
 
-@pytest.mark.parametrize("c", DRAFTING, ids=str)
+@pytest.mark.parametrize("c", OF_FAMILIES, ids=str)
 def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
     compare(c, plain.pair, plain(c.workload))
 

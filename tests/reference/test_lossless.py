@@ -14,7 +14,9 @@ import pytest
 from matrix import (
     COMBINATIONS,
     DIMENSIONS,
+    DRAFTERS,
     LENGTH,
+    OF_FAMILIES,
     Combination,
     Pair,
     PlainAnswers,
@@ -34,6 +36,11 @@ def test_every_pair_of_values_occurs():
     assert set().union(*map(pairs_of, COMBINATIONS)) == all_pairs()
     assert len(set(COMBINATIONS)) == len(COMBINATIONS) <= 80
     assert {c.proposer for c in COMBINATIONS if c.preempts} == set(DIMENSIONS["proposer"])
+
+
+def test_every_pair_of_values_occurs_where_families_draft():
+    assert set().union(*map(pairs_of, OF_FAMILIES)) == all_pairs(DRAFTERS)
+    assert {c.proposer for c in OF_FAMILIES if c.preempts} == set(DRAFTERS)
 
 
 @pytest.fixture(scope="module")
