@@ -16,7 +16,7 @@ from strobe.models.formats.pair import check_pair
 from strobe.models.load import check_draft_tensors, check_target_tensors, weight_bytes
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.models.target import Target
-from strobe.names.hub import fetch_weights
+from strobe.names.hub import fetch_weights, missing_weights
 from strobe.runner.memory import free_memory
 from strobe.text.tokenizer import Tokenizer
 
@@ -36,14 +36,16 @@ def attempt(report: Report, about: str, run: Callable[[], T]) -> T | None:
         return None
 
 
-def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, Any]:
-    """Configs, tensors and tokenizers of both; returns target's and drafter's configs and the
-    tokenizer, each None where it cannot be read. Tensors may have to be fetched, so that they are
-    looked at only where both configs are good."""
+def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, Any, bool]:
+    """Configs, tensors and tokenizers of both, and whether they fit; returns target's and drafter's
+    configs and the tokenizer, each None where it cannot be read, and whether they do. Weights are
+    fetched for pairs that fit only; those that are here are looked at in any case."""
     own = attempt(report, "target's config", lambda: load_target_config(target))
     other = attempt(report, "drafter's config", lambda: load_draft_config(draft, target))
-    if own is not None and other is not None:
+    fits = own is not None and other is not None and check_fit(report, own, other, draft)
+    if own is not None and (fits or not missing_weights(target)):
         _tensors(report, "target's tensors", target, lambda: check_target_tensors(target, own))
+    if other is not None and (fits or not missing_weights(draft)):
         _tensors(report, "drafter's tensors", draft, lambda: check_draft_tensors(draft, other))
     tokenizer = attempt(report, "tokenizer", lambda: Tokenizer(target))
     report.facts["files"] = {
@@ -51,7 +53,7 @@ def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, An
         "drafter": hashes(draft),
         "tokenizer": tokenizer and fingerprint(target),
     }
-    return own, other, tokenizer
+    return own, other, tokenizer, fits
 
 
 def _tensors(report: Report, about: str, path: Path, check: Callable[[], Target | DFlash]) -> None:

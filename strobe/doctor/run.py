@@ -13,7 +13,6 @@ from strobe.config import EngineConfig
 from strobe.doctor.checks import (
     attempt,
     check_files,
-    check_fit,
     check_tokens,
     mask_candidates,
     memory_bill,
@@ -57,8 +56,7 @@ def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None
     target, draft = Path(config.target), Path(config.draft or "")
     report = Report(str(target), str(draft))
     say("reading configs, tensors and tokenizer")
-    own, other, tokenizer = check_files(report, target, draft)
-    fits = own is not None and other is not None and check_fit(report, own, other, draft)
+    own, other, tokenizer, fits = check_files(report, target, draft)
     if own is not None and other is not None and tokenizer is not None:
         check_tokens(report, tokenizer, own, other, draft)
     broken = any("tensors" in finding.about for finding in report.faults)

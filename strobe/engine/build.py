@@ -125,16 +125,16 @@ def resolve(config: EngineConfig) -> Resolved:
         method=method,
         gpu=device.type == "cuda",
     )
+    dtype = pick_dtype(config.dtype, target.dtype, device)
+    drafter = draft.decoder if draft is not None else None
+    stored = target.quantization is not None and target.quantization.method == "fp8"
+    choice = choose(config, target.decoder, drafter, device, dtype, stored_fp8=stored)
     if config.load_format != "dummy":
         fetch_weights(*filter(None, (config.draft, config.target)))
     modules: list[Target | DFlash] = [check_target_tensors(target_path, target, config.load_format)]
     if draft is not None:
         path = Path(config.draft or "")
         modules.append(check_draft_tensors(path, draft, config.load_format))
-    dtype = pick_dtype(config.dtype, target.dtype, device)
-    drafter = draft.decoder if draft is not None else None
-    stored = target.quantization is not None and target.quantization.method == "fp8"
-    choice = choose(config, target.decoder, drafter, device, dtype, stored_fp8=stored)
     groups = list(kv_groups(target, draft, choice.kv_dtype).values())
     scratch = 0
     if device.type == "cuda":

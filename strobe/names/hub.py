@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,37 +89,54 @@ def directory(name: str, revision: str | None, option: str = "revision") -> str:
         raise ValueError(
             f"{name} names the revision {own!r}, but {option} is {revision!r}; give one of them."
         )
-    return _downloaded(match["name"], own or revision, DESCRIBING)
+    files = _several(match["name"], DESCRIBING, revision=own or revision)
+    found = _asked(match["name"], own or revision, files)
+    logger.info("%s is read from %s", _shown(match["name"], own or revision), found)
+    return found
+
+
+def missing_weights(directory: Path) -> list[str]:
+    """Names of the weight files that a directory of the hub's cache lacks; none for others."""
+    if snapshot_of(directory) is None:
+        return []
+    return [name for name in weight_files(directory) if not (directory / name).exists()]
 
 
 def fetch_weights(*directories: str | Path) -> None:
     """Download what the hub's cache lacks of the weights in these directories; one that is not in
     the cache is left as it is. Raises ValueError with one sentence for what cannot be had."""
+    import huggingface_hub
     from huggingface_hub import constants
 
     for path in map(Path, directories):
-        snapshot = snapshot_of(path)
-        if snapshot is None:
+        snapshot, missing = snapshot_of(path), missing_weights(path)
+        if snapshot is None or not missing:
             continue
-        missing = [name for name in weight_files(path) if not (path / name).exists()]
-        if missing and constants.HF_HUB_OFFLINE:  # where the client is content with what there is
+        if constants.HF_HUB_OFFLINE:  # where the client is content with what there is
             raise ValueError(_out_of_reach(snapshot.name, snapshot.commit))
-        if missing:
-            _downloaded(snapshot.name, snapshot.commit, missing, cache_dir=snapshot.cache)
+        kept = {"revision": snapshot.commit, "cache_dir": snapshot.cache}
+        _asked(snapshot.name, snapshot.commit, _several(snapshot.name, missing, **kept))
+        if missing := missing_weights(path):  # as it is without a network: asked for one, it says
+            one = partial(huggingface_hub.hf_hub_download, snapshot.name, missing[0], **kept)
+            _asked(snapshot.name, snapshot.commit, one)
 
 
-def _downloaded(name: str, revision: str | None, files: Sequence[str], **options: Any) -> str:
-    from huggingface_hub import errors, snapshot_download
+def _several(name: str, files: Sequence[str], **options: Any) -> Callable[[], str]:
+    """A download of several files, which returns the directory they are in."""
+    from huggingface_hub import snapshot_download
+
+    patterns = {"allow_patterns": list(files), "ignore_patterns": list(UNWANTED)}
+    return partial(snapshot_download, name, **patterns, **options)
+
+
+def _asked(name: str, revision: str | None, download: Callable[[], str]) -> str:
+    """What a download of that model returns. Raises ValueError with one sentence for what cannot be
+    had."""
+    from huggingface_hub import errors
 
     shown = _shown(name, revision)
     try:
-        found = snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=list(files),
-            ignore_patterns=list(UNWANTED),
-            **options,
-        )
+        return str(download())
     except errors.GatedRepoError:
         problem = (
             f"{shown} is gated: accept its terms on its page on the Hugging Face hub, then log in "
@@ -135,15 +153,14 @@ def _downloaded(name: str, revision: str | None, files: Sequence[str], **options
         problem = f"{shown} is neither a directory here nor a possible name on the hub; correct it."
     except errors.LocalEntryNotFoundError:
         problem = _out_of_reach(name, revision)
+    except errors.EntryNotFoundError:
+        problem = f"{shown} has no weights in safetensors; use a model that is published in them."
     except Exception as error:  # the libraries below raise errors of many kinds
         reason = (str(error).strip().splitlines() or [""])[0]
         problem = (
             f"{shown} could not be downloaded ({type(error).__name__}: {reason}); try again, or "
             "name a directory that holds it."
         )
-    else:
-        logger.info("%s is read from %s", shown, found)
-        return str(found)
     raise ValueError(problem) from None
 
 

@@ -260,10 +260,11 @@ def test_what_cannot_run_is_refused_before_any_weights_are_fetched(
     assert not shelf.weights
 
 
-def test_the_doctor_fetches_weights_once_both_configs_are_good(
-    shelf: Shelf, main: Callable[..., Any]
+@pytest.mark.parametrize("reason", ["method", "pair"])
+def test_the_doctor_fetches_weights_of_pairs_that_fit(
+    shelf: Shelf, main: Callable[..., Any], reason: str
 ):
-    _, changes, part = REFUSED["method"]
+    _, changes, part = REFUSED[reason]
     path = shelf.repositories["me/draft"] / "config.json"
     good = path.read_text()
     edit_json(path, **changes)
@@ -293,6 +294,40 @@ def test_of_weights_come_those_that_the_index_names_and_are_not_there(shelf: She
     assert shelf.weights[2:] == [f"me/target/{shards[0]}"]
     fetch_weights(target)  # no part of the cache
     assert len(shelf.weights) == 3
+
+
+def test_the_doctor_looks_at_weights_that_are_here_whatever_the_other_config_says(
+    shelf: Shelf, main: Callable[..., Any]
+):
+    target, draft = shelf.repositories["me/target"], shelf.repositories["me/draft"]
+    edit_json(target / "config.json", model_type="qwen3_next")
+    weights = draft / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    _, out, _ = main("doctor", str(target), str(draft), "--json")
+    faults = [f["about"] for f in json.loads(out)["findings"] if f["level"] == "fault"]
+    assert faults == ["target's config", "drafter's tensors"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (errors.LocalEntryNotFoundError("no network"), "the Hugging Face hub cannot be reached"),
+        (http(errors.RemoteEntryNotFoundError, 404), "has no weights in safetensors"),
+    ],
+)
+def test_weights_that_do_not_come_are_asked_for_once_more_to_hear_why(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, answer: Exception, message: str
+):
+    """A client without a network takes a snapshot without them for the whole."""
+
+    def download(name: str, file: str, **options: Any) -> str:
+        assert (name, file, options["revision"]) == ("me/target", "model.safetensors", COMMIT)
+        raise answer
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    (shelf.repositories["me/target"] / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"me/target@{COMMIT} .*{message}"):
+        LLM("me/target")
 
 
 def test_random_weights_need_no_download(shelf: Shelf):
