@@ -66,7 +66,11 @@ class _File:
                 pass  # which checks the header against the file
             with path.open("rb") as file:
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (SafetensorError, OSError, RuntimeError) as error:  # the last: no room to map it
+        except RuntimeError as error:
+            raise ValueError(
+                f"{path} could not be mapped ({error}); raise the limit on this process's memory."
+            ) from None
+        except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{path} is damaged or cut short ({error}); download or save it again."
             ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -24,6 +25,7 @@ from strobe.bench import floor
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.config import TargetConfig
+from strobe.models.registry import load_target_config
 from strobe.models.registry import make_target as make
 from strobe.request import SamplingParams
 
@@ -102,6 +104,7 @@ CASES = {
         {"num_hidden_layers": 6, "layer_types": None, "num_key_value_heads": 1},
         lambda path: edit_json(path / "config.json", layer_types=None, rope_parameters=None),
     ),
+    "more than ten layers": Case({"num_hidden_layers": 12, "layer_types": None}),
     "heads alike": Case({"global_head_dim": 16, "num_global_key_value_heads": None}),
     "experts, as published": Case(EXPERTS, as_published),
     "experts one by one, one of them for a row": Case(EXPERTS | {"top_k_experts": 1}, one_by_one),
@@ -157,6 +160,21 @@ def test_beside_its_towers_the_text_decoder_is_the_same(
     with caplog.at_level(logging.INFO, "strobe"):
         check_layers(hf, tmp_path, 16, 7, atol=BOUND)
     assert sum("reads text only" in line for line in caplog.messages) == 1
+
+
+def test_what_stands_beside_the_text_decoder_counts_for_it(tmp_path: Path):
+    """An answer of a chat ends with a token that only the outer config names."""
+    beside = {"vision_config": VISION, "audio_config": None}
+    make_gemma(tmp_path, Gemma4ForConditionalGeneration, seed=4, beside=beside, **TINY)
+    (tmp_path / "generation_config.json").unlink()
+    path = tmp_path / "config.json"
+    inner = json.loads(path.read_text())["text_config"]
+    edit_json(path, eos_token_id=[1, 6], dtype="float16", text_config={**inner, "dtype": None})
+    found = load_target_config(tmp_path)
+    assert (found.eos_ids, found.dtype) == ((1, 6), "float16")
+    edit_json(path, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ValueError, match="quantized checkpoints are not supp"):
+        load_target_config(tmp_path)
 
 
 UNIFIED = {key: value for key, value in TINY.items() if "per_layer" not in key}
@@ -257,6 +275,9 @@ def test_half_precision_rounds_the_embedding_scale_as_transformers_does(tmp_path
         ({"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which is not known"),
         ({"per_layer_config": {"2": {"window": 4}}}, "window is 4, which is not known"),
+        ({"per_layer_config": {"5": {"head_dim": 4}}}, "per_layer_config has '5': .* 0 to 4"),
+        ({"per_layer_config": {"a": {"head_dim": 4}}}, "per_layer_config has 'a'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints are not supp"),
         ({"rope_parameters": {"full_attention": ROPES["full_attention"]}}, "for sliding_attention"),
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
         ({"top_k_experts": 9}, "top_k_experts is 9, but there are 8 experts"),

@@ -31,6 +31,7 @@ from strobe.config import EngineConfig
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.info import describe
+from strobe.models.registry import load_target_config
 from strobe.request import SamplingParams
 
 COLD = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -307,6 +308,17 @@ def test_what_is_not_supported_is_named(
         nest(tmp_path)
     with pytest.raises(ValueError, match=message):
         resolve(config(tmp_path))
+
+
+def test_a_null_inside_leaves_to_the_outer_config_what_it_says(tmp_path: Path):
+    make_hybrid(tmp_path)
+    nest(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    path = tmp_path / "config.json"
+    inner = json.loads(path.read_text())["text_config"] | {"dtype": None, "eos_token_id": None}
+    edit_json(path, dtype="float16", eos_token_id=[7, 8], text_config=inner)
+    found = load_target_config(tmp_path)
+    assert (found.eos_ids, found.dtype) == ((7, 8), "float16")
 
 
 WRONG_EXPERTS: list[tuple[dict[str, Any], str]] = [

@@ -15,7 +15,6 @@ from strobe.models.config import DecoderConfig, ExpertShape, LayerShape, TargetC
 from strobe.models.families.experts import Experts, read_counts
 from strobe.models.formats.decoder import (
     read_decoder,
-    read_dtype,
     read_layer_types,
     read_target,
     read_window,
@@ -33,11 +32,13 @@ UNIFIED = ("gemma4_unified", "gemma4_unified_text")
 """model_type of 12B's, whose text decoder has no per-layer input embeddings to speak of."""
 TOWERS = ("vision_tower.", "embed_vision.", "vision_embedder.", "audio_tower.", "embed_audio.")
 """What the names of tensors begin with that serve images and sound only."""
-BESIDE = frozenset(
+BESIDE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+"""Keys that count for the text decoder where `text_config` leaves them out."""
+OUTER = frozenset(
     {
         "vision_config", "audio_config", "image_token_id", "boi_token_id", "eoi_token_id",
         "video_token_id", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index",
-        "vision_soft_tokens_per_image", "eos_token_id",
+        "vision_soft_tokens_per_image",
     }
 )  # fmt: skip
 """Keys beside `text_config` that say nothing of the text decoder."""
@@ -90,13 +91,12 @@ def read_shapes(fields: Fields, types: list[str]) -> tuple[LayerShape, ...]:
     if fields.get("num_global_key_value_heads") is not None:
         few = fields.integer("num_global_key_value_heads")
         wide |= {"num_key_value_heads": few} if shared else {}
-    own = {str(i): wide for i, kind in enumerate(types) if kind == FULL}
-    if "per_layer_config" in fields:
-        own = fields.object("per_layer_config")
+    own = {i: wide for i, kind in enumerate(types) if kind == FULL}
+    if fields.get("per_layer_config") is not None:
+        own = read_own_layers(fields, len(types))
     found: list[LayerShape] = []
     for i, kind in enumerate(types):
-        values = own.get(str(i), {})
-        part = Fields(values, fields.path)
+        part = Fields(own.get(i, {}), fields.path)
         shape = LayerShape(
             part.integer("num_key_value_heads", heads),
             part.integer("head_dim", width),
@@ -112,6 +112,18 @@ def read_shapes(fields: Fields, types: list[str]) -> tuple[LayerShape, ...]:
             )
         found.append(shape)
     return tuple(found)
+
+
+def read_own_layers(fields: Fields, count: int) -> dict[int, dict[str, Any]]:
+    """What single layers have of their own, by their number, which may be padded with zeros."""
+    found = fields.object("per_layer_config")
+    for key, values in found.items():
+        if not key.isdecimal() or int(key) >= count or not isinstance(values, dict):
+            raise ValueError(
+                f"{fields.path}: per_layer_config has {key!r}: {values!r}, but must have an object "
+                f"for the number of a layer, 0 to {count - 1}; {MEND}"
+            )
+    return {int(key): values for key, values in found.items()}
 
 
 def read_experts(fields: Fields) -> ExpertShape | None:
@@ -138,7 +150,7 @@ def refuse_unsupported(fields: Fields) -> None:
         why="use a checkpoint with hidden_activation 'gelu_pytorch_tanh'.",
     )
     fields.only(
-        "use_bidirectional_attention", "vision", why="use a checkpoint whose text is causal."
+        "use_bidirectional_attention", "vision", False, why="use a checkpoint whose text is causal."
     )
     mend = "use gemma-4-31B or gemma-4-26B-A4B, which have none."
     size = "hidden_size_per_layer_input"
@@ -161,8 +173,8 @@ def refuse_unsupported(fields: Fields) -> None:
 
 def read(fields: Fields, directory: Path) -> TargetConfig:
     outer = fields
-    if text := outer.object("text_config"):
-        fields = Fields(text, outer.path)
+    if outer.object("text_config"):
+        fields = outer.inner("text_config", BESIDE, first=("eos_token_id",))
         if outer.get("vision_config") or outer.get("audio_config"):
             logger.info("Gemma 4 reads text only: its towers for images and sound are left out.")
     refuse_unsupported(fields)
@@ -187,14 +199,11 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         "Gemma4ForCausalLM",
         decoder,
         tied=True,
-        dtype=read_dtype(fields if "dtype" in fields else outer),
         embedding_scale=decoder.hidden_size**0.5,
         logit_softcap=fields.number("final_logit_softcapping") if capped else None,
     )
     if outer is not fields:
-        for key in ("dtype", "torch_dtype", "tie_word_embeddings"):
-            outer.get(key)  # the text decoder's count
-        outer.finish(BESIDE)
+        outer.finish(OUTER)
     return config
 
 

@@ -33,6 +33,8 @@ from strobe.models.target import Target
 
 logger = logging.getLogger(__name__)
 
+BESIDE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
+"""Keys that count for text where text_config leaves them out."""
 OUTER = (
     "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
     "vision_end_token_id",
@@ -66,13 +68,8 @@ class Mix(Protocol):
 
 def read(fields: Fields, directory: Path) -> TargetConfig:
     inner = fields
-    if text := fields.object("text_config"):
-        tied = fields.flag("tie_word_embeddings", bool(text.get("tie_word_embeddings", False)))
-        dtype = fields.get("dtype", fields.get("torch_dtype", "bfloat16"))
-        ends = fields.get("eos_token_id")
-        stored = {"quantization_config": fields.get("quantization_config")}
-        text = {"dtype": dtype, "eos_token_id": ends, **stored, **text, "tie_word_embeddings": tied}
-        inner = Fields(text, fields.path)
+    if fields.object("text_config"):
+        inner = fields.inner("text_config", BESIDE, first=("tie_word_embeddings",))
         fields.finish(OUTER)
     sparse = fields.get("model_type") in SPARSE
     return _read_text(inner, directory, fields.get("architectures"), sparse=sparse)

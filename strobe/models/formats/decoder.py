@@ -163,7 +163,7 @@ def read_target(
         architecture=architecture,
         decoder=decoder,
         tie_embeddings=fields.flag("tie_word_embeddings", tied),
-        dtype=options.pop("dtype", None) or read_dtype(fields),
+        dtype=read_dtype(fields),
         eos_ids=eos_ids,
         sampling=sampling,
         **options,

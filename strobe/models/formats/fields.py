@@ -66,6 +66,16 @@ class Fields:
             raise ValueError(f"{self.path}: {key} is {value!r}, but must be true or false; {MEND}")
         return value
 
+    def inner(self, key: str, beside: Collection[str], first: Collection[str] = ()) -> Fields:
+        """The config in the object there. What it leaves out of the keys `beside`, and the keys
+        `first` in any case where they are here, come from here."""
+        own = dict(self.object(key))
+        for name in (*beside, *first):
+            value = self.get(name)
+            if value is not None and (name in first or own.get(name) is None):
+                own[name] = value
+        return Fields(own, self.path)
+
     def object(self, key: str) -> dict[str, Any]:
         """The object there, empty where there is none."""
         value = self.get(key)
