@@ -20,8 +20,10 @@ from strobe.names.hub import fetch_weights, missing_weights
 from strobe.runner.memory import free_memory
 from strobe.text.tokenizer import Tokenizer
 
-HASHED_BYTES = 1 << 30
-"""Larger weight files are hashed by their headers and sizes only."""
+HASHED_BYTES = 4 << 30
+"""Larger weight files are hashed by their sizes and SAMPLES pieces of SAMPLE bytes, spread evenly
+from the header to the end."""
+SAMPLES, SAMPLE = 256, 1 << 20
 MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>", "[MASK]")
 
 T = TypeVar("T")
@@ -68,19 +70,19 @@ def _tensors(report: Report, about: str, path: Path, check: Callable[[], Target 
 
 
 def hashes(directory: Path) -> dict[str, str]:
-    """SHA-256 of config.json and of each weight file; of a large one's header and size, marked."""
+    """SHA-256 of config.json and of each weight file; of a large one's samples, marked."""
     found: dict[str, str] = {}
     for path in sorted([*directory.glob("config.json"), *directory.glob("*.safetensors")]):
         digest, size = hashlib.sha256(), path.stat().st_size
         with path.open("rb") as file:
             if size <= HASHED_BYTES:
-                while piece := file.read(1 << 24):
-                    digest.update(piece)
-                found[path.name] = digest.hexdigest()
-            else:
-                length = int.from_bytes(file.read(8), "little")
-                digest.update(file.read(min(length, 1 << 26)) + str(size).encode())
-                found[path.name] = f"header and size: {digest.hexdigest()}"
+                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+                continue
+            digest.update(str(size).encode())
+            for i in range(SAMPLES):
+                file.seek(max(size - SAMPLE, 0) * i // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE))
+        found[path.name] = f"size and {SAMPLES} samples: {digest.hexdigest()}"
     return found
 
 
@@ -94,8 +96,10 @@ def check_fit(report: Report, target: TargetConfig, draft: DraftConfig, path: Pa
         "anchor layout": "the first slot predicts too"
         if draft.anchor_first
         else "the first slot holds the newest token and predicts nothing",
+        "format": draft.format,
         "captured after layers": ", ".join(map(str, draft.capture))
-        + f" of {own.num_layers} (counted from 1; 0 is the embedding)",
+        + f" of {own.num_layers} (counted from 1; 0 is the embedding), which config.json names "
+        + f"{', '.join(map(str, draft.ids))} in {draft.ids_name}",
         "mask token": draft.mask_token_id,
         "rope": f"base {other.rope.theta:g}, {other.rope.kind} (target: {own.rope.theta:g}, "
         f"{own.rope.kind})",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.formats.fields import Fields
-from strobe.models.formats.methods import format_of, method_of
+from strobe.models.formats.methods import DFLASH, SUPPORTED, format_of, method_of
 from strobe.names.files import read_json
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ def load_target_config(directory: Path) -> TargetConfig:
     path = directory / "config.json"
     config = read_json(path)
     method = method_of(config)
+    if method not in (None, DFLASH):
+        raise ValueError(
+            f"{path} is that of a drafter for {method}, not of a target, and no such drafters are "
+            f"supported; name the model it drafts for as the target, and {SUPPORTED}."
+        )
     if method is not None:
         raise ValueError(
             f"{path} is that of a drafter for {method}; name it as the drafter, and the model it "

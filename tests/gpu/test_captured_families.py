@@ -1,5 +1,5 @@
-"""Targets whose layers no kernel runs whole, on a GPU: captured steps give the bits of eager ones,
-and nothing waits."""
+"""Families of targets beside the first on a GPU: captured steps give the bits of eager ones, and
+nothing waits."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ from on_gpu import (
     keys_and_values,
     steady,
 )
+from parity import LLAMA3
 from tiny import make_target
-from transformers import Gemma4ForCausalLM, GptOssForCausalLM, Qwen3MoeForCausalLM
+from transformers import (
+    Gemma4ForCausalLM,
+    GptOssForCausalLM,
+    LlamaForCausalLM,
+    Qwen3MoeForCausalLM,
+)
 
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
@@ -29,6 +35,7 @@ from strobe.models.families.experts import blocked_product, grouped_product
 pytestmark = NEEDS_GPU
 
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (partial(make_target, family=LlamaForCausalLM), {"rope_parameters": LLAMA3}),
     "qwen3_moe": (
         partial(make_target, family=Qwen3MoeForCausalLM),
         {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3},

@@ -19,6 +19,7 @@ from strobe.cli import main
 from strobe.config import BOX, EngineConfig
 from strobe.doctor import measure
 from strobe.doctor import run as doctor
+from strobe.doctor.checks import hashes
 from strobe.doctor.findings import Report
 from strobe.doctor.measure import gain
 from strobe.doctor.tokenizers import fingerprint
@@ -146,8 +147,23 @@ def test_nothing_is_wrong_with_the_pair_in_the_box(
     assert memory["target's keys and values of a token"] == 2 * 16 * 2 * 64 * 4
     assert memory["drafter's keys and values of a token"] == 2 * 3 * 2 * 64 * 4
     assert memory["tokens that fit"] > 1000
-    hashes = told["facts"]["files"]["drafter"]
-    assert all(len(value) == 64 for value in hashes.values())
+    assert all(len(value) == 64 for value in told["facts"]["files"]["drafter"].values())
+    assert told["facts"]["fit"]["format"] == "z-lab"
+
+
+def test_a_large_file_is_told_from_another_of_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("strobe.doctor.checks.HASHED_BYTES", 1 << 20)
+    path, content = tmp_path / "model.safetensors", bytearray(3 << 20)
+    seen: set[str] = set()
+    for place in (0, 1 << 20, (3 << 20) - 1, None):
+        if place is not None:
+            content[place] += 1
+        path.write_bytes(content)
+        seen |= set(hashes(tmp_path).values())
+    assert len(seen) == 3
+    assert all(name.startswith("size and 256 samples: ") for name in seen)
 
 
 def test_the_page_ends_with_what_is_wrong(copies: Copies, capsys: pytest.CaptureFixture[str]):

@@ -109,6 +109,18 @@ def test_only_sliding_layers_are_causal_and_only_where_the_config_says_so(
     assert read(tmp_path, sliding_window_non_causal=both_ways).decoder.masks == (FULL,) * 8
 
 
+def test_older_files_have_the_layers_windows_beside_the_layers(tmp_path: Path):
+    types = ["sliding_attention"] * 7 + ["full_attention"]
+    beside: dict[str, Any] = {"layer_types": types, "sliding_window": 2048}
+    beside["use_sliding_window"] = True
+    without: dict[str, Any] = dict.fromkeys([*beside, "max_window_layers"], ...)
+    beside |= {"max_window_layers": 8, "sliding_window_non_causal": True}
+    found = read(tmp_path, without, **beside)
+    assert found.decoder.masks == (LayerMask(causal=False, window=2048),) * 7 + (FULL,)
+    found = read(tmp_path, without | {"sliding_window": 512}, **beside)
+    assert found.decoder.masks[0].window == 512
+
+
 @pytest.mark.parametrize(
     ("kind", "window", "used", "read_as"),
     [

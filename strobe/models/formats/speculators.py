@@ -42,6 +42,7 @@ LLAMA: dict[str, Any] = {
 DEFAULTS = {"qwen3": QWEN3, "llama": LLAMA}
 THETA, WINDOW, EPSILON = 10000.0, 4096, 1e-6
 
+BESIDE = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 HARMLESS = frozenset(
     {"speculators_model_type", "speculators_version", "tie_word_embeddings", "max_anchors",
      "has_no_defaults_at_init", "draft_arch", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim",
@@ -63,6 +64,9 @@ def read_decoder_fields(fields: Fields) -> Fields:
             f"{fields.path}: transformer_layer_config is missing, but must describe the drafter's "
             f"layers; {MEND}"
         )
+    for key in BESIDE:  # where older files have them
+        if (value := fields.get(key)) is not None and values.get(key) is None:
+            values = {**values, key: value}
     kind = values.get("model_type", "qwen3")
     known = DEFAULTS.get(kind, {})
     whole = {**known, **{k: v for k, v in values.items() if v is not None}}
@@ -76,7 +80,8 @@ def read_window(fields: Fields, layers: Fields) -> int | None:
     """The window of sliding layers. None where the library's own see everything: where it is null,
     and in a config of Qwen3's type without `use_sliding_window`."""
     qwen3 = layers.get("model_type", "qwen3") == "qwen3"
-    if fields.object("transformer_layer_config").get("sliding_window", WINDOW) is None:
+    inner = fields.object("transformer_layer_config")
+    if inner.get("sliding_window", WINDOW) is None and fields.get("sliding_window") is None:
         return None
     if qwen3 and not layers.flag("use_sliding_window"):
         return None
