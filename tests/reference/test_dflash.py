@@ -78,6 +78,24 @@ DRAFTERS: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "rope as llama3's": {
+        "top": {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 300.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    },
+    "linear rope": {
+        "top": {
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 4.0},
+            "is_neox_style": False,
+        },
+    },
     "neighbours as pairs": {"top": {"is_neox_style": False}},
     "a part of each head, values scaled, windows both ways": {
         "top": {"partial_rotary_factor": 0.5, "attention_value_scale": 0.612},
