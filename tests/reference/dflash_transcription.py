@@ -22,14 +22,29 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
+def flattened(config: dict[str, Any]) -> dict[str, Any]:
+    """A config of the speculators library with z-lab's keys; others as they are."""
+    if "transformer_layer_config" not in config:
+        return config
+    config = {"rms_norm_eps": 1e-6, **config, **config["transformer_layer_config"]}
+    config["target_layer_ids"] = [i - 1 for i in config["aux_hidden_state_layer_ids"]]
+    if config.get("sliding_window_non_causal", True):
+        config["is_causal"] = False
+    return config
+
+
 class Transcription:
     """One drafter with its target, for one sequence at a time."""
 
     def __init__(self, directory: Path, target: Any):
-        self.config = json.loads((directory / "config.json").read_text())
+        self.config = flattened(json.loads((directory / "config.json").read_text()))
         self.nested = self.config.get("dflash_config", {})
-        self.w = load_file(directory / "model.safetensors")
         self.target = target
+        shared = {
+            "embed_tokens.weight": target.model.embed_tokens.weight,
+            "lm_head.weight": target.lm_head.weight,
+        }
+        self.w: dict[str, Tensor] = {**shared, **load_file(directory / "model.safetensors")}
         self.heads = self.config["num_attention_heads"]
         self.kv_heads = self.config["num_key_value_heads"]
         self.width, self.eps = self.config["head_dim"], self.config["rms_norm_eps"]
@@ -116,12 +131,11 @@ class Transcription:
     @torch.no_grad()
     def draft_logits(self, tail: int, features: Tensor, count: int) -> Tensor:
         """Logits [count - 1, V] for the positions behind `tail`, whose context are `features`;
-        [count, V] where the first slot predicts too."""
+        [count, V] where the first slot predicts too; -inf for what a reduced head does not know."""
         start = len(features)
         context = self.context(features)
         ids = torch.tensor([tail] + [self.value("mask_token_id")] * (count - 1))
-        table = self.target.model.embed_tokens.weight
-        x = table[ids] * self.value("input_embedding_scale", 1.0)
+        x = self.w["embed_tokens.weight"][ids] * self.value("input_embedding_scale", 1.0)
         positions = torch.arange(start, start + count)
         group = self.heads // self.kv_heads
         for layer in self.layers:
@@ -146,9 +160,14 @@ class Transcription:
             up = self.linear(m, f"{name}.mlp.up_proj")
             x = x + self.linear(gate * torch.sigmoid(gate) * up, f"{name}.mlp.down_proj")
         x = rms(x if self.anchor_first else x[1:], self.w["norm.weight"], self.eps)
-        logits = x @ self.target.lm_head.weight.T * self.value("output_multiplier", 1.0)
+        logits = x @ self.w["lm_head.weight"].T * self.value("output_multiplier", 1.0)
         cap = self.value("final_logit_softcapping")
-        return cap * torch.tanh(logits / cap) if cap else logits
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        if "d2t" not in self.w:
+            return logits
+        full = torch.full((len(logits), self.config["vocab_size"]), -math.inf)
+        full[:, torch.arange(len(self.w["d2t"])) + self.w["d2t"]] = logits
+        return full
 
     def generate(self, prompt: list[int], max_length: int) -> list[list[int]]:
         """The reference loop, greedy: the tokens produced by the prefill and by each block."""

@@ -92,6 +92,16 @@ def drafted(target: Any, path: Path, **options: Any) -> tuple[list[list[int]], l
     return run(engine, PROMPTS, SAMPLING), watched.drafted, engine
 
 
+def check_drafts(engine: Any, path: Path, target: Any) -> None:
+    """What the engine's drafter drafted is what its transcription does."""
+    watched, drafter = engine.proposers.proposers["dflash"], Transcription(path, target.hf)
+    assert len(watched.true_drafts()) >= 2 * 3
+    for made in watched.true_drafts():
+        features = drafter.run_target(made.request.tokens)[1][: made.start]
+        wanted = drafter.draft_logits(made.tail, features, drafter.block)
+        torch.testing.assert_close(made.logits, wanted, atol=1e-4, rtol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def plain(target: Any) -> list[list[int]]:
     engine = make_engine(EngineConfig(target=str(target.path), max_model_len=64))
@@ -119,11 +129,39 @@ def test_a_reduced_vocabulary_drafts_what_its_head_knows(
     assert answers == plain
     first, other = found[0].logits, wanted[0].logits
     torch.testing.assert_close(first[:, KNOWN], other[:, KNOWN], atol=1e-4, rtol=1e-4)
+    check_drafts(engine, tmp_path, target)
     unknown = [t for t in range(VOCAB) if t not in KNOWN]
     assert torch.isneginf(first[:, unknown]).all()
     model = engine.proposers.proposers["dflash"].inner.model
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0))
     assert torch.equal(model.pick(x), model.head(x).argmax(-1))
+
+
+SCALED = {"input_embedding_scale": 1.9, "output_multiplier": 0.7, "final_logit_softcapping": 3.0}
+FORMATS: dict[str, Callable[[Path, Any], Path]] = {
+    "z-lab": lambda path, target: make_draft(path),
+    "z-lab, scaled": lambda path, target: make_draft(path, top=SCALED),
+    "DeepSpec": lambda path, target: deepspec(path),
+    "speculators": speculators,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("own", [{"embed_tokens"}, {"lm_head"}, {"embed_tokens", "lm_head"}])
+def test_an_embedding_and_a_head_of_its_own_come_before_the_targets(
+    tmp_path: Path, target: Any, plain: list[list[int]], name: str, own: set[str]
+):
+    path, noise = FORMATS[name](tmp_path, target), torch.Generator().manual_seed(5)
+    tables = {
+        f"{part}.weight": torch.randn(VOCAB, HIDDEN, generator=noise) * 0.5 for part in sorted(own)
+    }
+    weights = path / "model.safetensors"
+    save_file({**load_file(weights), **tables}, weights)
+    answers, _, engine = drafted(target, path)
+    assert answers == plain
+    model = engine.proposers.proposers["dflash"].inner.model
+    assert {part for part in ("embed_tokens", "lm_head") if getattr(model, part)} == own
+    check_drafts(engine, path, target)
 
 
 def test_blocks_whose_first_slot_predicts_have_a_draft_more(
@@ -155,13 +193,8 @@ def test_blocks_whose_first_slot_predicts_are_taken_whole_where_they_are_right(
     drain(engine, requests)
     assert [r.tokens[r.num_prompt :] for r in requests] == answers
     assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens == 2 * 3 * 7
-    drafter = Transcription(path, target.hf)
-    assert len(watched.true_drafts()) >= 2 * 3
-    for made in watched.true_drafts():
-        features = drafter.run_target(made.request.tokens)[1][: made.start]
-        wanted = drafter.draft_logits(made.tail, features, 7)
-        assert wanted.shape == (7, VOCAB)
-        torch.testing.assert_close(made.logits, wanted, atol=1e-4, rtol=1e-4)
+    assert watched.drafted[0].logits.shape == (7, VOCAB)
+    check_drafts(engine, path, target)
 
 
 NARROW = 24
@@ -189,6 +222,7 @@ def test_a_drafter_may_be_narrower_than_its_target(
     answers, found, engine = drafted(target, path)
     assert answers == plain
     assert torch.isfinite(found[0].logits[:, KNOWN]).all()
+    check_drafts(engine, path, target)
     model = engine.proposers.proposers["dflash"].inner.model
     assert model.embed_tokens.weight.shape == (VOCAB, NARROW), "not the target's"
     config["target_hidden_size"] = HIDDEN + 8
