@@ -256,6 +256,64 @@ def test_gemma_drafters_cap_their_logits_and_take_the_targets_scale(tmp_path: Pa
     assert read(tmp_path, final_logit_softcapping=0).logit_softcap is None
 
 
+INNER = nested(151669, 1, 9, 17, 25, 33)
+SLIDES: dict[str, Any] = {**SOME, "use_sliding_window": True}
+PLACED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "block_size": ({"block_size": 12}, {}),
+    "mask_token_id": ({"mask_token_id": 7}, {}),
+    "target_layer_ids": ({"target_layer_ids": [3, 5]}, {}),
+    "num_target_layers": ({"num_target_layers": 40}, {}),
+    "target_hidden_size": ({"target_hidden_size": 2560}, {}),
+    "layer_types": ({"layer_types": SOME["layer_types"]}, {"sliding_window": 2048}),
+    "sliding_window": ({"sliding_window": 512}, SLIDES),
+    "is_causal": ({"is_causal": False}, SLIDES),
+    "is_causal, true": ({"is_causal": True}, {}),
+    "causal": ({"causal": False}, SLIDES),
+    "use_swa": ({"use_swa": True}, {"sliding_window": 512}),
+    "swa_window_size": ({"swa_window_size": 256}, {"use_swa": True, "sliding_window": 512}),
+    "input_embedding_scale": ({"input_embedding_scale": 0.5}, {}),
+    "output_multiplier": ({"output_multiplier": 0.7}, {}),
+    "final_logit_softcapping": ({"final_logit_softcapping": 30.0}, {}),
+    "attention_value_scale": ({"attention_value_scale": 0.612}, {}),
+    "attention_sink_bias": ({"attention_sink_bias": True}, {}),
+    "add_full_attention_sink_bias": ({WHOLE: True}, {}),
+    "add_swa_attention_sink_bias": ({SWA: True}, {**layers(5, 0), "sliding_window": 2048}),
+    "attention_bias": ({"attention_bias": True}, {}),
+    "is_neox_style": ({"is_neox_style": False}, {}),
+    "rope_is_neox_style": ({"rope_is_neox_style": False}, {}),
+    "rope_theta": ({"rope_theta": 10000.0}, {}),
+    "rope_scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {}),
+    "rope_parameters": ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, {}),
+    "partial_rotary_factor": ({"partial_rotary_factor": 0.5}, {"attention_sink_bias": True}),
+    "max_position_embeddings": ({"max_position_embeddings": 4096}, {}),
+}
+"""Each key with a value that says something, and what stands at the top level for it to do so."""
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_a_key_means_the_same_at_the_top_level_and_in_dflash_config(tmp_path: Path, name: str):
+    key, beside = PLACED[name]
+    outer = {k: v for k, v in INNER.items() if k not in key}
+    absent = dict.fromkeys(key, ...)
+    found = read(tmp_path, **{**beside, **key}, dflash_config=outer)
+    assert read(tmp_path, **{**beside, **absent}, dflash_config={**outer, **key}) == found
+    null = dict.fromkeys(key)
+    assert read(tmp_path, **{**beside, **key}, dflash_config={**outer, **null}) == found
+    assert read(tmp_path, **beside) != found
+
+
+@pytest.mark.parametrize("absent", [..., None])
+def test_what_no_key_says_is_the_formats_default(tmp_path: Path, absent: Any):
+    names = ("block_size", "rope_theta", "layer_types", "use_sliding_window", "sliding_window")
+    found = read(tmp_path, **dict.fromkeys(names, absent))
+    assert (found.block_size, found.drafts) == (16, 15)
+    assert found.decoder.rope == RopeConfig(1e6)
+    assert found.decoder.masks == (FULL,) * 5
+    scales = (found.output_multiplier, found.embedding_scale, found.decoder.value_scale)
+    assert scales == (1.0, None, 1.0)
+    assert (found.logit_softcap, found.decoder.sinks) == (None, False)
+
+
 def test_layers_to_capture_may_be_left_to_the_rule(tmp_path: Path):
     bare = {"mask_token_id": 151669}
     assert read(tmp_path, dflash_config=bare).capture == (2, 10, 18, 26, 34)
