@@ -3,6 +3,7 @@ decoding's, and a seed gives one answer, however its requests are run."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 from recorded import recorded
+from safetensors.torch import load_file, save_file
 from scipy import stats
 from slow_rules import edited
 from slow_sampling import law
-from tiny import make_draft, make_engine, make_target, make_tokenizer, run
+from tiny import SHAPE, make_draft, make_engine, make_target, make_tokenizer, run
 
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
-from strobe.models.dflash import DFlash
 from strobe.runner.memory import scratch_bytes
 from strobe.server.warmup import warm_up
 
@@ -36,6 +37,37 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
     hf = make_target(root / "target", eos_token_id=None, seed=8, **changes)
     path = make_draft(root / "draft", mask_token=5, top={"vocab_size": 6}, block=4, seed=1)
     return hf, root / "target", path
+
+
+KNOWN = [0, 2, 5]
+"""The tokens that a reduced head knows."""
+
+
+@pytest.fixture(scope="module")
+def reduced_draft(small: tuple[Any, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small pair's drafter with a head of three of the six tokens, as speculators writes it."""
+    hf, _, draft = small
+    path = tmp_path_factory.mktemp("reduced")
+    old = json.loads((draft / "config.json").read_text())
+    layers = {name: old[name] for name in SHAPE if name in old}
+    config = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "aux_hidden_state_layer_ids": [i + 1 for i in old["dflash_config"]["target_layer_ids"]],
+        "block_size": old["block_size"],
+        "draft_vocab_size": len(KNOWN),
+        "mask_token_id": old["dflash_config"]["mask_token_id"],
+        "dtype": "float32",
+        "speculators_config": {"algorithm": "dflash"},
+        "transformer_layer_config": {**layers, "rope_parameters": {"rope_theta": 50000.0}},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    table, ids = hf.model.embed_tokens.weight.detach(), torch.tensor(KNOWN)
+    tensors = load_file(draft / "model.safetensors")
+    tensors |= {"embed_tokens.weight": table.clone(), "lm_head.weight": table[ids].clone()}
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    save_file(tensors, path / "model.safetensors")
+    return path
 
 
 def answers(
@@ -109,16 +141,13 @@ ASKED = {
     [("hot", False), ("filtered", True), ("ruled", False), ("short", True)],
 )
 def test_answers_follow_the_targets_law(
-    name: str, reduced: bool, small: tuple[Any, Path, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, reduced: bool, small: tuple[Any, Path, Path], reduced_draft: Path
 ):
     hf, target, draft = small
-    if reduced:  # a drafter that knows but three of the six tokens
-        whole = DFlash.head
-        outside = torch.tensor([False, True, False, True, True, False])
-        monkeypatch.setattr(
-            DFlash, "head", lambda self, x: whole(self, x).masked_fill(outside, float("-inf"))
-        )
-    engine = make_engine(config(target, draft))
+    engine = make_engine(config(target, reduced_draft if reduced else draft))
+    proposer: Any = engine.proposers.proposers["dflash"]
+    known = proposer.model.target_ids
+    assert (None if known is None else known.tolist()) == (KNOWN if reduced else None)
     check_law(answers(engine, ASKED[name], PROMPT), laws(hf, ASKED[name]))
     stats = engine.stats
     assert 0.1 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.9
