@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from strobe.models.load import check_target_tensors, load_target
 from strobe.models.pieces import pieces_of
 from strobe.models.registry import load_target_config
 
+LOGGER = "strobe.models.progress"
 HOW: dict[str, Any] = {
     "max_positions": 40,
     "dtype": torch.float32,
@@ -65,6 +67,70 @@ def test_rows_larger_than_what_is_copied_at_once(tmp_path: Path, monkeypatch: py
         for name in ("embed_tokens.weight", "norm.weight", "layers.0.mlp.down_proj.weight"):
             wanted = hf.model.get_parameter(name).bfloat16()
             assert torch.equal(target.get_parameter(name), wanted)
+
+
+class Bar:
+    """In place of tqdm: what it was made with, and every update."""
+
+    def __init__(self, **options: Any):
+        self.options, self.updates = options, list[int]()
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, size: int) -> None:
+        self.updates.append(size)
+
+
+def bar_of(path: Path, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Bar:
+    """Load a target; the only bar that was made."""
+    made: list[Bar] = []
+
+    def make(**options: Any) -> Bar:
+        made.append(Bar(**options))
+        return made[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tqdm.auto.tqdm", make)
+        loaded(path, **how)
+    (bar,) = made
+    return bar
+
+
+@pytest.mark.parametrize("shards", [None, "20KB"])
+def test_a_bar_counts_every_byte_of_the_tensors(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    shards: str | None,
+):
+    make_target(tmp_path, shards=shards)
+    files = [load_file(path) for path in tmp_path.glob("*.safetensors")]
+    size = sum(tensor.nbytes for tensors in files for tensor in tensors.values())
+    with caplog.at_level(logging.WARNING, LOGGER):
+        bar = bar_of(tmp_path, monkeypatch, dtype=torch.bfloat16)
+    assert bar.options["total"] == size, "as they are stored, not as they are held"
+    assert sum(bar.updates) == size
+    assert len(bar.updates) > 10
+    assert bar.options["disable"] is None, "tqdm then asks whether stderr is a terminal"
+    assert tmp_path.name in bar.options["desc"]
+    assert not caplog.messages
+
+
+def test_where_a_log_is_kept_it_has_a_line_and_no_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    make_target(tmp_path)
+    with caplog.at_level(logging.INFO, LOGGER):
+        bar = bar_of(tmp_path, monkeypatch)
+    assert bar.options["disable"] is True
+    (line,) = caplog.messages
+    assert line.startswith("loaded 0.00 GB from ")
+    assert str(tmp_path) in line
+    assert line.endswith(" GB/s")
 
 
 PEAK = """
