@@ -11,13 +11,16 @@ import torch
 from matrix import OF_FAMILIES, PlainAnswers, compare, make_pair
 from parity import GEOMETRY, Case, check_layers, check_refused, check_text
 from safetensors.torch import load_file, save_file
-from tiny import LAYERS, edit_json, make_engine, make_target
+from tiny import LAYERS, edit_json, make_draft, make_engine, make_target
 from transformers import GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from strobe.config import EngineConfig
+from strobe.doctor.checks import memory_bill
+from strobe.engine.build import resolve
 from strobe.info import describe
 from strobe.models.formats.mxfp4 import unpack
+from strobe.models.load import check_draft_tensors, check_target_tensors
 
 SHAPE: dict[str, Any] = {
     "intermediate_size": 32,
@@ -155,6 +158,18 @@ def test_what_is_packed_counts_as_it_is_held(tmp_path: Path):
     facts = [describe(tmp_path / name) for name in ("whole", "packed")]
     assert facts[0]["parameters"] == facts[1]["parameters"] == sizes[0] // 4
     assert facts[1]["quantization"] == "mxfp4, a scale for each 1 x 32 values, held in full"
+    draft, bills = make_draft(tmp_path / "draft"), list[dict[str, Any]]()
+    for name in ("whole", "packed"):
+        resolved = resolve(EngineConfig(str(tmp_path / name), draft=str(draft)))
+        assert resolved.draft is not None
+        modules = (
+            check_target_tensors(tmp_path / name, resolved.target),
+            check_draft_tensors(draft, resolved.draft),
+        )
+        bills.append(memory_bill(resolved, *modules))
+    assert [bill["target's weights"] for bill in bills] == sizes
+    assert bills[1]["held in"] == "float32; the checkpoint has them in mxfp4"
+    assert "held in" not in bills[0]
 
 
 BAD = {
