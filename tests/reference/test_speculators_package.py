@@ -3,6 +3,7 @@ drafts. `scripts/speculators_fixture.py` made them, in an environment with specu
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import make_engine, run
+from tiny import make_engine, make_tokenizer, run
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from watched import Watched
 
+from strobe import LLM
 from strobe.attention.mask import LayerMask
 from strobe.config import EngineConfig
 from strobe.models.dflash import DFlash
@@ -170,3 +172,40 @@ def test_such_a_checkpoint_names_its_target_and_how_many_tokens_to_draft(
     assert Path(found.target).resolve() == MADE / "target"
     assert found.draft is not None
     assert Path(found.draft).resolve() == MADE / "first_slot"
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_served_by_its_own_path_it_answers_as_its_target_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+):
+    for part in ("target", name):
+        shutil.copytree(MADE / part, tmp_path / part)
+    make_tokenizer(tmp_path / "target")
+    monkeypatch.chdir(tmp_path)
+    about = recorded(name)
+    prompt: Any = {"prompt_token_ids": about.tokens[:PROMPT]}
+    answer = about.tokens[PROMPT:]
+    asked = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
+    llm = LLM(name, speculative_config={"num_speculative_tokens": 2}, max_model_len=64)
+    (output,) = llm.generate([prompt], asked)
+    assert output.outputs[0].token_ids == answer
+    report = output.outputs[0].speculation
+    assert report is not None
+    assert report.method == "dflash"
+    assert len(report.accepted_per_position) == 2
+    assert llm.engine.resolved.limits.num_drafts == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"model": "full"}, "draft is 'full', but causal is a drafter that brings its own; leave"),
+        ({"method": "ngram"}, "method is 'ngram', but causal is a drafter that brings its own;"),
+    ],
+)
+def test_served_by_its_own_path_it_takes_no_other_drafter(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], sentence: str
+):
+    monkeypatch.chdir(MADE)
+    with pytest.raises(ValueError, match=sentence):
+        LLM("causal", speculative_config={**given, "num_speculative_tokens": 2})
