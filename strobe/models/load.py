@@ -50,7 +50,8 @@ def _check(module: Target | DFlash, checkpoint: Checkpoint) -> Pieces:
                     f"{where}: tensor {name} holds {dtypes[name]} values, but only "
                     f"{', '.join(piece.dtypes)} are supported; use an unquantized checkpoint."
                 )
-            assert name not in used, f"{name} is used twice"
+            if name in used:
+                raise RuntimeError(f"{name} would be used twice; this is an error in Strobe.")
             used.add(name)
     passed = (*module.skipped, *(n for n in shapes if n.endswith(HARMLESS)))
     extra = sorted(n for n in shapes if n not in used and not n.startswith(passed))

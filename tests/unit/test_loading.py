@@ -134,6 +134,20 @@ def test_where_a_log_is_kept_it_has_a_line_and_no_bar(
     assert line.endswith(" GB/s")
 
 
+def test_a_tensor_that_two_parameters_are_made_of_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make_target(tmp_path)
+
+    def wrong(*given: Any) -> Any:
+        pieces = pieces_of(*given)
+        return pieces | {"lm_head.weight": pieces["embed_tokens.weight"]}
+
+    monkeypatch.setattr(load, "pieces_of", wrong)
+    with pytest.raises(RuntimeError, match=r"embed_tokens\.weight would be used twice"):
+        check_target_tensors(tmp_path, load_target_config(tmp_path))
+
+
 PEAK = """
 import sys, torch
 from pathlib import Path
