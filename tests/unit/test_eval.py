@@ -334,31 +334,6 @@ def test_acceptance_is_counted_over_steps_and_over_answers():
     assert measures.acceptance([CompletionOutput(0)]) is None
 
 
-def test_speed_reports_both_ways_and_writes_what_it_found(
-    main: Callable[..., Any], lines: Callable[..., Path], pair: Pair, tmp_path: Path
-):
-    path = lines({"turns": ["Hello", "Again"], "answer": "4"}, *({"turns": ["Hi"]},) * 2)
-    folder = tmp_path / "report"
-    status, out, err = main(
-        "eval", "speed", "--data", path, "--target", pair.target, "--draft", pair.draft,
-        "--concurrency=1,2", "--max-tokens=6", "--output", folder, "--save-answers",
-    )  # fmt: skip
-    assert (status, err) == (0, "")
-    assert "Every answer has the same tokens with speculation and without." in out
-    figures = json.loads((folder / "report.json").read_text())
-    rows = [(row["concurrency"], row["method"], row["answers"]) for row in figures["rows"]]
-    assert rows == [(1, "plain", 4), (1, "dflash", 4), (2, "plain", 4), (2, "dflash", 4)]
-    assert [pair["identical"] for pair in figures["pairs"]] == [3, 3]
-    assert figures["rows"][0]["accuracy"]["graded"] == 1
-    assert figures["rows"][0]["acceptance"] is None
-    page = (folder / "report.md").read_text()
-    assert "## Speed-up" in page
-    assert "1 of 3 prompts have an answer to compare with" in page
-    answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-    assert len(answers) == 12
-    assert [len(answer["answers"]) for answer in answers[:3]] == [2, 1, 1]
-
-
 def test_plots_are_pictures_or_a_sentence(
     main: Callable[..., Any],
     lines: Callable[..., Path],
