@@ -20,7 +20,7 @@ from strobe.names.hub import fetch_weights, missing_weights
 from strobe.runner.memory import free_memory
 from strobe.text.tokenizer import Tokenizer
 
-HASHED_BYTES = 4 << 30
+HASHED_BYTES = 1 << 30
 """Larger weight files are hashed by their sizes and SAMPLES pieces of SAMPLE bytes, spread evenly
 from the header to the end."""
 SAMPLES, SAMPLE = 256, 1 << 20

@@ -155,7 +155,7 @@ def read_target(
     """The target, with what every family's config.json says alike; the last to read `fields`.
 
     kind: its class, with further fields in `options`. tied: whether the head is the embedding where
-    config.json names neither. harmless: keys that mean nothing here. Raises ValueError, for a key
+    config.json does not say. harmless: keys that mean nothing here. Raises ValueError, for a key
     that nobody asked for too.
     """
     eos_ids, sampling = _read_generation(fields, directory, decoder.vocab_size)

@@ -43,6 +43,7 @@ DEFAULTS = {"qwen3": QWEN3, "llama": LLAMA}
 THETA, WINDOW, EPSILON = 10000.0, 4096, 1e-6
 
 BESIDE = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+"""Keys of the layers that older files have beside `transformer_layer_config`."""
 HARMLESS = frozenset(
     {"speculators_model_type", "speculators_version", "tie_word_embeddings", "max_anchors",
      "has_no_defaults_at_init", "draft_arch", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim",
@@ -52,8 +53,8 @@ HARMLESS_OF_DECODER = frozenset(
     {"eos_token_id", "tie_word_embeddings", "use_sliding_window", "max_window_layers",
      "partial_rotary_factor", "bos_token_id", "dtype", "torch_dtype"}
 )  # fmt: skip
-"""What says nothing about the drafter's mathematics: the layers of the library turn whole heads and
-slide where `layer_types` says so."""
+"""What says nothing about the drafter's mathematics: the layers of the library turn whole heads,
+and slide as `read_window` says."""
 
 
 def read_decoder_fields(fields: Fields) -> Fields:
