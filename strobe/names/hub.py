@@ -154,7 +154,10 @@ def _asked(name: str, revision: str | None, download: Callable[[], str]) -> str:
     except errors.LocalEntryNotFoundError:
         problem = _out_of_reach(name, revision)
     except errors.EntryNotFoundError:
-        problem = f"{shown} has no weights in safetensors; use a model that is published in them."
+        problem = (
+            f"{shown} has no weights in safetensors, or not all that its index names; use a model "
+            "that is published in them."
+        )
     except Exception as error:  # the libraries below raise errors of many kinds
         reason = (str(error).strip().splitlines() or [""])[0]
         problem = (
