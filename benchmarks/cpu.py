@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from strobe import LLM, EngineConfig, SamplingParams
+from strobe.cli.demo import Answer, answerer, compare, pick_examples, prompts_of, race
 from strobe.config import BOX
-from strobe.demo import Answer, answerer, compare, pick_examples, prompts_of, race
 from strobe.engine.engine import Engine
 from strobe.outputs import CompletionOutput, RequestOutput
 
@@ -189,7 +189,7 @@ def main() -> None:
         ),
         "help_s": round(
             seconds_of(
-                "import sys; sys.argv = ['strobe', '--help']; from strobe.cli import main; main()"
+                "import sys, runpy; sys.argv = ['strobe', '--help']; runpy.run_module('strobe')"
             ),
             3,
         ),

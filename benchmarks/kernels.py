@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from strobe import EngineConfig, SamplingParams
-from strobe.bench.shapes import NAMES, directories
-from strobe.bench.step import random_prompts
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
+from strobe.tools.bench.shapes import NAMES, directories
+from strobe.tools.bench.step import random_prompts
 
 GREEDY = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
 

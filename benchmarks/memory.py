@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 
 from strobe import EngineConfig, SamplingParams
-from strobe.bench.shapes import NAMES, directories
-from strobe.bench.step import random_prompts
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
-from strobe.server.warmup import warm_up
+from strobe.server.engine_process.warmup import warm_up
+from strobe.tools.bench.shapes import NAMES, directories
+from strobe.tools.bench.step import random_prompts
 
 
 def drive(engine: Engine, count: int, sampling: SamplingParams) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from strobe import LLM, SamplingParams
-from strobe.demo import pick_examples, prompts_of
+from strobe.cli.demo import pick_examples, prompts_of
 
 
 class Connection:
@@ -75,7 +75,15 @@ class Server:
 
     def __init__(self, options: Sequence[str]):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "strobe.cli", "serve", "--port=0", "--no-access-log", *options],
+            [
+                sys.executable,
+                "-m",
+                "strobe",
+                "serve",
+                "--port=0",
+                "--no-access-log",
+                *options,
+            ],
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -58,7 +58,7 @@ class Server:
 
     def __init__(self, options: list[str], log: Path):
         self.log = log
-        command = [sys.executable, "-m", "strobe.cli", "serve", "--port=0", "--device=cpu"]
+        command = [sys.executable, "-m", "strobe", "serve", "--port=0", "--device=cpu"]
         with log.open("wb") as file:
             # More threads than free cores wait for one another at every barrier: with two, beside a
             # client on two cores, a step took 5 s in place of 0.1.

@@ -23,7 +23,7 @@ ANSWER = """
 import sys, time
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
-from strobe.server.warmup import warm_up
+from strobe.server.engine_process.warmup import warm_up
 engine = Engine(EngineConfig(sys.argv[1], draft=sys.argv[2], dtype="bfloat16", max_model_len=4096))
 warm_up(engine)
 request = engine.add(list(range(100, 356)), SamplingParams(temperature=0.0, max_tokens=2))
@@ -37,8 +37,8 @@ def write(shapes: str, root: Path) -> tuple[Path, Path]:
     import torch
     from safetensors.torch import save_file
 
-    from strobe.bench.shapes import directories
     from strobe.models import load
+    from strobe.tools.bench.shapes import directories
 
     paths: list[Path] = []
     with directories(shapes) as configs:
@@ -48,8 +48,8 @@ def write(shapes: str, root: Path) -> tuple[Path, Path]:
             (path / "config.json").write_text((Path(source) / "config.json").read_text())
             paths.append(path)
     device = torch.device("cuda")
-    from strobe.models.pieces import pieces_of
     from strobe.models.registry import load_draft_config, load_target_config
+    from strobe.models.weight_mapping import pieces_of
 
     target = load_target_config(paths[0])
     how = {"max_positions": 1, "dtype": torch.bfloat16, "device": device, "load_format": "dummy"}

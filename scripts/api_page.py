@@ -13,13 +13,13 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from strobe.server.protocol.chat import ChatCompletionRequest
-from strobe.server.protocol.common import Closed, StreamOptions
-from strobe.server.protocol.completions import CompletionRequest
-from strobe.server.protocol.responses import ResponsesRequest, ResponsesStreamOptions
-from strobe.server.protocol.sampling import Sampling
-from strobe.server.protocol.tables import NO_EFFECT, UNSUPPORTED, Note
-from strobe.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from strobe.server.openai.protocol.chat import ChatCompletionRequest
+from strobe.server.openai.protocol.common import Closed, StreamOptions
+from strobe.server.openai.protocol.completions import CompletionRequest
+from strobe.server.openai.protocol.responses import ResponsesRequest, ResponsesStreamOptions
+from strobe.server.openai.protocol.sampling import Sampling
+from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED, Note
+from strobe.server.openai.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 

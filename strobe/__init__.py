@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from strobe.config import EngineConfig
     from strobe.llm import LLM
-    from strobe.request import SamplingParams, Speculation
+    from strobe.sampling_params import SamplingParams, Speculation
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "Speculation", "__version__"]
@@ -16,8 +16,8 @@ __all__ = ["LLM", "EngineConfig", "SamplingParams", "Speculation", "__version__"
 _HOMES = {
     "LLM": "strobe.llm",
     "EngineConfig": "strobe.config",
-    "SamplingParams": "strobe.request",
-    "Speculation": "strobe.request",
+    "SamplingParams": "strobe.sampling_params",
+    "Speculation": "strobe.sampling_params",
 }
 
 

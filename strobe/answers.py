@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from strobe.outputs import CompletionOutput, Logprob, SpeculationReport, StreamDelta
-from strobe.request import FinishReason, SamplingParams, TokenLogprob
+from strobe.request import FinishReason, TokenLogprob
+from strobe.sampling_params import SamplingParams
 from strobe.step import TokenEvent
 from strobe.text.tokenizer import Detokenizer, Tokenizer
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from strobe.checks import between
-from strobe.request import METHODS, option
+from strobe.sampling_params import METHODS, option
 
-BOX = Path(__file__).parent / "demo_pair"
+BOX = Path(__file__).parent / "demo_models"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GPU_MIXED_TOKENS = 512
 """The rows up to which a step with prompts is replayed on a GPU; an 8B model takes 13 ms there."""

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from strobe.answers import Answer, named, receive
+from strobe.compat.aliases import understood
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.engine.stats import Metric
-from strobe.names.spellings import understood
 from strobe.outputs import (
     CompletionOutput,
     Prompt,
@@ -26,7 +26,8 @@ from strobe.outputs import (
     SpeculationReport,
     StreamDelta,
 )
-from strobe.request import Request, SamplingParams
+from strobe.request import Request
+from strobe.sampling_params import SamplingParams
 from strobe.text.tokenizer import Message, Tokenizer
 
 

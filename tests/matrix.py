@@ -26,7 +26,8 @@ from tiny import (
 from strobe.config import EngineConfig
 from strobe.engine.build import kv_groups, resolve
 from strobe.engine.engine import Engine
-from strobe.request import Request, SamplingParams
+from strobe.request import Request
+from strobe.sampling_params import SamplingParams
 
 LENGTH = 96
 """max_model_len of every engine here."""

@@ -15,7 +15,8 @@ from tiny import VOCAB, edit_json, greedy, make_engine, run
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
-from strobe.request import Request, SamplingParams
+from strobe.request import Request
+from strobe.sampling_params import SamplingParams
 
 GEOMETRY = [(1, 1), (16, 7), (64, 5), (256, 64), (16, 3)]
 """(page size, most rows per step)"""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from strobe.request import SamplingParams
+from strobe.sampling_params import SamplingParams
 
 
 def biased(

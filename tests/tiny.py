@@ -15,8 +15,9 @@ from transformers import Qwen3ForCausalLM
 from strobe.config import EngineConfig
 from strobe.engine.build import Parts, build, resolve
 from strobe.engine.engine import Engine
-from strobe.request import Request, SamplingParams, TokenLogprob
+from strobe.request import Request, TokenLogprob
 from strobe.runner.state import DecodeState
+from strobe.sampling_params import SamplingParams
 from strobe.spec.base import Proposer, ProposerSet
 from strobe.step import Drafts, TokenEvent
 

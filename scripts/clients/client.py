@@ -82,7 +82,7 @@ def serving(log: Path, options: Sequence[str] = ()) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [sys.executable, "-m", "strobe.cli", "serve", "--port", str(port), *options]
+    words = [sys.executable, "-m", "strobe", "serve", "--port", str(port), *options]
     url = f"http://127.0.0.1:{port}"
     with log.open("w", encoding="utf-8") as out:
         server = subprocess.Popen(words, stdout=out, stderr=out)

@@ -11,8 +11,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from strobe.config import BOX
-from strobe.demo_pair.tasks import Example, heldout
-from strobe.demo_pair.tasks.example import last_answer
+from strobe.demo_models.tasks import Example, heldout
+from strobe.demo_models.tasks.example import last_answer
 
 ANSWERED = ("arithmetic", "lists", "dates")
 """The families that end in a line `Answer: ...`."""

@@ -12,12 +12,14 @@ import torch
 from strobe.attention.recurrent import RecurrentBackend
 from strobe.config import EngineConfig, Limits, resolve_limits
 from strobe.engine.device import Choice, backends, choose
+from strobe.hub.download import fetch_weights
+from strobe.hub.locate import located
 from strobe.kv.pages import PagePool
 from strobe.kv.states import StateStore
 from strobe.kv.store import KVSpec, KVStore
 from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.config_readers.pair import check_pair
 from strobe.models.dflash import DFlash
-from strobe.models.formats.pair import check_pair
 from strobe.models.load import (
     check_draft_tensors,
     check_target_tensors,
@@ -27,8 +29,6 @@ from strobe.models.load import (
 )
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.models.target import Target
-from strobe.names.hub import fetch_weights
-from strobe.names.locate import located
 from strobe.runner.graphs import CUDARecorder, Eager, Graphs
 from strobe.runner.memory import plan_pages, scratch_bytes
 from strobe.runner.picking import PickingState

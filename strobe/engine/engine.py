@@ -12,16 +12,11 @@ from strobe.config import EngineConfig
 from strobe.engine.build import Parts, Resolved, build, resolve
 from strobe.engine.scheduler import DraftLength, Scheduler, full_length
 from strobe.engine.stats import EngineStats
-from strobe.request import (
-    FinishReason,
-    Request,
-    SamplingParams,
-    Speculation,
-    StructuredOutputs,
-)
+from strobe.request import FinishReason, Request
 from strobe.runner.batch import Inputs
 from strobe.runner.collect import Flight
 from strobe.runner.picking import GREEDY, How
+from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
 from strobe.spec.verify import settle, verify
 from strobe.step import Plan, TokenEvent, Verdict
 

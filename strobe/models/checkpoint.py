@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from strobe.models.pieces import Piece, copy
-from strobe.names.files import weight_files
+from strobe.hub.files import weight_files
+from strobe.models.weight_mapping import Piece, copy
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """What tensors' names may begin with, and are known without."""

@@ -21,7 +21,7 @@ from strobe.models.layers import (
     softcapped,
     unit_rms,
 )
-from strobe.models.pieces import Piece, Pieces
+from strobe.models.weight_mapping import Piece, Pieces
 from strobe.sampling.sampler import argmax
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.models.config import DecoderConfig
-from strobe.models.pieces import Pieces, stacked
 from strobe.models.rope import RopeConfig
+from strobe.models.weight_mapping import Pieces, stacked
 
 Attend = Callable[..., Tensor]
 """(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]; sinks [Hq] come fifth, to

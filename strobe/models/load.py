@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DraftConfig, TargetConfig
+from strobe.models.config_readers.fp8 import WHOLE, with_scales
+from strobe.models.config_readers.tensors import draft_parts, read_target_ids
 from strobe.models.dflash import DFlash
-from strobe.models.formats.fp8 import WHOLE, with_scales
-from strobe.models.formats.tensors import draft_parts, read_target_ids
 from strobe.models.layers import Attention, RMSNorm, RotaryTable
-from strobe.models.pieces import Pieces, pieces_of
 from strobe.models.progress import progress
 from strobe.models.registry import make_target
 from strobe.models.target import Target
+from strobe.models.weight_mapping import Pieces, pieces_of
 
 HARMLESS = ("rotary_emb.inv_freq",)
 """Endings of tensors that older exporters wrote and that carry no learned value."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from strobe.hub.files import read_json
 from strobe.models.config import DraftConfig, TargetConfig
-from strobe.models.formats.fields import Fields
-from strobe.models.formats.methods import DFLASH, SUPPORTED, format_of, method_of
-from strobe.names.files import read_json
+from strobe.models.config_readers.fields import Fields
+from strobe.models.config_readers.methods import DFLASH, SUPPORTED, format_of, method_of
 
 if TYPE_CHECKING:
     from strobe.models.target import Target
@@ -73,7 +73,7 @@ def load_draft_config(directory: Path, target: Path | None = None) -> DraftConfi
     drafters leave to it. Raises ValueError naming the value that is wrong."""
     path = directory / "config.json"
     config = read_json(path)
-    reader = importlib.import_module(f"strobe.models.formats.{format_of(config, path)}")
+    reader = importlib.import_module(f"strobe.models.config_readers.{format_of(config, path)}")
     if (side := directory / "mask_embedding.pt").exists():
         raise ValueError(
             f"{side} replaces the embedding of the mask token, which is not supported; use a "

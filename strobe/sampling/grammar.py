@@ -21,7 +21,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-from strobe.request import Request, StructuredOutputs
+from strobe.request import Request
+from strobe.sampling_params import StructuredOutputs
 
 _KEPT = 128
 _LONGEST = 1 << 17

@@ -11,26 +11,27 @@ from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from strobe.server import page, replies
-from strobe.server.api_page import api_page
-from strobe.server.chat import chat
-from strobe.server.completions import completions
+from strobe.server import page
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
-from strobe.server.openapi import Post, describe
-from strobe.server.protocol import answers
-from strobe.server.protocol.chat import ChatCompletionRequest
-from strobe.server.protocol.completions import CompletionRequest
-from strobe.server.protocol.errors import error_body
-from strobe.server.protocol.responses import ResponsesRequest
-from strobe.server.protocol.tokens import (
+from strobe.server.openai import replies
+from strobe.server.openai.api_page import api_page
+from strobe.server.openai.chat import chat
+from strobe.server.openai.completions import completions
+from strobe.server.openai.openapi import Post, describe
+from strobe.server.openai.protocol import response_bodies as answers
+from strobe.server.openai.protocol.chat import ChatCompletionRequest
+from strobe.server.openai.protocol.completions import CompletionRequest
+from strobe.server.openai.protocol.errors import error_body
+from strobe.server.openai.protocol.responses import ResponsesRequest
+from strobe.server.openai.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
-from strobe.server.responses import responses
+from strobe.server.openai.responses import responses
+from strobe.server.openai.tokens import detokenize, tokenize
 from strobe.server.serving import Serving
-from strobe.server.tokens import detokenize, tokenize
 
 Handler = Callable[[Serving, Request], Awaitable[Response]]
 

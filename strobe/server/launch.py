@@ -20,10 +20,10 @@ from typing import Any
 import uvicorn
 
 from strobe.config import EngineConfig
-from strobe.names.hub import without_revision
-from strobe.names.locate import located
+from strobe.hub.download import without_revision
+from strobe.hub.locate import located
 from strobe.server.app import make_app
-from strobe.server.client import EngineClient, EngineDead
+from strobe.server.engine_process.client import EngineClient, EngineDead
 from strobe.server.guards import Drain
 from strobe.server.metrics import ServerMetrics
 from strobe.server.serving import Formats, Serving, check_template, read_template

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-TOKENS_ONLY = ("strobe.engine", "strobe.server.worker")
+TOKENS_ONLY = ("strobe.engine", "strobe.server.engine_process.worker")
 """Loggers of the engine's process, which gets prompts as token ids: their exceptions keep their
 messages, such as why it cannot start."""
 

@@ -25,7 +25,7 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPEN
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from strobe.server.snapshot import EngineSnapshot
+from strobe.server.engine_process.snapshot import EngineSnapshot
 
 Phase = Literal["thinking", "answer", "tool"]
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily

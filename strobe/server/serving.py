@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 import jinja2
 import jinja2.meta
 
-from strobe.request import SamplingParams
-from strobe.server.client import EngineClient, Generation
+from strobe.sampling_params import SamplingParams
+from strobe.server.engine_process.client import EngineClient, Generation
+from strobe.server.engine_process.messages import Ready
 from strobe.server.guards import Drain
-from strobe.server.messages import Ready
 from strobe.server.metrics import ServerMetrics
+from strobe.server.openai.protocol.errors import BadField
 from strobe.server.pace import Pace
 from strobe.server.parsers import (
     REASONING_FORMATS,
@@ -28,7 +29,6 @@ from strobe.server.parsers import (
     ToolFormat,
     detect,
 )
-from strobe.server.protocol.errors import BadField
 from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from strobe.request import option
+from strobe.sampling_params import option
 from strobe.server.logs import configure_logging
 
 

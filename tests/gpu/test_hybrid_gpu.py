@@ -15,7 +15,7 @@ from tiny import run
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
-from strobe.request import SamplingParams
+from strobe.sampling_params import SamplingParams
 
 pytestmark = NEEDS_GPU
 

@@ -27,7 +27,8 @@ from watched import Watched
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
-from strobe.request import Request, SamplingParams
+from strobe.request import Request
+from strobe.sampling_params import SamplingParams
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -27,7 +27,7 @@ from tiny import (
 from watched import Watched
 
 from strobe.config import EngineConfig
-from strobe.request import SamplingParams
+from strobe.sampling_params import SamplingParams
 
 IDS = (0, 1, 3)
 SAMPLING = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)

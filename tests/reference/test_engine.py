@@ -15,8 +15,9 @@ from tiny import EOS_IDS, VOCAB, greedy, make_engine, pool_bytes, run
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
-from strobe.request import SamplingParams, Speculation, Status
+from strobe.request import Status
 from strobe.sampling.noise import stream_key
+from strobe.sampling_params import SamplingParams, Speculation
 
 COLD = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

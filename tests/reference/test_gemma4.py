@@ -21,13 +21,13 @@ from transformers import (
     Gemma4UnifiedForConditionalGeneration,
 )
 
-from strobe.bench import floor
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.config import TargetConfig
 from strobe.models.registry import load_target_config
 from strobe.models.registry import make_target as make
-from strobe.request import SamplingParams
+from strobe.sampling_params import SamplingParams
+from strobe.tools.bench import floor
 
 TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 TINY: dict[str, Any] = {

@@ -29,7 +29,7 @@ from matrix import (
 from tiny import EOS_IDS, Scripted, drain, greedy, make_engine, oracle
 
 from strobe.config import EngineConfig
-from strobe.request import SamplingParams
+from strobe.sampling_params import SamplingParams
 
 
 def test_every_pair_of_values_occurs():

@@ -16,7 +16,7 @@ from tiny import MASK_TOKEN, VOCAB, drain, greedy, make_engine, wavering
 from watched import Watched
 
 from strobe.config import EngineConfig
-from strobe.request import SamplingParams
+from strobe.sampling_params import SamplingParams
 
 MIXED = {"layer_types": ["full_attention", "sliding_attention"], "window": 5}
 IDS = (0, 1, 3)

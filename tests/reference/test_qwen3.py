@@ -21,7 +21,7 @@ from parity import (
 from tiny import LAYERS, edit_json, greedy, make_engine, make_target, run
 
 from strobe.config import EngineConfig
-from strobe.request import SamplingParams
+from strobe.sampling_params import SamplingParams
 
 WINDOWED = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 

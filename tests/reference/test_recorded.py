@@ -17,7 +17,7 @@ from strobe.engine.engine import Engine
 from strobe.engine.stats import EngineStats
 from strobe.runner.batch import Shape
 from strobe.runner.shapes import Shapes
-from strobe.server.warmup import warm_up
+from strobe.server.engine_process.warmup import warm_up
 
 COLD = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
 WARM = COLD.clone(temperature=0.9, top_p=0.8, top_k=30, seed=4)

@@ -45,9 +45,10 @@ from torch import Tensor
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
-from strobe.request import Request, SamplingParams, TokenLogprob
+from strobe.request import Request, TokenLogprob
 from strobe.sampling.grammar import Grammars, source_of
 from strobe.sampling.noise import stream_key
+from strobe.sampling_params import SamplingParams
 
 LENGTH = 80
 """max_model_len of every engine here."""

@@ -22,7 +22,7 @@ from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.runner.memory import scratch_bytes
-from strobe.server.warmup import warm_up
+from strobe.server.engine_process.warmup import warm_up
 
 ANSWERS, TOKENS = 2000, 4
 PROMPT = [1, 2, 3]

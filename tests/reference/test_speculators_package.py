@@ -19,9 +19,9 @@ from watched import Watched
 from strobe import LLM
 from strobe.attention.mask import LayerMask
 from strobe.config import EngineConfig
+from strobe.hub.locate import located
 from strobe.models.dflash import DFlash
-from strobe.names.locate import located
-from strobe.request import SamplingParams
+from strobe.sampling_params import SamplingParams
 
 MADE = Path(__file__).parent / "data" / "speculators"
 PROMPT, WINDOW, KNOWN = 8, 20, 23

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from strobe.config import BOX, EngineConfig
-from strobe.server.client import EngineClient, Generation
+from strobe.server.engine_process.client import EngineClient, Generation
+from strobe.server.engine_process.messages import AnswerNews, Beginning, Ready, Submit
 from strobe.server.guards import Drain
-from strobe.server.messages import AnswerNews, Beginning, Ready, Submit
 from strobe.server.metrics import ServerMetrics
 from strobe.server.serving import Formats, Serving
 from strobe.server.settings import LogSettings, ServerConfig

@@ -26,7 +26,7 @@ from outcomes import Said
 from tokenizers import Tokenizer
 
 from strobe.config import BOX
-from strobe.demo_pair.tasks import Example, heldout
+from strobe.demo_models.tasks import Example, heldout
 
 TOKENIZER = Tokenizer.from_file(str(BOX / "target" / "tokenizer.json"))
 _TASKS = {(e.family, i % 24): e for i, e in enumerate(heldout(24, seed=5, thinking=False))}

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from parsing import dumps
 from tokenizers import Tokenizer
 
-from strobe import demo_pair
+from strobe import demo_models
 from strobe.server.parsers import TOOL_FORMATS, Tool
 
 END, CALL_END = "<|im_end|>", "<|call|>"
@@ -48,7 +48,7 @@ def allowed(matcher: LLMatcher) -> np.ndarray:
 
 
 def vocabulary(*more: str, less: Sequence[str] = (), ends: Sequence[str] = (END,)) -> Vocabulary:
-    file = Path(demo_pair.__file__).parent / "target" / "tokenizer.json"
+    file = Path(demo_models.__file__).parent / "target" / "tokenizer.json"
     made = json.loads(file.read_text(encoding="utf-8"))
     kept = [token for token in made["added_tokens"] if token["content"] not in less]
     special = dict(kept[0])

@@ -10,11 +10,12 @@ from typing import Any
 
 from asgi import Answer, call
 
-from strobe import demo_pair
-from strobe.request import FinishReason, SamplingParams, TokenLogprob
+from strobe import demo_models
+from strobe.request import FinishReason, TokenLogprob
+from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
-from strobe.server.client import Generation
-from strobe.server.messages import AnswerNews, Beginning, Ready
+from strobe.server.engine_process.client import Generation
+from strobe.server.engine_process.messages import AnswerNews, Beginning, Ready
 from strobe.server.metrics import ServerMetrics
 from strobe.server.serving import Formats, Serving
 from strobe.server.settings import ServerConfig
@@ -26,7 +27,7 @@ END = 2
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    return Tokenizer(Path(demo_pair.__file__).parent / "target")
+    return Tokenizer(Path(demo_models.__file__).parent / "target")
 
 
 class Steps(Generation):

@@ -38,7 +38,7 @@ class Served:
         self.url = ""
         self._paused: int | None = None
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "strobe.cli", "serve", "--port=0", "--device=cpu", *options],
+            [sys.executable, "-m", "strobe", "serve", "--port=0", "--device=cpu", *options],
             cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         assert self.process.stderr is not None

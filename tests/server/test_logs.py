@@ -97,7 +97,7 @@ def test_exceptions_keep_their_frames_and_lose_their_messages(
 
 def test_messages_are_kept_where_they_are_asked_for_and_in_the_engine(stderr: Callable[[], str]):
     configure_logging("info")
-    for name in ("strobe.engine.engine", "strobe.server.worker"):
+    for name in ("strobe.engine.engine", "strobe.server.engine_process.worker"):
         logging.getLogger(name).error("failed", exc_info=raised())
         assert SECRET in stderr()
     logging.getLogger("strobe.engineering").error("failed", exc_info=raised())

@@ -16,8 +16,8 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.metrics import CONTEXTS, PHASES, Histogram, ServerMetrics
-from strobe.server.snapshot import EngineSnapshot
 
 ROOT = Path(__file__).parents[2]
 MODEL = 'a "quoted" model\\'

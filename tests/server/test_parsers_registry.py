@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from parsing import parse
 
-from strobe import demo_pair
+from strobe import demo_models
 from strobe.server.parsers import REASONING_FORMATS, TOOL_FORMATS, detect, make_parser
 
 CHATML = "<|im_start|>assistant\n"
@@ -42,7 +42,7 @@ def test_a_chat_template_tells_the_formats(
 
 
 def test_the_pair_in_the_box_is_recognised():
-    directory = Path(demo_pair.__file__).parent / "target"
+    directory = Path(demo_models.__file__).parent / "target"
     template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
     assert detect(template) == ("hermes", "qwen3")
 

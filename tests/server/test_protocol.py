@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from strobe.request import SamplingParams
-from strobe.server.protocol import answers
-from strobe.server.protocol.chat import ChatCompletionRequest
-from strobe.server.protocol.common import Closed
-from strobe.server.protocol.completions import CompletionRequest
-from strobe.server.protocol.errors import BadField, error_body, explain
-from strobe.server.protocol.responses import ResponsesRequest
-from strobe.server.protocol.tables import NO_EFFECT, UNSUPPORTED
+from strobe.sampling_params import SamplingParams
+from strobe.server.openai.protocol import response_bodies as answers
+from strobe.server.openai.protocol.chat import ChatCompletionRequest
+from strobe.server.openai.protocol.common import Closed
+from strobe.server.openai.protocol.completions import CompletionRequest
+from strobe.server.openai.protocol.errors import BadField, error_body, explain
+from strobe.server.openai.protocol.responses import ResponsesRequest
+from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
 
 ROOT = Path(__file__).parents[2]
 
@@ -226,8 +226,9 @@ def test_any_json_is_a_400_or_what_the_engine_takes(model: type[Closed], data: s
 def test_the_room_stands_alone():
     """The schema is imported by tools that have neither the engine nor the web framework."""
     code = (
-        "import sys, strobe.server.protocol.responses, strobe.server.protocol.tokens, "
-        "strobe.server.protocol.answers; print(*sys.modules)"
+        "import sys, strobe.server.openai.protocol.responses, "
+        "strobe.server.openai.protocol.tokens, "
+        "strobe.server.openai.protocol.response_bodies; print(*sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True

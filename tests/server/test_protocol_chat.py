@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from bodies import NAMED, TOOL, USER, chat, refusal, respond, tool
 
-from strobe.server.protocol.chat import ChatCompletionRequest
-from strobe.server.protocol.common import Closed
-from strobe.server.protocol.errors import BadField
-from strobe.server.protocol.messages import read_messages
-from strobe.server.protocol.responses import ResponsesRequest
-from strobe.server.protocol.tokens import TokenizeRequest
-from strobe.server.protocol.tools import ToolChoice
+from strobe.server.openai.protocol.chat import ChatCompletionRequest
+from strobe.server.openai.protocol.chat_messages import read_messages
+from strobe.server.openai.protocol.common import Closed
+from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.responses import ResponsesRequest
+from strobe.server.openai.protocol.tokens import TokenizeRequest
+from strobe.server.openai.protocol.tools import ToolChoice
 
 
 def test_messages_become_what_templates_read():

@@ -13,17 +13,21 @@ import pytest
 from bodies import GENERATING, SMALLEST
 from pydantic import BaseModel
 
-from strobe.server.protocol import answers
-from strobe.server.protocol.common import Closed, StreamOptions
-from strobe.server.protocol.errors import ERROR_TYPES
-from strobe.server.protocol.items import EVERY_ITEM, ITEM_FIELDS
-from strobe.server.protocol.messages import MESSAGE_FIELDS, PART_FIELDS, TOOL_CALL_FIELDS
-from strobe.server.protocol.responses import ResponsesStreamOptions
-from strobe.server.protocol.sampling import Sampling
-from strobe.server.protocol.structured import JSON_SCHEMA_FIELDS, KINDS, SINGLE_FIELDS
-from strobe.server.protocol.tables import NO_EFFECT, UNSUPPORTED
-from strobe.server.protocol.tokens import DetokenizeResponse, TokenizeResponse
-from strobe.server.protocol.tools import FUNCTION_FIELDS
+from strobe.server.openai.protocol import response_bodies as answers
+from strobe.server.openai.protocol.chat_messages import (
+    MESSAGE_FIELDS,
+    PART_FIELDS,
+    TOOL_CALL_FIELDS,
+)
+from strobe.server.openai.protocol.common import Closed, StreamOptions
+from strobe.server.openai.protocol.errors import ERROR_TYPES
+from strobe.server.openai.protocol.items import EVERY_ITEM, ITEM_FIELDS
+from strobe.server.openai.protocol.response_format import JSON_SCHEMA_FIELDS, KINDS, SINGLE_FIELDS
+from strobe.server.openai.protocol.responses import ResponsesStreamOptions
+from strobe.server.openai.protocol.sampling import Sampling
+from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
+from strobe.server.openai.protocol.tokens import DetokenizeResponse, TokenizeResponse
+from strobe.server.openai.protocol.tools import FUNCTION_FIELDS
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from bodies import SCHEMA, TOOL, USER, refusal, respond
 
-from strobe.server.protocol.errors import BadField
-from strobe.server.protocol.responses import ResponsesRequest
-from strobe.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.responses import ResponsesRequest
+from strobe.server.openai.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
 
 def test_a_response_is_a_chat():

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from bodies import GENERATING, SCHEMA, SMALLEST, chat, complete, refusal, respond
 
-from strobe.request import SamplingParams, Speculation
-from strobe.server.protocol.chat import ChatCompletionRequest
-from strobe.server.protocol.common import Closed
-from strobe.server.protocol.completions import CompletionRequest
-from strobe.server.protocol.errors import BadField
-from strobe.server.protocol.responses import ResponsesRequest
-from strobe.server.protocol.sampling import SAME_NAME, Sampling
+from strobe.sampling_params import SamplingParams, Speculation
+from strobe.server.openai.protocol.chat import ChatCompletionRequest
+from strobe.server.openai.protocol.common import Closed
+from strobe.server.openai.protocol.completions import CompletionRequest
+from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.responses import ResponsesRequest
+from strobe.server.openai.protocol.sampling import SAME_NAME, Sampling
 
 EVERY_FIELD: dict[str, Any] = {
     "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": -3, "min_tokens": 1,

@@ -14,8 +14,8 @@ from engineless import BEGINNING, Said, news, serving
 
 from strobe.config import BOX
 from strobe.server.app import make_app
-from strobe.server.client import EngineDead, EngineStopped, Generation
-from strobe.server.messages import Finish, Submit
+from strobe.server.engine_process.client import EngineDead, EngineStopped, Generation
+from strobe.server.engine_process.messages import Finish, Submit
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
 

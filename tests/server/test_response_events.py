@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from scripted import Script, post
 
-from strobe.server.client import EngineDead, PromptRefused
-from strobe.server.protocol import answers
+from strobe.server.engine_process.client import EngineDead, PromptRefused
+from strobe.server.openai.protocol import response_bodies as answers
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": {"b": "é <x> {}"}}}\n</tool_call>'

@@ -9,12 +9,12 @@ import pytest
 from engineless import BEGINNING, Said, news, serving
 
 from strobe.config import BOX
-from strobe.request import SamplingParams
-from strobe.server.client import EngineDead, EngineStopped, Generation
-from strobe.server.messages import Finish, Submit
+from strobe.sampling_params import SamplingParams
+from strobe.server.engine_process.client import EngineDead, EngineStopped, Generation
+from strobe.server.engine_process.messages import Finish, Submit
 from strobe.server.metrics import ServerMetrics
-from strobe.server.protocol.errors import BadField
-from strobe.server.runs import Job, Progress, Run
+from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.runs import Job, Progress, Run
 from strobe.server.serving import Serving, Unserved
 from strobe.text.tokenizer import Tokenizer
 

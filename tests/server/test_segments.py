@@ -12,8 +12,8 @@ from parsing import cut, parse, places, texts
 
 from strobe.outputs import CompletionOutput, StreamDelta
 from strobe.request import TokenLogprob
+from strobe.server.openai.segments import Ordered, Origins, Segment
 from strobe.server.parsers import make_parser
-from strobe.server.segments import Ordered, Origins, Segment
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": {}}}\n</tool_call>'
 LLAMA = '{"name": "f", "parameters": {"a": {}}}'

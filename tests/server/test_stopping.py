@@ -170,7 +170,7 @@ def test_told_to_stop_while_the_engine_starts_it_exits_with_0():
 
 def launched(*options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "strobe.cli", "serve", "--device=cpu", *options],
+        [sys.executable, "-m", "strobe", "serve", "--device=cpu", *options],
         cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
 

@@ -16,10 +16,10 @@ from tiny import make_engine, run
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
-from strobe.request import SamplingParams
-from strobe.server.messages import AnswerNews, Finish, Refused, Step, Stop, Submit
-from strobe.server.snapshot import EngineSnapshot
-from strobe.server.worker import Worker
+from strobe.sampling_params import SamplingParams
+from strobe.server.engine_process.messages import AnswerNews, Finish, Refused, Step, Stop, Submit
+from strobe.server.engine_process.snapshot import EngineSnapshot
+from strobe.server.engine_process.worker import Worker
 from strobe.text.tokenizer import Tokenizer
 
 PROMPT = list(range(100, 130))

@@ -33,7 +33,7 @@ def tokenizer() -> Tokenizer:
 def main(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """main(*arguments) -> (exit status, standard output, standard error)."""
 
-    from strobe import cli
+    from strobe.cli import main as cli
 
     def run(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()

@@ -10,7 +10,8 @@ import pytest
 
 from strobe.answers import Answer, News, named
 from strobe.outputs import StreamDelta
-from strobe.request import SamplingParams, TokenLogprob
+from strobe.request import TokenLogprob
+from strobe.sampling_params import SamplingParams
 from strobe.text.tokenizer import Tokenizer
 
 END = 2

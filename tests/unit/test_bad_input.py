@@ -17,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from textpair import Pair
 from tiny import edit_json, make_target
 
-from strobe import LLM, SamplingParams, cli
+from strobe import LLM, SamplingParams
+from strobe.cli import main as cli
 from strobe.engine import build
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.registry import load_draft_config
-from strobe.request import Speculation
 from strobe.runner import memory
+from strobe.sampling_params import Speculation
 
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"

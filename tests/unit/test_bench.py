@@ -15,15 +15,17 @@ import pytest
 import torch
 from textpair import Pair
 
-from strobe import EngineConfig, bench_command, cli
-from strobe.bench import floor, offline, prompts, rates, step, timeline
-from strobe.bench.settings import DECIDED, OfflineSettings, StepSettings, command_line
+from strobe import EngineConfig
+from strobe.cli import bench as bench_command
+from strobe.cli import main as cli
 from strobe.config import BOX
-from strobe.demo_pair.tasks import heldout
+from strobe.demo_models.tasks import heldout
 from strobe.engine.engine import Engine
 from strobe.models.registry import load_draft_config, load_target_config
-from strobe.request import SamplingParams
+from strobe.sampling_params import SamplingParams
 from strobe.text.tokenizer import Tokenizer
+from strobe.tools.bench import floor, offline, prompts, rates, step, timeline
+from strobe.tools.bench.settings import DECIDED, OfflineSettings, StepSettings, command_line
 
 CPU = torch.device("cpu")
 STEP_FLAGS = [

@@ -11,10 +11,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from strobe.attention.mask import LayerMask
-from strobe.bench import floor, rates, shapes, timeline
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
 from strobe.models.registry import load_draft_config, load_target_config, make_target
+from strobe.tools.bench import floor, rates, shapes, timeline
 
 CPU = torch.device("cpu")
 

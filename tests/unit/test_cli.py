@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 from textpair import Pair
 
-from strobe import LLM, EngineConfig, SamplingParams, demo
-from strobe.demo_pair.tasks import FAMILIES
+from strobe import LLM, EngineConfig, SamplingParams
+from strobe.cli import demo
+from strobe.demo_models.tasks import FAMILIES
 from strobe.models.checkpoint import Checkpoint
 from strobe.outputs import CompletionOutput, RequestOutput
 
 ROOT = Path(__file__).parents[2]
-RUN = [sys.executable, "-m", "strobe.cli"]
+RUN = [sys.executable, "-m", "strobe"]
 CPU = "--device=cpu"  # other processes do not know of the fixture that hides GPUs
 GREEDY = ["--temperature=0", "--max-tokens=8"]
 
@@ -227,7 +228,7 @@ def test_json_is_one_object_on_standard_output_and_debug_goes_to_the_other(pair:
 
 def test_a_reader_that_leaves_early_is_no_error(pair: Pair):
     run = subprocess.run(
-        f"{sys.executable} -m strobe.cli generate --help | head -1; exit ${{PIPESTATUS[0]}}",
+        f"{sys.executable} -m strobe generate --help | head -1; exit ${{PIPESTATUS[0]}}",
         shell=True, executable="/bin/bash", cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.stdout.startswith("usage: strobe generate")
@@ -399,8 +400,8 @@ def test_info_prints_a_table(
 
 def test_info_alone_is_about_the_pair_in_the_box(main: Callable[..., Any], no_weights: None):
     facts = json.loads(main("info", "--json")[1])
-    assert facts["path"].endswith("demo_pair/target")
-    assert facts["draft"]["path"].endswith("demo_pair/draft")
+    assert facts["path"].endswith("demo_models/target")
+    assert facts["draft"]["path"].endswith("demo_models/draft")
     assert facts["pair"] == "fits"
 
 

@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from strobe.demo_pair.tasks import FAMILIES, Example, check, generate, heldout, split, training
-from strobe.demo_pair.tasks.example import prompt_key
+from strobe.demo_models.tasks import FAMILIES, Example, check, generate, heldout, split, training
+from strobe.demo_models.tasks.example import prompt_key
 
 
 def full_text(example: Example) -> str:

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import edit_json
 
-from strobe.cli import main
+from strobe.cli.main import main
 from strobe.config import BOX, EngineConfig
-from strobe.doctor import measure
-from strobe.doctor import run as doctor
-from strobe.doctor.checks import hashes
-from strobe.doctor.findings import Report
-from strobe.doctor.measure import gain
-from strobe.doctor.tokenizers import fingerprint
+from strobe.tools.doctor import measure
+from strobe.tools.doctor import run as doctor
+from strobe.tools.doctor.checks import hashes
+from strobe.tools.doctor.findings import Report
+from strobe.tools.doctor.measure import gain
+from strobe.tools.doctor.tokenizers import fingerprint
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -154,7 +154,7 @@ def test_nothing_is_wrong_with_the_pair_in_the_box(
 def test_a_large_file_is_told_from_another_of_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("strobe.doctor.checks.HASHED_BYTES", 1 << 20)
+    monkeypatch.setattr("strobe.tools.doctor.checks.HASHED_BYTES", 1 << 20)
     path, content = tmp_path / "model.safetensors", bytearray(3 << 20)
     seen: set[str] = set()
     for place in (0, 1 << 20, (3 << 20) - 1, None):

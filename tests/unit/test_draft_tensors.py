@@ -17,11 +17,11 @@ from tiny import HIDDEN, VOCAB, edit_json, make_draft
 from torch import Tensor
 
 from strobe.models.config import DraftConfig
+from strobe.models.config_readers.tensors import read_target_ids
 from strobe.models.dflash import DFlash
-from strobe.models.formats.tensors import read_target_ids
 from strobe.models.load import check_draft_tensors
-from strobe.models.pieces import pieces_of
 from strobe.models.registry import load_draft_config
+from strobe.models.weight_mapping import pieces_of
 
 PARAMETERS = 1_048_626_432
 

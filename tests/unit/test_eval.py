@@ -14,15 +14,16 @@ import huggingface_hub
 import pytest
 from textpair import Pair
 
-from strobe import LLM, EngineConfig, SamplingParams, eval_command
-from strobe.bench.settings import DECIDED
-from strobe.demo_pair.tasks import FAMILIES
-from strobe.eval import datasets, measures, plots, sources
-from strobe.eval.answering import Answering
-from strobe.eval.datasets import Sample
-from strobe.eval.evaluate import Engines
-from strobe.eval.settings import EvalSettings
+from strobe import LLM, EngineConfig, SamplingParams
+from strobe.cli import eval as eval_command
+from strobe.demo_models.tasks import FAMILIES
 from strobe.outputs import CompletionOutput, SpeculationReport
+from strobe.tools.bench.settings import DECIDED
+from strobe.tools.eval import datasets, measures, plots, sources
+from strobe.tools.eval.answering import Answering
+from strobe.tools.eval.datasets import Sample
+from strobe.tools.eval.evaluate import Engines
+from strobe.tools.eval.settings import EvalSettings
 
 FLAGS = [
     "--dataset", "--data", "--shots", "--prompts", "--concurrency", "--max-tokens", "--repeats",

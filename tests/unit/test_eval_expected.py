@@ -13,10 +13,10 @@ import pytest
 from textpair import Pair
 from tiny import edit_json
 
-from strobe.bench.shapes import directories
-from strobe.eval.expected import Expected, chosen, compare, enough, expectations
-from strobe.eval.settings import EvalSettings
 from strobe.models.registry import load_draft_config, load_target_config
+from strobe.tools.bench.shapes import directories
+from strobe.tools.eval.expected import Expected, chosen, compare, enough, expectations
+from strobe.tools.eval.settings import EvalSettings
 
 
 def resolved(

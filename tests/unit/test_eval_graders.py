@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strobe.eval import graders, latex, programs
+from strobe.tools.eval import graders, latex, programs
 
 # LaTeX
 

@@ -12,8 +12,8 @@ import pytest
 from textpair import Pair
 
 from strobe import LLM, SamplingParams
-from strobe.eval import plots
-from strobe.eval.answering import Answering, Run
+from strobe.tools.eval import plots
+from strobe.tools.eval.answering import Answering, Run
 
 PICTURES = ["histogram.png", "positions.png", "speedup.png"]
 

@@ -15,11 +15,10 @@ from safetensors.torch import load_file, save_file
 from tiny import make_draft, make_engine, make_target, run
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
+from strobe.cli.info import describe
 from strobe.config import EngineConfig
-from strobe.doctor.checks import memory_bill
 from strobe.engine.build import resolve
-from strobe.info import describe
-from strobe.models.formats.fp8 import dequantized
+from strobe.models.config_readers.fp8 import dequantized
 from strobe.models.load import (
     check_draft_tensors,
     check_target_tensors,
@@ -29,7 +28,8 @@ from strobe.models.load import (
     weight_bytes,
 )
 from strobe.models.registry import load_draft_config, load_target_config
-from strobe.request import SamplingParams
+from strobe.sampling_params import SamplingParams
+from strobe.tools.doctor.checks import memory_bill
 
 HOW: dict[str, Any] = {
     "max_positions": 40,

@@ -19,8 +19,9 @@ import pytest
 from llguidance import LLMatcher
 
 from strobe.config import BOX
-from strobe.request import Request, SamplingParams, StructuredOutputs
+from strobe.request import Request
 from strobe.sampling.grammar import Follower, Grammars, source_of
+from strobe.sampling_params import SamplingParams, StructuredOutputs
 from strobe.text.tokenizer import Tokenizer
 
 FILE = BOX / "target" / "tokenizer.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from strobe.config import BOX
-from strobe.request import StructuredOutputs
 from strobe.sampling.grammar import Follower, Grammars
+from strobe.sampling_params import StructuredOutputs
 
 END = 2
 TEXT = "The name is Ann, and that is all there is to say."

@@ -16,7 +16,7 @@ from textpair import Pair
 from tiny import edit_json
 
 from strobe import LLM
-from strobe.names.hub import directory, fetch_weights
+from strobe.hub.download import directory, fetch_weights
 
 NAME, COMMIT = "owner/tiny-model", "a" * 40
 

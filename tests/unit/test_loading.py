@@ -17,8 +17,8 @@ from transformers import Qwen3ForCausalLM
 from strobe.models import load
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.load import check_target_tensors, load_target
-from strobe.models.pieces import pieces_of
 from strobe.models.registry import load_target_config
+from strobe.models.weight_mapping import pieces_of
 
 LOGGER = "strobe.models.progress"
 HOW: dict[str, Any] = {

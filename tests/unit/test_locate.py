@@ -10,10 +10,10 @@ import pytest
 from textpair import Pair
 
 from strobe import EngineConfig
-from strobe.names.hub import is_hub_name
-from strobe.names.locate import located
-from strobe.names.pairs import PAIRS, published_drafter
-from strobe.names.speculators import Proposal, read_proposal
+from strobe.hub.download import is_hub_name
+from strobe.hub.locate import located
+from strobe.hub.pairs import PAIRS, published_drafter
+from strobe.hub.speculators import Proposal, read_proposal
 
 ENGINE = EngineConfig()
 
@@ -43,9 +43,9 @@ def written(directory: Path, config: dict[str, Any]) -> str:
 
 def test_without_a_target_the_pair_in_the_box_is_named():
     found = located(ENGINE)
-    assert found.target.endswith("demo_pair/target")
+    assert found.target.endswith("demo_models/target")
     for draft in (found.draft, located(ENGINE.with_(draft="auto")).draft):
-        assert str(draft).endswith("demo_pair/draft")
+        assert str(draft).endswith("demo_models/draft")
     assert located(ENGINE.with_(method="dflash")).draft == found.draft
     assert located(ENGINE.with_(method="ngram")).draft is None
     assert located(ENGINE.with_(method="none")).draft is None

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strobe.request import Request, SamplingParams
+from strobe.request import Request
+from strobe.sampling_params import SamplingParams
 from strobe.spec.ngram import NgramProposer
 from strobe.step import Plan, Span
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from strobe.request import Request, SamplingParams, Speculation, SpeculationCount
+from strobe.request import Request, SpeculationCount
+from strobe.sampling_params import SamplingParams, Speculation
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n is 0"),

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from strobe.models.formats.rope import read_rope
+from strobe.models.config_readers.rope import read_rope
 from strobe.models.layers import RotaryTable
 from strobe.models.rope import RopeConfig
 

@@ -22,7 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from strobe.config import Limits
 from strobe.engine.scheduler import Scheduler
 from strobe.kv.pages import PagePool
-from strobe.request import Request, SamplingParams, Status, TokenLogprob
+from strobe.request import Request, Status, TokenLogprob
+from strobe.sampling_params import SamplingParams
 from strobe.step import HostVerdict, Plan, TokenEvent
 
 ROOT = Path(__file__).parents[2]

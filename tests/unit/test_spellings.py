@@ -13,10 +13,10 @@ import pytest
 from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
-from strobe.names import spellings
-from strobe.names.arguments import separate
-from strobe.names.pairs import PAIRS
-from strobe.names.spellings import understood
+from strobe.compat import aliases as spellings
+from strobe.compat.aliases import understood
+from strobe.compat.arguments import separate
+from strobe.hub.pairs import PAIRS
 from strobe.outputs import CompletionOutput, RequestOutput
 from strobe.server.settings import ServerConfig
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from strobe.request import Request, SamplingParams
+from strobe.request import Request
+from strobe.sampling_params import SamplingParams
 from strobe.step import Plan, Span
 
 

@@ -18,8 +18,8 @@ from strobe.models.load import load_draft, load_target
 from strobe.models.registry import load_draft_config, load_target_config, make_target
 from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
-from strobe.train.__main__ import train
-from strobe.train.blocks import (
+from strobe.tools.train.__main__ import train
+from strobe.tools.train.blocks import (
     context_kv,
     draft_hidden,
     every_anchor,
@@ -28,11 +28,11 @@ from strobe.train.blocks import (
     random_anchors,
     visible,
 )
-from strobe.train.capture import capture, target_choices
-from strobe.train.data import Corpus, Sample, chat_sample, epoch_order, read_samples
-from strobe.train.draft import draft_config, new_draft, save_draft, unfused
-from strobe.train.evaluate import Acceptance, answer_spans, batch_acceptance
-from strobe.train.loss import (
+from strobe.tools.train.capture import capture, target_choices
+from strobe.tools.train.data import Corpus, Sample, chat_sample, epoch_order, read_samples
+from strobe.tools.train.draft import draft_config, new_draft, save_draft, unfused
+from strobe.tools.train.evaluate import Acceptance, answer_spans, batch_acceptance
+from strobe.tools.train.loss import (
     Accuracy,
     Slots,
     block_loss,
@@ -41,14 +41,14 @@ from strobe.train.loss import (
     dpace_weights,
     measure_slots,
 )
-from strobe.train.regenerate import (
+from strobe.tools.train.regenerate import (
     RegenerateSettings,
     engine_answer,
     prompts,
     regenerate,
 )
-from strobe.train.settings import DraftShape, Objective, Schedule, TrainSettings
-from strobe.train.trainer import Trainer, learning_rate, split_heldout
+from strobe.tools.train.settings import DraftShape, Objective, Schedule, TrainSettings
+from strobe.tools.train.trainer import Trainer, learning_rate, split_heldout
 
 VOCABULARY, MASK_TOKEN, BLOCK, POSITIONS = 40, 39, 4, 128
 FULL = LayerMask(causal=False)

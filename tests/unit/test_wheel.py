@@ -24,7 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_holds_the_pair_and_no_tests(wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
     for name in ("target/model.safetensors", "target/chat_template.jinja", "draft/config.json"):
-        assert f"strobe/demo_pair/{name}" in names
+        assert f"strobe/demo_models/{name}" in names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "scripts/"))]
 
 
@@ -32,7 +32,17 @@ def test_installed_elsewhere_it_runs_the_demo(wheel: Path, tmp_path: Path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     run = subprocess.run(
-        [sys.executable, "-m", "strobe.cli", "demo", "--json", "--prompts", "2", "--repeats", "1"],
+        [
+            sys.executable,
+            "-m",
+            "strobe",
+            "demo",
+            "--json",
+            "--prompts",
+            "2",
+            "--repeats",
+            "1",
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True,

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.models.config import ExpertShape
-from strobe.models.formats.fields import MEND, Fields
-from strobe.models.pieces import Piece, Pieces
+from strobe.models.config_readers.fields import MEND, Fields
+from strobe.models.weight_mapping import Piece, Pieces
 
 UNFUSED = "the kernels have no experts"
 GATHERED = 1 << 26

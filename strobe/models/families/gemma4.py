@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from strobe.attention.mask import LayerMask
 from strobe.models.config import DecoderConfig, ExpertShape, LayerShape, TargetConfig
-from strobe.models.families.experts import Experts, read_counts
-from strobe.models.formats.decoder import (
+from strobe.models.config_readers.decoder import (
     read_decoder,
     read_layer_types,
     read_target,
     read_window,
 )
-from strobe.models.formats.fields import MEND, Fields
-from strobe.models.formats.rope import read_rope
+from strobe.models.config_readers.fields import MEND, Fields
+from strobe.models.config_readers.rope import read_rope
+from strobe.models.families.experts import Experts, read_counts
 from strobe.models.layers import MLP, Attend, RMSNorm, Rope, RotaryTable, rotate, unit_rms
-from strobe.models.pieces import Piece, Pieces, stacked
 from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
+from strobe.models.weight_mapping import Piece, Pieces, stacked
 
 logger = logging.getLogger(__name__)
 

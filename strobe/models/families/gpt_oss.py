@@ -10,19 +10,19 @@ from torch import Tensor
 
 from strobe.attention.mask import LayerMask
 from strobe.models.config import DecoderConfig, ExpertShape, Quantization, TargetConfig
-from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP, read_counts
-from strobe.models.formats.decoder import (
+from strobe.models.config_readers.decoder import (
     read_decoder,
     read_layer_types,
     read_ropes,
     read_target,
     read_window,
 )
-from strobe.models.formats.fields import MEND, Fields
-from strobe.models.formats.mxfp4 import BLOCK, unpack
+from strobe.models.config_readers.fields import MEND, Fields
+from strobe.models.config_readers.mxfp4 import BLOCK, unpack
+from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import DecoderLayer
-from strobe.models.pieces import Piece, Pieces
 from strobe.models.target import Target
+from strobe.models.weight_mapping import Piece, Pieces
 
 ALPHA, LIMIT = 1.702, 7.0
 """Of the experts' activation: how steep its sigmoid is, and where its inputs end."""

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from strobe.attention.mask import LayerMask
 from strobe.models.config import TargetConfig
-from strobe.models.formats.decoder import (
+from strobe.models.config_readers.decoder import (
     read_decoder,
     read_target,
 )
-from strobe.models.formats.fields import Fields
-from strobe.models.formats.fp8 import read_quantization
+from strobe.models.config_readers.fields import Fields
+from strobe.models.config_readers.fp8 import read_quantization
 from strobe.models.layers import DecoderLayer
 from strobe.models.target import Target
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from strobe.attention.mask import LayerMask
 from strobe.models.config import TargetConfig
-from strobe.models.formats.decoder import (
+from strobe.models.config_readers.decoder import (
     read_decoder,
     read_layer_types,
     read_target,
     read_window,
 )
-from strobe.models.formats.fields import Fields
-from strobe.models.formats.fp8 import read_quantization
+from strobe.models.config_readers.fields import Fields
+from strobe.models.config_readers.fp8 import read_quantization
 from strobe.models.layers import DecoderLayer
 from strobe.models.target import Target
 

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from strobe.attention.mask import LayerMask
 from strobe.kv.states import StateSpec
 from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
-from strobe.models.families.experts import Experts, Router, SparseMLP, gated_silu, read_counts
-from strobe.models.formats.decoder import (
+from strobe.models.config_readers.decoder import (
     read_decoder,
     read_layer_types,
     read_target,
 )
-from strobe.models.formats.fields import MEND, Fields, positive
-from strobe.models.formats.fp8 import read_quantization
-from strobe.models.formats.rope import read_rope
+from strobe.models.config_readers.fields import MEND, Fields, positive
+from strobe.models.config_readers.fp8 import read_quantization
+from strobe.models.config_readers.rope import read_rope
+from strobe.models.families.experts import Experts, Router, SparseMLP, gated_silu, read_counts
 from strobe.models.layers import MLP, RMSNorm, Rope, RotaryTable, add_linear, rotate
 from strobe.models.target import Target
 

@@ -8,13 +8,13 @@ from torch import nn
 
 from strobe.attention.mask import LayerMask
 from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
-from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP, read_counts
-from strobe.models.formats.decoder import (
+from strobe.models.config_readers.decoder import (
     read_decoder,
     read_target,
 )
-from strobe.models.formats.fields import MEND, Fields
-from strobe.models.formats.fp8 import read_quantization
+from strobe.models.config_readers.fields import MEND, Fields
+from strobe.models.config_readers.fp8 import read_quantization
+from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import DecoderLayer
 from strobe.models.target import Target
 

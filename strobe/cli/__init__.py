@@ -1,0 +1,1 @@
+"""The command line: `main` reads it, and each command has a file."""

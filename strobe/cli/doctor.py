@@ -1,0 +1,49 @@
+"""`strobe doctor` on the command line; the doctor is in `doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
+
+from strobe.cli.flags import flags
+from strobe.config import EngineConfig
+
+DECIDED = (
+    "target", "draft", "method", "max_num_seqs", "cuda_graphs", "enable_prefix_caching",
+    "ngram_max", "ngram_min", "seed", "load_format",
+)  # fmt: skip
+"""Options that the doctor chooses itself."""
+
+if TYPE_CHECKING:
+    DoctorFlags = Any
+else:
+    DoctorFlags = flags(EngineConfig, "DoctorFlags", omit=DECIDED, defaults=None)
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say whether a drafter fits its target, measure how much is accepted, and name what is wrong
+    where it is little; without names, of the pair in the box."""
+
+    target: Annotated[
+        Positional[str],
+        arg(help="The target model.", metavar="TARGET", help_behavior_hint=""),
+    ] = ""
+    draft: Annotated[
+        Positional[str],
+        arg(help="The DFlash drafter.", metavar="DRAFT", help_behavior_hint=""),
+    ] = ""
+    json: FlagCreatePairsOff[
+        Annotated[
+            bool, arg(help="Print one JSON object on standard output.", help_behavior_hint="")
+        ]
+    ] = False
+    engine: OmitArgPrefixes[DoctorFlags] = field(default_factory=DoctorFlags)
+
+    def run(self) -> int:
+        from strobe.tools.doctor.run import run_doctor
+
+        config = EngineConfig(**asdict(self.engine), target=self.target, draft=self.draft or None)
+        return run_doctor(config, as_json=self.json)

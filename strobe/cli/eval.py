@@ -1,0 +1,73 @@
+"""`strobe eval` on the command line; the evaluation itself is in `eval`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
+
+from strobe.cli.flags import flags
+from strobe.config import EngineConfig
+from strobe.tools.bench.settings import DECIDED
+from strobe.tools.eval.settings import EvalSettings
+
+if TYPE_CHECKING:
+    EvalFlags = EvalEngineFlags = OneEvaluation = Any
+else:
+    EvalFlags = flags(EvalSettings, "EvalFlags", defaults=None)
+    EvalEngineFlags = flags(EngineConfig, "EvalEngineFlags", omit=DECIDED, defaults=None)
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    settings: OmitArgPrefixes[EvalFlags] = field(default_factory=EvalFlags)
+    engine: OmitArgPrefixes[EvalEngineFlags] = field(default_factory=EvalEngineFlags)
+
+    def run(self) -> int:
+        from strobe.tools.eval.evaluate import evaluate
+
+        settings, config = EvalSettings(**asdict(self.settings)), asdict(self.engine)
+        return evaluate(type(self).__name__.lower(), settings, EngineConfig(**config))
+
+
+@dataclass(frozen=True)
+class Acceptance(_Evaluation):
+    """Acceptance length, rate by position and histogram, against the pair's published figures."""
+
+
+@dataclass(frozen=True)
+class Accuracy(_Evaluation):
+    """Share of right answers with speculation off and on, where the data set has answers."""
+
+
+@dataclass(frozen=True)
+class Speed(_Evaluation):
+    """Tokens per second with speculation off and on, and the speed-up by data set and load."""
+
+
+EVALUATIONS: dict[str, Any] = {"acceptance": Acceptance, "accuracy": Accuracy, "speed": Speed}
+if not TYPE_CHECKING:
+    OneEvaluation = (
+        Annotated[Acceptance, subcommand("acceptance")]
+        | Annotated[Accuracy, subcommand("accuracy")]
+        | Annotated[Speed, subcommand("speed")]
+    )
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Measure a pair on data sets: acceptance, accuracy or speed, with a report and plots."""
+
+    which: OmitArgPrefixes[OmitSubcommandPrefixes[OneEvaluation]]
+
+    def run(self) -> int:
+        return self.which.run()
+
+
+def completed(arguments: list[str]) -> list[str]:
+    """The arguments behind `strobe eval`, or --help for none. Raises ValueError for an evaluation
+    that there is not."""
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in EVALUATIONS:
+        raise ValueError(f"{arguments[0]!r} is no evaluation; there are {', '.join(EVALUATIONS)}.")
+    return arguments or ["--help"]

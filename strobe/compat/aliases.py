@@ -1,0 +1,292 @@
+"""Options as users of vLLM, SGLang and openinfer write them, as settings of our own.
+
+Every table is by the other engine's name, with underscores; docs/command-line.md lists them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from strobe.sampling_params import METHODS
+
+logger = logging.getLogger(__name__)
+
+RENAMED = {
+    "model": "target",
+    "model_path": "target",
+    "context_length": "max_model_len",
+    "max_running_requests": "max_num_seqs",
+    "block_size": "page_size",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "random_seed": "seed",
+    "speculative_draft_model_path": "draft",
+    "speculative_draft_model": "draft",
+    "dflash_draft_model_path": "draft",
+    "speculative_draft_model_revision": "draft_revision",
+    "speculative_draft_attention_backend": "draft_attention_backend",
+    "uvicorn_log_level": "log_level",
+}
+"""Names that mean exactly what a setting of ours means."""
+
+SWITCHES: dict[str, tuple[str, Any, Any]] = {
+    "enforce_eager": ("cuda_graphs", False, None),
+    "disable_cuda_graph": ("cuda_graphs", False, None),
+    "disable_radix_cache": ("enable_prefix_caching", False, None),
+    "disable_overlap_schedule": ("overlap", 1, None),
+    "async_scheduling": ("overlap", 2, 1),
+    "disable_uvicorn_access_log": ("access_log", False, None),
+}
+"""True or false there: the setting here, its value for true, and for false; None is the default."""
+
+BLOCKS = ("speculative_dflash_block_size", "speculative_num_draft_tokens")
+"""SGLang counts a block's slots, the first of which is the newest token and no draft."""
+
+SPEC_OPTIONS = {
+    "spec_method": "method",
+    "spec_model": "model",
+    "spec_tokens": "num_speculative_tokens",
+}
+"""vLLM's options for single keys of its speculative_config."""
+
+SPECULATIVE = {
+    "model": "draft",
+    "method": "method",
+    "num_speculative_tokens": "num_drafts",
+    "attention_backend": "draft_attention_backend",
+    "draft_sample_method": "draft_sample_method",
+    "revision": "draft_revision",
+    "prompt_lookup_max": "ngram_max",
+    "prompt_lookup_min": "ngram_min",
+}
+"""Keys of vLLM's speculative_config."""
+
+_LIBRARIES = ("FLASH_ATTN", "flash_attn", "FLASHINFER", "flashinfer", "fa3", "fa4", "trtllm_mha")
+_ATTENTION = {
+    **dict.fromkeys(("TRITON_ATTN", "triton_attn"), "triton"),
+    **dict.fromkeys(_LIBRARIES, "auto"),
+}
+SAME = {
+    "dtype": {"half": "float16", "float": "float32", "bf16": "bfloat16"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "load_format": {"safetensors": "auto"},
+    "attention_backend": _ATTENTION,
+    "draft_attention_backend": _ATTENTION,
+}
+"""Values of our own settings that have another name there; a library of attention kernels is what
+those engines' own choice amounts to."""
+
+_ONE_GPU = "Strobe runs on one GPU"
+_OWN_TOKENIZER = "Strobe reads the tokenizer as the checkpoint has it"
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    **dict.fromkeys(
+        (
+            *("tensor_parallel_size", "tp_size", "tp"),
+            *("pipeline_parallel_size", "pp_size", "pp"),
+            *("data_parallel_size", "dp_size", "dp"),
+        ),
+        ((1,), _ONE_GPU),
+    ),
+    "enable_expert_parallel": ((False,), _ONE_GPU),
+    "cpu_offload_gb": ((0, 0.0), "Strobe keeps all weights on the device"),
+    "enable_lora": ((False,), "Strobe loads no adapters"),
+    "quantization": ((), "Strobe takes weights as the checkpoint has them, or weight_dtype fp8"),
+    "tokenizer_mode": (("auto",), _OWN_TOKENIZER),
+    "skip_tokenizer_init": ((False,), _OWN_TOKENIZER),
+    "task": (("auto", "generate"), "Strobe only generates"),
+    "runner": (("auto", "generate"), "Strobe only generates"),
+    "generation_config": (("auto",), "Strobe takes default sampling values from the checkpoint"),
+    "speculative_eagle_topk": ((1,), "Strobe drafts chains, not trees"),
+    "speculative_num_steps": ((1,), "DFlash drafts a block at once"),
+    "enable_auto_tool_choice": ((True,), "the model may always choose a tool where tools are"),
+    "enable_metrics": ((True,), "/metrics always answers"),
+    "disable_log_stats": ((True, False), "get_metrics() always counts"),
+}
+"""Options of which some values ask for what Strobe does anyway, and why no other can be had."""
+
+SPECULATIVE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "draft_tensor_parallel_size": ((1,), _ONE_GPU),
+    "tensor_parallel_size": ((1,), _ONE_GPU),
+    "rejection_sample_method": (("standard", "strict"), "Strobe only verifies without loss"),
+    "parallel_drafting": ((True,), "DFlash always drafts a block at once"),
+    "enforce_eager": ((False,), "cuda_graphs holds for target and drafter together"),
+    "kv_cache_dtype": (("auto",), "kv_cache_dtype holds for target and drafter together"),
+    "disable_padded_drafter_batch": ((False,), "DFlash drafts whole blocks"),
+    "disable_eagle_block_drop": ((True, False), "DFlash needs no such drop"),
+    "use_local_argmax_reduction": ((False,), _ONE_GPU),
+    "use_heterogeneous_vocab": ((False,), "target and drafter share one vocabulary"),
+    "enable_adaptive_verification": ((False,), "it belongs to DSpark"),
+}
+"""The same within speculative_config."""
+
+_TEXT_ONLY = "Strobe reads text only"
+NO_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "limit_mm_per_prompt": ((), _TEXT_ONLY),
+    "disable_chunked_mm_input": ((), _TEXT_ONLY),
+    "language_model_only": ((True,), _TEXT_ONLY),
+    "swap_space": ((0,), "pages are recomputed, never swapped out"),
+    "enable_chunked_prefill": ((True,), "long prompts are always prefilled in chunks"),
+}
+"""Options that may have any value, since none changes an answer; one line in the log says so where
+the value is not what Strobe does anyway."""
+
+ALIASES = frozenset({
+    *RENAMED, *SWITCHES, *BLOCKS, *SPEC_OPTIONS, *ONLY, *NO_EFFECT, "speculative_config",
+    "speculative_algorithm", "trust_remote_code", "tokenizer", "tokenizer_path",
+    "tokenizer_revision",
+})  # fmt: skip
+"""Every name understood beside our own."""
+FLAGS = frozenset({
+    *SWITCHES, "enable_expert_parallel", "enable_lora", "skip_tokenizer_init", "disable_log_stats",
+    "enable_auto_tool_choice", "enable_metrics", "disable_chunked_mm_input", "language_model_only",
+    "enable_chunked_prefill", "trust_remote_code",
+})  # fmt: skip
+"""Those that stand alone on a command line, or with `no-` before them."""
+
+
+@dataclass
+class Understood:
+    """Settings under our names, and the name and value that each was given by."""
+
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    origins: dict[str, tuple[str, Any]] = field(default_factory=dict[str, tuple[str, Any]])
+
+    def put(self, name: str, value: Any, origin: str, given: Any) -> None:
+        if isinstance(value, str):
+            value = SAME.get(name, {}).get(value, value)
+        if self.values.setdefault(name, value) != value:
+            first, earlier = self.origins[name]
+            raise ValueError(
+                f"{first} is {earlier!r}, but {origin} is {given!r}, and both set {name}; give one "
+                "of them."
+            )
+        self.origins.setdefault(name, (origin, given))
+
+
+def understood(options: Mapping[str, Any]) -> Understood:
+    """Options under our names; those of no engine known stay as they are, and an option that is
+    None is one not given. Raises ValueError for what cannot be honoured, and for options that
+    contradict each other."""
+    found = Understood()
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if name not in ALIASES:
+            found.put(name, value, name, value)
+    speculative = [(f"speculative_config's {k}", k, v) for k, v in _speculative(given).items()]
+    speculative += [(name, key, given[name]) for name, key in SPEC_OPTIONS.items() if name in given]
+    _speculation(found, [entry for entry in speculative if entry[2] is not None])
+    for name, value in given.items():
+        if name in RENAMED:
+            found.put(RENAMED[name], value, name, value)
+        elif name in SWITCHES:
+            setting, on, off = SWITCHES[name]
+            if (on if _switch(name, value) else off) is not None:
+                found.put(setting, on if value else off, name, value)
+        elif name in BLOCKS:
+            found.put("num_drafts", _drafts(name, value), name, value)
+        elif name == "speculative_algorithm":
+            found.put("method", _method(name, value), name, value)
+        elif name == "quantization" and value == "fp8":
+            found.put("weight_dtype", "fp8", name, value)
+        elif name in ONLY:
+            _only(name, value, *ONLY[name])
+        elif name in NO_EFFECT and value not in NO_EFFECT[name][0]:
+            logger.warning("%s has no effect: %s.", name, NO_EFFECT[name][1])
+        elif name == "trust_remote_code" and _switch(name, value):
+            logger.warning("trust_remote_code is set, but code of a checkpoint's own is never run.")
+    _tokenizer(given, found.values)
+    return found
+
+
+def _speculative(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The speculative_config, out of its text on a command line."""
+    value = given.get("speculative_config", {})
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"speculative_config is {value!r}, which is no JSON ({error}); write "
+                """'{"method": "dflash", "model": "...", "num_speculative_tokens": 15}'."""
+            ) from None
+    if not isinstance(value, Mapping):
+        raise ValueError(f"speculative_config is {value!r}, but must be an object.")
+    return value
+
+
+def _speculation(found: Understood, entries: list[tuple[str, str, Any]]) -> None:
+    """Take in vLLM's keys, each with the name that sentences call it by."""
+    keys = {key: value for _, key, value in entries}
+    lookup = "ngram" in (keys.get("method"), str(keys.get("model")).strip("[]"))
+    for shown, key, value in entries:
+        if key == "method":
+            found.put("method", _method(shown, value), shown, value)
+        elif key == "model" and lookup:
+            if str(value).strip("[]") != "ngram":
+                raise ValueError(f"{shown} is {value!r}, but ngram has no model; leave it out.")
+            found.put("method", "ngram", shown, value)
+        elif key.startswith("prompt_lookup_") and not lookup:
+            raise ValueError(f"{shown} is {value!r}, but is for method ngram only; leave it out.")
+        elif key in SPECULATIVE:
+            found.put(SPECULATIVE[key], value, shown, value)
+        elif key in SPECULATIVE_ONLY:
+            _only(shown, value, *SPECULATIVE_ONLY[key])
+        else:
+            raise ValueError(
+                f"{shown} is {value!r}, which Strobe does not have; leave it out, or use "
+                f"{', '.join(SPECULATIVE)}."
+            )
+    lone = keys.keys() & {"prompt_lookup_max", "prompt_lookup_min"}
+    if len(lone) == 1:  # vLLM takes the one for both
+        key = lone.pop()
+        for setting in ("ngram_max", "ngram_min"):
+            found.put(setting, keys[key], f"speculative_config's {key}", keys[key])
+
+
+def _method(shown: str, value: Any) -> str:
+    method = str(value).lower()
+    if method not in METHODS:
+        raise ValueError(
+            f"{shown} is {value!r}, but Strobe drafts with dflash or ngram; name a DFlash drafter, "
+            "or ngram, which needs none."
+        )
+    return method
+
+
+def _drafts(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
+        raise ValueError(
+            f"{name} is {value!r}, but must be a whole number of at least 2: the newest token's "
+            "slot and one draft; leave the drafter out for none."
+        )
+    return value - 1
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, but must be True or False.")
+    return value
+
+
+def _only(name: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
+    if not any(value == one and type(value) is type(one) for one in allowed):
+        mend = f"; give {' or '.join(map(repr, allowed))}" if allowed else ""
+        raise ValueError(f"{name} is {value!r}, but {why}{mend or ', so leave it out'}.")
+
+
+def _tokenizer(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raises ValueError for a tokenizer other than the target's own."""
+    for name, own in (
+        ("tokenizer", "target"),
+        ("tokenizer_path", "target"),
+        ("tokenizer_revision", "revision"),
+    ):
+        if name in given and str(given[name]) != str(settings.get(own, "")):
+            raise ValueError(
+                f"{name} is {given[name]!r}, but Strobe reads the target's own tokenizer; leave "
+                f"{name} out."
+            )

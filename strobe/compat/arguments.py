@@ -1,0 +1,68 @@
+"""Other engines' options on a command line, told apart from our own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from strobe.compat.aliases import ALIASES, FLAGS
+
+_SHORT = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+    "-sc": "speculative_config",
+}
+_NESTED = "speculative_config."
+
+
+def separate(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The arguments of our own, and other engines' options by name. Raises ValueError for an
+    option without its value, and for one given twice."""
+    own: list[str] = []
+    found: dict[str, Any] = {}
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            return [*own, word, *words], found
+        flag, equals, text = word.partition("=")
+        name = _SHORT.get(flag) or flag.removeprefix("--").replace("-", "_")
+        negated = name.startswith("no_") and name[3:] in FLAGS
+        name = name[3:] if negated else name
+        if not (flag.startswith("--") or flag in _SHORT) or not _is_alias(name):
+            own.append(word)
+            continue
+        if name in FLAGS and not equals:
+            value: Any = not negated
+        else:
+            if not equals and not words:
+                raise ValueError(f"{flag} needs a value behind it.")
+            value = read(text if equals else words.pop(0))
+            if name in FLAGS and str(value).lower() in ("true", "false"):
+                value = str(value).lower() == "true"
+        if found.setdefault(name, value) != value:
+            raise ValueError(f"{flag} is given twice, with {found[name]!r} and {value!r}.")
+    nested = {name: found.pop(name) for name in list(found) if name.startswith(_NESTED)}
+    if nested:
+        if "speculative_config" in found:
+            raise ValueError(
+                f"--speculative-config stands beside --{next(iter(nested)).replace('_', '-')}; "
+                "give one of them."
+            )
+        found["speculative_config"] = {n.removeprefix(_NESTED): v for n, v in nested.items()}
+    return own, found
+
+
+def _is_alias(name: str) -> bool:
+    return name in ALIASES or name.startswith(_NESTED)
+
+
+def read(text: str) -> Any:
+    """A number where the text is one; the dataclass that takes it says what is wrong with it."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,1 @@
+"""Names to directories: the Hugging Face hub, published pairs, speculators checkpoints."""

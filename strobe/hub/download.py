@@ -1,0 +1,187 @@
+"""Names on the Hugging Face hub to directories, through the cache that other programs share.
+
+What describes a checkpoint comes first; its weights once somebody has read that and wants them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from strobe.hub.files import weight_files
+
+logger = logging.getLogger(__name__)
+
+DESCRIBING = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "mask_embedding.pt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "model.safetensors.index.json",
+)
+"""The files that an engine reads beside the weights."""
+UNWANTED = ("*/*",)
+"""What matches all the same: files of other copies, in folders."""
+
+_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(@(?P<revision>[^@\s]+))?")
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether it reads as owner/model or owner/model@revision, and no such directory is here."""
+    return not Path(name).exists() and _NAME.fullmatch(name) is not None
+
+
+def without_revision(name: str) -> str:
+    """owner/model of owner/model@revision; any other name as it is."""
+    match = _NAME.fullmatch(name)
+    return match["name"] if match else name
+
+
+class Snapshot(NamedTuple):
+    """A directory of the hub's cache: the cache it is in, and the commit of the model it holds."""
+
+    cache: Path
+    name: str
+    commit: str
+
+
+def snapshot_of(directory: Path) -> Snapshot | None:
+    """What a directory holds that is CACHE/models--OWNER--MODEL/snapshots/COMMIT; None where it is
+    called otherwise, and so no part of a cache."""
+    whole = directory.absolute()
+    kept, commit = whole.parent.parent, whole.name
+    kind, _, name = kept.name.partition("--")
+    if whole.parent.name != "snapshots" or kind != "models" or not name:
+        return None
+    return Snapshot(kept.parent, name.replace("--", "/"), commit)
+
+
+def directory(name: str, revision: str | None, option: str = "revision") -> str:
+    """Where the checkpoint of that name lies: a local directory as it is, a hub name once all but
+    its weights has been downloaded or found in the cache.
+
+    revision: branch, tag or commit; option: the name of the option that gave it. Raises ValueError
+    with one sentence for what cannot be had.
+    """
+    if not is_hub_name(name):
+        if revision is not None:
+            raise ValueError(
+                f"{option} is {revision!r}, but {name} is a directory, not a name on the Hugging "
+                f"Face hub; leave {option} out."
+            )
+        return name
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    own = match["revision"]
+    if own is not None and revision is not None and own != revision:
+        raise ValueError(
+            f"{name} names the revision {own!r}, but {option} is {revision!r}; give one of them."
+        )
+    files = _several(match["name"], DESCRIBING, revision=own or revision)
+    found = _asked(match["name"], own or revision, files)
+    logger.info("%s is read from %s", _shown(match["name"], own or revision), found)
+    return found
+
+
+def missing_weights(directory: Path) -> list[str]:
+    """Names of the weight files that a directory of the hub's cache lacks; none for others."""
+    if snapshot_of(directory) is None:
+        return []
+    return [name for name in weight_files(directory) if not (directory / name).exists()]
+
+
+def fetch_weights(*directories: str | Path) -> None:
+    """Download what the hub's cache lacks of the weights in these directories; one that is not in
+    the cache is left as it is. Raises ValueError with one sentence for what cannot be had."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    for path in map(Path, directories):
+        snapshot, missing = snapshot_of(path), missing_weights(path)
+        if snapshot is None or not missing:
+            continue
+        if constants.HF_HUB_OFFLINE:  # where the client is content with what there is
+            raise ValueError(_out_of_reach(snapshot.name, snapshot.commit))
+        kept = {"revision": snapshot.commit, "cache_dir": snapshot.cache}
+        _asked(snapshot.name, snapshot.commit, _several(snapshot.name, missing, **kept))
+        if missing := missing_weights(path):  # as it is without a network: asked for one, it says
+            one = partial(huggingface_hub.hf_hub_download, snapshot.name, missing[0], **kept)
+            _asked(snapshot.name, snapshot.commit, one)
+
+
+def _several(name: str, files: Sequence[str], **options: Any) -> Callable[[], str]:
+    """A download of several files, which returns the directory they are in."""
+    from huggingface_hub import snapshot_download
+
+    patterns = {"allow_patterns": list(files), "ignore_patterns": list(UNWANTED)}
+    return partial(snapshot_download, name, **patterns, **options)
+
+
+def _asked(name: str, revision: str | None, download: Callable[[], str]) -> str:
+    """What a download of that model returns. Raises ValueError with one sentence for what cannot be
+    had."""
+    from huggingface_hub import errors
+
+    shown = _shown(name, revision)
+    try:
+        return str(download())
+    except errors.GatedRepoError:
+        problem = (
+            f"{shown} is gated: accept its terms on its page on the Hugging Face hub, then log in "
+            "with 'hf auth login' or set HF_TOKEN."
+        )
+    except errors.RepositoryNotFoundError:
+        problem = (
+            f"{shown} is neither a directory here nor a model on the Hugging Face hub that you may "
+            "see; check its spelling, or log in with 'hf auth login' if it is private."
+        )
+    except errors.RevisionNotFoundError:
+        problem = f"{name} has no revision {revision!r}; name a branch, tag or commit that it has."
+    except errors.HFValidationError:
+        problem = f"{shown} is neither a directory here nor a possible name on the hub; correct it."
+    except errors.LocalEntryNotFoundError:
+        problem = _out_of_reach(name, revision)
+    except errors.EntryNotFoundError:
+        problem = (
+            f"{shown} has no weights in safetensors, or not all that its index names; use a model "
+            "that is published in them."
+        )
+    except Exception as error:  # the libraries below raise errors of many kinds
+        reason = (str(error).strip().splitlines() or [""])[0]
+        problem = (
+            f"{shown} could not be downloaded ({type(error).__name__}: {reason}); try again, or "
+            "name a directory that holds it."
+        )
+    raise ValueError(problem) from None
+
+
+def _shown(name: str, revision: str | None) -> str:
+    return name if revision is None else f"{name}@{revision}"
+
+
+def _out_of_reach(name: str, revision: str | None) -> str:
+    from huggingface_hub import constants
+
+    lacking = f"{_shown(name, revision)} is not a directory here and not wholly in the hub's cache"
+    if not constants.HF_HUB_OFFLINE:
+        return (
+            f"{lacking}, and the Hugging Face hub cannot be reached; check the connection and "
+            "HTTPS_PROXY."
+        )
+    by_hand = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    return (
+        f"{lacking}, and HF_HUB_OFFLINE is set; unset it, or run '{by_hand}' where there is a "
+        "network."
+    )

@@ -1,0 +1,210 @@
+"""The decoder that a config.json describes, as most families and all drafters spell it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from strobe.attention.mask import LayerMask
+from strobe.hub.files import read_json
+from strobe.models.config import DecoderConfig, TargetConfig
+from strobe.models.config_readers.fields import DTYPES, MEND, Fields, positive
+from strobe.models.config_readers.rope import read_rope
+from strobe.models.rope import RopeConfig
+from strobe.sampling_params import SamplingParams
+
+Kind = TypeVar("Kind", bound=TargetConfig)
+
+
+def read_decoder(
+    fields: Fields,
+    masks: tuple[LayerMask, ...],
+    *,
+    theta: float,
+    head_dim: int | None = 128,
+    kv_heads: int | None = None,
+    drafter: bool = False,
+    **options: Any,
+) -> DecoderConfig:
+    """theta, head_dim, kv_heads, attention_bias, intermediate_size: where config.json names none;
+    head_dim None is hidden_size over heads. options: further fields of DecoderConfig. Raises
+    ValueError."""
+    path, hidden = fields.path, fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", kv_heads or heads)
+    head_dim = fields.integer("head_dim", head_dim or hidden // heads)
+    if heads % kv_heads:
+        raise ValueError(
+            f"{path}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
+            f"{kv_heads}; {MEND}"
+        )
+    if head_dim % 2:
+        raise ValueError(f"{path}: head_dim is {head_dim}, but rope needs an even number; {MEND}")
+    longest = fields.integer("max_position_embeddings", 32768)
+    rope = options.pop("rope", None) or read_ropes(fields, masks, theta, longest, drafter=drafter)
+    bias = fields.flag("attention_bias", options.pop("attention_bias", False))
+    return DecoderConfig(
+        hidden_size=hidden,
+        intermediate_size=fields.integer(
+            "intermediate_size", options.pop("intermediate_size", None)
+        ),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=fields.integer("vocab_size"),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        max_position=rope.reach or longest,
+        attention_bias=bias,
+        masks=masks,
+        **options,
+    )
+
+
+def plain_products(fields: Fields) -> None:
+    """Raises ValueError unless activations are SiLU and weights as they were trained."""
+    fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
+    if fields.get("quantization_config"):
+        raise ValueError(
+            f"{fields.path}: quantization_config is set, but quantized checkpoints are not "
+            "supported; use the unquantized one."
+        )
+
+
+def read_ropes(
+    fields: Fields,
+    masks: tuple[LayerMask, ...],
+    theta: float,
+    max_position: int,
+    *,
+    drafter: bool = False,
+) -> RopeConfig:
+    """The rope of all layers; layers whose ropes differ are refused. A drafter's turns the whole
+    head, whatever share of it its config, copied from a target's, may name."""
+    own, older, path = fields.object("rope_parameters"), fields.object("rope_scaling"), fields.path
+    theta = fields.get("rope_theta", older.get("rope_theta") or theta)
+    parameters = own or {k: v for k, v in older.items() if k != "rope_theta"}
+    kinds = {"full_attention" if m.window is None else "sliding_attention" for m in masks}
+    parts = [parameters[kind] for kind in kinds if isinstance(parameters.get(kind), dict)]
+    if parts:
+        if any(part != parts[0] for part in parts):
+            raise ValueError(
+                f"{path}: rope_parameters differ between layer types, which is not supported; use "
+                "a checkpoint with one rope for all layers."
+            )
+        parameters = parts[0]
+    share = parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    if share not in (None, 1.0) and not drafter:
+        raise ValueError(
+            f"{path}: partial_rotary_factor is {share!r}, which is not supported; use a checkpoint "
+            "with rope over the whole head."
+        )
+    theta = positive(parameters.get("rope_theta", theta), "rope_theta", path)
+    return read_rope(parameters, theta, max_position, path, drafter=drafter)
+
+
+def read_layer_types(
+    fields: Fields, known: tuple[str, ...] = ("full_attention", "sliding_attention")
+) -> list[str]:
+    """One type for each layer; full attention where there are none named."""
+    layers = fields.integer("num_hidden_layers")
+    types = fields.get("layer_types") or ["full_attention"] * layers
+    if not isinstance(types, list) or len(types) != layers:
+        raise ValueError(
+            f"{fields.path}: layer_types must list one type for each of the {layers} layers, "
+            f"but is {types!r}."
+        )
+    if unknown := sorted({str(t) for t in types} - set(known)):
+        raise ValueError(
+            f"{fields.path}: layer type {unknown[0]!r} is not supported; {' and '.join(known)} are."
+        )
+    return types
+
+
+def read_window(fields: Fields, types: list[str]) -> int | None:
+    """The window of sliding layers; None where no layer slides."""
+    if "sliding_attention" in types:
+        return fields.integer("sliding_window")
+    fields.get("sliding_window")  # what configs name beside full attention means nothing
+    return None
+
+
+def read_dtype(fields: Fields) -> str:
+    name = fields.get("dtype", fields.get("torch_dtype", "bfloat16"))
+    if name not in DTYPES:
+        raise ValueError(
+            f"{fields.path}: dtype is {name!r}, but must be one of {', '.join(DTYPES)}; use a "
+            "checkpoint saved in one of them."
+        )
+    return name
+
+
+def read_target(
+    fields: Fields,
+    directory: Path,
+    architecture: str,
+    decoder: DecoderConfig,
+    *,
+    kind: type[Kind] = TargetConfig,
+    tied: bool = False,
+    harmless: Collection[str] = (),
+    **options: Any,
+) -> Kind:
+    """The target, with what every family's config.json says alike; the last to read `fields`.
+
+    kind: its class, with further fields in `options`. tied: whether the head is the embedding where
+    config.json does not say. harmless: keys that mean nothing here. Raises ValueError, for a key
+    that nobody asked for too.
+    """
+    eos_ids, sampling = _read_generation(fields, directory, decoder.vocab_size)
+    config = kind(
+        architecture=architecture,
+        decoder=decoder,
+        tie_embeddings=fields.flag("tie_word_embeddings", tied),
+        dtype=read_dtype(fields),
+        eos_ids=eos_ids,
+        sampling=sampling,
+        **options,
+    )
+    fields.finish(harmless)
+    return config
+
+
+def _read_generation(
+    fields: Fields, directory: Path, vocab_size: int
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """What ends an answer, and the sampling that is recommended: generation_config.json's, and for
+    the former config.json's where that names nothing."""
+    path = directory / "generation_config.json"
+    generation = read_json(path) if path.exists() else {}
+    own = fields.get("eos_token_id")
+    if (ends := generation.get("eos_token_id")) is not None:
+        return _eos_ids(ends, vocab_size, path), _default_sampling(generation, path)
+    return _eos_ids(own, vocab_size, fields.path), _default_sampling(generation, path)
+
+
+def _eos_ids(value: Any, vocab_size: int, path: Path) -> tuple[int, ...]:
+    """The ids in an eos_token_id: none, one or a list."""
+    ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size:
+            raise ValueError(
+                f"{path}: eos_token_id is {value!r}, but must be a token id, or a list of some, "
+                f"from 0 to {vocab_size - 1}; use the file the checkpoint was published with."
+            )
+    return tuple(ids)
+
+
+def _default_sampling(generation: dict[str, Any], path: Path) -> dict[str, Any]:
+    keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    sampling: dict[str, Any] = {k: generation[k] for k in keys if generation.get(k) is not None}
+    if generation.get("do_sample") is False:
+        kept = {k: v for k, v in sampling.items() if k == "repetition_penalty"}
+        sampling = {"temperature": 0.0, **kept}
+    try:
+        SamplingParams(**sampling)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return sampling

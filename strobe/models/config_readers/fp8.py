@@ -1,0 +1,120 @@
+"""Checkpoints in FP8, as published for Qwen3 and DeepSeek: e4m3 values with a scale for each block
+of a weight, `X.weight` beside `X.weight_scale_inv`.
+
+config.json says so in quantization_config: `{"quant_method": "fp8", "fmt": "e4m3",
+"activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": [...]}`.
+Which weights are stored so is seen by their dtype; the others stay as they were trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from strobe.models.config import Quantization
+from strobe.models.config_readers.fields import MEND, Fields
+from strobe.models.weight_mapping import FLOATS, Fill, Piece, Pieces
+
+STORED = "F8_E4M3"
+MEND_OTHER = "use a checkpoint in FP8 with scales by blocks, or an unquantized one."
+SCALE = "_scale_inv"
+WHOLE = "whole"
+"""Attribute of a product that a checkpoint in FP8 has unquantized, and that stays so."""
+_ROWS = 1024
+
+
+def read_quantization(fields: Fields) -> Quantization | None:
+    """What quantization_config says; None where there is none. Raises ValueError for another method
+    than FP8 by blocks."""
+    values = fields.object("quantization_config")
+    if not values:
+        return None
+    inner, path = Fields(values, fields.path), fields.path
+    method = inner.get("quant_method")
+    if method != "fp8":
+        raise ValueError(
+            f"{path}: quantization_config.quant_method is {method!r}, which is not supported; "
+            f"{MEND_OTHER}"
+        )
+    inner.only("fmt", "e4m3", why=MEND_OTHER)
+    inner.only("activation_scheme", "dynamic", why=MEND_OTHER)
+    block = inner.ids("weight_block_size")
+    if block is None or len(block) != 2 or 0 in block:
+        raise ValueError(
+            f"{path}: quantization_config.weight_block_size is {block!r}, but must be two whole "
+            f"numbers of at least 1, such as [128, 128]; {MEND_OTHER if block is None else MEND}"
+        )
+    inner.finish(("modules_to_not_convert", "ignored_layers", "scale_fmt"))
+    return Quantization("fp8", (block[0], block[1]))
+
+
+def with_scales(
+    module: nn.Module,
+    pieces: Pieces,
+    dtypes: Mapping[str, str],
+    quantization: Quantization | None,
+) -> Pieces:
+    """The same pieces, each of whose sources is first multiplied with its scales where it is stored
+    in FP8; products with a part that is not are marked as `WHOLE`. dtypes: of the checkpoint's
+    tensors."""
+    if quantization is None or quantization.method != "fp8":
+        return pieces
+    made = partial(_with_scales, dtypes=dtypes, block=quantization.block)
+    found = {name: [made(piece) for piece in parts] for name, parts in pieces.items()}
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Linear):
+            sources = chain.from_iterable(piece.sources for piece in pieces[f"{path}.weight"])
+            if any(dtypes.get(name) != STORED for name in sources):
+                setattr(part, WHOLE, True)
+    return found
+
+
+def _with_scales(piece: Piece, *, dtypes: Mapping[str, str], block: tuple[int, int]) -> Piece:
+    stored = [dtypes.get(name) == STORED and len(piece.sources[name]) > 1 for name in piece.sources]
+    if not any(stored):
+        return piece
+    sources = dict(piece.sources)
+    for (name, shape), scaled in zip(piece.sources.items(), stored, strict=True):
+        if scaled:
+            blocks = [-(-size // of) for size, of in zip(shape[-2:], block, strict=True)]
+            sources[name + SCALE] = (*shape[:-2], *blocks)
+    fill = partial(_fill, fill=piece.fill, stored=stored, block=block)
+    return piece._replace(sources=sources, fill=fill, dtypes=(*FLOATS, STORED))
+
+
+def _fill(
+    out: Tensor, *tensors: Tensor, fill: Fill, stored: Sequence[bool], block: tuple[int, int]
+) -> None:
+    """Multiply and hand on: the stored ones' scales stand behind all of a piece's own sources."""
+    scales = iter(tensors[len(stored) :])
+    values = [
+        dequantized(value.to(out.device), next(scales).to(out.device), block, out.dtype)
+        if scaled
+        else value
+        for value, scaled in zip(tensors, stored, strict=False)
+    ]
+    fill(out, *values)
+
+
+def dequantized(
+    weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    """weight [..., N, K] in FP8, scale [..., ceil(N / block[0]), ceil(K / block[1])] -> their
+    product, each scale for its block, [..., N, K] in dtype."""
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    blocks = max(_ROWS // block[0], 1)  # some at a time: products are made in float32
+    for some, by, into in zip(
+        weight.split(blocks * block[0], -2),
+        scale.float().split(blocks, -2),
+        out.split(blocks * block[0], -2),
+        strict=True,
+    ):
+        rows = by.repeat_interleave(block[0], -2)[..., : some.shape[-2], :]
+        both = rows.repeat_interleave(block[1], -1)[..., : some.shape[-1]]
+        torch.mul(some.float(), both, out=both)
+        into.copy_(both)
+    return out

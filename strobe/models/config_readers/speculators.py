@@ -1,0 +1,168 @@
+"""The format of the speculators library: a decoder's config within the drafter's, layers counted as
+transformers counts hidden states, and embedding and head of its own, of all tokens or of some.
+
+https://github.com/vllm-project/speculators
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from strobe.attention.mask import LayerMask
+from strobe.models.config import DraftConfig
+from strobe.models.config_readers.decoder import (
+    plain_products,
+    read_decoder,
+    read_dtype,
+    read_layer_types,
+)
+from strobe.models.config_readers.fields import MEND, Fields
+from strobe.models.config_readers.mask_token import read_mask_token
+
+QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+}
+"""What a decoder has that its config leaves out: transformers' defaults, which are not written."""
+LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+DEFAULTS = {"qwen3": QWEN3, "llama": LLAMA}
+THETA, WINDOW, EPSILON = 10000.0, 4096, 1e-6
+
+BESIDE = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+"""Keys of the layers that older files have beside `transformer_layer_config`."""
+HARMLESS = frozenset(
+    {"speculators_model_type", "speculators_version", "tie_word_embeddings", "max_anchors",
+     "has_no_defaults_at_init", "draft_arch", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim",
+     "lambda_base_start", "lambda_base_decay_ratio", "auf"}
+)  # fmt: skip
+HARMLESS_OF_DECODER = frozenset(
+    {"eos_token_id", "tie_word_embeddings", "use_sliding_window", "max_window_layers",
+     "partial_rotary_factor", "bos_token_id", "dtype", "torch_dtype"}
+)  # fmt: skip
+"""What says nothing about the drafter's mathematics: the layers of the library turn whole heads,
+and slide as `read_window` says."""
+
+
+def read_decoder_fields(fields: Fields) -> Fields:
+    """`transformer_layer_config` with what it leaves out."""
+    values = fields.object("transformer_layer_config")
+    if not values:
+        raise ValueError(
+            f"{fields.path}: transformer_layer_config is missing, but must describe the drafter's "
+            f"layers; {MEND}"
+        )
+    for key in BESIDE:  # where older files have them
+        if (value := fields.get(key)) is not None and values.get(key) is None:
+            values = {**values, key: value}
+    kind = values.get("model_type", "qwen3")
+    known = DEFAULTS.get(kind, {})
+    whole = {**known, **{k: v for k, v in values.items() if v is not None}}
+    rope = whole.get("rope_parameters")
+    if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
+        whole["rope_parameters"] = rope["sliding_attention"]  # as the library does
+    return Fields(whole, fields.path)
+
+
+def read_window(fields: Fields, layers: Fields) -> int | None:
+    """The window of sliding layers. None where the library's own see everything: where it is null,
+    and in a config of Qwen3's type without `use_sliding_window`."""
+    qwen3 = layers.get("model_type", "qwen3") == "qwen3"
+    inner = fields.object("transformer_layer_config")
+    if inner.get("sliding_window", WINDOW) is None and fields.get("sliding_window") is None:
+        return None
+    if qwen3 and not layers.flag("use_sliding_window"):
+        return None
+    return layers.integer("sliding_window", WINDOW if qwen3 else None)
+
+
+def read_masks(fields: Fields, layers: Fields) -> tuple[LayerMask, ...]:
+    """Full layers see the whole block, whatever window stands beside them; sliding ones as
+    `sliding_window_non_causal` says, and the whole block where an older file says nothing."""
+    types, window = read_layer_types(layers), layers.get("sliding_window")
+    if "sliding_attention" in types:
+        window = read_window(fields, layers)
+    both = fields.flag("sliding_window_non_causal", True)
+    return tuple(
+        LayerMask(causal=not both, window=window)
+        if t == "sliding_attention" and window is not None
+        else LayerMask(causal=False)
+        for t in types
+    )
+
+
+def read_recommended(fields: Fields, drafts: int) -> int | None:
+    """How many tokens to draft, by the first proposal method. Older exporters wrote the block's
+    size, so it says nothing about what the first slot does."""
+    methods = fields.object("speculators_config").get("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else {}
+    found = first.get("speculative_tokens") if isinstance(first, dict) else None
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise ValueError(
+            f"{fields.path}: speculative_tokens is {found!r}, but must be a whole number of at "
+            f"least 1; {MEND}"
+        )
+    return min(found, drafts)
+
+
+def read(config: dict[str, Any], path: Path, target: Path | None = None) -> DraftConfig:
+    fields = Fields(config, path)
+    for key, plain in (("projector_type", "dflash"), ("shift_label", False)):
+        fields.only(key, plain, why="use a drafter of plain DFlash.")
+    layers = read_decoder_fields(fields)
+    plain_products(layers)
+    masks = read_masks(fields, layers)
+    decoder = read_decoder(
+        layers,
+        masks,
+        theta=THETA,
+        head_dim=None if layers.get("model_type") == "llama" else 128,
+        drafter=True,
+    )
+    layers.finish(HARMLESS_OF_DECODER)
+    ids, features = fields.ids("aux_hidden_state_layer_ids"), fields.get("target_hidden_size")
+    if not ids:
+        raise ValueError(
+            f"{path}: aux_hidden_state_layer_ids is {ids!r}, but must list the target's hidden "
+            f"states that the drafter reads; {MEND}"
+        )
+    size, block = fields.integer("draft_vocab_size", 32000), fields.integer("block_size", 8, low=2)
+    if size > decoder.vocab_size:
+        raise ValueError(
+            f"{path}: draft_vocab_size is {size}, but the vocabulary has {decoder.vocab_size} "
+            f"tokens; {MEND}"
+        )
+    first = fields.flag("sample_from_anchor")
+    draft = DraftConfig(
+        decoder=decoder,
+        block_size=block,
+        mask_token_id=read_mask_token(fields),
+        capture=tuple(ids),
+        num_target_layers=None,
+        embedding_scale=1.0,
+        output_multiplier=1.0,
+        logit_softcap=None,
+        dtype=read_dtype(fields),
+        anchor_first=first,
+        target_hidden_size=None if features is None else fields.integer("target_hidden_size"),
+        draft_vocab_size=None if size == decoder.vocab_size else size,
+        num_drafts=read_recommended(fields, block - (not first)),
+        format="speculators",
+    )
+    fields.finish(HARMLESS)
+    return draft

@@ -1,0 +1,158 @@
+"""z-lab's format: DFlash keys at the top level or in `dflash_config`, no embedding and no head."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from strobe.attention.mask import LayerMask
+from strobe.models.config import DraftConfig, default_capture_layers
+from strobe.models.config_readers.decoder import (
+    plain_products,
+    read_decoder,
+    read_dtype,
+    read_layer_types,
+    read_ropes,
+    read_window,
+)
+from strobe.models.config_readers.fields import MEND, Fields
+from strobe.models.config_readers.mask_token import find_mask_token
+from strobe.models.rope import RopeConfig
+
+HARMLESS = frozenset(
+    {"eos_token_id", "tie_word_embeddings", "use_sliding_window", "max_window_layers",
+     "swa_window_size", "loss_decay_gamma"}
+)  # fmt: skip
+"""What a drafter's config says that is its target's matter, was for training, or repeats others."""
+
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "sample_from_anchor": (False,),
+    "num_anchors": (),
+}
+"""Keys that change what a DFlash drafter computes, with the values at which they change nothing."""
+
+
+def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
+    """Sliding layers are causal within the block, full ones are not, unless the config forces it
+    for all of them. With `use_swa` and no layer that slides by type (MiMo's) all do and none is
+    causal; its window is `swa_window_size`, else `sliding_window`."""
+    types, causal = read_layer_types(fields), None
+    if not fields.flag("use_swa"):
+        fields.get("swa_window_size")  # means nothing then
+        window = read_window(fields, types)
+    else:
+        if "sliding_attention" not in types:
+            types, causal = ["sliding_attention"] * len(types), False
+        window = fields.integer("swa_window_size", fields.get("sliding_window"))
+    for key in ("causal", "is_causal"):
+        causal = fields.flag(key) if fields.get(key) is not None else causal
+    return tuple(
+        LayerMask(
+            causal=causal if causal is not None else t == "sliding_attention",
+            window=window if t == "sliding_attention" else None,
+        )
+        for t in types
+    )
+
+
+def read_sinks(fields: Fields, masks: tuple[LayerMask, ...]) -> bool:
+    """Whether heads have sinks: `attention_sink_bias` speaks of all layers; without it a key speaks
+    of those that slide, another of those that do not."""
+    swa, full = "add_swa_attention_sink_bias", "add_full_attention_sink_bias"
+    said = {True: fields.flag(swa), False: fields.flag(full)}
+    if fields.get("attention_sink_bias") is not None:
+        return fields.flag("attention_sink_bias")
+    found = {said[mask.window is not None] for mask in masks}
+    if len(found) > 1:
+        raise ValueError(
+            f"{fields.path}: {swa} is {said[True]!r} and {full} {said[False]!r}, but sinks in some "
+            "layers only are not supported; use a drafter that has them in all layers or none."
+        )
+    return found.pop()
+
+
+def read_rope(
+    fields: Fields, masks: tuple[LayerMask, ...], head_dim: int, *, sinks: bool
+) -> RopeConfig:
+    """A drafter's rope turns whole heads, whatever share its config has from its target; MiMo's
+    alone, which have `use_swa` or sinks, mean it."""
+    longest = fields.integer("max_position_embeddings", 32768)
+    rope = read_ropes(fields, masks, 1e6, longest, drafter=True)
+    neox = fields.flag("is_neox_style", fields.flag("rope_is_neox_style", True))
+    named = fields.get("partial_rotary_factor")
+    parameters = fields.object("rope_parameters") or fields.object("rope_scaling")
+    share = parameters.get("partial_rotary_factor") or named
+    if share is None or not (fields.flag("use_swa") or sinks):
+        return replace(rope, interleaved=not neox)
+    real = isinstance(share, int | float) and not isinstance(share, bool)
+    if not real or not 0 < share <= 1 or int(head_dim * share) % 2:
+        raise ValueError(
+            f"{fields.path}: partial_rotary_factor is {share!r}, but must be a number of at most 1 "
+            f"that makes an even part of a head of {head_dim}; {MEND}"
+        )
+    return replace(rope, interleaved=not neox, share=float(share))
+
+
+def read_capture(fields: Fields) -> tuple[tuple[int, ...], int | None]:
+    """The layers whose output is captured, counted as layers done, and how many the target has."""
+    total = fields.get("num_target_layers")
+    total = None if total is None else fields.integer("num_target_layers")
+    ids = fields.ids("target_layer_ids")
+    if ids is None and total is not None:
+        ids = default_capture_layers(total, fields.integer("num_hidden_layers"))
+    if not ids:
+        raise ValueError(
+            f"{fields.path}: target_layer_ids is {ids!r}, but must list the target layers whose "
+            f"output the drafter reads, counted from 0; {MEND}"
+        )
+    return tuple(i + 1 for i in ids), total
+
+
+def read_flat(
+    fields: Fields, target: Path | None, harmless: Collection[str] = (), **layout: Any
+) -> DraftConfig:
+    """A config whose decoder and DFlash keys stand side by side. layout: further fields of
+    DraftConfig."""
+    plain_products(fields)
+    for key, values in PLAIN.items():
+        if key not in harmless:
+            fields.only(key, *values, why="use another drafter.")
+    capture, total = read_capture(fields)
+    softcap = fields.get("final_logit_softcapping")
+    masks, head_dim = read_masks(fields), fields.integer("head_dim", 128)
+    sinks = read_sinks(fields, masks)
+    rope = read_rope(fields, masks, head_dim, sinks=sinks)
+    fields.only("v_head_dim", head_dim, why=f"values must be as wide as heads, {head_dim}.")
+    scale, features = fields.get("input_embedding_scale"), fields.get("target_hidden_size")
+    decoder = read_decoder(
+        fields,
+        masks,
+        theta=1e6,
+        rope=rope,
+        value_scale=fields.number("attention_value_scale", 1.0),
+        sinks=sinks,
+    )
+    draft = DraftConfig(
+        decoder=decoder,
+        block_size=fields.integer("block_size", 16, low=2),
+        mask_token_id=find_mask_token(fields, target, decoder.vocab_size),
+        capture=capture,
+        num_target_layers=total,
+        embedding_scale=None if scale is None else fields.number("input_embedding_scale"),
+        output_multiplier=fields.number("output_multiplier", 1.0),
+        logit_softcap=fields.number("final_logit_softcapping") if softcap else None,
+        dtype=read_dtype(fields),
+        target_hidden_size=None if features is None else fields.integer("target_hidden_size"),
+    )
+    fields.finish([*HARMLESS, *harmless])
+    return replace(draft, **layout)
+
+
+def read(config: dict[str, Any], path: Path, target: Path | None = None) -> DraftConfig:
+    """target: the directory whose tokenizer knows the mask token where the config does not."""
+    fields = Fields(config, path, first="dflash_config")
+    # Beside the other keys it may be DeepSpec's, whose first slot predicts.
+    harmless = {"num_anchors"} & set(config.get("dflash_config") or ())
+    return read_flat(fields, target, harmless)

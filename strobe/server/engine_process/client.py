@@ -1,0 +1,254 @@
+"""The server's end of the pipe to the engine's process. Imports no torch.
+
+Everything here runs on the event loop's thread; nothing waits for the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+import logging
+import multiprocessing
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from strobe.config import EngineConfig
+from strobe.request import FinishReason
+from strobe.sampling_params import SamplingParams
+from strobe.server.engine_process.messages import (
+    AnswerNews,
+    Failed,
+    Finish,
+    FromEngine,
+    FromServer,
+    Ready,
+    Refused,
+    Step,
+    Stop,
+    Submit,
+)
+from strobe.server.engine_process.snapshot import EngineSnapshot
+from strobe.server.settings import LogSettings
+
+logger = logging.getLogger(__name__)
+
+
+class EngineDead(RuntimeError):
+    """The engine's process has ended; nothing can be answered."""
+
+
+class EngineStopped(EngineDead):
+    """The server stops, and with it the engine, before the answer has ended."""
+
+
+class PromptRefused(ValueError):
+    """The engine cannot answer this prompt; the sentence says what to change."""
+
+
+class Generation:
+    """The answers to one prompt, on their way. Iterate over its news, step by step."""
+
+    def __init__(self, client: EngineClient, key: int, answers: int):
+        self._client, self.key = client, key
+        self.open = set(range(answers))
+        self._news: deque[list[AnswerNews]] = deque()
+        self._error: Exception | None = None
+        self._closed = False
+        self._wake = asyncio.Event()
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> list[AnswerNews]:
+        """The news of the next step, or of several where nobody asked meanwhile.
+
+        Raises PromptRefused, EngineDead; ends when all answers have ended or were given up.
+        """
+        while not self._news:
+            if self._error is not None:
+                raise self._error
+            if self._closed or not self.open:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        found = [news for part in self._news for news in part]
+        self._news.clear()
+        return found
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was given up before its end."""
+        return self._closed
+
+    def finish(self, index: int, reason: FinishReason) -> None:
+        """End one answer: its text met a stop string."""
+        if index in self.open:
+            self.open.discard(index)
+            self._client.send(Finish(self.key, index, reason))
+            self._client.settle(self)
+
+    def close(self) -> None:
+        """Give up all that still runs; the engine frees its pages with its next step."""
+        if self.open and not self._closed and self._error is None:
+            self._client.send(Finish(self.key, None, "abort"))
+        self._closed = True
+        self.open.clear()
+        self._client.settle(self)
+        self._wake.set()
+
+    def tell(self, news: list[AnswerNews]) -> None:
+        """Take in what a step brought; called by the client."""
+        news = [item for item in news if item.choice in self.open]
+        if not news:
+            return
+        for item in news:
+            if item.finish_reason is not None:
+                self.open.discard(item.choice)
+        self._news.append(news)
+        self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come; called by the client."""
+        self._error = error
+        self.open.clear()
+        self._wake.set()
+
+
+class EngineClient:
+    """Starts the engine's process and speaks with it."""
+
+    def __init__(self, config: EngineConfig, logs: LogSettings):
+        self.config, self.logs = config, logs
+        self.facts: Ready | None = None
+        self.failed: Failed | None = None
+        self.dead = False
+        self.snapshot: EngineSnapshot | None = None
+        self.on_snapshot: Callable[[EngineSnapshot], None] = lambda snapshot: None
+        self.on_death: Callable[[], None] = lambda: None
+        self._generations: dict[int, Generation] = {}
+        self._keys = itertools.count()
+        self._ready = asyncio.Event()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, self._theirs = context.Pipe()
+        self.process = context.Process(
+            target=_run, args=(self._theirs, config, logs), name="strobe-engine", daemon=True
+        )
+
+    def start(self) -> None:
+        """Start the process; needs a running event loop."""
+        self.process.start()
+        self._theirs.close()
+        asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._readable)
+
+    async def ready(self) -> Ready:
+        """What the engine says of itself once it can answer. Where it cannot start: raises
+        ValueError for settings that do not fit, else EngineDead."""
+        await self._ready.wait()
+        if self.facts is not None:
+            return self.facts
+        if self.failed is None:
+            raise EngineDead("The engine's process ended before it could answer.")
+        raise (ValueError if self.failed.user_error else EngineDead)(self.failed.error)
+
+    @property
+    def can_answer(self) -> bool:
+        return self.facts is not None and not self.dead
+
+    @property
+    def num_open(self) -> int:
+        """Answers that are waited for."""
+        return sum(len(generation.open) for generation in self._generations.values())
+
+    def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Generation:
+        """Ask for the answers to a prompt. Raises EngineDead."""
+        if self.dead:
+            raise EngineDead("The engine's process has ended; restart the server.")
+        key = next(self._keys)
+        generation = self._generations[key] = Generation(self, key, params.n)
+        self.send(Submit(key, prompt_ids, params, request_id))
+        return generation
+
+    def send(self, message: FromServer) -> None:
+        """Hand a message to the pipe, which the engine's process always empties."""
+        try:
+            self._pipe.send(message)
+        except OSError:
+            self._died()
+
+    def settle(self, generation: Generation) -> None:
+        """Forget a generation whose answers have all ended."""
+        if not generation.open:
+            self._generations.pop(generation.key, None)
+
+    async def stop(self, patience: float = 5.0) -> None:
+        """End the process, by force if it does not listen, as while it starts."""
+        if not self.dead:
+            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+            self.dead = True
+            for generation in list(self._generations.values()):
+                generation.fail(EngineStopped("The server stops before this answer has ended."))
+            self._generations.clear()
+            try:
+                self._pipe.send(Stop())
+            except OSError:
+                logger.debug("the engine's process had gone before it was told to stop")
+        if self.facts is None:
+            self.process.kill()
+        await asyncio.to_thread(self.process.join, patience)
+        if self.process.is_alive():
+            self.process.kill()
+            await asyncio.to_thread(self.process.join, patience)
+        self._pipe.close()
+
+    def _readable(self) -> None:
+        try:
+            while self._pipe.poll():
+                self._take(self._pipe.recv())
+        except (EOFError, OSError):
+            self._died()
+
+    def _take(self, message: FromEngine) -> None:
+        if isinstance(message, Step):
+            self._spread(message.news)
+            if message.snapshot is not None:
+                self.snapshot = message.snapshot
+                self.on_snapshot(message.snapshot)
+        elif isinstance(message, Refused):
+            generation = self._generations.pop(message.key, None)
+            if generation is not None:
+                generation.fail(PromptRefused(message.error))
+        elif isinstance(message, Ready):
+            self.facts = message
+            self._ready.set()
+        else:
+            self.failed = message
+
+    def _spread(self, news: list[AnswerNews]) -> None:
+        """Hand each generation its part."""
+        parts: dict[int, list[AnswerNews]] = {}
+        for item in news:
+            parts.setdefault(item.key, []).append(item)
+        for key, part in parts.items():
+            generation = self._generations.get(key)
+            if generation is not None:
+                generation.tell(part)
+                self.settle(generation)
+
+    def _died(self) -> None:
+        """The pipe has broken: every open answer fails at once."""
+        if self.dead:
+            return
+        self.dead = True
+        asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+        for generation in list(self._generations.values()):
+            generation.fail(EngineDead("The engine's process ended while it was answering."))
+        self._generations.clear()
+        self._ready.set()
+        self.on_death()
+
+
+def _run(pipe: Connection, config: EngineConfig, logs: LogSettings) -> None:
+    """In the engine's process, the only one that imports the engine and torch."""
+    importlib.import_module("strobe.server.engine_process.worker").run_engine(pipe, config, logs)

@@ -1,0 +1,101 @@
+"""What the server and the engine's process say to each other. Imports no torch.
+
+server  -> engine    Submit, Finish, Stop
+engine  -> server    Ready | Failed, once; then Refused, Step
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from strobe.request import FinishReason, TokenLogprob
+from strobe.sampling_params import SamplingParams
+from strobe.server.engine_process.snapshot import EngineSnapshot
+
+
+class Submit(NamedTuple):
+    """Answer a prompt, `params.n` times. key: names it in all that is said later."""
+
+    key: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    request_id: str
+
+
+class Finish(NamedTuple):
+    """End one answer of a prompt, or all that still run: a stop string, or nobody waits."""
+
+    key: int
+    choice: int | None
+    reason: FinishReason
+
+
+class Stop(NamedTuple):
+    """Leave at once; whatever runs is given up."""
+
+
+class Ready(NamedTuple):
+    """The engine can answer. sampling: what the checkpoint recommends; methods: those it can draft
+    with, the default first."""
+
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    num_drafts: int
+    methods: tuple[str, ...]
+    sampling: dict[str, Any]
+    dtype: str
+    device: str
+    pages: int
+
+
+class Failed(NamedTuple):
+    """The engine cannot start, and why; user_error: the settings are to blame."""
+
+    error: str
+    user_error: bool
+
+
+class Refused(NamedTuple):
+    """A prompt that cannot be answered, and the sentence that mends it."""
+
+    key: int
+    error: str
+
+
+class Beginning(NamedTuple):
+    """What is known of an answer with its first news. queued: seconds until it ran."""
+
+    method: str
+    off_reason: str | None
+    num_cached: int
+    queued: float
+    prompt_logprobs: list[TokenLogprob | None]
+    stop_ids: frozenset[int]
+
+
+class AnswerNews(NamedTuple):
+    """What one step made of one answer; see `TokenEvent`."""
+
+    key: int
+    choice: int
+    tokens: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    drafted: int
+    accepted: int
+    logprobs: list[TokenLogprob]
+    context: int
+    error: str | None
+    beginning: Beginning | None
+
+
+class Step(NamedTuple):
+    """The news of one engine step; snapshot: now and then."""
+
+    news: list[AnswerNews]
+    snapshot: EngineSnapshot | None
+
+
+FromServer = Submit | Finish | Stop
+FromEngine = Ready | Failed | Refused | Step

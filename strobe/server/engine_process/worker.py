@@ -1,0 +1,262 @@
+"""The engine's own process: requests come in through a pipe, news go out through it.
+
+A thread takes messages from the pipe as they come, so that the server never waits for a step;
+another compiles grammars, so that nobody waits for those of others. The main thread only steps the
+engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from strobe.config import EngineConfig
+from strobe.engine.engine import Engine
+from strobe.request import Request
+from strobe.server.engine_process.messages import (
+    AnswerNews,
+    Beginning,
+    Failed,
+    Finish,
+    FromEngine,
+    FromServer,
+    Ready,
+    Refused,
+    Step,
+    Stop,
+    Submit,
+)
+from strobe.server.engine_process.snapshot import EngineSnapshot
+from strobe.server.engine_process.warmup import warm_up
+from strobe.server.settings import LogSettings
+from strobe.step import TokenEvent
+
+logger = logging.getLogger(__name__)
+
+_SNAPSHOT_EVERY = 0.1
+
+
+def run_engine(pipe: Connection, config: EngineConfig, logs: LogSettings) -> None:
+    """The process's main function. Returns when the server asks for it or has gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the server decides when to stop
+    logs.configure()
+    try:
+        engine = Engine(config)
+        warm_up(engine)
+    except ValueError as error:
+        tell(pipe, Failed(str(error), True))
+        return
+    except BaseException as error:
+        logger.exception("the engine cannot start")
+        tell(pipe, Failed(f"The engine cannot start: {type(error).__name__}: {error}", False))
+        raise
+    tell(pipe, facts(engine))
+    Worker(engine, pipe).run()
+
+
+def tell(pipe: Connection, message: FromEngine) -> None:
+    """Say something to the server; one that has gone is noticed where messages come in."""
+    with contextlib.suppress(OSError):
+        pipe.send(message)
+
+
+def facts(engine: Engine) -> Ready:
+    """What the server needs to know of the engine."""
+    resolved = engine.resolved
+    held = [name for name in engine.proposers.proposers if engine.limits.num_drafts]
+    methods = dict.fromkeys((resolved.method, *held, "none"))
+    return Ready(
+        max_model_len=engine.limits.max_model_len,
+        max_num_seqs=engine.limits.max_num_seqs,
+        vocab_size=resolved.target.decoder.vocab_size,
+        num_drafts=engine.limits.num_drafts,
+        methods=tuple(methods),
+        sampling=dict(resolved.target.sampling),
+        dtype=str(resolved.dtype).removeprefix("torch."),
+        device=str(resolved.device),
+        pages=engine.parts.pool.capacity,
+    )
+
+
+class Owner(NamedTuple):
+    """Whose answer a request is, and when it came."""
+
+    key: int
+    choice: int
+    came: float
+
+
+class Worker:
+    """Messages to requests, events to news."""
+
+    def __init__(self, engine: Engine, pipe: Connection):
+        self.engine, self.pipe = engine, pipe
+        self.inbox: queue.SimpleQueue[FromServer | Refused] = queue.SimpleQueue()
+        self.grammars: queue.SimpleQueue[Submit] = queue.SimpleQueue()
+        self.compiling: set[int] = set()
+        self.given_up: set[int] = set()
+        self.owners: dict[Request, Owner] = {}
+        self.requests: dict[tuple[int, int], Request] = {}
+        self.told: set[Request] = set()
+        self.last_snapshot = 0.0
+
+    def run(self) -> None:
+        """Work until the server says stop or has gone."""
+        threading.Thread(target=self._listen, daemon=True, name="strobe-inbox").start()
+        threading.Thread(target=self._compile, daemon=True, name="strobe-grammars").start()
+        while self._take_in():
+            events = self.engine.step()
+            idle = not self.engine.has_work
+            now = time.monotonic()
+            due = idle or now - self.last_snapshot >= _SNAPSHOT_EVERY
+            if due:
+                self.last_snapshot = now
+            if events or due:
+                news = [self._news(event) for event in events if event.request in self.owners]
+                tell(self.pipe, Step(news, self.snapshot() if due else None))
+
+    def snapshot(self) -> EngineSnapshot:
+        stats, scheduler = self.engine.stats, self.engine.scheduler
+        pool = self.engine.parts.pool
+        return EngineSnapshot(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_used=1 - pool.available / pool.capacity,
+            steps=stats.steps,
+            prompt_tokens=stats.prompt_tokens,
+            generation_tokens=stats.generation_tokens,
+            preemptions=stats.preemptions,
+            num_drafts=stats.num_drafts,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
+            accepted_per_position=tuple(stats.accepted_per_position),
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+        )
+
+    def _listen(self) -> None:
+        """The inbox's thread: messages as they come; a server that has gone is a stop."""
+        try:
+            while True:
+                message: FromServer = self.pipe.recv()
+                if isinstance(message, Submit) and message.params.structured_outputs is not None:
+                    self.compiling.add(message.key)
+                    self.grammars.put(message)
+                else:
+                    self.inbox.put(message)
+        except (EOFError, OSError):
+            logger.debug("the server has closed the pipe")
+        finally:
+            self.inbox.put(Stop())
+
+    def _compile(self) -> None:
+        """The grammars' thread: has each ready before the engine's thread needs it."""
+        while True:
+            message = self.grammars.get()
+            result: Submit | Refused = message
+            try:
+                if message.key not in self.given_up:
+                    self.engine.compile(message.params)
+            except Exception as error:
+                if not isinstance(error, ValueError):
+                    logger.exception("a grammar could not be compiled")
+                result = Refused(message.key, str(error))
+            self.inbox.put(result)
+
+    def _take_in(self) -> bool:
+        """All messages there are; waits for one while there is nothing to do. False: stop."""
+        wait = not self.engine.has_work
+        while True:
+            try:
+                message = self.inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False  # what this message changes is told before the next wait
+            if isinstance(message, Stop):
+                return False
+            if isinstance(message, Finish):
+                self._finish(message)
+            elif not self._wanted(message.key):
+                continue
+            elif isinstance(message, Submit):
+                self._submit(message)
+            else:
+                tell(self.pipe, message)
+
+    def _wanted(self, key: int) -> bool:
+        """Whether somebody still waits for a prompt, which may have been given up while its grammar
+        was compiled."""
+        self.compiling.discard(key)
+        wanted = key not in self.given_up
+        self.given_up.discard(key)
+        return wanted
+
+    def _submit(self, message: Submit) -> None:
+        came, first = time.monotonic(), None
+        params = message.params
+        try:
+            for index in range(params.n):
+                name = message.request_id
+                request = self.engine.add(
+                    message.prompt_ids,
+                    params,
+                    sibling=index,
+                    seed=None if first is None else first.seed,
+                    request_id=f"{name}-{index}" if params.n > 1 else name,
+                )
+                first = first or request
+                self.owners[request] = Owner(message.key, index, came)
+                self.requests[message.key, index] = request
+        except ValueError as error:
+            tell(self.pipe, Refused(message.key, str(error)))
+
+    def _finish(self, message: Finish) -> None:
+        if message.key in self.compiling:
+            self.given_up.add(message.key)
+        indices = [i for key, i in self.requests if key == message.key]
+        for index in indices if message.choice is None else [message.choice]:
+            request = self.requests.get((message.key, index))
+            if request is not None:
+                self.engine.finish(request, message.reason)
+                self._forget(request)
+
+    def _news(self, event: TokenEvent) -> AnswerNews:
+        request, owner = event.request, self.owners[event.request]
+        beginning = None
+        if request not in self.told:
+            self.told.add(request)
+            beginning = Beginning(
+                method=request.method,
+                off_reason=request.off_reason,
+                num_cached=request.num_cached or 0,
+                queued=(request.admitted_at or owner.came) - owner.came,
+                prompt_logprobs=request.prompt_logprobs,
+                stop_ids=request.stop_ids,
+            )
+        if event.finish_reason is not None:
+            self._forget(request)
+        return AnswerNews(
+            owner.key,
+            owner.choice,
+            event.tokens,
+            event.finish_reason,
+            request.stop_reason,
+            event.drafted,
+            event.accepted,
+            event.logprobs,
+            event.context,
+            request.error,
+            beginning,
+        )
+
+    def _forget(self, request: Request) -> None:
+        owner = self.owners.pop(request)
+        del self.requests[owner.key, owner.choice]
+        self.told.discard(request)

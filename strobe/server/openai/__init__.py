@@ -1,0 +1,1 @@
+"""The OpenAI API: requests, answers and event streams of each endpoint."""

@@ -1,0 +1,328 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from strobe.outputs import StreamDelta
+from strobe.request import TokenLogprob
+from strobe.server.openai import replies
+from strobe.server.openai.protocol.chat import ChatCompletionRequest
+from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.runs import Choice, Job, Progress, Run, speculation, usage
+from strobe.server.parsers import CallDelta, Parser, Tool, make_parser
+from strobe.server.serving import Serving
+from strobe.text.tokenizer import Tokenizer
+
+REASONING_NAMES = ("reasoning_content", "reasoning")
+"""Thinking goes under both: DeepSeek's name, which most clients read, and vLLM's newer one."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A chat that is ready for the engine."""
+
+    job: Job
+    name: str
+    warnings: list[str]
+    deadline: replies.Deadline
+
+
+async def chat(serving: Serving, http: Request) -> Response:
+    """Answer POST /v1/chat/completions."""
+    try:
+        request = ChatCompletionRequest.read(await http.body())
+        prepared = await prepare(serving, request, http)
+        run = Run(serving, prepared.job)
+    except Exception as error:
+        return replies.failed(serving, error)
+    reply = ChatReply(serving, request, prepared, run, replies.wants_report(http, request))
+    if request.stream:
+        return await replies.stream(serving, http, [run], reply.events, prepared.deadline)
+    return await replies.whole(serving, http, [run], reply.body, prepared.deadline)
+
+
+async def prepare(serving: Serving, request: ChatCompletionRequest, http: Request) -> Prepared:
+    """The prompt as token ids, with sampling parameters and parsers. Raises BadField, Unserved."""
+    name, facts = serving.name(request.model), serving.facts
+    options = request.template_options()
+    options["chat_template"] = serving.template(request.chat_template)
+    keep, deadline = request.truncate_prompt_tokens, replies.Deadline(serving, request.timeout)
+
+    def encode() -> tuple[str, list[int]]:
+        try:
+            text = serving.tokenizer.chat_text(request.conversation, **options)
+            serving.check_length(text, "messages", keep)
+            return text, serving.tokenizer.encode(
+                text, add_special_tokens=request.add_special_tokens
+            )
+        except BadField:
+            raise
+        except ValueError as error:
+            raise BadField(str(error), "messages") from None
+
+    async with deadline():
+        text, ids = await serving.in_thread(encode)
+    ids = serving.fit(ids, request.limit(), keep, "messages")
+    arguments = request.sampling(facts.sampling)
+    toolbox, forms = request.toolbox, serving.formats
+    parse = _parser(serving, request, text)
+    tools = [_tool(tool) for tool in toolbox.tools]
+    parallel = request.parallel_tool_calls and toolbox.choice.name is None
+    structured = arguments.get("structured_outputs")
+    if toolbox.choice.forced:
+        chosen = [t for t in tools if toolbox.choice.name in (None, t.name)]
+        structured = serving.call_grammar(chosen, parallel=parallel, prompt=text)
+    elif structured is not None:
+        structured = serving.or_calls(structured, tools, parallel=parallel)
+        structured = serving.constraint(structured, text)
+    arguments["structured_outputs"] = structured
+    used = [forms.reasoning, forms.tools if toolbox.tools else None]
+    if any(form is not None and form.keep_special for form in used):
+        arguments["skip_special_tokens"] = False
+    request_id = request.request_id or http.scope["state"]["request_id"]
+    reads = None if request.chat_template is not None else serving.template_reads
+    return Prepared(
+        Job(
+            ids,
+            serving.params(arguments),
+            request_id,
+            parse,
+            "tools" if toolbox.choice.forced else request.constraint,
+            http.scope["state"]["came"],
+        ),
+        name,
+        request.warnings(reads),
+        deadline,
+    )
+
+
+def _parser(serving: Serving, request: ChatCompletionRequest, prompt: str) -> Callable[[], Parser]:
+    forms = serving.formats
+    opened = forms.reasoning is not None and forms.reasoning.opened_by(prompt)
+    tools = bool(request.toolbox.tools) and forms.tools is not None
+    return lambda: make_parser(
+        forms.tools.name if forms.tools is not None else None,
+        forms.reasoning.name if forms.reasoning is not None else None,
+        tools=tools,
+        thinking_open=opened,
+    )
+
+
+def _tool(tool: dict[str, Any]) -> Tool:
+    function = tool["function"]
+    return Tool(function["name"], function.get("parameters"), bool(function.get("strict")))
+
+
+class Calls:
+    """The tool calls of one answer as they come, each with an id."""
+
+    def __init__(self, *, parallel: bool):
+        self.parallel = parallel
+        self.made: list[dict[str, Any]] = []
+
+    @property
+    def whole(self) -> bool:
+        """Whether there are calls, the last one to its end: a stop string may have cut it."""
+        try:
+            return bool(self.made) and isinstance(
+                json.loads(self.made[-1]["function"]["arguments"]), dict
+            )
+        except ValueError:
+            return False
+
+    def take(self, deltas: tuple[CallDelta, ...]) -> list[dict[str, Any]]:
+        """The same as OpenAI's deltas; without `parallel` there is only the first call."""
+        told: list[dict[str, Any]] = []
+        for delta in deltas:
+            if delta.index and not self.parallel:
+                continue
+            if delta.name is not None:
+                function = {"name": delta.name, "arguments": delta.arguments}
+                call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+                self.made.append({**call, "function": dict(function)})
+                told.append({"index": delta.index, **call, "function": function})
+            else:
+                self.made[delta.index]["function"]["arguments"] += delta.arguments
+                function = {"arguments": delta.arguments}
+                told.append({"index": delta.index, "function": function})
+        return told
+
+
+@dataclass
+class Message:
+    """One answer as OpenAI's message."""
+
+    calls: Calls
+    content: str = ""
+    reasoning: str = ""
+    begun: bool = False
+
+    def take(self, progress: Progress) -> dict[str, Any]:
+        """Take in a step; the delta that tells of it."""
+        parsed = progress.parsed
+        self.content += parsed.content
+        self.reasoning += parsed.reasoning
+        delta: dict[str, Any] = {}
+        if not self.begun:
+            self.begun, delta["role"], delta["content"] = True, "assistant", ""
+        if parsed.reasoning:
+            delta |= dict.fromkeys(REASONING_NAMES, parsed.reasoning)
+        if parsed.content:
+            delta["content"] = parsed.content
+        calls = self.calls.take(parsed.calls)
+        if calls:
+            delta["tool_calls"] = calls
+        return delta
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        reason = choice.output.finish_reason
+        return "tool_calls" if reason == "stop" and self.calls.whole else reason
+
+    def whole(self, *, reasoning: bool) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        message["content"] = self.content or None
+        if self.calls.made:
+            message["tool_calls"] = self.calls.made
+        else:
+            message["content"] = self.content
+        if reasoning and self.reasoning:
+            message |= dict.fromkeys(REASONING_NAMES, self.reasoning)
+        return message
+
+
+class ChatReply:
+    """OpenAI's form of the answers, whole or streamed."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        request: ChatCompletionRequest,
+        prepared: Prepared,
+        run: Run,
+        report: bool,
+    ):
+        self.serving, self.request, self.prepared, self.run = serving, request, prepared, run
+        self.report = report
+        self.id = f"chatcmpl-{prepared.job.request_id}"
+        self.created = int(time.time())
+        self.messages = [Message(Calls(parallel=request.parallel_tool_calls)) for _ in run.choices]
+
+    async def body(self) -> dict[str, Any]:
+        """The whole completion, once it has ended."""
+        async for steps in self.run.steps():
+            for progress in steps:
+                self.messages[progress.choice.index].take(progress)
+        replies.check_answers([self.run])
+        tokenizer, request = self.serving.tokenizer, self.request
+        choices: list[dict[str, Any]] = []
+        for choice, message in zip(self.run.choices, self.messages, strict=True):
+            message.content = request.echo_text + message.content
+            entry: dict[str, Any] = {
+                "index": choice.index,
+                "message": message.whole(reasoning=request.include_reasoning),
+                "logprobs": None,
+                "finish_reason": message.finish_reason(choice),
+                "stop_reason": choice.output.stop_reason,
+            }
+            if request.logprobs:
+                entry["logprobs"] = {"content": self._logprobs(choice.logprobs)}
+            if request.return_token_ids:
+                entry["token_ids"] = choice.output.token_ids
+            choices.append(entry)
+        body = {**self._head("chat.completion"), "choices": choices, "usage": usage([self.run])}
+        if self.run.prompt_logprobs is not None:
+            body["prompt_logprobs"] = replies.prompt_logprobs(self.run.prompt_logprobs, tokenizer)
+        if request.return_token_ids:
+            body["prompt_token_ids"] = self.prepared.job.prompt_ids
+        return body | replies.extras([self.run], self.report, self.prepared.warnings)
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The chunks of the stream."""
+        request, options = self.request, self.request.stream_options
+        head = self._head("chat.completion.chunk")
+        first: dict[str, Any] = {}
+        if request.return_token_ids:
+            first["prompt_token_ids"] = self.prepared.job.prompt_ids
+        if self.prepared.warnings:
+            first["warnings"] = self.prepared.warnings
+        async for steps in self.run.steps():
+            out = b""
+            for progress in steps:
+                entry = self._chunk(progress)
+                if entry is None:
+                    continue
+                chunk = {**head, **first, "choices": [entry]}
+                first = {}
+                if options is not None and options.include_usage:
+                    chunk["usage"] = usage([self.run]) if options.continuous_usage_stats else None
+                out += replies.event(chunk)
+            if out:
+                yield out
+        replies.check_answers([self.run])
+        if self.run.given_up:
+            return
+        if (options is not None and options.include_usage) or self.report:
+            last = {**head, "choices": [], "usage": usage([self.run])}
+            yield replies.event(last | {"speculation": speculation([self.run])})
+
+    def _chunk(self, progress: Progress) -> dict[str, Any] | None:
+        """A choice of a chunk, None where there is nothing to tell yet."""
+        request, choice = self.request, progress.choice
+        message = self.messages[choice.index]
+        begun = message.begun
+        delta = message.take(progress)
+        if not request.include_reasoning:
+            for name in REASONING_NAMES:
+                delta.pop(name, None)
+        if not begun and request.echo_text:
+            delta["content"] = request.echo_text + delta.get("content", "")
+        entry: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None}
+        entry["finish_reason"] = message.finish_reason(choice) if progress.finished else None
+        if progress.finished:
+            entry["stop_reason"] = choice.output.stop_reason
+        if request.logprobs and progress.delta.logprobs:
+            entry["logprobs"] = {"content": self._logprobs(progress.delta.logprobs)}
+        if request.return_token_ids:
+            entry["token_ids"] = progress.delta.token_ids
+        if self.report:
+            entry["step"] = step_of(progress.delta)
+        tells = delta or progress.finished or entry["logprobs"] or len(entry) > 4
+        return entry if tells else None
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.prepared.name,
+        }
+
+    def _logprobs(self, found: list[TokenLogprob]) -> list[dict[str, Any]]:
+        as_ids = self.request.return_tokens_as_token_ids
+        return [chat_logprob(entry, self.serving.tokenizer, as_ids) for entry in found]
+
+
+def step_of(delta: StreamDelta) -> dict[str, Any]:
+    """A verify step as the page shows it: each token's text, and whether it was a draft."""
+    tokens = [[piece, place < delta.accepted] for place, piece in enumerate(delta.pieces)]
+    return {"tokens": tokens, "drafted": delta.drafted, "accepted": delta.accepted}
+
+
+def chat_logprob(entry: TokenLogprob, tokenizer: Tokenizer, as_ids: bool) -> dict[str, Any]:
+    """A token's log probability in OpenAI's chat form."""
+
+    def named(token: int, value: float) -> dict[str, Any]:
+        shown = f"token_id:{token}" if as_ids else tokenizer.token_text(token)
+        return {"token": shown, "logprob": value, "bytes": list(tokenizer.token_bytes(token))}
+
+    top = [named(token, value) for token, value in entry.top]
+    return {**named(entry.token, entry.logprob), "top_logprobs": top}

@@ -1,0 +1,291 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from strobe.request import TokenLogprob
+from strobe.server.openai import replies
+from strobe.server.openai.chat import step_of
+from strobe.server.openai.protocol.completions import CompletionRequest
+from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.runs import Choice, Job, Progress, Run, speculation, usage
+from strobe.server.parsers.chain import Plain
+from strobe.server.serving import Serving
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt's text, and its place among the request's prompts."""
+
+    text: str
+    ids: list[int]
+
+
+async def completions(serving: Serving, http: Request) -> Response:
+    """Answer POST /v1/completions."""
+    runs: list[Run] = []
+    try:
+        request = CompletionRequest.read(await http.body())
+        name, facts = serving.name(request.model), serving.facts
+        deadline = replies.Deadline(serving, request.timeout)
+        params = serving.params(request.sampling(facts.sampling))
+        serving.check_room(len(request.prompts()) * params.n)
+        async with deadline():
+            prompts = [await _prompt(serving, request, given) for given in request.prompts()]
+        request_id = request.request_id or http.scope["state"]["request_id"]
+        serving.check_room(len(prompts) * params.n)
+        came = http.scope["state"]["came"]
+        for i, prompt in enumerate(prompts):
+            job_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
+            job = Job(prompt.ids, params, job_id, Plain, request.constraint, came)
+            runs.append(Run(serving, job))
+    except Exception as error:
+        for run in runs:
+            run.close()
+        return replies.failed(serving, error)
+    report = replies.wants_report(http, request)
+    reply = CompletionReply(serving, request, prompts, runs, name, request_id, report)
+    if request.stream:
+        return await replies.stream(serving, http, runs, reply.events, deadline)
+    return await replies.whole(serving, http, runs, reply.body, deadline)
+
+
+async def _prompt(serving: Serving, request: CompletionRequest, given: str | list[int]) -> Prompt:
+    tokenizer = serving.tokenizer
+
+    def read() -> Prompt:
+        if isinstance(given, str):
+            try:
+                serving.check_length(given, "prompt", request.truncate_prompt_tokens)
+                ids = tokenizer.encode(given, add_special_tokens=request.add_special_tokens)
+            except BadField:
+                raise
+            except ValueError as error:
+                raise BadField(str(error), "prompt") from None
+            return Prompt(given, ids)
+        size = serving.facts.vocab_size
+        known = [token for token in given if token < size]
+        return Prompt(tokenizer.decode(known, skip_special_tokens=False), given)
+
+    prompt = await serving.in_thread(read)
+    ids = serving.fit(prompt.ids, request.limit(), request.truncate_prompt_tokens, "prompt")
+    if len(ids) < len(prompt.ids):
+        text = await serving.in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
+        return Prompt(text, ids)
+    return prompt
+
+
+class CompletionReply:
+    """OpenAI's older form of the answers, whole or streamed."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        request: CompletionRequest,
+        prompts: list[Prompt],
+        runs: list[Run],
+        name: str,
+        request_id: str,
+        report: bool,
+    ):
+        self.serving, self.request, self.prompts, self.runs = serving, request, prompts, runs
+        self.report = report
+        self.warnings = request.warnings()
+        self.head = {
+            "id": f"cmpl-{request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": name,
+        }
+        self._offsets: dict[tuple[int, int], int] = {}
+
+    async def body(self) -> dict[str, Any]:
+        """The whole completion, once all answers have ended."""
+        await replies.drained(self.runs)
+        replies.check_answers(self.runs)
+        choices: list[dict[str, Any]] = []
+        for place, run in enumerate(self.runs):
+            for choice in _best(run.choices, self.request.n):
+                choices.append(self._choice(place, choice, len(choices)))
+        body = {**self.head, "choices": choices, "usage": usage(self.runs)}
+        return body | replies.extras(self.runs, self.report, self.warnings)
+
+    def _choice(self, place: int, choice: Choice, index: int) -> dict[str, Any]:
+        request, run, prompt = self.request, self.runs[place], self.prompts[place]
+        text = (prompt.text if request.echo else "") + choice.output.text
+        entry: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": choice.output.finish_reason,
+            "stop_reason": choice.output.stop_reason,
+        }
+        if request.logprobs is not None:
+            parts = self._prompt_part(run, prompt) if request.echo else Logprobs()
+            parts.add(choice.logprobs, choice.pieces, self)
+            entry["logprobs"] = parts.as_dict()
+        if request.prompt_logprobs is not None and run.prompt_logprobs is not None:
+            entry["prompt_logprobs"] = replies.prompt_logprobs(
+                [self._cut(entry) for entry in run.prompt_logprobs], self.serving.tokenizer
+            )
+        if request.return_token_ids:
+            entry["token_ids"] = choice.output.token_ids
+            entry["prompt_token_ids"] = prompt.ids
+        return entry
+
+    def _cut(self, entry: TokenLogprob | None) -> TokenLogprob | None:
+        most = self.request.prompt_logprobs or 0
+        return None if entry is None else entry._replace(top=entry.top[:most])
+
+    def _prompt_part(self, run: Run, prompt: Prompt) -> Logprobs:
+        """The prompt's tokens and their log probabilities, for echo."""
+        parts, tokenizer = Logprobs(), self.serving.tokenizer
+        found = run.prompt_logprobs or [None] * len(prompt.ids)
+        for token, entry in zip(prompt.ids, found, strict=True):
+            text = tokenizer.token_text(token)
+            known = entry or TokenLogprob(token, 0.0, 1)
+            parts.add([known], [text], self, first=entry is None)
+        return parts
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The chunks of the stream; several prompts' answers come as they are made."""
+        options = self.request.stream_options
+        news: asyncio.Queue[tuple[int, list[Progress]] | Exception | None] = asyncio.Queue()
+
+        async def follow(place: int, run: Run) -> None:
+            try:
+                async for steps in run.steps():
+                    news.put_nowait((place, steps))
+                news.put_nowait(None)
+            except Exception as error:
+                news.put_nowait(error)
+
+        tasks = [asyncio.ensure_future(follow(i, run)) for i, run in enumerate(self.runs)]
+        left = len(tasks)
+        try:
+            while left:
+                told = await news.get()
+                if told is None:
+                    left -= 1
+                elif isinstance(told, Exception):
+                    raise told
+                else:
+                    out = b"".join(self._chunks(*told))
+                    if out:
+                        yield out
+        finally:
+            for task in tasks:
+                task.cancel()
+        replies.check_answers(self.runs)
+        if any(run.given_up for run in self.runs):
+            return
+        if (options is not None and options.include_usage) or self.report:
+            last = {**self.head, "choices": [], "usage": usage(self.runs)}
+            yield replies.event(last | {"speculation": speculation(self.runs)})
+
+    def _chunks(self, place: int, steps: list[Progress]) -> list[bytes]:
+        request, run, prompt = self.request, self.runs[place], self.prompts[place]
+        options = request.stream_options
+        chunks: list[bytes] = []
+        for progress in steps:
+            choice, delta = progress.choice, progress.delta
+            parts = Logprobs()
+            text, first = delta.text, (place, choice.index) not in self._offsets
+            if first:
+                self._offsets[place, choice.index] = 0
+                if request.echo:
+                    text = prompt.text + text
+                    if request.logprobs is not None:
+                        parts = self._prompt_part(run, prompt)
+            entry: dict[str, Any] = {
+                "index": place * request.n + choice.index,
+                "text": text,
+                "logprobs": None,
+                "finish_reason": choice.output.finish_reason if progress.finished else None,
+            }
+            if progress.finished:
+                entry["stop_reason"] = choice.output.stop_reason
+            if request.logprobs is not None:
+                parts.offset = self._offsets[place, choice.index] + parts.offset
+                parts.add(delta.logprobs, delta.pieces, self)
+                self._offsets[place, choice.index] = parts.offset
+                entry["logprobs"] = parts.as_dict() if parts.tokens else None
+            if request.return_token_ids:
+                entry["token_ids"] = delta.token_ids
+                if first:
+                    entry["prompt_token_ids"] = prompt.ids
+            if self.report:
+                entry["step"] = step_of(delta)
+            chunk: dict[str, Any] = {**self.head, "choices": [entry]}
+            if first and self.warnings:
+                chunk["warnings"] = self.warnings
+            if options is not None and options.include_usage:
+                chunk["usage"] = usage(self.runs) if options.continuous_usage_stats else None
+            tells = text or progress.finished or entry["logprobs"] or len(entry) > 4 or first
+            if tells:
+                chunks.append(replies.event(chunk))
+        return chunks
+
+
+class Logprobs:
+    """OpenAI's older form of log probabilities, token by token."""
+
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+        self.values: list[float | None] = []
+        self.top: list[dict[str, float] | None] = []
+        self.offsets: list[int] = []
+        self.offset = 0
+
+    def add(
+        self,
+        found: list[TokenLogprob],
+        pieces: list[str],
+        reply: CompletionReply,
+        *,
+        first: bool = False,
+    ) -> None:
+        """Tokens with their share of the text; first: a prompt's first token, which has none."""
+        most = reply.request.logprobs or 0
+        for entry, piece in zip(found, pieces, strict=True):
+            self.tokens.append(self._name(entry.token, reply))
+            self.values.append(None if first else entry.logprob)
+            best = {self._name(token, reply): value for token, value in entry.top[:most]}
+            best.setdefault(self._name(entry.token, reply), entry.logprob)
+            self.top.append(None if first else best)
+            self.offsets.append(self.offset)
+            self.offset += len(piece)
+
+    @staticmethod
+    def _name(token: int, reply: CompletionReply) -> str:
+        if reply.request.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        return reply.serving.tokenizer.token_text(token)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "token_logprobs": self.values,
+            "top_logprobs": self.top,
+            "text_offset": self.offsets,
+        }
+
+
+def _best(choices: list[Choice], count: int) -> list[Choice]:
+    """The `count` most probable answers per token, in that order where some are left out."""
+    if len(choices) == count:
+        return choices
+
+    def mean(choice: Choice) -> float:
+        made = len(choice.output.token_ids)
+        return (choice.output.cumulative_logprob or 0.0) / max(made, 1)
+
+    return sorted(choices, key=mean, reverse=True)[:count]

@@ -1,0 +1,88 @@
+"""The OpenAPI document: the routes, with the requests that their handlers read themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from strobe.server.openai.protocol import response_bodies as answers
+
+POST_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "503", "504")
+"""What a POST may answer instead of what was asked for."""
+
+EVENT: dict[str, Any] = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {
+        "event": {"type": "string"},
+        "data": {
+            "type": "string",
+            "description": "A part of the answer as JSON, an error, or [DONE] at the end.",
+        },
+    },
+}
+"""An event of a stream."""
+
+
+class Post(NamedTuple):
+    """A path that takes a body. asked, given: the shapes of the two bodies."""
+
+    path: str
+    summary: str
+    asked: type[BaseModel]
+    given: type[BaseModel]
+
+
+def describe(
+    app: FastAPI,
+    posts: Collection[Post],
+    errors: Mapping[str, Collection[str]],
+    open_paths: Collection[str] | None,
+) -> dict[str, Any]:
+    """The document. errors: the statuses beside 200 of each path that is only read; open_paths:
+    those that need no key, None where no path does."""
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    shapes: list[tuple[type[BaseModel], Any]] = [(answers.ErrorResponse, "serialization")]
+    for post in posts:
+        shapes += [(post.asked, "validation"), (post.given, "serialization")]
+    references, parts = models_json_schema(shapes, ref_template="#/components/schemas/{model}")
+    schemas: dict[str, Any] = schema.setdefault("components", {}).setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):  # the framework's; no route says them
+        schemas.pop(name, None)
+    schemas.update(parts.get("$defs", {}))
+
+    def content(model: type[BaseModel], mode: Any) -> dict[str, Any]:
+        return {"application/json": {"schema": references[model, mode]}}
+
+    wrong = {"description": "Error", "content": content(answers.ErrorResponse, "serialization")}
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            responses: dict[str, Any] = operation["responses"]
+            responses.pop("422", None)
+            responses |= dict.fromkeys(errors.get(path, ()), wrong)
+    for post in posts:
+        good = content(post.given, "serialization")
+        if "stream" in post.asked.model_fields:
+            good["text/event-stream"] = {"itemSchema": EVENT}
+        operation = {
+            "operationId": post.path.strip("/").replace("/", "_"),
+            "summary": post.summary,
+            "requestBody": {"required": True, "content": content(post.asked, "validation")},
+            "responses": {
+                "200": {"description": "The answer", "content": good},
+                **dict.fromkeys(POST_ERRORS, wrong),
+            },
+        }
+        schema["paths"][post.path] = {"post": operation}
+    if open_paths is not None:
+        schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"key": []}]
+        for path in schema["paths"].keys() & set(open_paths):
+            for operation in schema["paths"][path].values():
+                operation["security"] = []
+    return schema

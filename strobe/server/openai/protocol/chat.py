@@ -1,0 +1,198 @@
+"""The request of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from strobe.checks import MOST
+from strobe.sampling_params import MOST_ANSWERS
+from strobe.server.openai.protocol.common import StreamOptions, Whole, Within
+from strobe.server.openai.protocol.conversation import Conversation, Messages
+from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.sampling import LogprobCount, ObjectField, Sampling
+from strobe.server.openai.protocol.tools import CHOICE_SCHEMA
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+CONFLICT = "is given beside a tool_choice that forces a call"
+
+
+class ChatCompletionRequest(Sampling, Conversation):
+    """The body of POST /v1/chat/completions."""
+
+    place: ClassVar[str] = "chat"
+
+    messages: Messages = Field(
+        description="The conversation: objects with `role` and `content`, a text or a list of text "
+        "parts."
+    )
+    n: Annotated[Whole, Within(1, MOST_ANSWERS, "ask for one answer or more")] = Field(
+        1, description="Answers, sampled independently even under one seed."
+    )
+    max_completion_tokens: (
+        Annotated[Whole, Within(1, MOST, "leave it out for all that fit")] | None
+    ) = Field(None, description="Most tokens to make, reasoning included; all that fit otherwise.")
+    max_tokens: Annotated[Whole, Within(1, MOST, "leave it out for all that fit")] | None = Field(
+        None, description="The older name of max_completion_tokens."
+    )
+    logprobs: bool = Field(False, description="Log probabilities of the answer's tokens.")
+    top_logprobs: LogprobCount | None = Field(
+        None, description="With logprobs: the same of so many most probable tokens, 0 to 20."
+    )
+    prompt_logprobs: LogprobCount | None = Field(
+        None,
+        description="Log probabilities of the prompt's tokens and so many most probable ones, 0 to "
+        "20; not in a stream.",
+    )
+    response_format: ObjectField = Field(
+        None,
+        description="`text`, `json_object`, or `json_schema` with `json_schema.schema`, which is "
+        "always held strictly.",
+    )
+    tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = Field(
+        None,
+        description="`none`, `auto`, `required`, one function by name, or `allowed_tools`; auto "
+        "where there are tools. With none, the prompt has no tools.",
+    )
+    parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer.")
+    reasoning_effort: Effort | None = Field(
+        None,
+        description="Given to the chat template; `none` also sets its enable_thinking to false.",
+    )
+    include_reasoning: bool = Field(
+        True, description="false leaves `reasoning_content` and `reasoning` out of the response."
+    )
+    stream_options: StreamOptions | None = Field(
+        None, description="With stream: `include_usage` and `continuous_usage_stats`."
+    )
+    echo: bool = Field(
+        False, description="Begin the answer with the last message where that is the assistant's."
+    )
+    truncate_prompt_tokens: Annotated[Whole, Within(-1, MOST, "-1 keeps all that fit")] | None = (
+        Field(None, description="Keep only so many of the prompt's last tokens; -1: all that fit.")
+    )
+    return_tokens_as_token_ids: bool = Field(
+        False, description="Write the tokens of log probabilities as `token_id:ID`."
+    )
+    return_token_ids: bool = Field(
+        False, description="Return `prompt_token_ids` and each choice's `token_ids`."
+    )
+
+    def check(self) -> None:
+        super().check()
+        self.read_conversation(self.messages, self.tool_choice)
+        check_stream(self.stream, self.stream_options, self.prompt_logprobs, self._notes)
+        check_truncation(self.truncate_prompt_tokens)
+        if (
+            self.max_tokens is not None
+            and self.max_completion_tokens is not None
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise BadField(
+                f"max_tokens is {self.max_tokens}, but max_completion_tokens is "
+                f"{self.max_completion_tokens}; give one of them.",
+                "max_tokens",
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise BadField(
+                f"top_logprobs is {self.top_logprobs} without logprobs; set logprobs to true.",
+                "top_logprobs",
+            )
+        self._check_forced_call()
+        self._check_effort()
+
+    def _check_forced_call(self) -> None:
+        """A forced call is an answer of its own form; response_format is for an answer in text,
+        and clients send it along with every request."""
+        source = self._constraint.source if self._constraint is not None else None
+        if self.toolbox.choice.forced and source not in (None, "response_format"):
+            raise BadField(f"{source} {CONFLICT}; leave one of them out.", source)
+
+    def _check_effort(self) -> None:
+        variables = self.chat_template_kwargs or {}
+        for name, value in self._effort().items():
+            if variables.get(name, value) != value:
+                raise BadField(
+                    f"reasoning_effort is {self.reasoning_effort}, but chat_template_kwargs.{name} "
+                    "says otherwise; leave one of them out.",
+                    "reasoning_effort",
+                )
+
+    def _effort(self) -> dict[str, Any]:
+        """What reasoning_effort says to the chat template."""
+        if self.reasoning_effort is None:
+            return {}
+        variables: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            variables["enable_thinking"] = False
+        return variables
+
+    def limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of SamplingParams; the form of a forced tool call is not among them,
+        since it depends on the model's parser."""
+        arguments = super().sampling(defaults)
+        arguments["n"] = self.n
+        if self.logprobs:
+            arguments["logprobs"] = self.top_logprobs or 0
+        if self.prompt_logprobs is not None:
+            arguments["prompt_logprobs"] = self.prompt_logprobs
+        if self.toolbox.choice.forced:
+            arguments.pop("structured_outputs", None)
+        return arguments
+
+    def template_variables(self) -> dict[str, Any]:
+        return super().template_variables() | self._effort()
+
+    @property
+    def echo_text(self) -> str:
+        """What the answer begins with before its own text."""
+        last = self.conversation[-1]
+        return last["content"] or "" if self.echo and last["role"] == "assistant" else ""
+
+    def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
+        said = super().warnings(template_reads)
+        effort = self._effort()
+        if template_reads is not None and effort and not set(effort) & set(template_reads):
+            said.append("reasoning_effort has no effect: the chat template does not read it.")
+        if self.toolbox.choice.mode == "auto":
+            said += [
+                f"{path} has no effect: a schema is held where tool_choice forces a call."
+                for path in self.toolbox.strict
+            ]
+        return said
+
+
+def check_stream(
+    stream: bool, options: StreamOptions | None, prompt_logprobs: int | None, notes: list[str]
+) -> None:
+    """What only a stream has, and what it cannot have. Raises BadField."""
+    if options is not None:
+        notes += options.warnings()
+        if not stream:
+            raise BadField(
+                "stream_options is given without stream; set stream to true.", "stream_options"
+            )
+    if stream and prompt_logprobs is not None:
+        raise BadField(
+            f"prompt_logprobs is {prompt_logprobs} beside stream, which has no place for them; set "
+            "stream to false.",
+            "prompt_logprobs",
+        )
+
+
+def check_truncation(tokens: int | None) -> None:
+    """Raises BadField for a prompt of no token."""
+    if tokens == 0:
+        raise BadField(
+            "truncate_prompt_tokens is 0, which keeps no token; give 1 or more, or -1 for all that "
+            "fit.",
+            "truncate_prompt_tokens",
+        )

@@ -1,0 +1,175 @@
+"""A chat's messages, checked and brought into the form that chat templates read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from strobe.server.openai.protocol.common import take
+from strobe.server.openai.protocol.errors import BadField, shown, wrong
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+EVERY_ROLE = ("role", "content", "name")
+ASSISTANT_ONLY = ("tool_calls", "refusal", "reasoning_content", "reasoning")
+TOOL_ONLY = ("tool_call_id",)
+TOOL_CALL_FIELDS = ("id", "type", "function", "index")
+MESSAGE_FIELDS = (*EVERY_ROLE, *ASSISTANT_ONLY, *TOOL_ONLY)
+
+PART_FIELDS: Mapping[str, str] = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}
+"""The types of content that are text, and the field that holds it."""
+
+MESSAGE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "object"}},
+                {"type": "null"},
+            ]
+        },
+    },
+}
+
+
+def read_messages(messages: Sequence[Any], notes: list[str]) -> list[dict[str, Any]]:
+    """A conversation for the chat template; reading the result again gives the same.
+
+    notes: gets a sentence for what has no effect. Raises BadField.
+    """
+    if not messages:
+        raise wrong("messages", list(messages), "a list of one or more messages")
+    return [read_message(one, f"messages[{i}]", notes) for i, one in enumerate(messages)]
+
+
+def read_message(message: Any, path: str, notes: list[str]) -> dict[str, Any]:
+    """One message: content is text or None, the role developer is system, and the arguments of
+    tool calls are objects where they are JSON. Raises BadField."""
+    taken = take(message, MESSAGE_FIELDS, "message", path)
+    notes += taken.notes
+    fields = taken.fields
+    role = fields.get("role")
+    if role not in ROLES:
+        given = "is missing" if role is None else f"is {shown(role)}"
+        raise BadField(
+            f"{path}.role {given}, but must be one of {', '.join(ROLES)}.", f"{path}.role"
+        )
+    for names, owner in ((ASSISTANT_ONLY, "assistant"), (TOOL_ONLY, "tool")):
+        for name in names:
+            if role != owner and fields.get(name):
+                raise BadField(
+                    f"{path}.{name} is given for the role {role}, but belongs to the role {owner}.",
+                    f"{path}.{name}",
+                )
+    for name in ("name", "refusal", "reasoning_content", "reasoning", "tool_call_id"):
+        if not isinstance(fields.get(name, ""), str):
+            raise wrong(f"{path}.{name}", fields[name], "a text")
+    read: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    read["content"] = read_content(fields.get("content"), f"{path}.content", notes)
+    read |= {name: fields[name] for name in ("name", "tool_call_id") if name in fields}
+    if role == "assistant":
+        read |= _assistant(fields, read["content"], path, notes)
+    if read["content"] is None and not (read.get("tool_calls") or read.get("reasoning_content")):
+        raise BadField(
+            f"{path}.content is missing; give a text, or a list of text parts.",
+            f"{path}.content",
+            "missing_required_parameter",
+        )
+    return read
+
+
+def _assistant(
+    fields: Mapping[str, Any], content: str | None, path: str, notes: list[str]
+) -> dict[str, Any]:
+    """What an assistant's message has beside role and name; a refusal is text it wrote."""
+    read: dict[str, Any] = {}
+    if refusal := fields.get("refusal"):
+        read["content"] = "\n".join([content, refusal] if content else [refusal])
+    reasoning = fields.get("reasoning_content", fields.get("reasoning"))
+    if reasoning != fields.get("reasoning", reasoning):
+        raise BadField(
+            f"{path}.reasoning differs from {path}.reasoning_content; give one of them.",
+            f"{path}.reasoning",
+        )
+    if reasoning:
+        read["reasoning_content"] = reasoning
+    if (calls := fields.get("tool_calls")) is not None:
+        if not isinstance(calls, list | tuple):
+            raise wrong(f"{path}.tool_calls", calls, "a list of tool calls")
+        path = f"{path}.tool_calls"
+        read_calls = [_tool_call(call, f"{path}[{i}]", notes) for i, call in enumerate(calls)]
+        if read_calls:
+            read["tool_calls"] = read_calls
+    return read
+
+
+def read_content(content: Any, path: str, notes: list[str]) -> str | None:
+    """Text of a message; the texts of several parts stand one to a line. Raises BadField."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise wrong(path, content, "a text, or a list of text parts")
+    return "\n".join(_part(part, f"{path}[{i}]", notes) for i, part in enumerate(content))
+
+
+def _part(part: Any, path: str, notes: list[str]) -> str:
+    if not isinstance(part, Mapping):
+        raise wrong(path, part, 'a part such as {"type": "text", "text": ...}')
+    kind = part.get("type", "text")
+    field = PART_FIELDS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise BadField(
+            f"{path}.type is {shown(kind)}, but only text is supported, no images, audio or files; "
+            'give {"type": "text", "text": ...}.',
+            f"{path}.type",
+            "unsupported_parameter",
+        )
+    taken = take(part, ("type", field), "part", path)
+    notes += taken.notes
+    text = taken.fields.get(field)
+    if not isinstance(text, str):
+        raise wrong(f"{path}.{field}", text, "a text")
+    return text
+
+
+def _tool_call(call: Any, path: str, notes: list[str]) -> dict[str, Any]:
+    """One earlier call; index is where it stood in a stream and says nothing here."""
+    taken = take(call, TOOL_CALL_FIELDS, "tool_call", path)
+    notes += taken.notes
+    fields = taken.fields
+    if fields.get("type", "function") != "function":
+        raise wrong(f"{path}.type", fields["type"], '"function"', "other tools are not supported")
+    function = take(fields.get("function"), ("name", "arguments"), "", f"{path}.function").fields
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise wrong(f"{path}.function.name", name, "the name of a function")
+    if not isinstance(fields.get("id", ""), str):
+        raise wrong(f"{path}.id", fields["id"], "a text")
+    arguments = read_arguments(function.get("arguments"), f"{path}.function.arguments")
+    read = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": fields["id"], **read} if "id" in fields else read
+
+
+def read_arguments(arguments: Any, path: str) -> dict[str, Any] | str:
+    """A call's arguments as templates want them: an object; text that is none stays text."""
+    if arguments is None or arguments == "":
+        return {}
+    if isinstance(arguments, Mapping):
+        return dict(arguments)
+    if not isinstance(arguments, str):
+        raise wrong(path, arguments, "the JSON text of an object")
+    try:
+        value = from_json(arguments, allow_inf_nan=False)
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments

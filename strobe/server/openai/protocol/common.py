@@ -1,0 +1,259 @@
+"""What all endpoints' requests share: how fields are taken in, and the types of their values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema, from_json
+
+from strobe.checks import MOST
+from strobe.server.openai.protocol.errors import BadField, explain, shown, wrong
+from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
+
+INDEX = re.compile(r"\[\d+\]")
+
+
+class Taken(NamedTuple):
+    """An object's known fields, nulls left out, and a sentence for each other one given."""
+
+    fields: dict[str, Any]
+    notes: list[str]
+
+
+def take(given: Any, known: Collection[str], place: str, path: str = "") -> Taken:
+    """Sort an object's fields. place: its tables; path: where it stands in the request.
+
+    Raises BadField for no object, for a field that nobody knows and for one that is not supported.
+    """
+    if not isinstance(given, Mapping):
+        raise wrong(path or None, given, "a JSON object")
+    no_effect, refused = NO_EFFECT.get(place, {}), UNSUPPORTED.get(place, {})
+    fields: dict[str, Any] = {}
+    notes: list[str] = []
+    for name, value in given.items():
+        if value is None:
+            continue
+        full = f"{path}.{name}" if path else str(name)
+        if name in known:
+            fields[name] = value
+        elif (note := no_effect.get(name)) is not None:
+            if not note.is_neutral(value):
+                notes.append(f"{full} has no effect: {note.why}.")
+        elif (note := refused.get(name)) is not None:
+            if not note.is_neutral(value):
+                raise BadField(
+                    f"{full} is {shown(value)}, which is not supported: {note.why}.",
+                    full,
+                    "unsupported_parameter",
+                )
+        else:
+            raise _unknown(str(name), [*known, *no_effect], path, full)
+    return Taken(fields, notes)
+
+
+def _unknown(name: str, names: Collection[str], path: str, full: str) -> BadField:
+    near = get_close_matches(name[:80], list(names), n=1)
+    mend = f"did you mean {near[0]}?" if near else "leave it out."
+    return BadField(
+        f"{shown(name)} is no field of {path or 'this endpoint'}; {mend}",
+        full[:200],
+        "unknown_parameter",
+    )
+
+
+class Closed(BaseModel):
+    """An object of a request: null means not given, and no field is ignored in silence."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    place: ClassVar[str]
+    """Its tables in NO_EFFECT and UNSUPPORTED."""
+    path: ClassVar[str] = ""
+    """Where it stands in the request."""
+
+    _notes: list[str] = PrivateAttr(default_factory=list[str])
+
+    @classmethod
+    def read(cls, body: bytes | str | Mapping[str, Any]) -> Self:
+        """A request from its JSON. Raises BadField, and nothing else, for what it cannot be."""
+        data: Any = body
+        if isinstance(body, bytes | str):
+            try:
+                data = from_json(body, allow_inf_nan=False)
+            except ValueError as error:
+                raise BadField(
+                    f"The body is not JSON: {error}; send one JSON object.", None, "invalid_json"
+                ) from None
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise explain(error) from None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(data, cls):
+            return data
+        taken = take(data, cls.model_fields, cls.place, cls.path)
+        self = handler(taken.fields)
+        self._notes.extend(taken.notes)
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Find what no field shows alone. Raises BadField."""
+
+    def given(self, name: str) -> bool:
+        """Whether the client gave a field, null left aside."""
+        return name in self.model_fields_set
+
+    def warnings(self) -> list[str]:
+        """A sentence for each field given that has no effect; one for all items of a list."""
+        first: dict[str, str] = {}
+        for note in self._notes:
+            first.setdefault(INDEX.sub("[]", note), note)
+        return list(first.values())
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """The OpenAPI page shows what is accepted without effect and what is refused, too."""
+        reference = handler(schema)
+        page: dict[str, Any] = handler.resolve_ref_schema(reference)
+        properties: dict[str, Any] = page.setdefault("properties", {})
+        page["additionalProperties"] = {"type": "null"}  # null is not given, whatever its name
+        required = page.get("required", ())
+        for name, shape in properties.items():
+            kinds = [kind.get("type") for kind in shape.get("anyOf", [shape])]
+            if name not in required and "null" not in kinds:
+                properties[name] = {"anyOf": [shape, {"type": "null"}]}
+        for name, note in NO_EFFECT.get(cls.place, {}).items():
+            properties[name] = {"description": f"No effect: {note.why}."}
+        for name, note in UNSUPPORTED.get(cls.place, {}).items():
+            properties[name] = {
+                "enum": [None, *note.neutral],
+                "description": f"Not supported: {note.why}.",
+            }
+        return reference
+
+
+@dataclass(frozen=True)
+class Within:
+    """A number's bounds, both allowed, unless `above` says that the lower one is not."""
+
+    low: float
+    high: float
+    mend: str
+    above: bool = False
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.with_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        low = "exclusiveMinimum" if self.above else "minimum"
+        return {**handler(schema), low: self.low, "maximum": self.high}
+
+    def _check(self, value: float, info: ValidationInfo) -> float:
+        if not self.low <= value <= self.high or (self.above and value == self.low):
+            between = " and at most" if self.above else " to"
+            must = f"{'above' if self.above else 'from'} {_plain(self.low)}{between}"
+            raise wrong(info.field_name, value, f"{must} {_plain(self.high)}", self.mend)
+        return value
+
+
+def _plain(number: float) -> str:
+    return f"{number:g}" if abs(number) < 1e6 else str(int(number))
+
+
+def _whole(value: Any) -> Any:
+    """2.0 is the whole number 2 in JSON."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def token_ids(value: Any, path: str | None) -> tuple[int, ...]:
+    """A list of token ids, which may be empty. Raises BadField."""
+    if not isinstance(value, list | tuple):
+        raise wrong(path, value, "a list of token ids")
+    for index, token in enumerate(value):
+        if not is_whole(token) or not 0 <= token <= MOST:
+            raise wrong(f"{path}[{index}]", token, "a token id", "give whole numbers from 0 up")
+    return tuple(value)
+
+
+def texts(value: Any, path: str | None) -> tuple[str, ...]:
+    """One text or a list of texts, none empty. Raises BadField."""
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple):
+        raise wrong(path, value, "a text or a list of texts")
+    for index, text in enumerate(listed):
+        if not isinstance(text, str) or not text:
+            place = path if isinstance(value, str) else f"{path}[{index}]"
+            raise wrong(place, text, "a text of one character or more")
+    return tuple(listed)
+
+
+def _texts_field(value: Any, info: ValidationInfo) -> tuple[str, ...]:
+    return texts(value, info.field_name)
+
+
+def _ids_field(value: Any, info: ValidationInfo) -> tuple[int, ...]:
+    return token_ids(value, info.field_name)
+
+
+TEXTS_SCHEMA: dict[str, Any] = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
+}
+IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts_field), WithJsonSchema(TEXTS_SCHEMA)]
+TokenIds = Annotated[tuple[int, ...], BeforeValidator(_ids_field), WithJsonSchema(IDS_SCHEMA)]
+
+
+class StreamOptions(Closed):
+    """What a stream tells beside its text."""
+
+    place: ClassVar[str] = "stream_options"
+    path: ClassVar[str] = "stream_options"
+
+    include_usage: bool = Field(False, description="A last chunk with the usage and no choices.")
+    continuous_usage_stats: bool = Field(
+        False, description="The usage so far in every chunk; needs include_usage."
+    )
+
+    def check(self) -> None:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise BadField(
+                "stream_options.continuous_usage_stats is true without include_usage; "
+                "set include_usage to true as well.",
+                "stream_options.continuous_usage_stats",
+            )

@@ -1,0 +1,172 @@
+"""The request of /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PrivateAttr, WithJsonSchema
+
+from strobe.checks import MOST
+from strobe.sampling_params import MOST_ANSWERS
+from strobe.server.openai.protocol.chat import check_stream, check_truncation
+from strobe.server.openai.protocol.common import (
+    IDS_SCHEMA,
+    TEXTS_SCHEMA,
+    StreamOptions,
+    Whole,
+    Within,
+    is_whole,
+    token_ids,
+)
+from strobe.server.openai.protocol.errors import BadField, wrong
+from strobe.server.openai.protocol.sampling import LogprobCount, ObjectField, Sampling
+
+PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [*TEXTS_SCHEMA["anyOf"], IDS_SCHEMA, {"type": "array", "items": IDS_SCHEMA}]
+}
+PROMPT_IDS_SCHEMA: dict[str, Any] = {"anyOf": [IDS_SCHEMA, {"type": "array", "items": IDS_SCHEMA}]}
+
+Count = Annotated[Whole, Within(1, MOST_ANSWERS, "ask for one answer or more")]
+
+
+class CompletionRequest(Sampling):
+    """The body of POST /v1/completions."""
+
+    place: ClassVar[str] = "completions"
+
+    prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)] = Field(
+        None, description="A text, a list of texts, token ids, or a list of lists of token ids."
+    )
+    prompt_token_ids: Annotated[Any, WithJsonSchema(PROMPT_IDS_SCHEMA)] = Field(
+        None, description="Token ids in place of prompt."
+    )
+    n: Count = Field(
+        1, description="Answers per prompt, sampled independently even under one seed."
+    )
+    best_of: Count | None = Field(
+        None,
+        description="Answers made per prompt, of which the n most probable per token are returned; "
+        "not in a stream unless equal to n.",
+    )
+    max_tokens: Annotated[Whole, Within(0, MOST, "leave it out for 16")] = Field(
+        16, description="Most tokens to make; 0 with echo or prompt_logprobs: the prompt alone."
+    )
+    logprobs: LogprobCount | None = Field(
+        None,
+        description="Log probabilities of the answer's tokens and so many most probable ones, 0 to "
+        "20; with echo, of the prompt's as well.",
+    )
+    prompt_logprobs: LogprobCount | None = Field(
+        None,
+        description="Log probabilities of the prompt's tokens and so many most probable ones, 0 to "
+        "20; not in a stream.",
+    )
+    echo: bool = Field(False, description="Begin the text with the prompt.")
+    response_format: ObjectField = Field(
+        None,
+        description="`text`, `json_object`, or `json_schema` with `json_schema.schema`, which is "
+        "always held strictly.",
+    )
+    stream_options: StreamOptions | None = Field(
+        None, description="With stream: `include_usage` and `continuous_usage_stats`."
+    )
+    add_special_tokens: bool = Field(
+        True, description="Add the tokenizer's special tokens to a prompt given as text."
+    )
+    truncate_prompt_tokens: Annotated[Whole, Within(-1, MOST, "-1 keeps all that fit")] | None = (
+        Field(None, description="Keep only so many of the prompt's last tokens; -1: all that fit.")
+    )
+    return_tokens_as_token_ids: bool = Field(
+        False, description="Write the tokens of log probabilities as `token_id:ID`."
+    )
+    return_token_ids: bool = Field(
+        False, description="Return each choice's `prompt_token_ids` and `token_ids`."
+    )
+
+    _prompts: list[str | list[int]] = PrivateAttr(default_factory=list[str | list[int]])
+
+    def check(self) -> None:
+        super().check()
+        self._prompts = self._read_prompts()
+        check_stream(self.stream, self.stream_options, self.prompt_logprobs, self._notes)
+        check_truncation(self.truncate_prompt_tokens)
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise BadField(
+                "max_tokens is 0, which makes no token; ask for 1 or more, or set echo to true for "
+                "the prompt.",
+                "max_tokens",
+            )
+        if self.best_of is not None:
+            self._check_best_of(self.best_of)
+
+    def _check_best_of(self, best_of: int) -> None:
+        if best_of < self.n:
+            raise BadField(
+                f"best_of is {best_of}, below n {self.n}; raise it or lower n.", "best_of"
+            )
+        if self.stream and best_of > self.n:
+            raise BadField(
+                f"best_of is {best_of} beside stream, but the best are only known at the end; set "
+                "stream to false.",
+                "best_of",
+            )
+
+    def _read_prompts(self) -> list[str | list[int]]:
+        if self.given("prompt") and self.given("prompt_token_ids"):
+            raise BadField(
+                "prompt_token_ids is given beside prompt; give one of them.", "prompt_token_ids"
+            )
+        path = "prompt_token_ids" if self.given("prompt_token_ids") else "prompt"
+        prompt: Any = getattr(self, path)
+        if prompt is None:
+            raise BadField(
+                "prompt is missing; the request needs it.", path, "missing_required_parameter"
+            )
+        if isinstance(prompt, str) and path == "prompt":
+            return [prompt]
+        if isinstance(prompt, list | tuple) and prompt:
+            if is_whole(prompt[0]):
+                return [_ids(prompt, path)]
+            if isinstance(prompt[0], list | tuple):
+                return [_ids(one, f"{path}[{i}]") for i, one in enumerate(prompt)]
+            if path == "prompt" and all(isinstance(one, str) for one in prompt):
+                return list(prompt)
+        must = "a text, a list of texts, " if path == "prompt" else ""
+        raise wrong(path, prompt, f"{must}a list of token ids, or a list of such lists")
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, a text or token ids."""
+        return list(self._prompts)
+
+    def limit(self) -> tuple[str, int | None]:
+        return "max_tokens", self.max_tokens
+
+    @property
+    def answers(self) -> int:
+        """How many answers to make per prompt; `n` of them are returned."""
+        return self.n if self.best_of is None else self.best_of
+
+    def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of SamplingParams. They ask for log probabilities too where best_of
+        needs them to choose."""
+        arguments = super().sampling(defaults)
+        arguments["n"] = self.answers
+        if self.logprobs is not None:
+            arguments["logprobs"] = self.logprobs
+        elif self.answers > self.n:
+            arguments["logprobs"] = 0
+        asked = [count for count in (self.prompt_logprobs,) if count is not None]
+        if self.echo and self.logprobs is not None:
+            asked.append(self.logprobs)
+        if asked:
+            arguments["prompt_logprobs"] = max(asked)
+        return arguments
+
+
+def _ids(value: Any, path: str) -> list[int]:
+    """One prompt as token ids. Raises BadField for none."""
+    ids = list(token_ids(value, path))
+    if not ids:
+        raise wrong(path, ids, "a list of one or more token ids")
+    return ids

@@ -1,0 +1,130 @@
+"""The input of /v1/responses as a chat's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from strobe.server.openai.protocol.chat_messages import read_arguments, read_content, read_message
+from strobe.server.openai.protocol.common import take
+from strobe.server.openai.protocol.errors import BadField, shown, wrong
+
+EVERY_ITEM = ("type", "id", "status")
+"""id and status are how the item was called when it was returned, and say nothing here."""
+
+ITEM_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": ("content", "summary"),
+}
+
+ITEM_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"enum": list(ITEM_FIELDS)}},
+}
+
+
+def read_input(given: Any, instructions: str | None, notes: list[str]) -> list[dict[str, Any]]:
+    """Messages as `read_message` makes them. An answer's reasoning, text and calls are items of
+    their own here and one message there. notes: gets a sentence for what has no effect.
+
+    Raises BadField.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list | tuple) or not given:
+        raise wrong("input", given, "a text, or a list of one or more items")
+    answer: dict[str, Any] | None = None
+    for index, item in enumerate(given):
+        path = f"input[{index}]"
+        kind, fields = _item(item, path, notes)
+        if kind == "message":
+            message = read_message(
+                {k: fields[k] for k in fields if k not in EVERY_ITEM}, path, notes
+            )
+            if answer is not None and message["role"] == "assistant" and _is_bare(answer):
+                answer.update(message)
+                continue
+            answer = message if message["role"] == "assistant" else None
+            messages.append(message)
+        elif kind == "function_call_output":
+            answer = None
+            messages.append(_output(fields, path, notes))
+        else:
+            if answer is None or (kind == "reasoning" and not _is_bare(answer)):
+                answer = {"role": "assistant", "content": None}
+                messages.append(answer)
+            if kind == "function_call":
+                answer.setdefault("tool_calls", []).append(_call(fields, path))
+            else:
+                _add_reasoning(answer, fields, path)
+    return [_with_content(message) for message in messages]
+
+
+def _is_bare(answer: Mapping[str, Any]) -> bool:
+    """Whether an answer has nothing yet but reasoning."""
+    return answer["content"] is None and "tool_calls" not in answer
+
+
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+    """Reasoning that nothing followed, and that nobody can read, leaves an empty message."""
+    empty = message["content"] is None and not message.get("tool_calls")
+    return {**message, "content": ""} if empty else message
+
+
+def _item(item: Any, path: str, notes: list[str]) -> tuple[str, dict[str, Any]]:
+    if not isinstance(item, Mapping):
+        raise wrong(path, item, "an item with a type")
+    kind = item.get("type")
+    if kind is None:
+        kind = "message"
+    known = ITEM_FIELDS.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        raise BadField(
+            f"{path}.type is {shown(kind)}, which is not supported; the types are "
+            f"{', '.join(ITEM_FIELDS)}.",
+            f"{path}.type",
+            "unsupported_parameter",
+        )
+    taken = take(item, (*EVERY_ITEM, *known), "item", path)
+    notes += taken.notes
+    return kind, taken.fields
+
+
+def _call(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
+    for name in ("call_id", "name"):
+        if not isinstance(fields.get(name), str):
+            raise wrong(f"{path}.{name}", fields.get(name), "a text")
+    arguments = read_arguments(fields.get("arguments"), f"{path}.arguments")
+    function = {"name": fields["name"], "arguments": arguments}
+    return {"id": fields["call_id"], "type": "function", "function": function}
+
+
+def _output(fields: Mapping[str, Any], path: str, notes: list[str]) -> dict[str, Any]:
+    if not isinstance(fields.get("call_id"), str):
+        raise wrong(f"{path}.call_id", fields.get("call_id"), "the id of a function call")
+    content = read_content(fields.get("output"), f"{path}.output", notes)
+    if content is None:
+        raise wrong(f"{path}.output", None, "a text, or a list of text parts")
+    return {"role": "tool", "content": content, "tool_call_id": fields["call_id"]}
+
+
+def _add_reasoning(answer: dict[str, Any], fields: Mapping[str, Any], path: str) -> None:
+    """The reasoning itself, or its summary where that is all there is."""
+    source = "content" if fields.get("content") else "summary"
+    parts = fields.get(source) or []
+    if not isinstance(parts, list | tuple):
+        raise wrong(f"{path}.{source}", parts, "a list of texts")
+    texts: list[str] = []
+    for index, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            raise wrong(f"{path}.{source}[{index}]", part, "a part with a text")
+        texts.append(text)
+    said = [answer["reasoning_content"]] if "reasoning_content" in answer else []
+    if joined := "\n".join([*said, *texts]):
+        answer["reasoning_content"] = joined

@@ -1,0 +1,178 @@
+"""What an answer must look like, out of the many fields in which clients say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
+
+from strobe.server.openai.protocol.common import take, texts
+from strobe.server.openai.protocol.errors import BadField, shown, wrong
+
+RESPONSE_FORMAT_FIELDS = ("type", "json_schema")
+JSON_SCHEMA_FIELDS = ("name", "schema", "strict")
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+SINGLE_FIELDS: Mapping[str, str] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "json_schema": "json",
+}
+"""Fields that say one thing each: vLLM's older ones and SGLang's."""
+
+SOURCES = ("response_format", "structured_outputs", *SINGLE_FIELDS)
+
+FORMATS = "text, json_object and json_schema"
+
+
+class Constraint(NamedTuple):
+    """One of KINDS and its value, as `strobe.request.StructuredOutputs` takes it; source: the
+    field that gave it."""
+
+    source: str
+    kind: str
+    value: Any
+
+
+def read_constraint(given: Mapping[str, Any], notes: list[str]) -> Constraint | None:
+    """The one constraint among these fields of a request, None where there is none.
+
+    given: the fields of SOURCES that the client gave. notes: gets a sentence for what has no
+    effect. Raises BadField, also for two at once.
+    """
+    found: list[Constraint] = []
+    for source in SOURCES:
+        if source not in given:
+            continue
+        one = _read(source, given[source], notes)
+        if one is not None:
+            found.append(one)
+    if len(found) > 1:
+        raise BadField(
+            f"{found[1].source} is given beside {found[0].source}, but one answer follows one "
+            "constraint; leave one of them out.",
+            found[1].source,
+        )
+    return found[0] if found else None
+
+
+def _read(source: str, value: Any, notes: list[str]) -> Constraint | None:
+    if source == "response_format":
+        return _response_format(value, notes)
+    if source == "structured_outputs":
+        return _structured_outputs(value, notes)
+    kind = SINGLE_FIELDS[source]
+    return Constraint(source, kind, _value(kind, value, source))
+
+
+def _structured_outputs(given: Any, notes: list[str]) -> Constraint | None:
+    path = "structured_outputs"
+    taken = take(given, KINDS, path, path)
+    notes += taken.notes
+    asked = taken.fields.get("json_object")
+    if asked is not None and not isinstance(asked, bool):
+        raise wrong(f"{path}.json_object", asked, "true or false")
+    named = [name for name, value in taken.fields.items() if value is not False]
+    if len(named) != 1:
+        said = f"holds {' and '.join(named)}" if named else f"is {shown(given)}"
+        raise BadField(f"{path} {said}, but must hold exactly one of {', '.join(KINDS)}.", path)
+    kind = named[0]
+    return Constraint(path, kind, _value(kind, taken.fields[kind], f"{path}.{kind}"))
+
+
+def _response_format(given: Any, notes: list[str]) -> Constraint | None:
+    path = "response_format"
+    kind = _format_type(given, path)
+    taken = take(given, RESPONSE_FORMAT_FIELDS, path, path)
+    notes += taken.notes
+    inner = taken.fields.get("json_schema")
+    if kind != "json_schema":
+        if inner is not None:
+            raise BadField(
+                f'{path}.json_schema is given beside the type "{kind}"; '
+                'give the type "json_schema".',
+                f"{path}.json_schema",
+            )
+        return None if kind == "text" else Constraint(path, "json_object", True)
+    if inner is None:
+        raise _missing(f"{path}.json_schema")
+    schema = take(inner, JSON_SCHEMA_FIELDS, "json_schema", f"{path}.json_schema")
+    notes += schema.notes
+    return _named_schema(schema.fields, path, f"{path}.json_schema")
+
+
+def read_text_format(given: Any, notes: list[str]) -> dict[str, Any]:
+    """text.format of a response, in the form of a chat's response_format. Raises BadField."""
+    path = "text.format"
+    kind = _format_type(given, path)
+    known = ("type", *JSON_SCHEMA_FIELDS) if kind == "json_schema" else ("type",)
+    taken = take(given, known, "json_schema", path)
+    notes += taken.notes
+    if kind != "json_schema":
+        return {"type": kind}
+    _named_schema(taken.fields, path, path)
+    return {
+        "type": kind,
+        "json_schema": {name: v for name, v in taken.fields.items() if name != "type"},
+    }
+
+
+def _format_type(given: Any, path: str) -> str:
+    if not isinstance(given, Mapping):
+        raise wrong(path, given, "an object with a type", f"the types are {FORMATS}")
+    kind = given.get("type")
+    if kind is None:
+        raise _missing(f"{path}.type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise BadField(
+            f"{path}.type is {shown(kind)}, which is not supported; the types are {FORMATS}.",
+            f"{path}.type",
+            "unsupported_parameter" if kind == "structural_tag" else "invalid_value",
+        )
+    return kind
+
+
+def _named_schema(fields: Mapping[str, Any], source: str, path: str) -> Constraint:
+    if not isinstance(fields.get("name", ""), str):
+        raise wrong(f"{path}.name", fields["name"], "a text")
+    if not isinstance(fields.get("strict", False), bool):
+        raise wrong(f"{path}.strict", fields["strict"], "true or false")
+    if "schema" not in fields:
+        raise _missing(f"{path}.schema")
+    return Constraint(source, "json", _value("json", fields["schema"], f"{path}.schema"))
+
+
+def _value(kind: str, value: Any, path: str) -> Any:
+    if kind == "json_object":
+        return True
+    if kind == "json":
+        return _schema(value, path)
+    if kind == "choice":
+        if not isinstance(value, list | tuple) or not value:
+            raise wrong(path, value, "a list of one or more texts")
+        return list(texts(value, path))
+    if not isinstance(value, str) or not value:
+        raise wrong(path, value, "a text of one character or more")
+    return value
+
+
+def _schema(value: Any, path: str) -> dict[str, Any]:
+    """A JSON schema given as an object or as its text."""
+    schema = value
+    if isinstance(value, str):
+        try:
+            schema = from_json(value, allow_inf_nan=False)
+        except ValueError as error:
+            raise wrong(path, value, "a JSON schema", f"as JSON it fails: {error}") from None
+    if not isinstance(schema, Mapping):
+        raise wrong(path, value, "a JSON schema", "give an object, or the text of one")
+    return dict(schema)
+
+
+def _missing(path: str) -> BadField:
+    return BadField(f"{path} is missing; the request needs it.", path, "missing_required_parameter")

@@ -1,0 +1,202 @@
+"""The request of /v1/responses: text, without anything stored between requests."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, get_args
+
+from pydantic import Field, WithJsonSchema
+
+from strobe.checks import MOST
+from strobe.server.openai.protocol.chat import ChatCompletionRequest, Effort
+from strobe.server.openai.protocol.common import Closed, Whole, Within, take
+from strobe.server.openai.protocol.conversation import check_template_options
+from strobe.server.openai.protocol.errors import BadField, shown, wrong
+from strobe.server.openai.protocol.items import ITEM_SCHEMA, read_input
+from strobe.server.openai.protocol.response_format import read_text_format
+from strobe.server.openai.protocol.sampling import LogprobCount, ObjectField, Sampling
+from strobe.server.openai.protocol.tools import CHOICE_SCHEMA, Toolbox, ToolChoice, read_toolbox
+
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+
+INPUT_SCHEMA: dict[str, Any] = {
+    "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": ITEM_SCHEMA}]
+}
+
+
+class ResponsesStreamOptions(Closed):
+    """Nothing in it has an effect; the last event always carries the usage."""
+
+    place: ClassVar[str] = "responses.stream_options"
+    path: ClassVar[str] = "stream_options"
+
+
+class ResponsesRequest(Sampling):
+    """The body of POST /v1/responses. `to_chat` is the same as a chat."""
+
+    place: ClassVar[str] = "responses"
+
+    input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = Field(
+        description="A text, or a list of items: `message`, `function_call`, "
+        "`function_call_output` and `reasoning`."
+    )
+    instructions: str | None = Field(None, description="The system message.")
+    max_output_tokens: Annotated[Whole, Within(1, MOST, "leave it out for all that fit")] | None = (
+        Field(None, description="Most tokens to make, reasoning included; all that fit otherwise.")
+    )
+    top_logprobs: LogprobCount | None = Field(
+        None, description=f"With {LOGPROBS} in include: so many most probable tokens, 0 to 20."
+    )
+    include: list[str] | None = Field(
+        None,
+        description=f"`{LOGPROBS}` asks for log probabilities; `{ENCRYPTED}` has no effect.",
+    )
+    tools: (
+        Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"type": "object"}})] | None
+    ) = Field(
+        None,
+        description="Functions that the model may call: `type: function`, `name`, `description`, "
+        "`parameters` (a JSON schema) and `strict`.",
+    )
+    tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = Field(
+        None,
+        description="`none`, `auto`, `required`, one function by name, or `allowed_tools`; auto "
+        "where there are tools. With none, the prompt has no tools.",
+    )
+    parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer.")
+    text: ObjectField = Field(
+        None,
+        description="`format`: `text`, `json_object`, or `json_schema` with `schema`, which is "
+        "always held strictly.",
+    )
+    reasoning: ObjectField = Field(
+        None,
+        description="`effort`: given to the chat template; `none` also sets its enable_thinking to "
+        "false. `summary` has no effect.",
+    )
+    stream_options: ResponsesStreamOptions | None = Field(
+        None, description="Accepted; nothing in it has an effect."
+    )
+    chat_template: str | None = Field(
+        None,
+        description="A Jinja chat template in place of the model's own, where the server was "
+        "started with --trust-request-chat-template.",
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description='Variables for the chat template, such as {"enable_thinking": false}.'
+    )
+
+    _chat: ChatCompletionRequest | None = None
+    _toolbox: Toolbox = Toolbox((), ToolChoice("none"))
+
+    def check(self) -> None:
+        super().check()
+        check_template_options(self.chat_template_kwargs)
+        if self.stream_options is not None:
+            self._notes.extend(self.stream_options.warnings())
+            if not self.stream:
+                raise BadField(
+                    "stream_options is given without stream; set stream to true.",
+                    "stream_options",
+                )
+        logprobs = self._reads_logprobs()
+        if self.top_logprobs and not logprobs:
+            raise BadField(
+                f'top_logprobs is {self.top_logprobs} without "{LOGPROBS}" in include; add it.',
+                "top_logprobs",
+            )
+        self._toolbox = read_toolbox(self.tools, self.tool_choice, self._notes, flat=True)
+        chosen = self._toolbox.choice
+        body: dict[str, Any] = {
+            "messages": read_input(self.input, self.instructions, self._notes),
+            "tools": list(self._toolbox.tools),
+            "tool_choice": chosen.mode,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "logprobs": logprobs,
+            "top_logprobs": self.top_logprobs,
+            "max_completion_tokens": self.max_output_tokens,
+            "reasoning_effort": self._read_effort(),
+            "response_format": self._read_format(),
+            "chat_template": self.chat_template,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        if chosen.name is not None:
+            body["tool_choice"] = {"type": "function", "function": {"name": chosen.name}}
+        body |= {name: getattr(self, name) for name in Sampling.model_fields if self.given(name)}
+        try:
+            self._chat = ChatCompletionRequest.read(body)
+        except BadField as error:
+            if error.param != "reasoning_effort":
+                raise
+            sentence = str(error).replace("reasoning_effort", "reasoning.effort")
+            raise BadField(sentence, "reasoning.effort") from None
+
+    def _reads_logprobs(self) -> bool:
+        for index, name in enumerate(self.include or ()):
+            path = f"include[{index}]"
+            if name == ENCRYPTED:
+                self._notes.append(f'{path} "{ENCRYPTED}" has no effect: reasoning is in the open.')
+            elif name != LOGPROBS:
+                raise BadField(
+                    f'{path} is {shown(name)}, which is not supported; "{LOGPROBS}" is.',
+                    path,
+                    "unsupported_parameter",
+                )
+        return LOGPROBS in (self.include or ())
+
+    def _read_effort(self) -> str | None:
+        if self.reasoning is None:
+            return None
+        taken = take(self.reasoning, ("effort",), "reasoning", "reasoning")
+        self._notes.extend(taken.notes)
+        effort = taken.fields.get("effort")
+        if effort is not None and effort not in get_args(Effort):
+            raise wrong("reasoning.effort", effort, f"one of {', '.join(get_args(Effort))}")
+        return effort
+
+    def _read_format(self) -> dict[str, Any] | None:
+        if self.text is None:
+            return None
+        taken = take(self.text, ("format",), "text", "text")
+        self._notes.extend(taken.notes)
+        if "format" not in taken.fields:
+            return None
+        chat_format = read_text_format(taken.fields["format"], self._notes)
+        constrains = chat_format["type"] != "text"
+        if constrains and (self._constraint is not None or self.ignore_eos):
+            other = self._constraint.source if self._constraint is not None else "ignore_eos"
+            raise BadField(
+                f"{other} is given beside text.format, which already says how the answer ends and "
+                "looks; leave one of them out.",
+                other,
+            )
+        return chat_format
+
+    def limit(self) -> tuple[str, int | None]:
+        return "max_output_tokens", self.max_output_tokens
+
+    def to_chat(self) -> ChatCompletionRequest:
+        """The same request as a chat: messages, tools and all that says how to answer."""
+        assert self._chat is not None, "checked requests have their chat"
+        return self._chat
+
+    def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of SamplingParams, as those of the chat."""
+        return self.to_chat().sampling(defaults)
+
+    @property
+    def text_format(self) -> dict[str, Any]:
+        """text.format as the response repeats it."""
+        given = (self.text or {}).get("format")
+        return given if given is not None else {"type": "text"}
+
+    def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
+        """A sentence for each thing given that has no effect, as for a chat."""
+        said = super().warnings() + self.to_chat().warnings(template_reads)
+        if self._toolbox.choice.mode == "auto":
+            said += [
+                f"{path} has no effect: a schema is held where tool_choice forces a call."
+                for path in self._toolbox.strict
+            ]
+        return said

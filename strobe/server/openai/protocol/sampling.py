@@ -1,0 +1,255 @@
+"""The fields of every endpoint that generates: how tokens are chosen and when an answer ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, WithJsonSchema
+
+from strobe.checks import MOST
+from strobe.sampling_params import METHODS, Speculation
+from strobe.server.openai.protocol.common import Closed, Texts, TokenIds, Whole, Within
+from strobe.server.openai.protocol.errors import BadField, shown, wrong
+from strobe.server.openai.protocol.response_format import SOURCES, Constraint, read_constraint
+
+MOST_STOPS = 64
+LONGEST_STOP = 1000
+"""Characters."""
+
+LONGEST_TIMEOUT = 86400.0
+"""Seconds."""
+
+SAME_NAME = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids",
+    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "speculation",
+)  # fmt: skip
+"""Fields that SamplingParams has under the same name."""
+
+
+def _bias(value: Any, info: ValidationInfo) -> dict[int, float]:
+    """Token ids, as JSON writes keys, to numbers."""
+    name = info.field_name
+    if not isinstance(value, Mapping):
+        raise wrong(name, value, "an object from token ids to numbers from -100 to 100")
+    read: dict[int, float] = {}
+    for key, bias in value.items():
+        text = str(key)
+        if not (text.isascii() and text.isdigit()) or len(text) > 10 or int(text) > MOST:
+            raise BadField(
+                f"{name} has the key {shown(text)}, but its keys must be token ids; "
+                "/tokenize gives them.",
+                name,
+            )
+        number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not number or not -100 <= bias <= 100:
+            raise wrong(f"{name}.{text}", bias, "a number from -100 to 100", "0 changes nothing")
+        read[int(text)] = float(bias)
+    return read
+
+
+def _some_ids(value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+    if value == () or value == []:
+        raise wrong(info.field_name, [], "a list of one or more token ids", "leave it out for all")
+    return value
+
+
+def _speculation(value: Any) -> Speculation:
+    if isinstance(value, Mapping):
+        value = {name: v for name, v in value.items() if v is not None}
+    try:
+        return Speculation.of(value)
+    except (ValueError, TypeError) as error:
+        raise BadField(str(error), "speculation") from None
+
+
+def _request_id(value: Any) -> Any:
+    if isinstance(value, str) and not (
+        0 < len(value) <= 128 and value.isascii() and value.isprintable()
+    ):
+        raise wrong("request_id", value, "a text of 1 to 128 printable ASCII characters")
+    return value
+
+
+BIAS_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
+SPECULATION_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "boolean"},
+        {
+            "type": "object",
+            "properties": {
+                "method": {"enum": list(METHODS)},
+                "num_drafts": {"type": "integer", "minimum": 0},
+            },
+            "additionalProperties": False,
+        },
+    ]
+}
+JSON_OBJECT_OR_TEXT: dict[str, Any] = {"anyOf": [{"type": "object"}, {"type": "string"}]}
+
+SchemaField = Annotated[Any, WithJsonSchema(JSON_OBJECT_OR_TEXT)]
+ObjectField = Annotated[Any, WithJsonSchema({"type": "object"})]
+TextField = Annotated[Any, WithJsonSchema({"type": "string"})]
+TextListField = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "string"}})]
+
+LogprobCount = Annotated[Whole, Within(0, 20, "0 tells of the chosen token alone")]
+Penalty = Annotated[float, Within(-2, 2, "0 is off")]
+
+
+class Sampling(Closed):
+    """The shared fields. `sampling` gives them to the engine."""
+
+    model: str | None = Field(
+        None, description="The name of the served model, as /v1/models lists it; any when left out."
+    )
+    temperature: Annotated[float, Within(0, 100, "0 is greedy")] | None = Field(
+        None, description="0 is greedy; 1 is the model's own distribution."
+    )
+    top_p: Annotated[float, Within(0, 1, "1 keeps every token", above=True)] | None = Field(
+        None, description="Keep the most probable tokens up to this mass; 1 is off."
+    )
+    top_k: Annotated[Whole, Within(-1, MOST, "0 or -1 keeps every token")] | None = Field(
+        None, description="Keep this many most probable tokens; 0 or -1 is off."
+    )
+    min_p: Annotated[float, Within(0, 1, "0 keeps every token")] | None = Field(
+        None, description="Drop tokens less probable than this share of the best; 0 is off."
+    )
+    seed: (
+        Annotated[Whole, Within(-(2**63), 2**63 - 1, "leave it out for the server's own")] | None
+    ) = Field(
+        None,
+        description="The same seed gives the same tokens, whatever else runs and however it "
+        "speculates.",
+    )
+    presence_penalty: Penalty = Field(
+        0.0, description="Taken off the logit of each token that the answer has already."
+    )
+    frequency_penalty: Penalty = Field(
+        0.0, description="Taken off a token's logit for each time the answer has it already."
+    )
+    repetition_penalty: Annotated[float, Within(0, 100, "1 is off", above=True)] | None = Field(
+        None,
+        description="Divides the positive logits of tokens in prompt or answer and multiplies the "
+        "negative ones; 1 is off.",
+    )
+    logit_bias: (
+        Annotated[dict[int, float], BeforeValidator(_bias), WithJsonSchema(BIAS_SCHEMA)] | None
+    ) = Field(None, description="Added to the logits of these token ids, -100 to 100.")
+    allowed_token_ids: Annotated[TokenIds, BeforeValidator(_some_ids)] | None = Field(
+        None, description="Only these token ids may be made."
+    )
+    stop: Texts = Field(
+        (), description="A text or up to 64 that end the answer and are cut off it."
+    )
+    stop_token_ids: TokenIds = Field((), description="Token ids that end the answer.")
+    include_stop_str_in_output: bool = Field(
+        False, description="Leave the stop text in the answer."
+    )
+    ignore_eos: bool = Field(False, description="The model's own end tokens do not end the answer.")
+    min_tokens: Annotated[Whole, Within(0, MOST, "0 asks for no minimum")] = Field(
+        0, description="Nothing ends the answer before so many tokens."
+    )
+    skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
+    structured_outputs: ObjectField = Field(
+        None,
+        description="The form of the answer: exactly one of `json` (a schema), `json_object: "
+        "true`, `regex`, `choice` (a list of texts) and `grammar` (Lark or EBNF).",
+    )
+    guided_json: SchemaField = Field(None, description="As `structured_outputs.json`.")
+    guided_regex: TextField = Field(None, description="As `structured_outputs.regex`.")
+    guided_choice: TextListField = Field(None, description="As `structured_outputs.choice`.")
+    guided_grammar: TextField = Field(None, description="As `structured_outputs.grammar`.")
+    regex: TextField = Field(None, description="As `structured_outputs.regex`.")
+    ebnf: TextField = Field(None, description="As `structured_outputs.grammar`.")
+    json_schema: SchemaField = Field(None, description="As `structured_outputs.json`.")
+    stream: bool = Field(False, description="Answer with server-sent events as tokens are made.")
+    request_id: Annotated[str, BeforeValidator(_request_id)] | None = Field(
+        None, description="The request's id in the response and the log; X-Request-Id otherwise."
+    )
+    timeout: (
+        Annotated[
+            float, Within(0, LONGEST_TIMEOUT, "leave it out for the server's own", above=True)
+        ]
+        | None
+    ) = Field(None, description="Seconds after which the request ends with an error.")
+    speculation: (
+        Annotated[Speculation, PlainValidator(_speculation), WithJsonSchema(SPECULATION_SCHEMA)]
+        | None
+    ) = Field(
+        None,
+        description="false, true, or `method` and `num_drafts` (tokens drafted in a step); the "
+        "server's own when left out. It never changes the answer.",
+    )
+    include_speculation: bool = Field(
+        False, description="Report in the response how the answer was drafted."
+    )
+
+    _constraint: Constraint | None = None
+
+    def check(self) -> None:
+        super().check()
+        self._check_stop()
+        given = {name: getattr(self, name) for name in SOURCES if self.given(name)}
+        self._constraint = read_constraint(given, self._notes)
+        if self._constraint is not None and self.ignore_eos:
+            raise BadField(
+                f"ignore_eos is true beside {self._constraint.source}, whose end is the answer's "
+                "end; leave one of them out.",
+                "ignore_eos",
+            )
+        if self._constraint is not None:
+            source = self._constraint.source
+            if self.min_tokens:
+                self._notes.append(f"min_tokens has no effect where {source} is at its end.")
+            if self.allowed_token_ids is not None:
+                self._notes.append(
+                    f"allowed_token_ids has no effect where it leaves nothing that {source} allows."
+                )
+        name, most = self.limit()
+        if most is not None and self.min_tokens > most:
+            raise BadField(
+                f"min_tokens is {self.min_tokens}, above {name} {most}; lower the one or raise the "
+                "other.",
+                "min_tokens",
+            )
+
+    def _check_stop(self) -> None:
+        """Every token is searched for every stop text, so that there is a most of them."""
+        if len(self.stop) > MOST_STOPS:
+            raise BadField(
+                f"stop holds {len(self.stop)} texts, but may hold at most {MOST_STOPS}; leave some "
+                "out.",
+                "stop",
+            )
+        longest = max(map(len, self.stop), default=0)
+        if longest > LONGEST_STOP:
+            raise BadField(
+                f"stop holds a text of {longest} characters, but each may have at most "
+                f"{LONGEST_STOP}; shorten it.",
+                "stop",
+            )
+
+    @property
+    def constraint(self) -> str:
+        """The field that says what the answer must look like."""
+        return self._constraint.source if self._constraint is not None else "structured_outputs"
+
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the answer's tokens, and its value; None: the context's end."""
+        raise NotImplementedError
+
+    def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of SamplingParams.
+
+        defaults: what the model recommends, as such arguments; the client's own values win.
+        """
+        arguments = dict(defaults)
+        arguments |= {name: getattr(self, name) for name in SAME_NAME if self.given(name)}
+        arguments["max_tokens"] = self.limit()[1]
+        if self._constraint is not None:
+            arguments["structured_outputs"] = {self._constraint.kind: self._constraint.value}
+        return arguments

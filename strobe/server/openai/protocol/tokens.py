@@ -1,0 +1,81 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel, Field
+
+from strobe.server.openai.protocol.common import Closed, TokenIds
+from strobe.server.openai.protocol.conversation import Conversation, Messages
+from strobe.server.openai.protocol.errors import BadField
+
+
+class TokenizeRequest(Conversation):
+    """The body of POST /tokenize: a prompt, or a chat as /v1/chat/completions takes it."""
+
+    place: ClassVar[str] = "tokenize"
+
+    model: str | None = Field(
+        None, description="The name of the served model, as /v1/models lists it; any when left out."
+    )
+    prompt: str | None = Field(None, description="A text.")
+    messages: Messages | None = Field(None, description="A conversation in place of prompt.")
+    add_special_tokens: bool = Field(
+        False,
+        description="Add the tokenizer's special tokens; when left out, true for a prompt and "
+        "false for messages.",
+    )
+    return_token_strs: bool = Field(False, description="Return each token's text as well.")
+
+    def check(self) -> None:
+        super().check()
+        if self.messages is not None:
+            if self.prompt is not None:
+                raise BadField("messages is given beside prompt; give one of them.", "messages")
+            self.read_conversation(self.messages)
+            return
+        if self.prompt is None:
+            raise BadField(
+                "prompt is missing; give it, or messages.", "prompt", "missing_required_parameter"
+            )
+        for name in type(self).model_fields:
+            if self.given(name) and name not in PROMPT_FIELDS:
+                raise BadField(f"{name} is given beside prompt; it needs messages.", name)
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """By default a text gets the tokenizer's special tokens, and a chat has its template's."""
+        if self.given("add_special_tokens"):
+            return self.add_special_tokens
+        return self.messages is None
+
+
+PROMPT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
+"""What a request with a prompt may give."""
+
+
+class TokenizeResponse(BaseModel):
+    """What /tokenize answers. token_strs: each token's text, where asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Closed):
+    """The body of POST /detokenize."""
+
+    place: ClassVar[str] = "detokenize"
+
+    model: str | None = Field(
+        None, description="The name of the served model, as /v1/models lists it; any when left out."
+    )
+    tokens: TokenIds = Field(description="Token ids.")
+
+
+class DetokenizeResponse(BaseModel):
+    """What /detokenize answers."""
+
+    prompt: str

@@ -1,0 +1,347 @@
+"""HTTP around the answers: errors, clients that go away, deadlines, event streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from strobe.answers import named
+from strobe.request import TokenLogprob
+from strobe.server.access import CLIENT_CLOSED
+from strobe.server.engine_process.client import EngineDead, EngineStopped
+from strobe.server.openai.protocol.errors import BadField, error_body
+from strobe.server.openai.protocol.sampling import Sampling
+from strobe.server.openai.runs import Run, speculation, usage
+from strobe.server.serving import Serving, Unserved
+from strobe.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+SPECULATION_HEADER = "x-strobe-speculation"
+DONE = b"data: [DONE]\n\n"
+_UNREAD = 5.0
+
+
+def compact(value: Any) -> str:
+    """JSON without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return f"data: {compact(value)}\n\n".encode("utf-8", "replace")
+
+
+def problem(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """(HTTP status, body, headers) of what went wrong; unknown errors are not the client's."""
+    if isinstance(error, BadField):
+        return 400, error.body(), {}
+    if isinstance(error, Unserved):
+        headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+        body = error_body(str(error), status=error.status, param=error.param, code=error.code)
+        return error.status, body, headers
+    if isinstance(error, EngineStopped):
+        return 503, error_body(str(error), status=503, code="server_stopping"), {"Retry-After": "5"}
+    if isinstance(error, EngineDead):
+        return 500, error_body(str(error), status=500, code="engine_dead"), {}
+    if isinstance(error, TimeoutError):
+        sentence = "The request took longer than its time limit; ask for less, or allow more time."
+        return 504, error_body(sentence, status=504, code="timeout"), {}
+    logger.error("a request failed", exc_info=error)
+    return 500, error_body("The server failed at this request.", status=500, code="internal"), {}
+
+
+def failed(serving: Serving, error: Exception) -> Response:
+    """The HTTP error for what went wrong before a response began."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_CLOSED)
+    status, body, headers = problem(error)
+    serving.metrics.refused(status, body["error"]["code"])
+    return JSONResponse(body, status, headers)
+
+
+async def read_body(serving: Serving, http: Request) -> None:
+    """Read the body, which handlers then find in `http`. Raises Unserved where it is not said to be
+    JSON, since any page in a browser may post text, or does not come in the time that a request may
+    take; ClientDisconnect."""
+    http.scope["state"]["came"] = time.monotonic()
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise Unserved(
+            415,
+            f"The Content-Type is {kind[:100]!r}, but must be application/json; send that header.",
+            code="unsupported_media_type",
+        )
+    limit = serving.settings.request_timeout
+    try:
+        async with asyncio.timeout(limit or None):
+            await http.body()
+    except TimeoutError:
+        sentence = f"The body did not come within {limit:g} seconds; send it at once."
+        raise Unserved(408, sentence, code="body_timeout") from None
+
+
+class Watch:
+    """Waits for the client to go away while its answer is made."""
+
+    def __init__(self, receive: Receive, on_gone: Callable[[], None]):
+        self.gone = False
+        self._task = asyncio.ensure_future(self._wait(receive, on_gone))
+
+    async def _wait(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        on_gone()
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+
+class EventStream(Response):
+    """Events as they come. at_end: called once, however the response ends. A client that does not
+    read is given up a little after the deadline."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: bytes,
+        rest: AsyncGenerator[bytes],
+        deadline: Deadline,
+        at_end: Callable[[], None],
+    ):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first, self._rest, self._at_end, self._deadline = first, rest, at_end, deadline
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        try:
+            async with self._deadline(_UNREAD):
+                await send(start)
+                await send({"type": "http.response.body", "body": self._first, "more_body": True})
+                async for chunk in self._rest:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except TimeoutError:
+            logger.info("a client did not read its stream to the end in time")
+        finally:
+            self._at_end()
+            await self._rest.aclose()
+
+
+class Deadline:
+    """Seconds that a request may take, the server's limit and its own."""
+
+    def __init__(self, serving: Serving, asked: float | None):
+        limits = [asked, serving.settings.request_timeout or None]
+        given = [limit for limit in limits if limit is not None]
+        now = asyncio.get_running_loop().time()
+        self._at = now + min(given) if given else None
+
+    def __call__(self, later: float = 0.0) -> asyncio.Timeout:
+        """A block that ends in time, or so many seconds later."""
+        return asyncio.timeout_at(None if self._at is None else self._at + later)
+
+
+Events = Callable[[], AsyncGenerator[bytes]]
+"""Makes the events of a stream; its ending is added to them."""
+
+
+class Ending(NamedTuple):
+    """What a stream ends with. failed: the events for an error's body; done: behind them all."""
+
+    failed: Callable[[dict[str, Any]], bytes]
+    done: bytes = b""
+
+
+CHUNKS = Ending(event, DONE)
+"""Of chat and completions."""
+
+
+async def stream(
+    serving: Serving,
+    http: Request,
+    runs: Sequence[Run],
+    events: Events,
+    deadline: Deadline,
+    ending: Ending = CHUNKS,
+) -> Response:
+    """Answer with an event stream. What goes wrong before its first event is an HTTP error."""
+    watch = Watch(http.receive, lambda: _close(runs))
+
+    def at_end() -> None:
+        watch.stop()
+        _settle(serving, http, runs, streams=True)
+
+    def failing(error: Exception) -> bytes:
+        status, body, _ = problem(error)
+        serving.metrics.refused(status, body["error"]["code"])
+        _log_of(http)["error"] = body["error"]["code"]
+        return ending.failed(body) + ending.done
+
+    source = _until(events(), deadline)
+    try:
+        first = await anext(source)
+    except StopAsyncIteration:
+        at_end()
+        return Response(status_code=CLIENT_CLOSED)
+    except Exception as error:
+        at_end()
+        return failed(serving, error)
+    return EventStream(first, _guarded(source, runs, failing, ending.done), deadline, at_end)
+
+
+async def _until(events: AsyncGenerator[bytes], deadline: Deadline) -> AsyncGenerator[bytes]:
+    """The events, until the time is up. Raises TimeoutError."""
+    try:
+        while True:
+            async with deadline():
+                chunk = await anext(events, None)
+            if chunk is None:
+                return
+            yield chunk
+    finally:
+        await events.aclose()
+
+
+async def _guarded(
+    events: AsyncGenerator[bytes],
+    runs: Sequence[Run],
+    failing: Callable[[Exception], bytes],
+    done: bytes,
+) -> AsyncGenerator[bytes]:
+    """The events and `done`; or, where something goes wrong, what `failing` makes of it."""
+    try:
+        async for chunk in events:
+            yield chunk
+        if done and not any(run.given_up for run in runs):
+            yield done
+    except Exception as error:
+        _close(runs)
+        yield failing(error)
+    finally:
+        await events.aclose()
+
+
+async def whole(
+    serving: Serving,
+    http: Request,
+    runs: Sequence[Run],
+    make: Callable[[], Awaitable[dict[str, Any]]],
+    deadline: Deadline,
+) -> Response:
+    """Answer with one JSON object, once all answers have ended."""
+    watch = Watch(http.receive, lambda: _close(runs))
+    try:
+        async with deadline():
+            body = await make()
+        if watch.gone:
+            return Response(status_code=CLIENT_CLOSED)
+        return Response(compact(body).encode("utf-8", "replace"), media_type="application/json")
+    except Exception as error:
+        return failed(serving, error)
+    finally:
+        watch.stop()
+        _settle(serving, http, runs, streams=False)
+
+
+async def drained(runs: Sequence[Run]) -> None:
+    """Wait for all answers of all runs. Raises what any of them raises."""
+
+    async def drain(run: Run) -> None:
+        async for _ in run.steps():
+            pass
+
+    if len(runs) == 1:
+        await drain(runs[0])
+    else:
+        async with _all(runs):
+            await asyncio.gather(*map(drain, runs))
+
+
+def check_answers(runs: Sequence[Run]) -> None:
+    """Raises Unserved for an answer that the engine could not bring to its end."""
+    error = next((c.output.error for r in runs for c in r.choices if c.output.error), None)
+    if error is not None:
+        raise Unserved(500, error, code="answer_failed")
+
+
+def wants_report(http: Request, request: Sampling) -> bool:
+    """Whether the response is to say how it was drafted."""
+    return request.include_speculation or http.headers.get(SPECULATION_HEADER, "") in ("1", "true")
+
+
+def extras(runs: Sequence[Run], report: bool, warnings: list[str]) -> dict[str, Any]:
+    """What a whole response has beside OpenAI's fields."""
+    found: dict[str, Any] = {"speculation": speculation(runs)} if report else {}
+    return found | ({"warnings": warnings} if warnings else {})
+
+
+def prompt_logprobs(
+    found: Sequence[TokenLogprob | None], tokenizer: Tokenizer
+) -> list[dict[str, Any] | None]:
+    """vLLM's form: per prompt token, token ids to their log probabilities."""
+    return [
+        None
+        if entry is None
+        else {str(t): value._asdict() for t, value in named(entry, tokenizer).items()}
+        for entry in found
+    ]
+
+
+@asynccontextmanager
+async def _all(runs: Sequence[Run]) -> AsyncGenerator[None]:
+    try:
+        yield
+    except BaseException:
+        _close(runs)
+        raise
+
+
+def _close(runs: Sequence[Run]) -> None:
+    for run in runs:
+        run.close()
+
+
+def _settle(serving: Serving, http: Request, runs: Sequence[Run], *, streams: bool) -> None:
+    """A request's end, however it came: what still runs is given up and counted, and the access log
+    learns what became of the answers."""
+    _close(runs)
+    choices = [choice for run in runs for choice in run.choices]
+    for choice in [c for run in runs if not run.refused for c in run.choices]:
+        if not choice.ended:
+            choice.count()
+    report = speculation(runs)
+    length = report["acceptance_length"]
+    told = _log_of(http)
+    told.update(
+        answer_id=runs[0].job.request_id,
+        model=serving.names[0],
+        stream=streams,
+        **{key: value for key, value in usage(runs).items() if key.endswith("tokens")},
+        finish_reason=",".join(dict.fromkeys(c.output.finish_reason or "abort" for c in choices)),
+        speculation=report["method"],
+        acceptance_length=None if length is None else round(length, 3),
+    )
+    if serving.settings.log_prompts:
+        prompts = [run.job.prompt_ids for run in runs]
+        decode = serving.tokenizer.decode
+        told["prompts"] = [decode(ids, skip_special_tokens=False) for ids in prompts]
+        told["answers"] = [choice.output.text for choice in choices]
+
+
+def _log_of(http: Request) -> dict[str, Any]:
+    """What the access log will say of this request beside its own fields."""
+    return http.scope["state"].setdefault("log", {})

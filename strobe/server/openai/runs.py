@@ -1,0 +1,218 @@
+"""One prompt's answers on their way from the engine to a client: text, parsing, counting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from strobe.answers import Answer, News
+from strobe.outputs import CompletionOutput, SpeculationReport, StreamDelta
+from strobe.request import SpeculationCount, TokenLogprob
+from strobe.sampling_params import SamplingParams
+from strobe.server.engine_process.client import PromptRefused
+from strobe.server.engine_process.messages import AnswerNews
+from strobe.server.openai.protocol.errors import BadField
+from strobe.server.parsers import Parsed, Parser
+from strobe.server.parsers.chain import Plain
+from strobe.server.serving import Serving
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to answer. parser: makes the parser of each answer's text. constraint: the request's
+    field that structured output came from. began: when the request came, by time.monotonic."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    request_id: str
+    parser: Callable[[], Parser] = Plain
+    constraint: str = "structured_outputs"
+    began: float = field(default_factory=time.monotonic)
+
+
+class Progress(NamedTuple):
+    """What a step brought to one answer: its raw news, and what the text turned out to be."""
+
+    choice: Choice
+    delta: StreamDelta
+    parsed: Parsed
+
+    @property
+    def finished(self) -> bool:
+        return self.delta.finished
+
+
+class Choice:
+    """One answer being made."""
+
+    def __init__(self, serving: Serving, job: Job, index: int, began: float):
+        self.job, self.index, self.parser = job, index, job.parser()
+        self.output = CompletionOutput(index)
+        self._serving, self._began, self._last = serving, began, began
+        self._answer: Answer | None = None
+        self.counts = SpeculationCount()
+        self.method, self.off_reason = "none", None
+        self.queued: float | None = None
+        self.logprobs: list[TokenLogprob] = []
+        self.pieces: list[str] = []
+
+    @property
+    def ended(self) -> bool:
+        return self.output.finish_reason is not None
+
+    def push(self, news: AnswerNews) -> Progress:
+        """Take in a step's news of this answer."""
+        if self._answer is None:
+            self._begin(news)
+        assert self._answer is not None
+        first = not self.output.token_ids
+        delta = self._answer.push(
+            News(
+                news.tokens,
+                news.finish_reason,
+                news.stop_reason,
+                news.drafted,
+                news.accepted,
+                news.logprobs,
+                news.error,
+            )
+        )
+        self.logprobs += delta.logprobs
+        self.pieces += delta.pieces
+        parsed = self.parser.push(delta.text)
+        if delta.finished:
+            rest = self.parser.finish()
+            parsed = Parsed(
+                parsed.reasoning + rest.reasoning,
+                parsed.content + rest.content,
+                parsed.calls + rest.calls,
+            )
+        if news.drafted:
+            self.counts.add(news.drafted, delta.accepted)
+            self._serving.metrics.verified(
+                drafted=news.drafted,
+                accepted=delta.accepted,
+                context=news.context,
+                phase=self.parser.phase,
+            )
+        self._clock(first, len(delta.token_ids))
+        if delta.finished:
+            self.count()
+        return Progress(self, delta, parsed)
+
+    @property
+    def report(self) -> SpeculationReport:
+        made = len(self.output.token_ids)
+        return SpeculationReport.from_counts(self.counts, self.method, self.off_reason, made)
+
+    def _begin(self, news: AnswerNews) -> None:
+        beginning = news.beginning
+        assert beginning is not None, "an answer's first news tell how it began"
+        self._answer = Answer(
+            self._serving.tokenizer,
+            self.job.params,
+            request_id=self.job.request_id,
+            index=self.index,
+            stop_ids=beginning.stop_ids,
+        )
+        self.output = self._answer.output
+        self.method, self.off_reason = beginning.method, beginning.off_reason
+        self.queued = beginning.queued
+
+    def _clock(self, first: bool, made: int) -> None:
+        if not made:
+            return
+        now = time.monotonic()
+        if first:
+            self._serving.metrics.first_token(now - self._began)
+        else:
+            self._serving.metrics.inter_token(now - self._last, made)
+        self._last = now
+
+    def count(self) -> None:
+        """Have this answer counted once it has ended, or been given up."""
+        self._serving.pace.ended()
+        self._serving.metrics.finished(
+            reason=self.output.finish_reason or "abort",
+            seconds=time.monotonic() - self._began,
+            queue_seconds=self.queued,
+            prompt_tokens=len(self.job.prompt_ids),
+            generation_tokens=len(self.output.token_ids),
+        )
+
+
+class Run:
+    """All answers to one prompt."""
+
+    def __init__(self, serving: Serving, job: Job):
+        """Hands the prompt to the engine. Raises Unserved, EngineDead."""
+        self.job = job
+        self.choices = [Choice(serving, job, index, job.began) for index in range(job.params.n)]
+        self.refused = False
+        self.num_cached = 0
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self._generation = serving.submit(job.prompt_ids, job.params, job.request_id)
+
+    async def steps(self) -> AsyncIterator[list[Progress]]:
+        """The progress of each step. Leaving early gives up what still runs. Raises BadField,
+        EngineDead."""
+        try:
+            async for news in self._generation:
+                # A stop string ends an answer here, and the engine may have stepped on meanwhile.
+                yield [self._take(item) for item in news if not self.choices[item.choice].ended]
+        except PromptRefused as error:
+            self.refused = True
+            sentence = str(error).replace("structured_outputs", self.job.constraint)
+            raise BadField(sentence, field_of(sentence)) from None
+        finally:
+            self._generation.close()
+
+    def close(self) -> None:
+        """Give up: nobody waits any more."""
+        self._generation.close()
+
+    @property
+    def given_up(self) -> bool:
+        return self._generation.closed and any(not choice.ended for choice in self.choices)
+
+    def _take(self, news: AnswerNews) -> Progress:
+        if news.beginning is not None and news.choice == 0:
+            self.num_cached = news.beginning.num_cached
+            if self.job.params.prompt_logprobs is not None:
+                self.prompt_logprobs = news.beginning.prompt_logprobs
+        progress = self.choices[news.choice].push(news)
+        if progress.finished and news.finish_reason is None:
+            self._generation.finish(news.choice, "stop")
+        return progress
+
+
+def field_of(sentence: str) -> str | None:
+    """The field that an engine's sentence begins with."""
+    word = sentence.split()[0].rstrip(":")
+    return word if word.replace(".", "").replace("_", "").isalpha() and word.islower() else None
+
+
+def usage(runs: Sequence[Run]) -> dict[str, Any]:
+    """Tokens of the prompts and of all answers so far."""
+    prompt = sum(len(run.job.prompt_ids) for run in runs)
+    made = sum(len(choice.output.token_ids) for run in runs for choice in run.choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": sum(run.num_cached for run in runs)},
+    }
+
+
+def speculation(runs: Sequence[Run]) -> dict[str, Any]:
+    """How the answers were drafted, several together."""
+    choices = [choice for run in runs for choice in run.choices]
+    total = SpeculationCount()
+    for choice in choices:
+        total.merge(choice.counts)
+    first = choices[0].report
+    made = max(len(choice.output.token_ids) for choice in choices)
+    report = SpeculationReport.from_counts(total, first.method, choices[0].off_reason, made)
+    return report.as_dict()

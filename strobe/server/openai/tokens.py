@@ -1,0 +1,63 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from strobe.server.openai import replies
+from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from strobe.server.serving import Serving
+
+
+async def tokenize(serving: Serving, http: Request) -> Response:
+    """Token ids of a text or a conversation."""
+    try:
+        request = TokenizeRequest.read(await http.body())
+        serving.name(request.model)
+        most = serving.facts.max_model_len
+
+        def encode() -> bytes:
+            tokenizer, text = serving.tokenizer, request.prompt
+            try:
+                if text is None:
+                    options = request.template_options()
+                    options["chat_template"] = serving.template(request.chat_template)
+                    text = tokenizer.chat_text(request.conversation, **options)
+                ids = tokenizer.encode(text, add_special_tokens=request.adds_special_tokens)
+            except BadField:
+                raise
+            except ValueError as error:
+                field = "prompt" if request.messages is None else "messages"
+                raise BadField(str(error), field) from None
+            body: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
+            if request.return_token_strs:
+                body["token_strs"] = [tokenizer.token_text(token) for token in ids]
+            return replies.compact(body).encode("utf-8", "replace")
+
+        return Response(await serving.in_thread(encode), media_type="application/json")
+    except Exception as error:
+        return replies.failed(serving, error)
+
+
+async def detokenize(serving: Serving, http: Request) -> Response:
+    """The text of token ids."""
+    try:
+        request = DetokenizeRequest.read(await http.body())
+        serving.name(request.model)
+        size = serving.facts.vocab_size
+        wrong = next((token for token in request.tokens if token >= size), None)
+        if wrong is not None:
+            raise BadField(
+                f"tokens holds {wrong}, but the vocabulary has ids 0 to {size - 1}.", "tokens"
+            )
+        ids = list(request.tokens)
+        text = await serving.in_thread(
+            lambda: serving.tokenizer.decode(ids, skip_special_tokens=False)
+        )
+        return JSONResponse({"prompt": text})
+    except Exception as error:
+        return replies.failed(serving, error)

@@ -1,0 +1,1 @@
+"""Programs around the engine, which never imports them: bench, eval, doctor, train."""

@@ -1,0 +1,82 @@
+"""Real prompts for `strobe bench offline`: a file of the user's, or held-out tasks of the box."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from strobe.demo_models.tasks import FAMILIES, heldout
+from strobe.text.tokenizer import Tokenizer
+from strobe.tools.bench.settings import OfflineSettings
+
+_FORMS = '{"prompt": text}, {"messages": [...]} or {"turns": [text, ...]}'
+
+
+def read_prompts(settings: OfflineSettings, target: Path) -> list[list[int]]:
+    """Token ids of the first `settings.prompts` prompts, through the target's chat template.
+
+    Raises ValueError for a line that holds no prompt, and for a file with too few.
+    """
+    tokenizer = Tokenizer(target)
+    if not settings.data:
+        return [
+            tokenizer.render_chat(
+                example.messages, tools=example.tools or None, enable_thinking=example.thinking
+            )
+            for example in _tasks(settings.prompts)
+        ]
+    found: list[list[int]] = []
+    for where, messages in _conversations(Path(settings.data)):
+        try:
+            found.append(tokenizer.render_chat(messages, enable_thinking=settings.thinking))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        if len(found) == settings.prompts:
+            return found
+    raise ValueError(
+        f"{settings.data} holds {len(found)} prompts, but prompts is {settings.prompts}; ask for "
+        f"at most {len(found)}."
+        if found
+        else f"{settings.data} holds no prompt; give lines of {_FORMS}."
+    )
+
+
+def _tasks(count: int) -> Iterator[Any]:
+    """Held-out examples, the families in turn."""
+    each = -(-count // len(FAMILIES))
+    pool = heldout(each, seed=1)  # by family
+    turns = [pool[family * each + i] for i in range(each) for family in range(len(FAMILIES))]
+    yield from turns[:count]
+
+
+def _conversations(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Where each line stands, and its messages; of several turns the first, since the others need
+    an answer before them."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"data is {str(path)!r}, which cannot be read ({error}); name a file of JSON lines."
+        ) from None
+    for i, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            where = f"{path} line {i}"
+            yield where, _messages(line, where)
+
+
+def _messages(line: str, where: str) -> list[dict[str, Any]]:
+    try:
+        value: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        if isinstance(value.get("messages"), list):
+            return value["messages"]
+        turns = value.get("turns")
+        first = turns[0] if isinstance(turns, list) and turns else value.get("prompt")
+        if isinstance(first, str):
+            return [{"role": "user", "content": first}]
+    raise ValueError(f"{where} is {reprlib.repr(line)}, but must be {_FORMS}.")

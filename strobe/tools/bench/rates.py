@@ -1,0 +1,91 @@
+"""What the device can do: read, copy and multiply, measured as medians of repeated calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from strobe.runner.memory import free_memory
+from strobe.tools.bench.floor import Rates
+
+_GPU = (4 << 30, 8192)  # bytes of the buffer, rows of the square product
+_CPU = (256 << 20, 1024)
+_REPEATS = 15
+
+
+def measure(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Rates:
+    """The device's rates, the product's with random values of `dtype` and, for linear layers in
+    FP8, of e4m3; the buffers are freed."""
+    size, side = _GPU if device.type == "cuda" else _CPU
+    reduction, copy = _bandwidths(device, min(size, free_memory(device) // 4))
+    matrix = _matrix_rate(device, dtype, side)
+    linear = _matrix_rate(device, torch.float8_e4m3fn, side) if fp8 else matrix
+    release(device)
+    return Rates(reduction, copy, matrix, linear)
+
+
+def _bandwidths(device: torch.device, size: int) -> tuple[float, float]:
+    """Bytes/s of a sum over `size` bytes, and of a copy of them, read and written."""
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    moved = source.numel() * source.element_size()
+    reduction = median_seconds(source.sum, device)
+    copy = median_seconds(lambda: target.copy_(source), device)
+    return moved / reduction, 2 * moved / copy
+
+
+def _matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    noise = torch.Generator(device).manual_seed(0)
+    left = torch.randn(side, side, generator=noise, device=device).to(dtype)
+    right = torch.randn(side, side, generator=noise, device=device).to(dtype)
+    if dtype == torch.float8_e4m3fn:
+        one, columns = torch.ones((), device=device), right.t()
+
+        def product() -> torch.Tensor:
+            return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+                left, columns, scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+            )
+
+    else:
+        out = torch.empty_like(left)
+
+        def product() -> torch.Tensor:
+            return torch.mm(left, right, out=out)
+
+    return 2 * side**3 / median_seconds(product, device)
+
+
+def median_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call on the device, after some that warm up."""
+    for _ in range(3):
+        call()
+    return median(_seconds(call, device) for _ in range(_REPEATS))
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.current_stream(device)
+    first.record(stream)
+    call()
+    last.record(stream)
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release(device: torch.device) -> None:
+    """Give memory that nothing uses back to the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,179 @@
+"""What a benchmark says besides its figures, and how figures become tables and a file."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from strobe.engine.build import Resolved
+from strobe.tools.bench.floor import Rates, Shapes, Widths
+from strobe.tools.bench.timeline import Split
+
+_PIPED_WIDTH = 100
+Figures = dict[str, Any]
+
+
+def shapes_of(resolved: Resolved) -> Shapes:
+    """What an engine of these settings runs in a verify step."""
+    config, dtype = resolved.config, resolved.dtype
+    halved = 1 if config.weight_dtype == "fp8" else dtype.itemsize
+    kv = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
+    draft = resolved.draft if resolved.method == "dflash" else None
+    rows = 1 + (resolved.limits.num_drafts if resolved.method != "none" else 0)
+    return Shapes(resolved.target, draft, rows, Widths(halved, dtype.itemsize, dtype.itemsize, kv))
+
+
+def header(name: str, command: str, ways: dict[str, Resolved], rates: Rates) -> Figures:
+    """The first entries of the file: when, what, where, and the rates of this run."""
+    resolved = next(iter(ways.values()))
+    return {
+        "benchmark": name,
+        **circumstances(command, resolved),
+        "config": {way: asdict(setup.config) for way, setup in ways.items()},
+        "limits": {way: asdict(setup.limits) for way, setup in ways.items()},
+        "shapes": {
+            part: asdict(config)
+            for part in ("target", "draft")
+            for setup in ways.values()
+            if (config := getattr(setup, part)) is not None
+        },
+        "rates": {
+            "reduction_bytes_per_s": rates.reduction,
+            "copy_bytes_per_s": rates.copy,
+            "matrix_operations_per_s": rates.matrix,
+            "linear_operations_per_s": rates.linear,
+        },
+    }
+
+
+def circumstances(command: str, resolved: Resolved) -> Figures:
+    """When and where something was measured, and with what."""
+    return {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": command,
+        "device": device_name(resolved.device),
+        "dtype": str(resolved.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        rows = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        rows = []
+    names = [row.partition(":")[2].strip() for row in rows if row.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str | None]:
+    """Of what the figures depend on; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("strobe", "torch", "triton"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found | {"cuda": torch.version.cuda}
+
+
+def split_figures(split: Split | None) -> Figures:
+    """Milliseconds of a step's parts, None for all where nothing was timed."""
+    names = ("draft_ms", "verify_ms", "rest_ms", "median_ms")
+    if split is None:
+        return dict.fromkeys(names)
+    values = split.draft, split.verify, split.rest, split.median
+    return {name: round(ms, 4) for name, ms in zip(names, values, strict=True)}
+
+
+def floor_figures(shapes: Shapes, rates: Rates, requests: int, context: float) -> Figures:
+    """Counts and floor of one step, by part."""
+    figures: Figures = {}
+    for part in ("drafting", "verify"):
+        work = getattr(shapes, part)(requests, context)
+        figures[part] = {
+            "bytes": round(work.bytes),
+            "operations": round(work.operations),
+            "ms": round(1e3 * rates.seconds(work), 4),
+            "bound": rates.bound(work),
+        }
+    return figures | {"ms": round(1e3 * shapes.seconds(rates, requests, context), 4)}
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Words to the left, numbers to the right."""
+    made = Table(
+        title=f"\n{title}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for i, name in enumerate(columns):
+        words = any(row[i][:1].isalpha() for row in rows)
+        made.add_column(name, justify="left" if words else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def number(value: float | None, places: int = 2) -> str:
+    return "-" if value is None else f"{value:,.{places}f}"
+
+
+def fine(value: float | None) -> str:
+    """Three places where they fit."""
+    return number(value, 3 if value is None or abs(value) < 100 else 1)
+
+
+def output() -> Console:
+    """Standard output; not on a terminal it is wide enough for the tables."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
+    return console
+
+
+def show_head(console: Console, figures: Figures) -> None:
+    """Where and with what the figures came about."""
+    rates = figures["rates"]
+    reads, copies = (rates[f"{name}_bytes_per_s"] / 1e9 for name in ("reduction", "copy"))
+    matrix, linear = (rates[f"{name}_operations_per_s"] / 1e12 for name in ("matrix", "linear"))
+    fp8 = f" ({fine(linear)} in FP8)" if linear != matrix else ""
+    console.print(figures["command"], soft_wrap=True)
+    console.print(
+        f"{figures['device']}, {figures['dtype']}, torch {figures['versions']['torch']}; reads "
+        f"{reads:,.0f} GB/s, copies {copies:,.0f} GB/s, multiplies {fine(matrix)} TFLOP/s{fp8}. "
+        f"Floors: what a step must read at {max(reads, copies):,.0f} GB/s, or compute at that "
+        "rate, whichever takes longer.",
+        soft_wrap=not console.is_terminal,
+    )
+
+
+@contextmanager
+def progress() -> Generator[Any]:
+    """progress(text) shows on a terminal what is going on."""
+    with Console(stderr=True).status("") as status:
+        yield status.update
+
+
+def write(path: str, figures: Figures) -> None:
+    """The figures as JSON, where a file is named."""
+    if path:
+        Path(path).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,365 @@
+"""`strobe bench step`: what one engine step takes, by shapes alone, against the machine's floor.
+
+Weights are random and the accepted length is forced: the figures say how fast the engine is, not
+how well anything drafts.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+
+from rich.console import Console
+
+from strobe.config import EngineConfig
+from strobe.engine.build import Resolved, resolve
+from strobe.engine.engine import Engine
+from strobe.hub.locate import located
+from strobe.request import Request, Status
+from strobe.sampling_params import SamplingParams
+from strobe.tools.bench.floor import Rates, Shapes
+from strobe.tools.bench.rates import measure, release, synchronize
+from strobe.tools.bench.report import (
+    Figures,
+    fine,
+    floor_figures,
+    header,
+    number,
+    output,
+    progress,
+    shapes_of,
+    show_head,
+    split_figures,
+    table,
+    write,
+)
+from strobe.tools.bench.settings import StepSettings, command_line
+from strobe.tools.bench.shapes import directories
+from strobe.tools.bench.timeline import Timeline
+
+_PREFILL_TURNS = 3
+
+
+@dataclass(frozen=True)
+class Window:
+    """Steps in which `requests` decoded: their seconds, the tokens they made, and the positions of
+    context that a request had on average."""
+
+    requests: int
+    steps: int
+    seconds: float
+    tokens: int
+    context: float
+
+    @property
+    def ms(self) -> float:
+        return 1e3 * self.seconds / self.steps
+
+
+def run_step(settings: StepSettings, config: EngineConfig) -> int:
+    """Measure, print tables, write the file; returns 0. Raises ValueError, before anything is
+    measured, for what cannot run."""
+    settings.check()
+    command = command_line("step", settings, config)
+    with _located(settings, config) as config, progress() as say:
+        ways = {name: resolve(way) for name, way in _ways(settings, config).items()}
+        for setup in ways.values():
+            _check_room(settings, setup)
+        setup = next(iter(ways.values()))
+        say("measuring bandwidth and matrix rate")
+        rates = measure(setup.device, setup.dtype, fp8=config.weight_dtype == "fp8")
+        figures = header("step", command, ways, rates)
+        forced = settings.acceptance_length if "dflash" in ways else None
+        figures |= {"acceptance_length_forced": forced, "rows": [], "prefill": []}
+        for name, setup in ways.items():
+            rows, prefills = _measure(settings, name, setup, rates, say)
+            figures["rows"] += rows
+            figures["prefill"] += prefills
+            gc.collect()  # the engine is gone; so must be its memory before the next one
+            release(setup.device)
+    write(settings.json, figures)
+    _show(output(), figures)
+    return 0
+
+
+@contextmanager
+def _located(settings: StepSettings, config: EngineConfig) -> Generator[EngineConfig]:
+    """The settings with directories named."""
+    if settings.shapes and (config.target or config.draft):
+        raise ValueError(
+            f"shapes is {settings.shapes!r} beside directories; give --shapes, or --target and "
+            "--draft."
+        )
+    if config.target:
+        yield located(config.check())
+    elif config.draft is not None:
+        raise ValueError("A drafter is named but no target; give --target as well, or --shapes.")
+    else:
+        with directories(settings.shapes or "box") as (target, draft):
+            yield replace(config, target=target, draft=draft)
+
+
+def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfig]:
+    """Plain decoding and DFlash, or the one that `method` names."""
+    if config.method == "ngram":
+        raise ValueError(
+            "method is 'ngram', but random tokens repeat nothing; name dflash or none, or neither "
+            "for both."
+        )
+    most = max([*settings.requests, *(count for count, _ in settings.prefills)])
+    config = replace(
+        config, load_format="dummy", max_num_seqs=most, enable_prefix_caching=False
+    ).check()
+    ways = {"plain": config.plain(), "dflash": replace(config, method="dflash")}
+    wanted = {"none": ["plain"], "dflash": ["dflash"]}.get(config.method or "")
+    if wanted is None:
+        wanted = ["plain", "dflash"] if config.draft is not None else ["plain"]
+    return {name: ways[name] for name in wanted}
+
+
+def _check_room(settings: StepSettings, setup: Resolved) -> None:
+    """Raises ValueError where prompts and steps do not fit the context, or drafts not the block."""
+    limits, drafts = setup.limits, setup.limits.num_drafts
+    accepted = settings.acceptance_length if setup.draft is not None else 1.0
+    if accepted > drafts + 1:
+        raise ValueError(
+            f"acceptance_length is {accepted:g}, but a step verifies {drafts} drafts; ask for 1 to "
+            f"{drafts + 1}."
+        )
+    for length in settings.prompt_lens:
+        room = limits.max_model_len - length - 1 - 2 * limits.block
+        most = math.floor(room / accepted) - settings.warmup
+        if settings.steps > most:
+            mend = (
+                f"ask for at most {most} steps"
+                if most > 0
+                else "ask for shorter prompts or a smaller warmup"
+            )
+            raise ValueError(
+                f"{settings.warmup} + {settings.steps} steps of {accepted:g} tokens behind a "
+                f"prompt of {length} do not fit max_model_len {limits.max_model_len}; {mend}."
+            )
+    for count, length in settings.prefills:
+        if length >= limits.max_model_len:
+            raise ValueError(
+                f"prefill asks for {count} prompts of {length} tokens, but max_model_len is "
+                f"{limits.max_model_len}; ask for at most {limits.max_model_len - 1}."
+            )
+
+
+def _check_pages(settings: StepSettings, engine: Engine) -> None:
+    """Raises ValueError where the requests would not find pages all at once."""
+    limits, pool = engine.limits, engine.parts.pool
+    accepted = settings.acceptance_length if engine.resolved.draft is not None else 1.0
+    steps = settings.warmup + settings.steps
+    longest = max(settings.prompt_lens) + math.ceil(steps * accepted) + 2 * limits.block
+    count = max(settings.requests)
+    need = count * -(-longest // limits.page_size)
+    if need > pool.capacity:
+        raise ValueError(
+            f"{count} requests of up to {longest} tokens need {need} pages, but the KV cache has "
+            f"{pool.capacity}; lower concurrency or prompt_len, or raise kv_cache_memory."
+        )
+
+
+def _measure(
+    settings: StepSettings, name: str, setup: Resolved, rates: Rates, say: Callable[[str], None]
+) -> tuple[list[Figures], list[Figures]]:
+    """Steps and prefills of one way, with an engine that ends with this call."""
+    say(f"{name}: building the engine")
+    forced = settings.acceptance_length if name == "dflash" else None
+    engine = Engine(setup, simulated_acceptance=forced)
+    _check_pages(settings, engine)
+    rows: list[Figures] = []
+    for length in settings.prompt_lens:
+        for count in settings.requests:
+            say(f"{name}: {count} requests, prompts of {length} tokens")
+            rows.append({"method": name, **_row(settings, engine, rates, count, length)})
+    prefills: list[Figures] = []
+    for count, length in settings.prefills:
+        say(f"{name}: prefill of {count} x {length} tokens")
+        prefills.append({"method": name, **_prefill(engine, count, length)})
+    return rows, prefills
+
+
+def _row(settings: StepSettings, engine: Engine, rates: Rates, count: int, length: int) -> Figures:
+    """The figures of one concurrency and prompt length: timed once undisturbed, and once more with
+    a mark at every part of a step. A GPU rehearses before, since kernels are compiled and graphs
+    recorded when a shape is first met."""
+    prompts = random_prompts(engine, count, length)
+    params = SamplingParams(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        max_tokens=None,
+        ignore_eos=True,
+    )
+    device = engine.resolved.device
+    if device.type == "cuda":
+        decode(engine, prompts, params, settings.warmup, settings.steps)
+    window = decode(engine, prompts, params, settings.warmup, settings.steps)
+    timeline = Timeline(device)
+    decode(engine, prompts, params, settings.warmup, settings.steps, timeline)
+    split = timeline.split()
+    floor = floor_figures(shapes_of(engine.resolved), rates, count, window.context)
+    return {
+        "concurrency": count,
+        "prompt_tokens": length,
+        "context_tokens": round(window.context, 1),
+        "steps": window.steps,
+        "ms": round(window.ms, 4),
+        **split_figures(split),
+        "tokens_per_s": round(window.tokens / window.seconds, 1),
+        "tokens_per_step": round(window.tokens / window.steps / count, 3),
+        "floor": floor,
+        "ratio_to_floor": round(window.ms / floor["ms"], 3),
+    }
+
+
+def random_prompts(engine: Engine, count: int, length: int) -> list[list[int]]:
+    """Prompts of random tokens, the same every time."""
+    noise = random.Random(f"{engine.config.seed} {length}")
+    size = engine.resolved.target.decoder.vocab_size
+    return [[noise.randrange(size) for _ in range(length)] for _ in range(count)]
+
+
+def decode(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    warmup: int,
+    steps: int,
+    timeline: Timeline | None = None,
+) -> Window:
+    """Prefill all prompts, let all requests decode for `warmup` steps, and time `steps` more; the
+    clock stands still for the device only before the first and after the last of them."""
+    device, usual = engine.resolved.device, engine.mark
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    try:
+        while not _all_decode(engine, len(requests)):
+            engine.step()
+        for _ in range(warmup):
+            engine.step()
+        if timeline is not None:
+            engine.mark = timeline.mark
+        synchronize(device)
+        before, began = _tokens(requests), time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        if timeline is not None:
+            timeline.stop()
+        synchronize(device)
+        seconds, after = time.perf_counter() - began, _tokens(requests)
+        _check_running(engine, requests)
+    finally:
+        engine.mark = usual
+        for request in requests:
+            engine.finish(request, "abort")
+        while engine.has_work:
+            engine.step()
+    count = len(requests)
+    return Window(count, steps, seconds, after - before, (before + after) / 2 / count)
+
+
+def _all_decode(engine: Engine, count: int) -> bool:
+    running = engine.scheduler.running
+    return len(running) == count and all(record.decoding for record in running)
+
+
+def _tokens(requests: Sequence[Request]) -> int:
+    return sum(len(request.tokens) for request in requests)
+
+
+def _check_running(engine: Engine, requests: Sequence[Request]) -> None:
+    """Raises ValueError where a request ended before the last step."""
+    if any(request.status is not Status.RUNNING for request in requests):
+        raise ValueError(
+            "A request did not run to the last step; ask for fewer steps, or raise "
+            f"max_model_len, which is {engine.limits.max_model_len}, or kv_cache_memory."
+        )
+
+
+def _prefill(engine: Engine, count: int, length: int) -> Figures:
+    """The median time from adding prompts to having the first token of each."""
+    prompts = random_prompts(engine, count, length)
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    seconds = median(
+        [_first_tokens(engine, prompts, params) for _ in range(1 + _PREFILL_TURNS)][1:]
+    )
+    shapes: Shapes = shapes_of(engine.resolved)
+    return {
+        "prompts": count,
+        "prompt_tokens": length,
+        "seconds": round(seconds, 6),
+        "tokens_per_s": round(count * length / seconds, 1),
+        "linear_operations_per_s": round(shapes.prefill_operations(count, length) / seconds),
+    }
+
+
+def _first_tokens(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> float:
+    synchronize(engine.resolved.device)
+    began = time.perf_counter()
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    while any(request.status is not Status.FINISHED for request in requests):
+        engine.step()
+    seconds = time.perf_counter() - began
+    while engine.has_work:  # a step that was launched before the last token was known
+        engine.step()
+    return seconds
+
+
+def _show(console: Console, figures: Figures) -> None:
+    show_head(console, figures)
+    forced = figures["acceptance_length_forced"]
+    label = "tokens/s"
+    if forced is not None:
+        label = f"tokens/s\n(forced {forced:g})"
+        console.print(
+            f"Random weights; acceptance length forced to {forced:.1f}: speed only, not quality.",
+            style="bold",
+        )
+    rows = figures["rows"]
+    names = [(r["method"], f"{r['concurrency']}", f"{r['prompt_tokens']:,}") for r in rows]
+    times = [
+        (*name, *[fine(r[k]) for k in ("ms", "median_ms", "draft_ms", "verify_ms", "rest_ms")],
+         number(r["tokens_per_s"], 1), number(r["ratio_to_floor"]))
+        for name, r in zip(names, rows, strict=True)
+    ]  # fmt: skip
+    columns = ("method", "c", "prompt")
+    console.print(
+        table(
+            "Milliseconds per step; median and parts of a second run, with marks",
+            (*columns, "mean", "median", "draft", "verify", "rest", label, "x floor"),
+            times,
+        )
+    )
+    floors = [
+        (*name, number(r["context_tokens"], 0), *_floor_cells(r["floor"]))
+        for name, r in zip(names, rows, strict=True)
+    ]
+    counts = ("GB", "GFLOP", "drafter ms", "target ms", "floor ms")
+    console.print(table("What a step must do", (*columns, "context", *counts), floors))
+    if figures["prefill"]:
+        cells = [
+            (r["method"], f"{r['prompts']}", f"{r['prompt_tokens']:,}", number(r["seconds"], 4),
+             number(r["tokens_per_s"], 0), number(r["linear_operations_per_s"] / 1e12, 3))
+            for r in figures["prefill"]
+        ]  # fmt: skip
+        names = ("method", "prompts", "tokens", "seconds", "tokens/s", "TFLOP/s, linear layers")
+        console.print(table("Prefill", names, cells))
+
+
+def _floor_cells(floor: Figures) -> list[str]:
+    parts = floor["drafting"], floor["verify"]
+    return [
+        *[fine(sum(part[key] for part in parts) / 1e9) for key in ("bytes", "operations")],
+        *[fine(part["ms"]) for part in parts],
+        fine(floor["ms"]),
+    ]

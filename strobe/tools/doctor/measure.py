@@ -1,0 +1,188 @@
+"""How much of a drafter's work a target accepts, as the pair is and as it might have been meant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, stdev
+
+from strobe.engine.build import Resolved, build
+from strobe.engine.engine import Engine
+from strobe.engine.scheduler import full_length
+from strobe.models.config import DraftConfig, TargetConfig
+from strobe.models.rope import RopeConfig
+from strobe.models.target import Target
+from strobe.request import Request
+from strobe.sampling_params import SamplingParams
+from strobe.step import Drafts, Plan
+
+BASES = (1e4, 1e5, 5e5, 1e6, 1e7)
+"""Rope bases that drafters were published with."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """steps: verify steps of all answers; made: tokens that they brought; rates[i]: the share of
+    steps that accepted draft i. answers: the tokens of each."""
+
+    steps: int
+    made: int
+    rates: list[float]
+    answers: list[list[int]]
+
+    @property
+    def per_step(self) -> float:
+        """Tokens per verify step, the target's own included."""
+        return self.made / self.steps if self.steps else 1.0
+
+
+def accepted(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> Acceptance:
+    """Greedy answers to token ids, drafted and verified."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    requests = [engine.add(list(prompt), params) for prompt in prompts]
+    while not all(request.finish_reason for request in requests):
+        engine.step()
+    counts = [request.speculation for request in requests]
+    steps = sum(count.steps for count in counts)
+    width = max((len(count.per_position) for count in counts), default=0)
+    totals = [
+        sum(c.per_position[i] for c in counts if i < len(c.per_position)) for i in range(width)
+    ]
+    return Acceptance(
+        steps,
+        steps + sum(count.accepted for count in counts),
+        [total / steps for total in totals] if steps else [],
+        [list(request.tokens[request.num_prompt :]) for request in requests],
+    )
+
+
+def matched(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[int]:
+    """How many drafts the target's answers would have kept, had a block begun at each of their
+    tokens: one number for each. The engine is one that keeps none and goes on token by token."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    requests = [engine.add(list(prompt), params) for prompt in prompts]
+    seen: list[tuple[Request, int, list[int]]] = []
+    proposer = engine.proposers.proposers["dflash"]
+    propose = proposer.propose
+
+    def noting(plan: Plan, spans: Sequence[int]) -> Drafts:
+        drafts = propose(plan, spans)
+        for i, tokens in zip(spans, drafts.tokens.tolist(), strict=False):
+            seen.append((plan.spans[i].request, plan.spans[i].start + 1, tokens))
+        return drafts
+
+    proposer.propose = noting
+    while not all(request.finish_reason for request in requests):
+        engine.step()
+    return [_leading(tokens, request.tokens[start:]) for request, start, tokens in seen]
+
+
+def _leading(drafts: Sequence[int], truth: Sequence[int]) -> int:
+    pairs = zip(drafts, truth, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), len(drafts))
+
+
+def gain(base: Sequence[int], other: Sequence[int]) -> float:
+    """By how many standard errors the mean of `other` lies above that of `base`, pair by pair."""
+    differences = [b - a for a, b in zip(base, other, strict=True)]
+    spread = stdev(differences) if len(differences) > 1 else 0.0
+    above = mean(differences)
+    if not spread:
+        return math.copysign(math.inf, above) if above else 0.0
+    return above / (spread / len(differences) ** 0.5)
+
+
+def engine_of(
+    resolved: Resolved, draft: DraftConfig, target: Target | None, *, keep: bool = True
+) -> Engine:
+    """An engine whose drafter is read as `draft` says. target: weights that are there already.
+    keep: whether drafts are kept; else every step makes one token, the target's own."""
+    resolved = replace(resolved, draft=draft)
+    return Engine(
+        resolved,
+        parts=build(resolved, target),
+        draft_length=full_length if keep else lambda request, allowed: min(1, allowed),
+        simulated_acceptance=None if keep else 1.0,
+    )
+
+
+def variants(
+    draft: DraftConfig, target: TargetConfig, masks: dict[int, str]
+) -> Iterator[tuple[str, str, DraftConfig]]:
+    """What a drafter with these tensors may have been meant to be: (kind, what would be different,
+    config). masks: ids that its mask slots may have held, with what speaks for each."""
+    for offset in (-1, 1):
+        capture = tuple(k + offset for k in draft.capture)
+        if min(capture) >= 0 and max(capture) <= target.decoder.num_layers:
+            where = "before" if offset < 0 else "behind"
+            yield (
+                "layer offset",
+                f"features of one layer {where} those that config.json names",
+                replace(draft, capture=capture),
+            )
+    yield from _masked(draft)
+    yield (
+        "anchor layout",
+        "a first slot that predicts nothing"
+        if draft.anchor_first
+        else "a first slot that predicts too",
+        replace(draft, anchor_first=not draft.anchor_first),
+    )
+    for mask, why in masks.items():
+        if mask != draft.mask_token_id:
+            yield "mask token", f"{mask} ({why})", replace(draft, mask_token_id=mask)
+    yield from _ropes(draft, target.decoder.rope)
+
+
+def _masked(draft: DraftConfig) -> Iterator[tuple[str, str, DraftConfig]]:
+    """The other causality, for all layers and, where they differ, for some; and no windows."""
+    decoder = draft.decoder
+    sliding = [mask.window is not None for mask in decoder.masks]
+
+    def flipped(which: Sequence[bool]) -> DraftConfig:
+        masks = tuple(
+            replace(mask, causal=not mask.causal) if flip else mask
+            for mask, flip in zip(decoder.masks, which, strict=True)
+        )
+        return replace(draft, decoder=replace(decoder, masks=masks))
+
+    def named(which: Sequence[bool]) -> str:
+        now = {mask.causal for mask, flip in zip(decoder.masks, which, strict=True) if flip}
+        if len(now) > 1:
+            return "the other causality in every"
+        return "bidirectional" if now == {True} else "causal"
+
+    everything = [True] * len(sliding)
+    yield "causality", f"{named(everything)} layers", flipped(everything)
+    if any(sliding) and not all(sliding):
+        full = [not one for one in sliding]
+        yield "causality", f"{named(sliding)} sliding layers", flipped(sliding)
+        yield "causality", f"{named(full)} full layers", flipped(full)
+    if any(sliding):
+        masks = tuple(replace(mask, window=None) for mask in decoder.masks)
+        yield (
+            "window",
+            "layers without windows",
+            replace(draft, decoder=replace(decoder, masks=masks)),
+        )
+
+
+def _ropes(draft: DraftConfig, target: RopeConfig) -> Iterator[tuple[str, str, DraftConfig]]:
+    own, decoder = draft.decoder.rope, draft.decoder
+    for theta in sorted({*BASES, target.theta} - {own.theta}):
+        rope = replace(own, theta=theta)
+        yield (
+            "rope",
+            f"rope with base {theta:g}",
+            replace(draft, decoder=replace(decoder, rope=rope)),
+        )
+    if own.kind != "default":
+        rope = RopeConfig(own.theta)
+        yield (
+            "rope",
+            "rope that is not stretched",
+            replace(draft, decoder=replace(decoder, rope=rope)),
+        )
+    if target.kind != "default" and target != own:
+        yield "rope", "the target's own rope", replace(draft, decoder=replace(decoder, rope=target))

@@ -1,0 +1,133 @@
+"""The doctor's report as a page of text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from strobe.tools.doctor.findings import Report
+
+_SIGNS = {"ok": ("green", "ok"), "note": ("yellow", "note"), "fault": ("bold red", "wrong")}
+
+
+@contextmanager
+def progress(*, quiet: bool) -> Generator[Callable[[str], None]]:
+    """progress() as say: say(text) shows on a terminal what is going on."""
+    if quiet:
+        yield lambda text: None
+        return
+    with Console(stderr=True).status("") as status:
+        yield status.update
+
+
+def show(report: Report) -> None:
+    """Print it: facts, memory, acceptance, what was tried, and last what is wrong."""
+    console = Console(markup=False, emoji=False, highlight=False)
+    console.print(f"target   {report.target}", soft_wrap=True)
+    console.print(f"drafter  {report.draft}", soft_wrap=True)
+    for title, facts in report.facts.items():
+        console.print()
+        console.print(title.capitalize(), style="bold")
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 1))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in facts.items():
+            table.add_row(name, _text(name, value))
+        console.print(table)
+    if report.measured:
+        _show_measured(console, report)
+    console.print()
+    console.print("Findings", style="bold")
+    console.print(_findings(report))
+    wrong = len(report.faults)
+    told = "Nothing is wrong." if not wrong else f"{wrong} thing{'s' * (wrong > 1)} wrong."
+    console.print()
+    console.print(told, style="bold green" if not wrong else "bold red")
+
+
+def _findings(report: Report) -> Table:
+    """What is in order first, what is wrong last, where it is read."""
+    made = Table(show_header=False, box=None, padding=(0, 2, 0, 1))
+    made.add_column(no_wrap=True)
+    made.add_column(style="dim", no_wrap=True)
+    made.add_column(overflow="fold")
+    for finding in sorted(report.findings, key=lambda f: list(_SIGNS).index(f.level)):
+        style, sign = _SIGNS[finding.level]
+        made.add_row(Text(sign, style), Text(finding.about), Text(finding.says))
+    return made
+
+
+def _show_measured(console: Console, report: Report) -> None:
+    """Acceptance as the pair is, per position, and of what was tried beside it."""
+    console.print()
+    console.print("Acceptance, greedy, built-in prompts", style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
+    table.add_column("")
+    table.add_column("tokens per step", justify="right")
+    width = max(len(row["rate_per_position"]) for row in report.measured)
+    shown = _shown(width)
+    for position in shown:
+        table.add_column(str(position + 1), justify="right")
+    names = {None: "as it is", False: "thinking off", True: "thinking on"}
+    rows = [(names[row["thinking"]], row) for row in report.measured]
+    for name, row in rows:
+        table.add_row(name, *_row(row, shown))
+    console.print(table)
+    console.print(" rate: the share of steps that accepted the draft at that position", style="dim")
+    if report.variants:
+        console.print()
+        console.print("What else was tried", style="bold")
+        table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
+        table.add_column("")
+        table.add_column("tokens", justify="right")
+        table.add_column("standard errors above", justify="right")
+        for row in report.variants:
+            sure = f"{row['gain']:+.1f}" if "gain" in row else ""
+            table.add_row(row["what"], f"{row['tokens']:.2f}", sure)
+        console.print(table)
+        console.print(
+            " tokens: of a block from every token of the answers, the target's own included",
+            style="dim",
+        )
+
+
+def _shown(width: int) -> list[int]:
+    """All positions of a short block, some of a long one."""
+    if width <= 8:
+        return list(range(width))
+    return sorted({0, 1, 2, 3, 5, 7, 10, width - 1} & set(range(width)))
+
+
+def _row(row: dict[str, Any], shown: list[int]) -> list[str]:
+    rates = row["rate_per_position"]
+    cells = [f"{rates[i]:.2f}".lstrip("0") if i < len(rates) else "" for i in shown]
+    return [f"{row['tokens_per_step']:.2f}", *cells]
+
+
+def _text(name: str, value: Any) -> str:
+    """A fact as people write it."""
+    if isinstance(value, dict):
+        return "\n".join(f"{key} {_short(str(item))}" for key, item in value.items()) or "none"
+    if name.endswith(("weights", "of a token", "memory")) and isinstance(value, int):
+        return _bytes(value)
+    if isinstance(value, int):
+        return f"{value:,}" if "fit" in name else str(value)
+    return _short(str(value)) if name == "tokenizer" else str(value)
+
+
+def _short(digest: str) -> str:
+    """The beginning of a hash, which tells files apart; --json has the whole."""
+    head, mark, tail = digest.rpartition(": ")
+    return head + mark + (tail[:16] if len(tail) == 64 else tail)
+
+
+def _bytes(value: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value} bytes"

@@ -1,0 +1,139 @@
+"""All conversations of a data set, so many in flight at once."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from strobe.answers import Answer, receive
+from strobe.engine.engine import Engine
+from strobe.outputs import CompletionOutput
+from strobe.request import Request
+from strobe.sampling_params import SamplingParams
+from strobe.text.tokenizer import Message, Tokenizer
+from strobe.tools.bench.rates import synchronize
+from strobe.tools.eval.datasets import Sample
+from strobe.tools.eval.graders import spoken
+
+_TURNS = 1000  # more than any conversation has: seeds of different samples stay apart
+
+
+@dataclass
+class Conversation:
+    """A sample with the model's answers so far. error: why it could not go on."""
+
+    sample: Sample
+    number: int
+    answers: list[CompletionOutput] = field(default_factory=list[CompletionOutput])
+    prompt_tokens: list[int] = field(default_factory=list[int])
+    error: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.error is not None or len(self.answers) == len(self.sample.turns)
+
+    def messages(self, thinking: bool) -> list[Message]:
+        """The chat up to the next turn; answers without what was thought before them."""
+        made: list[Message] = list(self.sample.before)
+        for i, turn in enumerate(self.sample.turns[: len(self.answers) + 1]):
+            made.append({"role": "user", "content": turn})
+            if i < len(self.answers):
+                text = self.answers[i].text
+                made.append({"role": "assistant", "content": spoken(text) if thinking else text})
+        return made
+
+
+@dataclass
+class Run:
+    """Every conversation once, in the samples' order, and the seconds that took."""
+
+    conversations: list[Conversation]
+    seconds: float = 0.0
+
+    @property
+    def answers(self) -> list[CompletionOutput]:
+        return [answer for talk in self.conversations for answer in talk.answers]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+
+class Answering:
+    """Answers samples with one engine. thinking: for samples that do not say."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, params: SamplingParams, thinking: bool
+    ):
+        self.engine, self.tokenizer = engine, tokenizer
+        self._params, self._thinking = params, thinking
+        self._running: dict[Request, tuple[Conversation, Answer]] = {}
+
+    def run(
+        self, samples: Sequence[Sample], count: int, tell: Callable[[int], None] = lambda _: None
+    ) -> Run:
+        """Have all conversations, `count` in flight, the next as soon as one has ended. tell: is
+        called with the number that have ended."""
+        run = Run([Conversation(sample, i) for i, sample in enumerate(samples)])
+        waiting = deque(run.conversations)
+        device = self.engine.resolved.device
+        synchronize(device)
+        began = time.perf_counter()
+        try:
+            while waiting or self._running:
+                while waiting and len(self._running) < count:
+                    self._ask(waiting.popleft())
+                if self._running:
+                    self._step()
+                tell(len(samples) - len(waiting) - len(self._running))
+        finally:
+            self._leave()
+        synchronize(device)
+        run.seconds = time.perf_counter() - began
+        return run
+
+    def _ask(self, talk: Conversation) -> None:
+        """Put the next turn to the engine; what cannot run ends the conversation."""
+        sample = talk.sample
+        params = self._params.clone(stop=sample.stop) if sample.stop else self._params
+        thinking = self._thinking if sample.thinking is None else sample.thinking
+        try:
+            if sample.raw:
+                prompt = self.tokenizer.encode(sample.turns[0])
+            else:
+                prompt = self.tokenizer.render_chat(
+                    talk.messages(thinking), tools=sample.tools or None, enable_thinking=thinking
+                )
+            seed = self.engine.config.seed + talk.number * _TURNS + len(talk.answers)
+            request = self.engine.add(prompt, params, seed=seed)
+        except ValueError as error:
+            talk.error = str(error)
+            return
+        answer = Answer(self.tokenizer, params, request_id=request.id, stop_ids=request.stop_ids)
+        talk.prompt_tokens.append(len(prompt))
+        self._running[request] = talk, answer
+
+    def _step(self) -> None:
+        for event in self.engine.step():
+            request = event.request
+            if request not in self._running:
+                continue
+            talk, answer = self._running[request]
+            if not receive(self.engine, answer, event).finished:
+                continue
+            del self._running[request]
+            talk.error = answer.output.error
+            if talk.error is None:
+                talk.answers.append(answer.output)
+            if not talk.ended:
+                self._ask(talk)
+
+    def _leave(self) -> None:
+        """Nothing is left running, also after an interrupt."""
+        for request in self._running:
+            self.engine.finish(request, "abort")
+        self._running.clear()
+        while self.engine.has_work:
+            self.engine.step()

@@ -1,0 +1,250 @@
+"""The data sets: where they are, what is asked, and when an answer is right.
+
+The prompts are those of the DFlash paper's evaluation (z-lab's benchmark), so that its figures can
+be compared; mbpp-tests shows the tests as well, without which no answer can have the right name.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from strobe.demo_models.tasks import FAMILIES, Example, check, heldout
+from strobe.tools.eval import graders, programs
+from strobe.tools.eval.settings import EvalSettings
+from strobe.tools.eval.sources import Placed, Row, fetch, read_rows
+
+Grade = Callable[[str], bool]
+
+_REASON = "Please reason step by step, and put your final answer within \\boxed{}."
+_SHOTS = 5
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A conversation to be had: the user's turns, each after the model's answer to the one before.
+
+    before: messages in front of the first turn. raw: the turn is a text to be continued, not a
+    chat. grade: whether the last answer is right; None where nobody knows. runs_code: `grade` runs
+    what the model wrote.
+    """
+
+    turns: tuple[str, ...]
+    grade: Grade | None = None
+    runs_code: bool = False
+    before: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    thinking: bool | None = None
+    raw: bool = False
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Samples under a name. ungraded: why accuracy is not measured, empty where it is."""
+
+    name: str
+    samples: tuple[Sample, ...]
+    source: str
+    total: int
+    ungraded: str = ""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A data set on the hub: its files, most wanted first, and how a row becomes a sample."""
+
+    repo: str
+    files: tuple[str, ...]
+    sample: Callable[[Row, float], Sample]
+    ungraded: str = ""
+
+
+def load(name: str, settings: EvalSettings) -> DataSet:
+    """Raises ValueError for a file or row that is not what the data set needs."""
+    if name == "box":
+        count = settings.prompts or 200
+        samples = tuple(_box(example) for example in _tasks(count))
+        return DataSet(name, samples, "held-out tasks made by rule", count)
+    path = Path(settings.data) if settings.data else None
+    if name == "custom":
+        assert path is not None, "a file is what makes a data set custom"
+        rows, published = read_rows(path), Published("", (), _custom)
+    else:
+        published = PUBLISHED[name]
+        rows = read_rows(path) if path is not None else _fetched(name, published.files)
+    make = published.sample
+    if name == "gsm8k-5shot":
+        make = partial(_five_shot, _examples(settings))
+    kept = [rows[i] for i in spread(len(rows), settings.prompts)]
+    samples = tuple(_made(placed, make, name, settings.code_seconds) for placed in kept)
+    ungraded = published.ungraded
+    if not ungraded and not any(sample.grade for sample in samples):
+        ungraded = "no row has an answer"
+    source = str(path) if path is not None else published.repo
+    return DataSet(name, samples, source, len(rows), ungraded)
+
+
+def spread(total: int, wanted: int) -> list[int]:
+    """`wanted` indices spread evenly over `total`, since files may be sorted; 0 is all."""
+    count = min(wanted or total, total)
+    return [i * total // count for i in range(count)]
+
+
+def _fetched(name: str, patterns: Sequence[str]) -> list[Placed]:
+    files = fetch(PUBLISHED[name].repo, patterns, name)
+    return [row for file in files for row in read_rows(file)]
+
+
+def _made(
+    placed: Placed, make: Callable[[Row, float], Sample], name: str, seconds: float
+) -> Sample:
+    try:
+        return make(placed.row, seconds)
+    except KeyError as error:
+        has = ", ".join(placed.row) or "nothing"
+        mend = 'give {"turns": [text, ...]}' if name == "custom" else f"give {name}'s own rows"
+        raise ValueError(f"{placed.where} has no {error.args[0]!r}, only {has}; {mend}.") from None
+    except ValueError as error:
+        raise ValueError(f"{placed.where}: {error}") from None
+
+
+def _text(row: Row, name: str) -> str:
+    value = row[name]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name} is {reprlib.repr(value)}, but must be a text.")
+    return value
+
+
+def _texts(row: Row, name: str) -> tuple[str, ...]:
+    values = row[name]
+    if not isinstance(values, list | tuple) or not values:
+        raise ValueError(f"{name} is {reprlib.repr(values)}, but must be a list of texts.")
+    for value in values:
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f"{name} holds {reprlib.repr(value)}, which is no text.")
+    return tuple(values)
+
+
+def _gsm8k(row: Row, seconds: float) -> Sample:
+    grade = partial(graders.number, expected=_text(row, "answer"))
+    return Sample((f"{_text(row, 'question')}\n{_REASON}",), grade)
+
+
+def _examples(settings: EvalSettings) -> str:
+    """The first questions of the training set with their answers, as one text."""
+    if settings.shots:
+        rows = read_rows(Path(settings.shots), "shots")
+    else:
+        rows = _fetched("gsm8k-5shot", ("main/train*.parquet",))
+    if len(rows) < _SHOTS:
+        raise ValueError(f"shots holds {len(rows)} questions, but {_SHOTS} are shown; give more.")
+    made = [_made(placed, _example, "gsm8k-5shot", 0.0).turns[0] for placed in rows[:_SHOTS]]
+    return "\n\n".join(made)
+
+
+def _example(row: Row, seconds: float) -> Sample:
+    return Sample((f"Question: {_text(row, 'question')}\nAnswer: {_text(row, 'answer')}",))
+
+
+def _five_shot(examples: str, row: Row, seconds: float) -> Sample:
+    grade = partial(graders.few_shot_number, expected=_text(row, "answer"))
+    text = f"{examples}\n\nQuestion: {_text(row, 'question')}\nAnswer:"
+    return Sample((text,), grade, raw=True, stop=("Question:",))
+
+
+def _math(row: Row, seconds: float) -> Sample:
+    grade = partial(graders.mathematics, expected=_text(row, "answer"))
+    return Sample((f"{_text(row, 'problem')}\n{_REASON}",), grade)
+
+
+def _human_eval(row: Row, seconds: float) -> Sample:
+    prompt, tests, name = (_text(row, part) for part in ("prompt", "test", "entry_point"))
+
+    def grade(text: str) -> bool:
+        text = graders.spoken(text)
+        program = programs.human_eval(text, prompt=prompt, tests=tests, name=name)
+        return programs.passes(program, seconds)
+
+    ask = "Write a solution to the following problem and make sure that it passes the tests:"
+    return Sample((f"{ask}\n```python\n{prompt}\n```",), grade, runs_code=True)
+
+
+def _mbpp(row: Row, seconds: float) -> Sample:
+    return Sample((_text(row, "prompt" if "prompt" in row else "text"),))
+
+
+def _mbpp_tests(row: Row, seconds: float) -> Sample:
+    tests = _texts(row, "test_list")
+    imports = tuple(row.get("test_imports") or [row.get("test_setup_code") or ""])
+
+    def grade(text: str) -> bool:
+        text = graders.spoken(text)
+        return programs.passes(programs.mbpp(text, imports=imports, tests=tests), seconds)
+
+    listed = "\n".join(tests)
+    turn = f"{_mbpp(row, seconds).turns[0]}\nThe code should pass these tests:\n{listed}"
+    return Sample((turn,), grade, runs_code=True)
+
+
+def _mt_bench(row: Row, seconds: float) -> Sample:
+    return Sample(_texts(row, "turns" if "turns" in row else "prompt"))
+
+
+def _alpaca(row: Row, seconds: float) -> Sample:
+    asked, given = _text(row, "instruction"), str(row.get("input") or "").strip()
+    return Sample((f"{asked}\n\nInput:\n{given}" if given else asked,))
+
+
+def _custom(row: Row, seconds: float) -> Sample:
+    turns, expected = _texts(row, "turns"), row.get("answer")
+    if expected is None:
+        return Sample(turns)
+    if not isinstance(expected, str | int | float) or isinstance(expected, bool):
+        raise ValueError(f"answer is {reprlib.repr(expected)}, but must be a text or a number.")
+    return Sample(turns, partial(graders.answer, expected=str(expected)))
+
+
+def _tasks(count: int) -> Iterator[Example]:
+    """Held-out tasks of the pair in the box, the families in turn."""
+    each = -(-count // len(FAMILIES))
+    pool = heldout(each, seed=1)  # by family
+    for i in range(count):
+        yield pool[(i % len(FAMILIES)) * each + i // len(FAMILIES)]
+
+
+def _box(example: Example) -> Sample:
+    *before, last = example.messages
+    return Sample(
+        (last["content"],),
+        partial(check, example),
+        runs_code=example.family == "code",
+        before=tuple(before),
+        tools=example.tools,
+        thinking=example.thinking,
+    )
+
+
+_OPEN = "its answers are open, so only acceptance and speed are measured"
+_NAMELESS = "the paper's prompt does not say what the function is called; mbpp-tests does"
+_GSM8K = ("main/test*.parquet",)
+_MBPP = ("sanitized/test*.parquet",)
+PUBLISHED: dict[str, Published] = {
+    "gsm8k": Published("openai/gsm8k", _GSM8K, _gsm8k),
+    "gsm8k-5shot": Published("openai/gsm8k", _GSM8K, _gsm8k),
+    "math500": Published("HuggingFaceH4/MATH-500", ("test.jsonl", "data/test*.parquet"), _math),
+    "humaneval": Published(
+        "openai/openai_humaneval", ("openai_humaneval/test*.parquet",), _human_eval
+    ),
+    "mbpp": Published("google-research-datasets/mbpp", _MBPP, _mbpp, _NAMELESS),
+    "mbpp-tests": Published("google-research-datasets/mbpp", _MBPP, _mbpp_tests),
+    "mt-bench": Published(
+        "HuggingFaceH4/mt_bench_prompts", ("data/train*.parquet", "raw/question.jsonl"),
+        _mt_bench, _OPEN,
+    ),
+    "alpaca": Published("tatsu-lab/alpaca", ("data/train*.parquet",), _alpaca, _OPEN),
+}  # fmt: skip

@@ -1,0 +1,239 @@
+"""`strobe eval`: a pair on data sets, speculation off and on, against what is expected of it."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from strobe.config import BOX, EngineConfig
+from strobe.engine.build import Resolved, resolve
+from strobe.hub.locate import located
+from strobe.llm import LLM
+from strobe.sampling_params import SamplingParams
+from strobe.tools.bench.offline import ways_of
+from strobe.tools.bench.rates import release
+from strobe.tools.bench.report import Figures, circumstances, output, progress
+from strobe.tools.eval import expected, measures, plots
+from strobe.tools.eval.answering import Answering, Run
+from strobe.tools.eval.datasets import DataSet, load
+from strobe.tools.eval.report import markdown, show
+from strobe.tools.eval.settings import EvalSettings, command_line
+
+Say = Callable[[str], None]
+
+
+def evaluate(what: str, settings: EvalSettings, config: EngineConfig) -> int:
+    """Measure, print tables, write the report. what: acceptance, accuracy or speed.
+
+    Returns 0, or 1 where a figure is below what is expected, or answers in fp32 differ with
+    speculation. Raises ValueError, before anything is measured, for what cannot run.
+    """
+    settings.check()
+    pair = expected.chosen(settings)
+    command = command_line(what, settings, config)
+    with progress() as say:
+        say("reading data sets")
+        config = _located(settings, config)
+        data_sets = [load(name, settings) for name in settings.names]
+        counts = {d.name: settings.requests(what, len(d.samples)) for d in data_sets}
+        most = max(max(count) for count in counts.values())
+        config = replace(config, max_num_seqs=most, enable_prefix_caching=False)
+        alone = what == "accuracy" and config.method == "none"
+        ways = {"plain": config} if alone else ways_of(config)
+        if what == "acceptance":
+            del ways["plain"]
+        resolved = resolve(list(ways.values())[-1])
+        enough = {d.name: expected.enough(len(d.samples), d.total) for d in data_sets}
+        aims = expected.expectations(settings, resolved, pair, enough)
+        figures = _header(what, command, settings, resolved, data_sets)
+        runs = _measure(what, settings, ways, data_sets, counts, say)
+        say("grading")
+        _fill(figures, settings, data_sets, runs, aims)
+    if settings.output:
+        _write(Path(settings.output), settings, figures, runs)
+    show(output(), figures)
+    return 0 if figures["passed"] else 1
+
+
+def _located(settings: EvalSettings, config: EngineConfig) -> EngineConfig:
+    config = config.check()
+    if config.target not in ("", str(BOX / "target")) and not (settings.dataset or settings.data):
+        raise ValueError(
+            "A target is named but no data set, and the box's tasks suit the pair in the box; name "
+            "one with --dataset or --data."
+        )
+    return located(config)
+
+
+Key = tuple[str, int, str]
+"""Data set, concurrency and way."""
+
+
+class Engines:
+    """An engine for each way, made when it is first used. alone: it takes the other's place, since
+    one GPU may not hold two of them."""
+
+    def __init__(self, ways: dict[str, EngineConfig], alone: bool):
+        self._ways, self._alone = ways, alone
+        self._made: dict[str, LLM] = {}
+
+    def get(self, way: str, say: Say) -> LLM:
+        if way not in self._made:
+            if self._alone and self._made:
+                device = self._made.popitem()[1].engine.resolved.device
+                gc.collect()  # requests and engines know each other
+                release(device)
+            say(f"loading for {way}")
+            self._made[way] = LLM(**vars(self._ways[way]))
+        return self._made[way]
+
+
+def _measure(
+    what: str,
+    settings: EvalSettings,
+    ways: dict[str, EngineConfig],
+    data_sets: list[DataSet],
+    counts: dict[str, tuple[int, ...]],
+    say: Say,
+) -> dict[Key, Run]:
+    """Every data set at every concurrency, each way. On a CPU the ways take turns, since its speed
+    drifts; on a GPU the one runs after the other."""
+    jobs = [(d, count, way) for d in data_sets for count in counts[d.name] for way in ways]
+    gpu = resolve(next(iter(ways.values()))).device.type == "cuda"
+    if gpu:
+        jobs.sort(key=lambda job: list(ways).index(job[2]))
+    engines = Engines(ways, alone=gpu)
+    runs: dict[Key, Run] = {}
+    for data, count, way in jobs:
+        name = f"{data.name}, {way}, {count} at once"
+        llm = engines.get(way, say)
+        runs[data.name, count, way] = _fastest(what, settings, llm, data, count, name, say)
+        del llm  # the next one may need its room
+    return runs
+
+
+def _fastest(
+    what: str, settings: EvalSettings, llm: LLM, data: DataSet, count: int, name: str, say: Say
+) -> Run:
+    """The fastest of the turns asked for; where speed is measured, after one that warms up."""
+    params = SamplingParams(
+        temperature=settings.temperature, top_p=settings.top_p, max_tokens=settings.max_tokens
+    )
+    answering = Answering(llm.engine, llm.tokenizer, params, settings.thinking)
+    if what == "speed":  # a GPU must have met every shape of batch, a CPU any
+        say(f"{name}: warming up")
+        gpu = llm.engine.resolved.device.type == "cuda"
+        answering.run(data.samples if gpu else data.samples[:count], count)
+    runs: list[Run] = []
+    for turn in range(settings.repeats):
+        text = f"{name}, turn {turn + 1} of {settings.repeats}"
+        told: Callable[[int], None] = partial(_tell, say, text, len(data.samples))
+        runs.append(answering.run(data.samples, count, told))
+    best = min(runs, key=lambda run: run.seconds)
+    if not best.tokens:
+        raise ValueError(f"No prompt of {data.name} could run. {best.conversations[0].error}")
+    return best
+
+
+def _tell(say: Say, text: str, of: int, done: int) -> None:
+    say(f"{text}: {done} of {of}")
+
+
+def _header(
+    what: str,
+    command: str,
+    settings: EvalSettings,
+    resolved: Resolved,
+    data_sets: list[DataSet],
+) -> Figures:
+    """When, what, where and with what."""
+    target, draft = resolved.target, resolved.draft
+    return {
+        "evaluation": what,
+        **circumstances(command, resolved),
+        "pair": {
+            "target": _name(resolved.config.target),
+            "draft": _name(resolved.config.draft or ""),
+            "architecture": target.architecture,
+            "layers": target.decoder.num_layers,
+            "hidden_size": target.decoder.hidden_size,
+            "draft_layers": None if draft is None else draft.decoder.num_layers,
+            "block_size": None if draft is None else draft.block_size,
+            "drafts_per_step": resolved.limits.num_drafts,
+        },
+        "settings": asdict(settings),
+        "definitions": measures.DEFINITIONS,
+        "data_sets": [
+            {"name": d.name, "source": d.source, "prompts": len(d.samples), "of": d.total}
+            for d in data_sets
+        ],
+    }
+
+
+def _name(path: str) -> str:
+    """A checkpoint's name without this machine's directories, which a report should not carry."""
+    if path.startswith(str(BOX)):
+        return f"the box's {Path(path).name}"
+    return path if not Path(path).is_absolute() else "/".join(Path(path).parts[-2:])
+
+
+def _fill(
+    figures: Figures,
+    settings: EvalSettings,
+    data_sets: list[DataSet],
+    runs: dict[Key, Run],
+    aims: expected.Expectations,
+) -> None:
+    """The measured part of the figures."""
+    rows: list[Figures] = []
+    pairs: list[Figures] = []
+    checks: list[Figures] = []
+    for data in data_sets:  # in the user's order, whatever ran first
+        mine = [key for key in runs if key[0] == data.name]
+        for name, count, way in sorted(mine, key=lambda key: key[1]):
+            run, place = runs[name, count, way], {"data_set": name, "concurrency": count}
+            measured = measures.row(data, run, run_code=settings.allow_code_execution)
+            rows.append(place | {"method": way} | measured)
+            if way == "plain":
+                continue
+            if name in aims.found:
+                checks += [place | c for c in expected.compare(aims.found[name], measured)]
+            if (plain := runs.get((name, count, "plain"))) is not None:
+                pairs.append(place | measures.compared(plain, run))
+    exact = figures["dtype"] == "float32"
+    different = any(pair["identical"] < pair["prompts"] for pair in pairs)
+    passed = all(check["met"] for check in checks) and not (exact and different)
+    figures |= {"rows": rows, "pairs": pairs, "expected": checks}
+    notes = [*aims.notes, *([plots.missing()] if settings.output and plots.missing() else [])]
+    figures |= {"notes": notes, "passed": passed}
+
+
+def _write(folder: Path, settings: EvalSettings, figures: Figures, runs: dict[Key, Run]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        pictures = [] if plots.missing() else plots.draw(folder, figures)
+        text = json.dumps(figures, indent=1) + "\n"
+        (folder / "report.json").write_text(text, encoding="utf-8")
+        (folder / "report.md").write_text(markdown(figures, pictures), encoding="utf-8")
+        if settings.save_answers:
+            lines = [json.dumps(line) + "\n" for line in _answers(runs)]
+            (folder / "answers.jsonl").write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"output is {str(folder)!r}, which cannot be written ({error}).") from None
+
+
+def _answers(runs: dict[Key, Run]) -> list[dict[str, Any]]:
+    return [
+        {
+            "data_set": name, "concurrency": count, "method": way, "prompt": talk.number,
+            "turns": list(talk.sample.turns), "answers": [a.text for a in talk.answers],
+            "error": talk.error,
+        }
+        for (name, count, way), run in runs.items()
+        for talk in run.conversations
+    ]  # fmt: skip

@@ -1,0 +1,298 @@
+"""Published figures of pairs, and whether a measurement reaches them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from strobe.checks import between
+from strobe.engine.build import Resolved
+from strobe.models.config import DraftConfig, TargetConfig
+from strobe.tools.bench.report import Figures
+from strobe.tools.eval.settings import DATA_SETS, EvalSettings
+
+_FEWEST = 50  # prompts of a data set; fewer say too little to fail a pair by
+_PAPER_TOKENS = 2048
+
+
+class Facts(NamedTuple):
+    """What tells a pair from others, whatever its directories are called. positions: that the
+    target is good for, and rope_theta: its base, which differ between releases of one size;
+    end_id: ends the answers of a chat, but no text of a base model; the drafter is one in z-lab's
+    format."""
+
+    architecture: str
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    positions: int
+    rope_theta: float
+    end_id: int
+    draft_layers: int
+    block_size: int
+
+    def hold(self, target: TargetConfig, draft: DraftConfig) -> bool:
+        own = target.decoder
+        found = Facts(
+            target.architecture,
+            own.num_layers,
+            own.hidden_size,
+            own.intermediate_size,
+            own.max_position,
+            own.rope.theta,
+            self.end_id,
+            draft.decoder.num_layers,
+            draft.block_size,
+        )
+        return found == self and self.end_id in target.eos_ids and draft.format == "z-lab"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One data set's figures, each to be reached by its factor. mean_of_answers: acceptance_length
+    is the mean of the answers' own lengths, not that of all steps together."""
+
+    data_set: str
+    acceptance_length: float | None = None
+    accuracy: float | None = None
+    by_position: tuple[float, ...] = ()
+    factor: float = 0.95
+    accuracy_factor: float = 1.0
+    position_factor: float = 0.85
+    mean_of_answers: bool = False
+    temperature: float = 0.0
+    source: str = "--expect"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A published pair; without facts it is found by its name alone."""
+
+    name: str
+    facts: Facts | None
+    figures: tuple[Expected, ...]
+
+
+def _paper(greedy: Mapping[str, float], sampled: Mapping[str, float]) -> tuple[Expected, ...]:
+    """Table 1 of the paper: mean acceptance lengths at temperatures 0 and 1. The factors are those
+    of vLLM's own test of the pair, which takes another 0.975 off GSM8K."""
+    return tuple(
+        Expected(
+            name,
+            length,
+            factor=0.95 * (0.975 if name == "gsm8k" else 1),
+            mean_of_answers=True,
+            temperature=temperature,
+            source="DFlash paper (arXiv 2602.06036), table 1",
+        )
+        for temperature, lengths in ((0.0, greedy), (1.0, sampled))
+        for name, length in lengths.items()
+    )
+
+
+def _served(source: str, lengths: Mapping[str, float]) -> tuple[Expected, ...]:
+    """Acceptance lengths that the paper measured on a server, over all steps."""
+    return tuple(Expected(name, length, source=source) for name, length in lengths.items())
+
+
+_VLLM = "vLLM's acceptance test of the pair"
+PAIRS = (
+    Pair(
+        "qwen3-4b-dflash-b16",
+        Facts("Qwen3ForCausalLM", 36, 2560, 9728, 40960, 1e6, 151645, 5, 16),
+        _paper(
+            {"gsm8k": 6.53, "math500": 7.84, "humaneval": 6.64, "mbpp": 6.09, "mt-bench": 4.35},
+            {"gsm8k": 6.00, "math500": 6.67, "humaneval": 6.04, "mbpp": 5.66, "mt-bench": 4.07},
+        ),
+    ),
+    Pair(
+        "qwen3-8b-dflash-b16",
+        Facts("Qwen3ForCausalLM", 36, 4096, 12288, 40960, 1e6, 151645, 5, 16),
+        (
+            *_paper(
+                {"gsm8k": 6.54, "math500": 7.87, "humaneval": 6.50, "mbpp": 5.95, "mt-bench": 4.24},
+                {"gsm8k": 5.98, "math500": 6.40, "humaneval": 5.52, "mbpp": 5.21, "mt-bench": 3.80},
+            ),
+            Expected("gsm8k-5shot", 3.5, 0.80, factor=1.0, source=_VLLM),
+        ),
+    ),
+    Pair(
+        "llama-3.1-8b-dflash-b10",
+        Facts("LlamaForCausalLM", 32, 4096, 14336, 131072, 5e5, 128009, 5, 10),
+        _served(
+            "DFlash paper, table 5 (SGLang)", {"gsm8k": 4.32, "humaneval": 4.91, "alpaca": 3.73}
+        ),
+    ),
+    Pair(
+        "qwen3-coder-30b-a3b-dflash-b16",
+        Facts("Qwen3MoeForCausalLM", 48, 2048, 5472, 262144, 1e7, 151645, 8, 16),
+        _served("DFlash paper, table 3 (SGLang)", {"humaneval": 8.09, "mbpp": 7.23}),
+    ),
+    Pair(
+        "qwen3-8b-dflash-speculators",
+        None,
+        (
+            Expected(
+                "gsm8k-5shot", 3.45, 0.885, (0.795, 0.611, 0.429, 0.282), factor=0.85,
+                accuracy_factor=0.97, source=_VLLM,
+            ),
+        ),
+    ),
+    Pair(
+        "box",
+        Facts("Qwen3ForCausalLM", 16, 192, 512, 2048, 1e4, 2, 3, 16),
+        (
+            Expected("box", 14.0, 0.979, accuracy_factor=0.97, source="the box's model card"),
+            Expected("box", 13.6, temperature=1.0, source="the box's model card"),
+        ),
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Expectations:
+    """What is to be reached, by data set, and sentences on what is not compared and why."""
+
+    found: dict[str, Expected]
+    notes: tuple[str, ...] = ()
+
+
+def chosen(settings: EvalSettings) -> Pair | None:
+    """The pair that `--expect` names or spells out; None where the pair's own facts decide. Raises
+    ValueError for a name that is not known and for JSON that is none."""
+    given = settings.expect.strip()
+    if given in ("", "none"):
+        return Pair("none", None, ()) if given else None
+    for pair in PAIRS:
+        if pair.name == given:
+            return pair
+    path = Path(given)
+    if not given.startswith("{") and not path.is_file():
+        names = ", ".join(pair.name for pair in PAIRS)
+        raise ValueError(
+            f"expect is {given!r}; name one of {names}, none, a JSON file, or give an object such "
+            'as {"gsm8k": {"acceptance_length": 6.2}}.'
+        )
+    try:
+        text = given if given.startswith("{") else path.read_text(encoding="utf-8")
+        value: Any = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"expect is {given!r}, which is no JSON ({error}).") from None
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f"expect is {given!r}, but must be an object of data sets.")
+    return Pair("--expect", None, tuple(_read(name, one) for name, one in value.items()))
+
+
+def _read(name: str, given: Any) -> Expected:
+    allowed = [f.name for f in fields(Expected) if f.name not in ("data_set", "source")]
+    if name not in (*DATA_SETS, "custom"):
+        raise ValueError(f"expect holds {name!r}; name one of {', '.join(DATA_SETS)} or custom.")
+    if not isinstance(given, dict) or not given:
+        raise ValueError(f"expect's {name!r} is {given!r}, but must be an object of figures.")
+    for key, value in given.items():
+        if key not in allowed:
+            raise ValueError(f"expect's {name!r} holds {key!r}; it takes {', '.join(allowed)}.")
+        for one in value if isinstance(value, list) else [value]:
+            if key != "mean_of_answers":
+                between(f"expect's {name} {key}", one, 0, 10**6, "give the published figure.")
+    by_position = tuple(given.get("by_position", ()))
+    return replace(Expected(name), **{**given, "by_position": by_position})
+
+
+def expectations(
+    settings: EvalSettings, resolved: Resolved, pair: Pair | None, prompts: Mapping[str, bool]
+) -> Expectations:
+    """What these data sets are to reach. pair: what `chosen` gave; prompts: by data set, whether
+    there are enough of them, or all."""
+    found: dict[str, Expected] = {}
+    notes: list[str] = []
+    named, pair = pair is not None, pair or _known(resolved)
+    published: dict[str, Expected] = {}
+    for one in pair.figures if pair is not None else ():
+        if one.data_set in prompts:
+            if pair is not None and (pair.name == "--expect" or _same_sampling(one, settings)):
+                published[one.data_set] = one
+            else:
+                published.setdefault(one.data_set, replace(one, source=""))
+    if named and pair is not None and pair.figures and not published:
+        raise ValueError(
+            f"--expect names {', '.join(one.data_set for one in pair.figures)}, but the run has "
+            f"{', '.join(prompts)}; expect figures of a data set that is run."
+        )
+    for name, one in published.items():
+        why = None if named and one.source else _why_not(one, settings, resolved, prompts[name])
+        if why is None:
+            found[name] = one
+        else:
+            notes.append(f"The published figures for {name} are not compared: {why}.")
+    length, share = settings.expect_acceptance_length, settings.expect_accuracy
+    if length is not None or share is not None:
+        for name in prompts:  # what the user says stands in place of what is published
+            one = found.get(name, Expected(name))
+            if length is not None:
+                one = replace(one, acceptance_length=length, factor=1.0, mean_of_answers=False)
+                one = replace(one, source="--expect-acceptance-length")
+            if share is not None:
+                one = replace(one, accuracy=share, accuracy_factor=1.0, source="--expect-accuracy")
+            found[name] = one
+    return Expectations(found, tuple(notes))
+
+
+def _known(resolved: Resolved) -> Pair | None:
+    target, draft = resolved.target, resolved.draft
+    if draft is None:
+        return None
+    known = (pair for pair in PAIRS if pair.facts is not None and pair.facts.hold(target, draft))
+    return next(known, None)
+
+
+def _same_sampling(one: Expected, settings: EvalSettings) -> bool:
+    return settings.temperature == one.temperature and settings.top_p == 1
+
+
+def _why_not(one: Expected, settings: EvalSettings, resolved: Resolved, enough: bool) -> str | None:
+    """Why a published figure says nothing about this run."""
+    if not one.source:
+        return f"there are none for temperature {settings.temperature:g}, top-p {settings.top_p:g}"
+    if settings.thinking:
+        return "they were taken without thinking"
+    if settings.max_tokens < _PAPER_TOKENS:
+        return f"they were taken with max_tokens {_PAPER_TOKENS}"
+    if resolved.draft is not None and resolved.limits.num_drafts < resolved.draft.drafts:
+        return f"they were taken with {resolved.draft.drafts} drafts a step"
+    return None if enough else f"{_FEWEST} prompts are the fewest that say enough"
+
+
+def enough(prompts: int, total: int) -> bool:
+    """Whether so many prompts of a data set can fail a pair."""
+    return prompts >= min(_FEWEST, total)
+
+
+def compare(one: Expected, row: Figures) -> list[Figures]:
+    """Each expected figure beside the measured one; `measured` is None where it is missing, which
+    does not count as reached."""
+    checks: list[Figures] = []
+
+    def add(what: str, published: float, factor: float, measured: float | None) -> None:
+        floor = round(published * factor, 4)
+        met = measured is not None and measured >= floor
+        checks.append(
+            {"what": what, "published": published, "factor": round(factor, 4), "floor": floor,
+             "measured": measured, "met": met, "source": one.source}
+        )  # fmt: skip
+
+    acceptance = row["acceptance"] or {}
+    if one.acceptance_length is not None:
+        what = "mean_of_answers" if one.mean_of_answers else "acceptance_length"
+        add(what, one.acceptance_length, one.factor, acceptance.get(what))
+    rates = acceptance.get("rate_by_position", [])
+    for i, rate in enumerate(one.by_position):
+        measured = rates[i] if i < len(rates) else None
+        add(f"rate at position {i + 1}", rate, one.position_factor, measured)
+    asked = one.source.startswith("--expect")
+    if one.accuracy is not None and (asked or row["accuracy"]["graded"]):
+        add("accuracy", one.accuracy, one.accuracy_factor, row["accuracy"]["accuracy"])
+    return checks

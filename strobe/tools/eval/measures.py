@@ -1,0 +1,117 @@
+"""What a run's answers come to: acceptance, accuracy, rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from statistics import mean
+
+from strobe.outputs import CompletionOutput
+from strobe.request import SpeculationCount
+from strobe.tools.bench.report import Figures
+from strobe.tools.eval.answering import Conversation, Run
+from strobe.tools.eval.datasets import DataSet
+
+DEFINITIONS = {
+    "acceptance_length": "1 + accepted drafts / verify steps that carried drafts, over all answers "
+    "together: the target's own token counts, the prompt's first token does not (vLLM's counters)",
+    "mean_of_answers": "the mean of each answer's own acceptance length, as the DFlash paper and "
+    "vLLM's test take it; of several turns each is an answer",
+    "tokens_per_step": "tokens of the answers less the first of each, per verify step, as `strobe "
+    "bench offline` and `strobe demo` count: what came behind an answer's end is left out",
+    "draft_acceptance_rate": "accepted drafts / drafts verified",
+    "rate_by_position": "share of the verify steps that accepted the draft at this position, and "
+    "so all before it",
+    "histogram": "share of the verify steps that accepted so many drafts, from 0",
+    "tokens_per_s": "tokens of all answers / seconds from the first request to the last answer, "
+    "prompts included",
+    "speedup": "tokens_per_s with speculation / without, on the same prompts",
+}
+
+
+def acceptance(answers: Sequence[CompletionOutput]) -> Figures | None:
+    """None where nothing was drafted."""
+    counts, lengths, made = SpeculationCount(), list[float](), 0
+    for answer in answers:
+        report = answer.speculation
+        if report is None or report.acceptance_length is None:
+            continue
+        one = SpeculationCount(
+            report.steps, report.drafted, report.accepted, report.accepted_per_position
+        )
+        counts.merge(one)
+        lengths.append(report.acceptance_length)
+        made += len(answer.token_ids) - 1
+    if not counts.steps:
+        return None
+    reached = [counts.steps, *counts.per_position, 0]
+    return {
+        "acceptance_length": round(1 + counts.accepted / counts.steps, 4),
+        "mean_of_answers": round(mean(lengths), 4),
+        "tokens_per_step": round(made / counts.steps, 4),
+        "draft_acceptance_rate": round(counts.accepted / max(1, counts.drafted), 4),
+        "steps": counts.steps,
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "rate_by_position": [round(n / counts.steps, 4) for n in counts.per_position],
+        "histogram": [round((n - after) / counts.steps, 4) for n, after in pairwise(reached)],
+    }
+
+
+def accuracy(data: DataSet, run: Run, *, run_code: bool) -> Figures:
+    """right of graded answers; an answer that could not be made is wrong. note: what was left out
+    and why, empty where nothing was."""
+    graded = [
+        talk
+        for talk in run.conversations
+        if talk.sample.grade is not None and (run_code or not talk.sample.runs_code)
+    ]
+    code = sum(talk.sample.runs_code for talk in run.conversations)
+    note = data.ungraded
+    if not note and code and not run_code:
+        what = "" if code == len(run.conversations) else f" of {code} of them"
+        note = f"accuracy{what} is not measured without --allow-code-execution"
+    elif not note and len(graded) < len(run.conversations):
+        note = f"{len(graded)} of {len(run.conversations)} prompts have an answer to compare with"
+    with ThreadPoolExecutor(4) as pool:  # programs run in processes of their own
+        right = sum(pool.map(_right, graded))
+    share = round(right / len(graded), 4) if graded else None
+    return {"right": right, "graded": len(graded), "accuracy": share, "note": note}
+
+
+def _right(talk: Conversation) -> bool:
+    grade = talk.sample.grade
+    whole = talk.error is None and len(talk.answers) == len(talk.sample.turns)
+    return whole and grade is not None and grade(talk.answers[-1].text)
+
+
+def row(data: DataSet, run: Run, *, run_code: bool) -> Figures:
+    """All figures of one way at one concurrency."""
+    answers = run.answers
+    return {
+        "prompts": len(run.conversations),
+        "answers": len(answers),
+        "tokens": run.tokens,
+        "seconds": round(run.seconds, 4),
+        "tokens_per_s": round(run.tokens / run.seconds, 2),
+        "cut_at_max_tokens": sum(answer.finish_reason == "length" for answer in answers),
+        "errors": sorted({talk.error for talk in run.conversations if talk.error is not None}),
+        "failed": sum(talk.error is not None for talk in run.conversations),
+        "acceptance": acceptance(answers),
+        "accuracy": accuracy(data, run, run_code=run_code),
+    }
+
+
+def compared(plain: Run, drafted: Run) -> Figures:
+    """Speculation off and on side by side. identical: conversations with the same tokens."""
+    same = sum(
+        [x.token_ids for x in a.answers] == [y.token_ids for y in b.answers]
+        for a, b in zip(plain.conversations, drafted.conversations, strict=True)
+    )
+    rates = [run.tokens / run.seconds for run in (plain, drafted)]
+    return {
+        "speedup": round(rates[1] / rates[0], 3) if rates[0] else None,
+        "identical": same,
+        "prompts": len(plain.conversations),
+    }

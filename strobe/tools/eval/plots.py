@@ -1,0 +1,122 @@
+"""Plots of an evaluation: histogram of accepted drafts, rate by position, speed-up by load."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from strobe.tools.bench.report import Figures
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+_MARKERS = "osD^vP*X"
+
+
+def missing() -> str:
+    """The sentence that says why there are no plots; empty where they can be drawn."""
+    if find_spec("matplotlib") is not None:
+        return ""
+    return "There are no plots without matplotlib; install it with pip install 'strobe[eval]'."
+
+
+def draw(folder: Path, figures: Figures) -> list[tuple[str, str]]:
+    """Write the plots that the figures have data for. Returns their names and what they show."""
+    rows: dict[str, Figures] = {}
+    for row in figures["rows"]:
+        if row["acceptance"] is not None:
+            rows.setdefault(row["data_set"], row)
+    drawn: list[tuple[str, str]] = []
+    if rows:
+        _histogram(folder / "histogram.png", list(rows.values()))
+        drawn.append(("histogram.png", "Share of verify steps by accepted drafts"))
+        _positions(folder / "positions.png", list(rows.values()))
+        drawn.append(("positions.png", "Acceptance rate by position"))
+    if figures["evaluation"] == "speed" and any(pair["speedup"] for pair in figures["pairs"]):
+        _speed(folder / "speedup.png", figures["pairs"])
+        drawn.append(("speedup.png", "Speed-up by requests in flight"))
+    return drawn
+
+
+def _figure(width: float, height: float, panels: int = 1) -> tuple[Any, list[Any]]:
+    """A figure that needs no display, with panels above each other."""
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
+    figure: Any = Figure(figsize=(width, height), layout="constrained")
+    found: Any = figure.subplots(panels, 1, sharex=True, sharey=True, squeeze=False)
+    axes = [row[0] for row in found]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#dddddd", linewidth=0.8)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def _histogram(path: Path, rows: list[Figures]) -> None:
+    """A panel for each data set, so that bars need not stand in front of each other."""
+    figure, axes = _figure(7, 1.2 + 2.0 * len(rows), len(rows))
+    most = max(len(row["acceptance"]["histogram"]) for row in rows)
+    for i, (axis, row) in enumerate(zip(axes, rows, strict=True)):
+        found = row["acceptance"]
+        shares = [100 * share for share in found["histogram"]]
+        axis.bar(range(len(shares)), shares, width=0.8, color=_COLOURS[i % len(_COLOURS)])
+        mean = found["acceptance_length"] - 1
+        axis.axvline(mean, color="#444444", linestyle="--", linewidth=1.2)
+        label = f"{row['data_set']}: mean {mean:.2f} drafts, {found['steps']:,} steps"
+        axis.set_title(label, loc="left", fontsize=10)
+        axis.set_ylabel("% of steps")
+    axes[-1].set_xlabel("drafts accepted in a verify step")
+    axes[-1].set_xticks(range(most))
+    _save(figure, path)
+
+
+def _positions(path: Path, rows: list[Figures]) -> None:
+    figure, (axis,) = _figure(7, 4)
+    for i, row in enumerate(rows):
+        rates = [100 * rate for rate in row["acceptance"]["rate_by_position"]]
+        axis.plot(
+            range(1, len(rates) + 1), rates, color=_COLOURS[i % len(_COLOURS)],
+            marker=_MARKERS[i % len(_MARKERS)], markersize=5, label=row["data_set"],
+        )  # fmt: skip
+    axis.set_ylim(0, 102)
+    most = max(len(row["acceptance"]["rate_by_position"]) for row in rows)
+    axis.set_xticks(range(1, most + 1))
+    axis.set_xlabel("position of the draft")
+    axis.set_ylabel("% of steps that accepted it")
+    axis.set_title("Acceptance rate by position", loc="left", fontsize=11)
+    axis.legend(frameon=False)
+    _save(figure, path)
+
+
+def _speed(path: Path, pairs: list[Figures]) -> None:
+    figure, (axis,) = _figure(7, 4)
+    names = list(dict.fromkeys(pair["data_set"] for pair in pairs))
+    counts = sorted({pair["concurrency"] for pair in pairs})
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        found = {p["concurrency"]: p["speedup"] or 0.0 for p in pairs if p["data_set"] == name}
+        places = [counts.index(count) + (i - (len(names) - 1) / 2) * width for count in found]
+        bars = axis.bar(
+            places, list(found.values()), width=0.92 * width, label=name,
+            color=_COLOURS[i % len(_COLOURS)],
+        )  # fmt: skip
+        axis.bar_label(
+            bars,
+            fmt="%.1f" if len(names) > 3 else "%.2f",
+            fontsize=7 if len(names) > 3 else 10,
+            padding=2,
+        )
+    axis.axhline(1, color="#444444", linestyle="--", linewidth=1.2)
+    axis.set_xticks(range(len(counts)), [f"{count}" for count in counts])
+    axis.set_xlabel("requests in flight")
+    axis.set_ylabel("tokens/s against plain decoding")
+    axis.set_title("Speed-up by requests in flight", loc="left", fontsize=11)
+    if len(names) > 1:  # below, since bars stand everywhere else
+        figure.legend(
+            loc="outside lower center", ncols=min(len(names), 6), frameon=False, fontsize=9,
+            handlelength=1, columnspacing=1.2,
+        )  # fmt: skip
+    _save(figure, path)

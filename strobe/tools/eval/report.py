@@ -1,0 +1,244 @@
+"""Figures as sections of a report, on the console and in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from strobe.tools.bench.report import Figures, number, table
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table under a title, and a sentence behind it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    note: str = ""
+
+
+def sections(figures: Figures) -> list[Section]:
+    """What was measured, the most wanted first; rates only where they were warmed up for."""
+    order = {
+        "acceptance": (_expected, _acceptance, _positions, _accuracy),
+        "accuracy": (_expected, _accuracy, _acceptance, _positions),
+        "speed": (_expected, _speed, _rates, _acceptance, _positions, _accuracy),
+    }[figures["evaluation"]]
+    made = [make(figures) for make in order]
+    return [section for section in made if section.rows]
+
+
+def head(figures: Figures) -> list[str]:
+    """Sentences on what was measured, where and with what."""
+    pair, settings = figures["pair"], figures["settings"]
+    drafts = f", {pair['drafts_per_step']} drafts a step" if pair["drafts_per_step"] else ""
+    sampling = f"temperature {settings['temperature']:g}, top-p {settings['top_p']:g}"
+    data = "; ".join(
+        f"{d['name']}: {d['prompts']} of {d['of']} prompts ({d['source']})"
+        for d in figures["data_sets"]
+    )
+    thinking = "with" if settings["thinking"] else "without"
+    box = any(d["name"] == "box" for d in figures["data_sets"])
+    return [
+        f"Target {pair['target']} ({pair['architecture']}, {pair['layers']} layers, hidden size "
+        f"{pair['hidden_size']}), drafter {pair['draft'] or 'none'}{drafts}.",
+        f"{sampling[:1].upper()}{sampling[1:]}, at most {settings['max_tokens']} tokens, "
+        f"{thinking} thinking{' (box: every other pair of tasks)' if box else ''}.",
+        f"{figures['device']}, {figures['threads']} threads, {figures['dtype']}, torch "
+        f"{figures['versions']['torch']}.",
+        f"{data}.",
+    ]
+
+
+def remarks(figures: Figures) -> list[str]:
+    """Sentences on what is not as one may think."""
+    found: list[str] = list(figures["notes"])
+    for row in figures["rows"]:
+        where = f"{row['data_set']}, {row['method']}, c = {row['concurrency']}"
+        if row["failed"]:
+            found.append(f"{where}: {row['failed']} prompts could not run. {row['errors'][0]}")
+        if row["cut_at_max_tokens"]:
+            found.append(f"{where}: {row['cut_at_max_tokens']} answers were cut at their longest.")
+    for name in dict.fromkeys(row["data_set"] for row in figures["rows"]):
+        notes = [r["accuracy"]["note"] for r in figures["rows"] if r["data_set"] == name]
+        if notes[0]:
+            found.append(f"{name}: {notes[0]}.")
+    for pair in figures["pairs"]:
+        if pair["identical"] < pair["prompts"]:
+            exact = figures["dtype"] == "float32"
+            why = "in fp32 they must not" if exact else "lower precision rounds otherwise"
+            found.append(
+                f"{pair['data_set']}, c = {pair['concurrency']}: {pair['prompts']} prompts, of "
+                f"which {pair['prompts'] - pair['identical']} have other answers with speculation "
+                f"than without ({why})."
+            )
+    if figures["pairs"] and all(p["identical"] == p["prompts"] for p in figures["pairs"]):
+        found.append("Every answer has the same tokens with speculation and without.")
+    return found
+
+
+def _drafted(figures: Figures) -> list[Figures]:
+    return [row for row in figures["rows"] if row["acceptance"] is not None]
+
+
+def _expected(figures: Figures) -> Section:
+    rows = [
+        (
+            check["data_set"],
+            f"{check['concurrency']}",
+            check["what"].replace("_", " "),
+            number(check["published"], 3),
+            f"x {check['factor']:g}",
+            number(check["floor"], 3),
+            number(check["measured"], 3),
+            "yes" if check["met"] else "NO",
+        )
+        for check in figures["expected"]
+    ]
+    columns = ("data set", "c", "figure", "expected", "factor", "at least", "measured", "met")
+    sources = ", ".join(dict.fromkeys(check["source"] for check in figures["expected"]))
+    return Section("Against what is expected", columns, rows, f"From: {sources}.")
+
+
+def _acceptance(figures: Figures) -> Section:
+    rows = [
+        (
+            row["data_set"],
+            f"{row['concurrency']}",
+            f"{row['answers']:,}",
+            f"{row['tokens']:,}",
+            f"{row['acceptance']['steps']:,}",
+            number(row["acceptance"]["acceptance_length"], 3),
+            number(row["acceptance"]["mean_of_answers"], 3),
+            number(row["acceptance"]["tokens_per_step"], 3),
+            number(100 * row["acceptance"]["draft_acceptance_rate"], 1),
+        )
+        for row in _drafted(figures)
+    ]
+    columns = ("data set", "c", "answers", "tokens", "steps", "acceptance length",
+               "mean of answers", "tokens/step", "drafts, %")  # fmt: skip
+    note = (
+        "Acceptance length: 1 + accepted drafts / verify steps, over all answers together; mean of "
+        "answers: the mean of each answer's own; tokens/step: what stands in the answers less "
+        "their first tokens, per verify step; drafts: accepted of those verified."
+    )
+    return Section("Acceptance", columns, rows, note)
+
+
+def _positions(figures: Figures) -> Section:
+    rows: list[tuple[str, ...]] = []
+    most = 0
+    for row in _first_of_each(_drafted(figures)):
+        rates = row["acceptance"]["rate_by_position"]
+        most = max(most, len(rates))
+        rows.append((row["data_set"], *(f"{100 * rate:.0f}" for rate in rates)))
+    rows = [(*row, *("-" for _ in range(most + 1 - len(row)))) for row in rows]
+    columns = ("data set", *(f"{i + 1}" for i in range(most)))
+    note = "Per cent of the verify steps that accepted the draft at this position."
+    return Section("Acceptance rate by position", columns, rows, note)
+
+
+def _first_of_each(rows: Sequence[Figures]) -> list[Figures]:
+    """The row with the lowest concurrency of each data set."""
+    found: dict[str, Figures] = {}
+    for row in rows:
+        found.setdefault(row["data_set"], row)
+    return list(found.values())
+
+
+def _accuracy(figures: Figures) -> Section:
+    rows = [
+        (
+            row["data_set"],
+            f"{row['concurrency']}",
+            row["method"],
+            f"{row['accuracy']['right']}",
+            f"{row['accuracy']['graded']}",
+            number(100 * row["accuracy"]["accuracy"], 1),
+        )
+        for row in figures["rows"]
+        if row["accuracy"]["graded"]
+    ]
+    columns = ("data set", "c", "method", "right", "of", "per cent")
+    return Section("Accuracy", columns, rows)
+
+
+def _speed(figures: Figures) -> Section:
+    counts = sorted({pair["concurrency"] for pair in figures["pairs"]})
+    by_name: dict[str, dict[int, float | None]] = {}
+    for pair in figures["pairs"]:
+        by_name.setdefault(pair["data_set"], {})[pair["concurrency"]] = pair["speedup"]
+    rows = [
+        (name, *(f"{x:.2f}x" if (x := found.get(count)) else "-" for count in counts))
+        for name, found in by_name.items()
+    ]
+    columns = ("data set", *(f"c = {count}" for count in counts))
+    note = "Tokens per second with speculation over those without, prompts included."
+    return Section("Speed-up", columns, rows, note)
+
+
+def _rates(figures: Figures) -> Section:
+    rows = [
+        (
+            row["data_set"],
+            f"{row['concurrency']}",
+            row["method"],
+            f"{row['tokens']:,}",
+            number(row["seconds"]),
+            number(row["tokens_per_s"], 1),
+        )
+        for row in figures["rows"]
+    ]
+    columns = ("data set", "c", "method", "tokens", "seconds", "tokens/s")
+    return Section("Rates", columns, rows)
+
+
+def show(console: Console, figures: Figures) -> None:
+    """Print the report."""
+    wrap = not console.is_terminal
+    for line in (figures["command"], *head(figures)):
+        console.print(line, soft_wrap=wrap)
+    for section in sections(figures):
+        console.print(table(section.title, section.columns, section.rows))
+        if section.note:
+            console.print(section.note, soft_wrap=wrap)
+    found = remarks(figures)
+    if found:
+        console.print()
+    for line in found:
+        console.print(line, soft_wrap=wrap)
+    below = sum(not check["met"] for check in figures["expected"])
+    if below:
+        console.print(f"{below} of {len(figures['expected'])} figures are below what is expected.")
+
+
+def markdown(figures: Figures, pictures: Sequence[tuple[str, str]]) -> str:
+    """The report as a page. pictures: names of files beside it, each with what it shows."""
+    lines = [
+        f"# `strobe eval {figures['evaluation']}`, {figures['date'][:10]}",
+        "",
+        f"`{figures['command']}`",
+        "",
+        *(f"- {line}" for line in head(figures)),
+    ]
+    for section in sections(figures):
+        lines += ["", f"## {section.title}", "", _line(section.columns)]
+        words = [
+            any(row[i][:1].isalpha() for row in section.rows) for i in range(len(section.columns))
+        ]
+        lines.append(_line(["---" if word else "---:" for word in words]))
+        lines += [_line(row) for row in section.rows]
+        if section.note:
+            lines += ["", section.note]
+    for name, shows in pictures:
+        lines += ["", f"![{shows}]({name})"]
+    if found := remarks(figures):
+        lines += ["", "## Remarks", "", *(f"- {line}" for line in found)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"

@@ -1,0 +1,144 @@
+"""What an evaluation is asked for. Imports no torch, since the command line reads it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+
+from strobe.checks import between, whole
+from strobe.config import EngineConfig
+from strobe.sampling_params import SamplingParams, option
+from strobe.tools.bench.settings import DECIDED, whole_numbers
+
+DATA_SETS = (
+    "gsm8k", "gsm8k-5shot", "math500", "humaneval", "mbpp", "mbpp-tests", "mt-bench", "alpaca",
+    "box",
+)  # fmt: skip
+CONCURRENCY = {"acceptance": "1", "accuracy": "32", "speed": "1,8,32"}
+"""Requests in flight unless the user says otherwise, by what is evaluated."""
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """`strobe eval`. `check()` raises ValueError before anything is built or fetched."""
+
+    dataset: str = option(
+        "", f"Data sets with commas between: {', '.join(DATA_SETS)}; by default box, the held-out "
+        "tasks of the pair in the box."
+    )  # fmt: skip
+    data: str = option(
+        "", "A local file (.jsonl, .json, .parquet) in place of the hub's; without --dataset, "
+        'lines of {"turns": [text, ...], "answer": text}, the answer optional.'
+    )  # fmt: skip
+    shots: str = option(
+        "", "A local file of GSM8K's training questions, whose first five gsm8k-5shot shows."
+    )
+    prompts: int = option(200, "Prompts of each data set, spread evenly over it; 0 takes all.")
+    concurrency: str = option(
+        "", "Requests in flight, with commas between; by default 1 for acceptance, 32 for "
+        "accuracy and 1,8,32 for speed."
+    )  # fmt: skip
+    max_tokens: int = option(2048, "Most tokens per answer.")
+    repeats: int = option(1, "Timed turns; the fastest of each way counts.")
+    temperature: float = option(0.0, "0 is greedy.")
+    top_p: float = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
+    thinking: bool = option(False, "Let the model think before it answers.")
+    allow_code_execution: bool = option(
+        False, "Run the code that the model writes against its tests, with limits of time and "
+        "memory but in no sandbox."
+    )  # fmt: skip
+    code_seconds: float = option(10.0, "Longest run of one program.")
+    expect: str = option(
+        "", "Published figures to reach: a name, a JSON object or file such as "
+        '{"gsm8k": {"acceptance_length": 6.2}}, or none; by default those of the pair.'
+    )  # fmt: skip
+    expect_acceptance_length: float | None = option(
+        None, "Fail below this acceptance length, for each data set."
+    )
+    expect_accuracy: float | None = option(
+        None, "Fail below this share of right answers, 0 to 1, for each data set."
+    )
+    output: str = option("", "Directory for report.json, report.md and plots; made where missing.")
+    save_answers: bool = option(False, "Write every answer to answers.jsonl there, too.")
+
+    def check(self) -> EvalSettings:
+        """Itself, if every value makes sense by itself."""
+        for name, least in (("prompts", 0), ("max_tokens", 1), ("repeats", 1)):
+            whole(name, getattr(self, name), least, "ask for more.")
+        SamplingParams(temperature=self.temperature, top_p=self.top_p)
+        between("code_seconds", self.code_seconds, 0.1, 3600.0, "10 suits most tests.")
+        if self.expect_acceptance_length is not None:
+            name = "expect_acceptance_length"
+            between(name, self.expect_acceptance_length, 1, 10**6, "1 is no draft accepted.")
+        if self.expect_accuracy is not None:
+            between("expect_accuracy", self.expect_accuracy, 0, 1, "it is a share.")
+        self._check_data()
+        if self.concurrency:
+            whole_numbers("concurrency", self.concurrency)
+        if self.save_answers and not self.output:
+            raise ValueError("save_answers is on, but output is empty; name a directory.")
+        path = Path(self.output)
+        if self.output and path.exists() and not path.is_dir():
+            raise ValueError(f"output is {self.output!r}, which is a file; name a directory.")
+        return self
+
+    def _check_data(self) -> None:
+        names = self.names
+        if self.data and len(names) > 1:
+            raise ValueError(
+                f"data is one file, but dataset names {len(names)}; name the one that it holds."
+            )
+        if self.data and names == ("box",):
+            raise ValueError("The box's tasks are made by rule; drop --data, or --dataset box.")
+        if self.shots and "gsm8k-5shot" not in names:
+            raise ValueError("shots are shown by gsm8k-5shot alone; add --dataset gsm8k-5shot.")
+        if self.data and names == ("gsm8k-5shot",) and not self.shots:
+            raise ValueError(
+                "gsm8k-5shot with --data needs --shots, a file of training questions to show."
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The data sets named, or `custom` for a user's own file. Raises ValueError."""
+        if not self.dataset:
+            return ("custom",) if self.data else ("box",)
+        names = tuple(name.strip() for name in str(self.dataset).split(","))
+        for name in names:
+            if name not in DATA_SETS:
+                raise ValueError(
+                    f"dataset is {name!r}; name one of {', '.join(DATA_SETS)}, or give a file of "
+                    "your own with --data."
+                )
+        if len(set(names)) < len(names):
+            raise ValueError(f"dataset is {self.dataset!r}, which names one twice.")
+        return names
+
+    def requests(self, what: str, most: int) -> tuple[int, ...]:
+        """Requests in flight, in order. Raises ValueError where there are fewer prompts."""
+        if not self.concurrency:
+            wanted = whole_numbers("concurrency", CONCURRENCY[what])
+            return tuple(dict.fromkeys(min(count, most) for count in wanted))
+        wanted = whole_numbers("concurrency", self.concurrency)
+        if max(wanted) > most:
+            raise ValueError(
+                f"concurrency is {max(wanted)}, but a data set has {most} prompts; lower it, or "
+                "take more prompts."
+            )
+        return wanted
+
+
+def command_line(what: str, settings: EvalSettings, config: EngineConfig) -> str:
+    """The command that asks for these settings, defaults left out."""
+    words = ["strobe", "eval", what]
+    for group in (settings, config):
+        for f in fields(group):
+            value, default = getattr(group, f.name), None if f.default is MISSING else f.default
+            if f.name in DECIDED or value == default:
+                continue
+            flag = f.name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                words += [f"--{flag}", str(value)]
+    return shlex.join(words)

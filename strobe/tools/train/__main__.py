@@ -1,0 +1,162 @@
+"""`python -m strobe.tools.train`: train a DFlash drafter for a Qwen3 target."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from transformers import AutoTokenizer
+
+from strobe.hub.files import read_json
+from strobe.models.load import load_target
+from strobe.models.registry import load_target_config
+from strobe.tools.train.data import read_samples
+from strobe.tools.train.draft import draft_config, find_mask_token, new_draft, save_draft
+from strobe.tools.train.settings import TrainSettings
+from strobe.tools.train.trainer import StepResult, Trainer, learning_rate, split_heldout
+
+log = logging.getLogger("strobe.tools.train")
+CHECKPOINT = "checkpoint.pt"
+
+
+def build(settings: TrainSettings) -> Trainer:
+    """Everything loaded and checked, ready for the first step."""
+    name = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    config = load_target_config(settings.target)
+    kept = getattr(torch, config.dtype, None)
+    dtype = kept if device.type == "cuda" and isinstance(kept, torch.dtype) else torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(str(settings.target))
+    samples = read_samples(
+        settings.data,
+        tokenizer,
+        vocabulary=config.decoder.vocab_size,
+        eos_ids=config.eos_ids,
+        max_length=settings.max_length,
+    )
+    training, heldout = split_heldout(samples, settings.heldout, settings.seed)
+    shape = settings.draft
+    mask_token = shape.mask_token_id
+    if mask_token is None:
+        mask_token = find_mask_token(tokenizer, config.decoder.vocab_size)
+    wanted = draft_config(shape, config, mask_token)
+    positions = settings.max_length + 64 + shape.block_size
+    target = load_target(
+        settings.target, config, max_positions=positions, dtype=dtype, device=device
+    )
+    draft = new_draft(wanted, target, max_positions=positions, seed=settings.seed)
+    return Trainer(target, draft, settings, training, heldout)
+
+
+def step_record(trainer: Trainer, result: StepResult, seconds: float) -> dict[str, Any]:
+    """One line of the log."""
+    schedule = trainer.settings.schedule
+    return {
+        "step": trainer.done,
+        "loss": round(float(result.loss), 5),
+        "gradient_norm": round(float(result.norm), 4),
+        "learning_rate": learning_rate(trainer.done - 1, trainer.total, schedule),
+        "expected_length": round(result.accuracy.expected_length(), 3),
+        "accuracy": [round(x, 4) for x in result.accuracy.per_position()],
+        "seconds_per_step": round(seconds, 4),
+    }
+
+
+def evaluation_record(trainer: Trainer) -> dict[str, Any]:
+    """The held-out line of the log."""
+    heldout = trainer.evaluate()
+    return {
+        "step": trainer.done,
+        "heldout_acceptance_length": round(heldout.length, 3),
+        "heldout_per_position": [round(x, 4) for x in heldout.per_position()],
+        "verify_steps": heldout.steps,
+    }
+
+
+def train(settings: TrainSettings) -> None:
+    """Train to the end, leaving checkpoint, log and drafter in settings.output."""
+    checkpoint = settings.output / CHECKPOINT
+    if checkpoint.exists() and not settings.resume:
+        raise ValueError(
+            f"{checkpoint} exists; pass --resume to go on from it, or name another --output."
+        )
+    trainer = build(settings)
+    if settings.resume:
+        trainer.load(checkpoint)
+    settings.output.mkdir(parents=True, exist_ok=True)
+    log.info(
+        "%d sequences, %d steps, %d parameters",
+        len(trainer.corpus),
+        trainer.total,
+        sum(p.numel() for p in trainer.draft.parameters()),
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with (
+        (settings.output / "train.jsonl").open("a", encoding="utf-8") as lines,
+        Progress(*columns, console=console) as progress,
+    ):
+
+        def write(record: dict[str, Any]) -> None:
+            print(json.dumps(record), file=lines, flush=True)
+
+        bar = progress.add_task("training", total=trainer.total, completed=trainer.done)
+        since, at = time.perf_counter(), trainer.done
+        while trainer.done < trainer.total:
+            result = trainer.step()
+            last = trainer.done == trainer.total
+            progress.update(bar, completed=trainer.done)
+            if last or trainer.done % settings.log_every == 0:
+                seconds = (time.perf_counter() - since) / (trainer.done - at)
+                record = step_record(trainer, result, seconds)
+                write(record)
+                length = record["expected_length"]
+                progress.update(bar, description=f"loss {record['loss']:.3f} length {length:.2f}")
+                since, at = time.perf_counter(), trainer.done
+            if last or trainer.done % settings.save_every == 0:
+                trainer.save(checkpoint)
+            if trainer.heldout is not None and (last or trainer.done % settings.eval_every == 0):
+                record = evaluation_record(trainer)
+                write(record)
+                console.print(
+                    f"step {trainer.done}: held-out acceptance length "
+                    f"{record['heldout_acceptance_length']:.2f}"
+                )
+                since, at = time.perf_counter(), trainer.done
+    save_draft(trainer.draft, settings.output, read_json(settings.target / "config.json"))
+    console.print(f"drafter written to {Path(settings.output)}")
+
+
+def main() -> None:
+    """The command line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        train(tyro.cli(TrainSettings, prog="python -m strobe.tools.train"))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""A new drafter for a target, and a trained one as a checkpoint in z-lab's format."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from strobe.models.config import DraftConfig, LayerMask, TargetConfig, default_capture_layers
+from strobe.models.dflash import DFlash
+from strobe.models.target import Target
+from strobe.models.weight_mapping import pieces_of
+from strobe.tools.train.settings import DraftShape
+
+MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>")
+
+
+def find_mask_token(tokenizer: Any, rows: int) -> int:
+    """The id whose embedding fills the empty slots: a mask token, else the first unused row.
+
+    rows: how many rows the target's embedding has.
+    """
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    vocabulary = tokenizer.get_vocab()
+    for name in MASK_NAMES:
+        if name in vocabulary:
+            return int(vocabulary[name])
+    if len(tokenizer) < rows:
+        return len(tokenizer)
+    raise ValueError(
+        f"the tokenizer has no mask token and uses all {rows} rows of the embedding; "
+        "pass --draft.mask-token-id with the id of a token that never occurs in text."
+    )
+
+
+def draft_config(shape: DraftShape, target: TargetConfig, mask_token: int) -> DraftConfig:
+    """The config of a new drafter. Raises ValueError where the shape does not fit the target."""
+    own = target.decoder
+    ids = shape.target_layer_ids
+    if ids is None:
+        if not 1 <= shape.features <= max(1, own.num_layers - 3):
+            raise ValueError(
+                f"draft.features is {shape.features}, but a target of {own.num_layers} layers "
+                f"gives 1 to {max(1, own.num_layers - 3)}; lower it or name draft.target_layer_ids."
+            )
+        ids = tuple(default_capture_layers(own.num_layers, shape.features))
+    wrong = [i for i in ids if not 0 <= i < own.num_layers]
+    if not ids or wrong or len(set(ids)) < len(ids):
+        raise ValueError(
+            f"draft.target_layer_ids is {list(ids)}, but must name different layers from 0 to "
+            f"{own.num_layers - 1}."
+        )
+    if not 0 <= mask_token < own.vocab_size:
+        raise ValueError(
+            f"draft.mask_token_id is {mask_token}, but the target's ids are 0 to "
+            f"{own.vocab_size - 1}."
+        )
+    full = LayerMask(causal=False)
+    sliding = LayerMask(causal=True, window=shape.sliding_window)
+    count = shape.sliding_layers
+    decoder = type(own)(
+        hidden_size=own.hidden_size,
+        intermediate_size=shape.intermediate_size or own.intermediate_size,
+        num_layers=shape.layers,
+        num_heads=own.num_heads,
+        num_kv_heads=own.num_kv_heads,
+        head_dim=own.head_dim,
+        vocab_size=own.vocab_size,
+        rms_norm_eps=own.rms_norm_eps,
+        rope=own.rope,
+        max_position=own.max_position,
+        attention_bias=own.attention_bias,
+        masks=(sliding,) * count + (full,) * (shape.layers - count),
+    )
+    return DraftConfig(
+        decoder=decoder,
+        block_size=shape.block_size,
+        mask_token_id=mask_token,
+        capture=tuple(i + 1 for i in ids),
+        num_target_layers=own.num_layers,
+        embedding_scale=None,
+        output_multiplier=1.0,
+        logit_softcap=None,
+        dtype="bfloat16",
+    )
+
+
+def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: int) -> DFlash:
+    """A trainable fp32 drafter with random weights, reading the target's embedding and head.
+
+    Products start at variance 1 / inputs, those that end a residual branch smaller by the square
+    root of the number of branches; the final norm starts as the target's, because both feed the
+    same head. The embedding is taken in fp32, so that the residual stream is fp32.
+    """
+    config = replace(config, embedding_scale=target.config.embedding_scale)
+    draft = DFlash(config, target.embed_tokens.weight.float(), target.head_weight, max_positions)
+    generator = torch.Generator().manual_seed(seed)
+    branches = 2 * config.decoder.num_layers
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if name.endswith(".bias"):
+                parameter.zero_()
+            elif parameter.dim() == 2:
+                scale = branches if ".o_proj." in name or ".down_proj." in name else 1
+                std = (parameter.shape[1] * scale) ** -0.5
+                parameter.normal_(0.0, std, generator=generator)
+        draft.norm.weight.copy_(target.norm.weight.cpu())
+    return draft.to(target.embed_tokens.weight.device)
+
+
+def unfused(draft: DFlash) -> dict[str, Tensor]:
+    """The parameters under the names of a checkpoint, one product each."""
+    pieces, tensors = pieces_of(draft), dict[str, Tensor]()
+    for name, parameter in draft.named_parameters():
+        for piece in pieces[name]:
+            (source,) = piece.sources
+            tensors[source] = parameter.detach()[piece.at]
+    return tensors
+
+
+def checkpoint_config(draft: DraftConfig, target: dict[str, Any]) -> dict[str, Any]:
+    """config.json in z-lab's format; `target` is the target's own config.json."""
+    decoder = draft.decoder
+    sliding = [mask.window is not None for mask in decoder.masks]
+    window = next((mask.window for mask in decoder.masks if mask.window is not None), None)
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "block_size": draft.block_size,
+        "num_target_layers": draft.num_target_layers,
+        "dflash_config": {
+            "mask_token_id": draft.mask_token_id,
+            "target_layer_ids": [k - 1 for k in draft.capture],
+        },
+        "hidden_size": decoder.hidden_size,
+        "intermediate_size": decoder.intermediate_size,
+        "num_hidden_layers": decoder.num_layers,
+        "num_attention_heads": decoder.num_heads,
+        "num_key_value_heads": decoder.num_kv_heads,
+        "head_dim": decoder.head_dim,
+        "attention_bias": decoder.attention_bias,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "rms_norm_eps": decoder.rms_norm_eps,
+        "rope_theta": decoder.rope.theta,
+        "rope_scaling": decoder.rope.parameters(),
+        "max_position_embeddings": decoder.max_position,
+        "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
+        "sliding_window": window,
+        "use_sliding_window": any(sliding),
+        "max_window_layers": decoder.num_layers - sum(sliding),
+        "bos_token_id": target.get("bos_token_id"),
+        "eos_token_id": target.get("eos_token_id"),
+        "initializer_range": target.get("initializer_range", 0.02),
+        "tie_word_embeddings": bool(target.get("tie_word_embeddings", False)),
+        "use_cache": True,
+        "vocab_size": decoder.vocab_size,
+    }
+
+
+def save_draft(draft: DFlash, directory: Path, target_config: dict[str, Any]) -> None:
+    """Write config.json and model.safetensors (bf16), each whole or not at all."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {k: v.to("cpu", torch.bfloat16).contiguous() for k, v in unfused(draft).items()}
+    weights = directory / "model.safetensors"
+    part = weights.with_suffix(".part")
+    save_file(tensors, part, metadata={"format": "pt"})
+    os.replace(part, weights)
+    config = json.dumps(checkpoint_config(draft.config, target_config), indent=2) + "\n"
+    (directory / "config.json").write_text(config, encoding="utf-8")

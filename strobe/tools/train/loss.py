@@ -1,0 +1,131 @@
+"""Loss and metrics of a block.
+
+Legend: R blocks (rows), K drafts per block, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from strobe.tools.train.settings import Objective
+
+_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+
+
+def default_gamma(block_size: int) -> float:
+    """The DFlash paper's decay constants (arXiv 2602.06036); between them, by proportion."""
+    return _GAMMA.get(block_size, max(1.0, 0.45 * block_size))
+
+
+def decay_weights(drafts: int, gamma: float, device: torch.device | None = None) -> Tensor:
+    """w_k = exp(-(k - 1) / gamma) for k = 1 .. K (arXiv 2602.06036, section 4)."""
+    return torch.exp(-torch.arange(drafts, dtype=torch.float32, device=device) / gamma)
+
+
+def dpace_weights(cross_entropy: Tensor, valid: Tensor, alpha: float) -> Tensor:
+    """D-PACE (arXiv 2605.18810): how much of the accepted length hangs on each position.
+
+    q_k = exp(-CE_k), s_k = (1 - alpha) q_k + alpha, P_k = prod_{j<=k} s_j,
+    w_k = sum_{j>=k} P_j, over the valid slots only and without a gradient. [R, K] -> [R, K].
+    """
+    smooth = (1.0 - alpha) * torch.exp(-cross_entropy.detach()) + alpha
+    prefix = (smooth * valid).cumprod(-1)
+    return prefix.flip(-1).cumsum(-1).flip(-1)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Per slot [R, K]: cross_entropy, kl (zeros where not asked for), and correct (bool)."""
+
+    cross_entropy: Tensor
+    kl: Tensor
+    correct: Tensor
+
+
+def _measure(
+    head: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor, teacher: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = head(x).float()
+    ce = F.cross_entropy(logits, labels, reduction="none")
+    kl = torch.zeros_like(ce)
+    if teacher is not None:
+        want, have = F.log_softmax(teacher.float(), -1), F.log_softmax(logits, -1)
+        kl = F.kl_div(have, want, reduction="none", log_target=True).sum(-1)
+    return ce, kl, logits.argmax(-1) == labels
+
+
+def measure_slots(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    teacher: Tensor | None = None,
+    *,
+    rows: int | None = None,
+) -> Slots:
+    """hidden [R, K, H], labels [R, K], teacher logits [R, K, V] or None.
+
+    Logits are the largest tensor of all. With `rows` the head takes so many slots at a time, and
+    runs once more in the backward pass instead of keeping its logits.
+    """
+    x, flat = hidden.flatten(0, 1), labels.flatten()
+    probs = None if teacher is None else teacher.flatten(0, 1)
+    if rows is None or rows >= x.shape[0]:
+        parts = [_measure(head, x, flat, probs)]
+    else:
+        parts = [
+            checkpoint(
+                _measure,
+                head,
+                x[i : i + rows],
+                flat[i : i + rows],
+                None if probs is None else probs[i : i + rows],
+                use_reentrant=False,
+            )
+            for i in range(0, x.shape[0], rows)
+        ]
+    ce, kl, correct = (torch.cat(column).view(labels.shape) for column in zip(*parts, strict=True))
+    return Slots(ce, kl, correct)
+
+
+def block_loss(slots: Slots, valid: Tensor, objective: Objective) -> Tensor:
+    """The weighted mean over valid slots of cross entropy + kl * KL; 0 where none is valid."""
+    drafts = valid.shape[-1]
+    if objective.weighting == "dpace":
+        weights = dpace_weights(slots.cross_entropy, valid, objective.alpha)
+    else:
+        gamma = objective.gamma or default_gamma(drafts + 1)
+        weights = decay_weights(drafts, gamma, valid.device)
+    weights = weights * valid
+    value = slots.cross_entropy
+    if objective.kl:
+        value = value + objective.kl * slots.kl
+    return (weights * value).sum() / weights.sum().clamp(min=1e-6)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Per position of the block [K]: how many labels there were, and how many were met."""
+
+    correct: Tensor
+    count: Tensor
+
+    @staticmethod
+    def of(slots: Slots, valid: Tensor) -> Accuracy:
+        return Accuracy((slots.correct & valid).sum(0), valid.sum(0))
+
+    def __add__(self, other: Accuracy) -> Accuracy:
+        return Accuracy(self.correct + other.correct, self.count + other.count)
+
+    def per_position(self) -> list[float]:
+        return [float(x) for x in self.correct / self.count.clamp(min=1)]
+
+    def expected_length(self) -> float:
+        """1 + EAL with EAL = sum_k prod_{j<=k} acc_j: tokens per verify step if slots were
+        independent."""
+        return 1.0 + float((self.correct / self.count.clamp(min=1)).cumprod(0).sum())

@@ -1,0 +1,146 @@
+"""`python -m strobe.tools.train.regenerate`: replace the answers of a data set by the target's own.
+
+A drafter learns to guess what one target writes; answers from elsewhere teach it something else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.progress import track
+from transformers import AutoTokenizer
+
+from strobe.models.registry import load_target_config
+from strobe.tools.train.data import answer_turns, read_lines, render, template_options
+
+Answer = Callable[[list[list[int]], int], Sequence[Sequence[int]]]
+"""(prompts as token ids, number of the first of them) -> the target's answers as token ids."""
+
+
+@dataclass(frozen=True)
+class RegenerateSettings:
+    """Write the target's own answers to the prompts of a data set."""
+
+    target: Path
+    """Directory of the target."""
+    data: Path
+    """JSONL of chats (messages) or of prompt_ids; answers in it are replaced."""
+    output: Path
+    """JSONL of prompt_ids and output_ids, one line per answer; continued where it exists."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus that is sampled from."""
+    seed: int = 0
+    """Of the first answer; the next ones count on from it."""
+    max_tokens: int = 2048
+    """Tokens of an answer."""
+    at_once: int = 256
+    """Prompts given to the engine together."""
+
+    def __post_init__(self) -> None:
+        if self.at_once < 1 or self.max_tokens < 1:
+            raise ValueError("at_once and max_tokens must be at least 1.")
+
+
+def prompts(path: Path, tokenizer: Any, *, room: int) -> Iterator[list[int]]:
+    """The prompts of a data set as token ids: one before each answer of a chat.
+
+    A chat that ends with the user's message has one more. Prompts of more than `room` tokens
+    raise ValueError.
+    """
+    for place, line in read_lines(path):
+        if "prompt_ids" in line:
+            found = [list(line["prompt_ids"])]
+        else:
+            turns = answer_turns(line, place)
+            messages = line["messages"]
+            if messages and messages[-1]["role"] != "assistant":
+                turns = [*turns, len(messages)]
+            options = template_options(line)
+            found = [render(tokenizer, messages[:i], options, answer=True) for i in turns]
+        for ids in found:
+            if not 1 <= len(ids) <= room:
+                raise ValueError(
+                    f"{place}: a prompt has {len(ids)} tokens, but the target's context has room "
+                    f"for 1 to {room} before the answer; shorten it or lower max_tokens."
+                )
+            yield ids
+
+
+def regenerate(asked: Sequence[list[int]], answer: Answer, output: Path, *, at_once: int) -> int:
+    """Answer the prompts piece by piece into `output`; returns how many answers it holds.
+
+    An existing file is taken as the beginning of the same work and continued.
+    """
+    done = 0
+    if output.exists():
+        whole = [line for _, line in read_lines(output)]
+        done = len(whole)
+        if done > len(asked) or any(
+            a["prompt_ids"] != b for a, b in zip(whole, asked, strict=False)
+        ):
+            raise ValueError(f"{output} holds answers to other prompts; name another --output.")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("a", encoding="utf-8") as file:
+        for start in track(range(done, len(asked), at_once), "answering"):
+            part = list(asked[start : start + at_once])
+            for ids, tokens in zip(part, answer(part, start), strict=True):
+                print(json.dumps({"prompt_ids": ids, "output_ids": list(tokens)}), file=file)
+            file.flush()
+            os.fsync(file.fileno())
+    return len(asked)
+
+
+def engine_answer(settings: RegenerateSettings) -> Answer:
+    """Answers through Strobe's own engine, without a drafter."""
+    from strobe import LLM, SamplingParams
+
+    engine = LLM(str(settings.target))
+
+    def answer(part: list[list[int]], start: int) -> list[list[int]]:
+        params = [
+            SamplingParams(
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                seed=settings.seed + start + i,
+                max_tokens=settings.max_tokens,
+            )
+            for i in range(len(part))
+        ]
+        asked = [{"prompt_token_ids": ids} for ids in part]
+        answers = [output.outputs[0] for output in engine.generate(asked, params, use_tqdm=False)]
+        failed = next((a.error for a in answers if a.error is not None), None)
+        if failed is not None:
+            raise ValueError(failed)
+        return [list(a.token_ids) for a in answers]
+
+    return answer
+
+
+def main() -> None:
+    """The command line."""
+    settings = tyro.cli(RegenerateSettings, prog="python -m strobe.tools.train.regenerate")
+    try:
+        config = load_target_config(settings.target)
+        tokenizer = AutoTokenizer.from_pretrained(str(settings.target))
+        room = config.decoder.max_position - settings.max_tokens
+        asked = list(prompts(settings.data, tokenizer, room=room))
+        count = regenerate(
+            asked, engine_answer(settings), settings.output, at_once=settings.at_once
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    print(f"{count} answers in {settings.output}")
+
+
+if __name__ == "__main__":
+    main()

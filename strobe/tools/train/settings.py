@@ -1,0 +1,169 @@
+"""Everything one training run is asked for. The command line is this dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+
+def _at_least(name: str, value: float, low: float) -> None:
+    if value < low:
+        raise ValueError(f"{name} is {value!r}, but must be at least {low:g}.")
+
+
+def _share(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} is {value!r}, but must lie in [0, 1); 0.05 means 5 %.")
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """The drafter to make. What is not named here is the target's own."""
+
+    layers: int = 5
+    """Decoder layers of the drafter."""
+    block_size: int = 16
+    """Slots of a block: the bonus token, and the tokens drafted in one pass."""
+    features: int = 5
+    """How many target layers the drafter reads, spread by z-lab's rule."""
+    intermediate_size: int | None = None
+    """Width of the MLP; None takes the target's."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """The target layers whose output is read, counted from 0, in place of the rule."""
+    mask_token_id: int | None = None
+    """The token that fills empty slots; None asks the tokenizer."""
+    sliding_layers: int = 0
+    """How many layers, from the first on, see a window only and are causal inside the block."""
+    sliding_window: int = 2048
+    """Tokens that a sliding layer sees."""
+
+    def __post_init__(self) -> None:
+        _at_least("draft.layers", self.layers, 1)
+        _at_least("draft.block_size", self.block_size, 2)
+        _at_least("draft.features", self.features, 1)
+        _at_least("draft.sliding_window", self.sliding_window, 1)
+        if not 0 <= self.sliding_layers <= self.layers:
+            raise ValueError(
+                f"draft.sliding_layers is {self.sliding_layers}, but the drafter has "
+                f"{self.layers} layers; ask for 0 to {self.layers}."
+            )
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the drafter is to learn. The formulas are in `strobe.tools.train.loss`."""
+
+    labels: Literal["data", "target"] = "target"
+    """The tokens of the answers, or the target's own argmax after the true prefix: the same where
+    the answers are greedy, less noisy where they were sampled."""
+    weighting: Literal["decay", "dpace"] = "decay"
+    """How slots count: less with their distance, or by what the accepted length hangs on."""
+    gamma: float | None = None
+    """Decay constant; None takes the paper's for the block size."""
+    alpha: float = 0.5
+    """Smoothing of dpace."""
+    kl: float = 0.0
+    """Weight of KL(target || drafter) beside the cross entropy."""
+
+    def __post_init__(self) -> None:
+        if self.gamma is not None and self.gamma <= 0:
+            raise ValueError(f"objective.gamma is {self.gamma!r}, but must be above 0; 7 is usual.")
+        _share("objective.alpha", self.alpha)
+        _at_least("objective.kl", self.kl, 0)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast to learn."""
+
+    epochs: int = 6
+    """Passes over the data."""
+    steps: int | None = None
+    """Optimiser steps, in place of epochs."""
+    batch_size: int = 32
+    """Sequences per optimiser step."""
+    micro_batch: int | None = None
+    """Sequences in memory at once, a divisor of batch_size; None takes them all."""
+    anchors: int = 512
+    """Blocks drawn per sequence and step."""
+    learning_rate: float = 6e-4
+    """The peak, from which a cosine falls to 0."""
+    warmup: float = 0.04
+    """Share of the steps until the peak."""
+    weight_decay: float = 0.0
+    """AdamW's."""
+    clip: float = 1.0
+    """Greatest norm of the gradient."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "anchors"):
+            _at_least(f"schedule.{name}", getattr(self, name), 1)
+        if self.steps is not None:
+            _at_least("schedule.steps", self.steps, 1)
+        if self.micro_batch is not None and (
+            self.micro_batch < 1 or self.batch_size % self.micro_batch
+        ):
+            raise ValueError(
+                f"schedule.micro_batch is {self.micro_batch}, but must divide batch_size "
+                f"{self.batch_size}."
+            )
+        if self.learning_rate <= 0:
+            raise ValueError(
+                f"schedule.learning_rate is {self.learning_rate!r}, but must be above 0; "
+                "6e-4 is usual."
+            )
+        _share("schedule.warmup", self.warmup)
+        _at_least("schedule.weight_decay", self.weight_decay, 0)
+        if self.clip <= 0:
+            raise ValueError(f"schedule.clip is {self.clip!r}, but must be above 0; 1.0 is usual.")
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Train a DFlash drafter for a Qwen3 target. See docs/training.md."""
+
+    target: Path
+    """Directory of the target."""
+    data: Path
+    """JSONL of the target's own answers, as messages or as prompt_ids and output_ids."""
+    output: Path
+    """Directory for the drafter, the checkpoint and the log."""
+    draft: DraftShape = DraftShape()
+    objective: Objective = Objective()
+    schedule: Schedule = Schedule()
+    max_length: int = 3072
+    """Tokens kept of a sequence."""
+    heldout: float = 0.02
+    """Share of the sequences that only measures."""
+    seed: int = 0
+    """Of the weights, the order, the anchors and the held-out part."""
+    device: str | None = None
+    """cpu, cuda or cuda:N; None takes CUDA where there is one."""
+    compile: bool = False
+    """Use torch.compile, worth it for long runs on CUDA."""
+    log_every: int = 20
+    """Steps between lines of the log."""
+    eval_every: int = 1000
+    """Steps between measurements on the held-out part."""
+    save_every: int = 1000
+    """Steps between checkpoints."""
+    resume: bool = False
+    """Go on from the checkpoint in output."""
+
+    def __post_init__(self) -> None:
+        _at_least("max_length", self.max_length, 2)
+        _share("heldout", self.heldout)
+        for name in ("log_every", "eval_every", "save_every"):
+            _at_least(name, getattr(self, name), 1)
+
+    def recipe(self) -> dict[str, Any]:
+        """What must be equal for a checkpoint to be continued, as plain JSON values."""
+        return {
+            "draft": asdict(self.draft),
+            "objective": asdict(self.objective),
+            "schedule": asdict(self.schedule),
+            "max_length": self.max_length,
+            "heldout": self.heldout,
+            "seed": self.seed,
+        }
