@@ -112,7 +112,7 @@ def test_the_help_speaks_of_defaults_that_there_are(main: Callable[..., Any]):
 def test_the_help_loads_no_torch():
     code = (
         "import sys\n"
-        "from strobe import cli\n"
+        "from strobe.cli import main as cli\n"
         "try:\n    cli.main(['generate', '--help'])\n"
         "except SystemExit:\n    pass\n"
         "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'safetensors'}\n"
