@@ -7,27 +7,21 @@ import reprlib
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from strobe.answers import Answer, named, receive
 from strobe.compat.aliases import understood
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.engine.stats import Metric
-from strobe.outputs import (
-    CompletionOutput,
-    Prompt,
-    RequestOutput,
-    SpeculationReport,
-    StreamDelta,
-)
+from strobe.outputs import Answer, CompletionOutput, Prompt, RequestOutput, StreamDelta, named
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
+from strobe.step import RequestStart
 from strobe.text.tokenizer import Message, Tokenizer
 
 
@@ -58,7 +52,7 @@ class LLM:
         else:
             self.tokenizer = Tokenizer(Path(engine.config.target))
         self.engine = engine
-        self._answers: dict[Request, tuple[Answer, RequestOutput]] = {}
+        self._answers: dict[tuple[Hashable, int], tuple[Request, Answer, RequestOutput]] = {}
         self._inboxes: dict[str, deque[StreamDelta]] = {}
         self._numbers = itertools.count()
 
@@ -199,7 +193,6 @@ class LLM:
     def _submit(self, output: RequestOutput, prompt: Prompt, params: SamplingParams) -> None:
         """Queue a prompt's answers; what cannot run comes back finished, with the sentence."""
         number = output.request_id
-        first: Request | None = None
         try:
             if not isinstance(params, SamplingParams):
                 raise ValueError(
@@ -207,24 +200,12 @@ class LLM:
                     "SamplingParams."
                 )
             output.prompt, output.prompt_token_ids = self._encode(prompt)
-            for index in range(params.n):
-                request = self.engine.add(
-                    output.prompt_token_ids,
-                    params,
-                    sibling=index,
-                    seed=None if first is None else first.seed,
-                    request_id=number if params.n == 1 else f"{number}-{index}",
-                )
-                first = first or request
-                answer = Answer(
-                    self.tokenizer,
-                    params,
-                    request_id=number,
-                    index=index,
-                    stop_ids=request.stop_ids,
-                )
+            ids = output.prompt_token_ids
+            requests = self.engine.add_prompt(ids, params, key=number, request_id=number)
+            for index, request in enumerate(requests):
+                answer = Answer(self.tokenizer, params, request_id=number, index=index)
                 output.outputs.append(answer.output)
-                self._answers[request] = (answer, output)
+                self._answers[number, index] = request, answer, output
         except ValueError as error:
             answers = params.n if isinstance(params, SamplingParams) else 1
             output.outputs = [
@@ -255,46 +236,49 @@ class LLM:
         """One engine step, and the text it made; streams find theirs in their inboxes, too."""
         assert self.engine.has_work, "an answer is awaited that nobody makes"
         with _uninterrupted():
-            news = self._advance()
-            for delta in news:
+            deltas = self._advance()
+            for delta in deltas:
                 if delta.request_id in self._inboxes:
                     self._inboxes[delta.request_id].append(delta)
-        return news
+        return deltas
 
     def _advance(self) -> list[StreamDelta]:
-        news: list[StreamDelta] = []
+        deltas: list[StreamDelta] = []
         for event in self.engine.step():
-            request = event.request
-            if request not in self._answers:
+            place = event.key, event.choice
+            if place not in self._answers:
                 continue
-            answer, parent = self._answers[request]
-            delta = receive(self.engine, answer, event)
-            self._note_prompt(request, parent)
+            request, answer, parent = self._answers[place]
+            if event.start is not None:
+                self._note_prompt(event.start, answer, parent)
+            delta = answer.push(event)
             if delta.finished:
-                del self._answers[request]
-            news.append(delta)
-        return news
+                del self._answers[place]
+                if event.finish_reason is None:
+                    self.engine.finish(request, "stop")
+            deltas.append(delta)
+        return deltas
 
-    def _note_prompt(self, request: Request, output: RequestOutput) -> None:
+    def _note_prompt(self, start: RequestStart, answer: Answer, output: RequestOutput) -> None:
         """What the engine found out about the prompt, once per prompt."""
         if output.num_cached_tokens is None:
-            output.num_cached_tokens = request.num_cached
-        if request.scores_prompt and output.prompt_logprobs is None:
+            output.num_cached_tokens = start.num_cached
+        if answer.params.prompt_logprobs is not None and not answer.output.index:
             output.prompt_logprobs = [
                 None if found is None else named(found, self.tokenizer)
-                for found in request.prompt_logprobs
+                for found in start.prompt_logprobs
             ]
 
     def _drop(self, outputs: Sequence[RequestOutput]) -> None:
         """Abort what is still running of these, after an exception or an abandoned stream."""
         mine = {output.request_id for output in outputs}
-        for request, (answer, _) in list(self._answers.items()):
+        for place, (request, answer, _) in list(self._answers.items()):
             if answer.request_id not in mine:
                 continue
             self.engine.finish(request, "abort")
             answer.output.finish_reason = "abort"
-            answer.output.speculation = SpeculationReport.of(request)
-            del self._answers[request]
+            answer.output.speculation = answer.report
+            del self._answers[place]
         for _ in range(self.engine.depth):  # what is in flight for nobody
             if self.engine.has_work and not self._answers:
                 self.engine.step()

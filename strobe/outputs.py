@@ -1,11 +1,14 @@
-"""What a caller gets back."""
+"""What a caller gets back, and how an answer is put together from the engine's events."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from strobe.request import FinishReason, Request, SpeculationCount, TokenLogprob
+from strobe.request import FinishReason, SpeculationCount, TokenLogprob
+from strobe.sampling_params import SamplingParams
+from strobe.step import TokenEvent
+from strobe.text.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,6 @@ class SpeculationReport:
     acceptance_length: float | None
     accepted_per_position: list[int]
     off_reason: str | None
-
-    @staticmethod
-    def of(request: Request) -> SpeculationReport:
-        made = request.num_output
-        return SpeculationReport.from_counts(
-            request.speculation, request.method, request.off_reason, made
-        )
 
     def as_dict(self) -> dict[str, Any]:
         """Its fields by name."""
@@ -130,3 +126,86 @@ class StreamDelta:
 
 Prompt = str | list[int] | dict[str, Any]
 """A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+
+
+class Answer:
+    """One answer being made from its events; `output` is all of it so far."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, *, request_id: str, index: int = 0
+    ):
+        self.tokenizer, self.params, self.request_id = tokenizer, params, request_id
+        self.output = CompletionOutput(index)
+        if params.logprobs is not None:
+            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        self.counts = SpeculationCount()
+        self.method, self.off_reason = "none", None
+        self._detokenizer: Detokenizer | None = None
+
+    @property
+    def report(self) -> SpeculationReport:
+        made = len(self.output.token_ids)
+        return SpeculationReport.from_counts(self.counts, self.method, self.off_reason, made)
+
+    def push(self, event: TokenEvent) -> StreamDelta:
+        """Take in one event. A stop string ends the answer here: the engine does not know."""
+        if self._detokenizer is None:
+            self._detokenizer = self._begin(event)
+        output, reason = self.output, event.finish_reason
+        delta = self._detokenizer.push(event.tokens, last=reason is not None)
+        made = list(event.tokens[: delta.num_tokens])
+        output.token_ids += made
+        output.text = self._detokenizer.text
+        if delta.stop is not None:
+            output.finish_reason, output.stop_reason = "stop", delta.stop
+        elif reason is not None:
+            output.finish_reason, output.stop_reason = reason, event.stop_reason
+            output.error = event.error
+        logprobs = list(event.logprobs[: delta.num_tokens])
+        if output.logprobs is not None:
+            output.logprobs += [named(found, self.tokenizer) for found in logprobs]
+            output.cumulative_logprob = sum(
+                [found.logprob for found in logprobs], output.cumulative_logprob or 0.0
+            )
+        accepted = min(event.accepted, len(made))
+        if event.drafted:
+            self.counts.add(event.drafted, accepted)
+        finished = output.finish_reason is not None
+        if finished:
+            output.speculation = self.report
+        return StreamDelta(
+            self.request_id,
+            output.index,
+            delta.text,
+            made,
+            output,
+            pieces=delta.pieces,
+            logprobs=logprobs,
+            drafted=event.drafted,
+            accepted=accepted,
+            finished=finished,
+        )
+
+    def _begin(self, event: TokenEvent) -> Detokenizer:
+        start, params = event.start, self.params
+        assert start is not None, "an answer's first event says how it began"
+        self.method, self.off_reason = start.method, start.off_reason
+        silent = frozenset[int]() if params.include_stop_str_in_output else start.stop_ids
+        return Detokenizer(
+            self.tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+            silent_ids=silent,
+        )
+
+
+def named(found: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """One token's log probabilities as vLLM gives them: by token id, the token itself first."""
+    best = {
+        token: Logprob(value, rank, tokenizer.token_text(token))
+        for rank, (token, value) in enumerate(found.top, start=1)
+    }
+    own = Logprob(found.logprob, found.rank, tokenizer.token_text(found.token))
+    return {found.token: own, **{t: entry for t, entry in best.items() if t != found.token}}

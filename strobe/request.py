@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import time
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from strobe.sampling_params import SamplingParams, StructuredOutputs
+from strobe.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -77,8 +78,10 @@ class Request:
         method: str = "none",
         num_drafts: int = 0,
         off_reason: str | None = None,
+        key: Hashable = None,
     ):
-        self.id = request_id
+        """sibling: which of a prompt's n answers; key: what the caller names the prompt by."""
+        self.id, self.key = request_id, key
         self.tokens = list(prompt_ids)
         self.num_prompt = len(self.tokens)
         self.sampling = sampling
@@ -93,23 +96,13 @@ class Request:
         self.speculation = SpeculationCount()
         self.num_preemptions = 0
         self.num_cached: int | None = None
+        self.arrived_at = time.monotonic()
         self.admitted_at: float | None = None
+        self.started = False
+        self.failures = 0
+        self.page_keys: list[bytes] = []
         self.scores_prompt = sampling.prompt_logprobs is not None and not sibling
         self.prompt_logprobs: list[TokenLogprob | None] = [None] if self.scores_prompt else []
-        self.structured = StructuredOutputs.of(sampling.structured_outputs)
-        self.biased = bool(sampling.logit_bias) or sampling.allowed_token_ids is not None
-        self.edited = (
-            sampling.penalizes
-            or self.biased
-            or bool(sampling.min_tokens)
-            or self.structured is not None
-        )
-        self.special = sampling.temperature > 0 or self.edited or sampling.logprobs is not None
-
-    @property
-    def needs_host_tokens(self) -> bool:
-        """Whether each step needs the host to know all tokens before it: a grammar does."""
-        return self.structured is not None
 
     @property
     def num_output(self) -> int:

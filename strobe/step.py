@@ -1,50 +1,60 @@
-"""The values that cross rooms in one engine step. Imports no torch.
+"""The values that cross rooms in one engine step: plain data, which can be pickled, printed, sent
+to another process and run again. Imports no torch.
 
-A prefill chunk, a decode step and the verification of a draft are one thing, a Span: append
-tokens to a sequence and give logits at its last rows.
+A prefill chunk, a decode step and the verification of a draft are one thing, a Span: append tokens
+to a sequence and give logits at its last rows.
 
-      start                 start + len(tokens)      + drafts
-        |  tokens (host, or the  |  proposed tokens     |
-        |  device's tail token)  |                      |
-        +------------------------+----------------------+
-                          logits at the last `rows` of these
+    start                              start + num_certain         start + num_rows
+      |  certain: prompt tokens, or the     |  drafts: the host's own,     |
+      |  newest token (TAIL)                |  or made on the device       |
+      +-------------------------------------+------------------------------+
+                                        logits at the last `logits` rows
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from strobe.request import FinishReason, TokenLogprob
+    from strobe.sampling_params import SamplingParams
 
-    from strobe.request import FinishReason, Request, TokenLogprob
+TAIL = -1
+"""Among a span's tokens: the sequence's newest token, which has no K/V yet. Only the device is sure
+to know it, since results may be one step away."""
 
 
 class Span(NamedTuple):
     """Append to one sequence.
 
-    slot: the request's place in the device's state. start: positions that certainly have K/V when
-    the step runs; for a decode span results may still be on their way, the device knows the true
-    start, and `bound` is the most it can be. tokens: what to append; None stands for the one tail
-    token that only the device is sure to know. drafts: proposed tokens behind them. rows: logits
-    wanted, counted from the span's end. scored: how many of its first rows give the log probability
-    of the prompt token that follows them.
+    slot: the request's row in the device's state. start: positions that certainly have K/V when the
+    step runs; `bound` is the most there can be, which differs while results are on their way.
+    tokens: what the host knows of the rows, TAIL for the newest token. drafts: how many of the
+    rows, the last ones, are drafts. method: the proposer on the device that makes them; None where
+    they are the last of `tokens`. logits: rows with logits, counted from the end. scored: the
+    prompt tokens that follow the span's first rows and whose log probabilities are asked for,
+    each with the `top_logprobs` most probable ones.
     """
 
-    request: Request
     slot: int
     start: int
     bound: int
-    tokens: tuple[int, ...] | None
-    drafts: int
-    rows: int
-    scored: int = 0
+    tokens: tuple[int, ...]
+    drafts: int = 0
+    method: str | None = None
+    logits: int = 0
+    scored: tuple[int, ...] = ()
+    top_logprobs: int = 0
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens appended for certain."""
-        return 1 if self.tokens is None else len(self.tokens)
+    def num_rows(self) -> int:
+        return len(self.tokens) + (self.drafts if self.method is not None else 0)
+
+    @property
+    def num_certain(self) -> int:
+        """Rows that are no drafts."""
+        return self.num_rows - self.drafts
 
 
 class PageWrite(NamedTuple):
@@ -55,120 +65,92 @@ class PageWrite(NamedTuple):
     pages: tuple[int, ...]
 
 
-class Plan:
-    """Who runs in this step and how far. Never changed once made.
+class Admission(NamedTuple):
+    """A request that takes a slot. length: positions that have K/V already. tokens: those known,
+    the prompt's num_prompt first. stop_ids: tokens that may not come before min_tokens."""
 
-    pages: page-table entries the device does not know yet. admitted: slot, request and positions
-    that have K/V already, of those that are new. num_drafts: the longest draft of any span. key:
-    what the plan's layout depends on, None where a span brings tokens of its own.
-    """
+    slot: int
+    length: int
+    tokens: tuple[int, ...]
+    num_prompt: int
+    sampling: SamplingParams
+    seed: int
+    sibling: int
+    stop_ids: frozenset[int]
 
-    __slots__ = ("admitted", "key", "num_drafts", "pages", "spans")
 
-    def __init__(
-        self,
-        spans: Sequence[Span],
-        pages: Sequence[PageWrite] = (),
-        admitted: Sequence[tuple[int, Request, int]] = (),
-    ):
-        self.spans, self.pages, self.admitted = tuple(spans), pages, admitted
-        self.num_drafts = max([span.drafts for span in spans], default=0)
-        own_tokens = [span for span in spans if span.tokens is not None]
-        self.key = None if own_tokens else tuple([(s.slot, s.drafts) for s in spans])
+class Plan(NamedTuple):
+    """Who runs in a step and how far. pages: page-table entries that the device does not know yet;
+    admitted: requests that are new to it."""
+
+    spans: tuple[Span, ...] = ()
+    pages: tuple[PageWrite, ...] = ()
+    admitted: tuple[Admission, ...] = ()
 
     @property
     def methods(self) -> dict[str, list[int]]:
-        """Spans that draft, by method."""
+        """Spans whose drafts are made on the device, by method."""
         found: dict[str, list[int]] = {}
         for i, span in enumerate(self.spans):
-            if span.drafts:
-                found.setdefault(span.request.method, []).append(i)
+            if span.method is not None:
+                found.setdefault(span.method, []).append(i)
         return found
 
-    def shorten(self, known: tuple[int, ...] | None) -> Plan:
-        """The plan without rows for drafts that the host knows were not proposed."""
-        if known is None:
-            return self
-        spans = tuple(
-            span
-            if length >= span.drafts
-            else span._replace(drafts=length, rows=span.rows - span.drafts + length)
-            for span, length in zip(self.spans, known, strict=True)
-        )
-        return Plan(spans, self.pages, self.admitted)
+    def check(self, num_slots: int, num_pages: int) -> None:
+        """Raises AssertionError for a slot or page that does not exist."""
+        for part in (*self.spans, *self.pages, *self.admitted):
+            assert 0 <= part.slot < num_slots, f"slot {part.slot} of {num_slots} in {part}"
+        for write in self.pages:
+            assert all(0 < page < num_pages for page in write.pages), (
+                f"a page beyond {num_pages}: {write}"
+            )
 
 
-class Drafts(NamedTuple):
-    """What one proposer drafts for n spans: tokens [n or more, K'] int64 on the device; known: how
-    many of each row it means, where that is fewer than were asked for and the host knows it; probs
-    [n or more, K', V] float32: what each token was drawn by, None where none was drawn."""
+class StepResult(NamedTuple):
+    """What became of a plan's spans, on the host.
 
-    tokens: Tensor
-    known: tuple[int, ...] | None = None
-    probs: Tensor | None = None
-
-
-class Proposal(NamedTuple):
-    """Draft tokens for the S spans of a plan.
-
-    tokens [S or more, K] int64 on the device; lengths [S] int64, how many of each row count, None
-    until they are laid out. known: the drafts per span that the host knows were made; None for "as
-    planned". probs [S or more, K, V] float32: what each token was drawn by, over the target's
-    vocabulary, all 0 for one that was not drawn; None where none was. drawn [S or more, K]: the
-    tokens as they were drawn, where some were replaced since; None: as in `tokens`.
+    tokens: per span the target's tokens, one more than were accepted; accepted: drafts kept.
+    logprobs, prompt_logprobs: by span, where asked for. errors: by span, a sentence that says why
+    its request cannot go on.
     """
-
-    tokens: Tensor
-    lengths: Tensor | None = None
-    known: tuple[int, ...] | None = None
-    probs: Tensor | None = None
-    drawn: Tensor | None = None
-
-
-class Scores(NamedTuple):
-    """Log probabilities of A rows as the model gave them: of the token that followed [A] float32,
-    its rank [A] int64 from 1, and the k most probable tokens' values and ids [A, k]."""
-
-    values: Tensor
-    ranks: Tensor
-    top_values: Tensor
-    top_ids: Tensor
-
-
-class Verdict(NamedTuple):
-    """What the target decided: tokens [S, K + 1], of which accepted [S] + 1 count.
-
-    scores: of the wanted rows of requests that asked; prompt_scores: of prompt tokens; both in the
-    spans' order.
-    """
-
-    tokens: Tensor
-    accepted: Tensor
-    scores: Scores | None = None
-    prompt_scores: Scores | None = None
-
-
-class HostVerdict(NamedTuple):
-    """A verdict on the host: per span, the tokens made and how many of them were drafts; and, where
-    asked for, log probabilities by span."""
 
     tokens: list[list[int]]
     accepted: list[int]
     logprobs: dict[int, list[TokenLogprob]] = {}  # noqa: RUF012
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # noqa: RUF012
+    errors: dict[int, str] = {}  # noqa: RUF012
+
+
+class RequestStart(NamedTuple):
+    """What is known of an answer when its first tokens come. queued: seconds until it ran;
+    num_cached: positions that came from the prefix cache; off_reason: why it does not speculate;
+    stop_ids: tokens that end it, the model's own among them."""
+
+    method: str
+    off_reason: str | None
+    num_cached: int
+    queued: float
+    prompt_logprobs: Sequence[TokenLogprob | None]
+    stop_ids: frozenset[int]
 
 
 class TokenEvent(NamedTuple):
-    """News of one request: tokens made in this step and, with the last ones, why it ended.
+    """What one step made of one answer; it crosses the process border as it is.
 
-    drafted: drafts verified in this step; accepted: how many of `tokens`, from the first on, were
-    drafts; logprobs: one per token where asked for; context: positions before this step.
+    key: what the caller named the prompt by; choice: which of its n answers. tokens: made in this
+    step; finish_reason, stop_reason, error: with the last ones. drafted: drafts verified in this
+    step; accepted: how many of `tokens`, from the first on, were drafts; logprobs: one per token
+    where asked for; context: positions before this step; start: with the answer's first event.
     """
 
-    request: Request
-    tokens: list[int]
-    finish_reason: FinishReason | None
+    key: Hashable
+    choice: int
+    tokens: Sequence[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
     drafted: int = 0
     accepted: int = 0
-    logprobs: list[TokenLogprob] = []  # noqa: RUF012
+    logprobs: Sequence[TokenLogprob] = ()
     context: int = 0
+    start: RequestStart | None = None

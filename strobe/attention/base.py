@@ -1,9 +1,8 @@
-"""What an attention backend is given, and what it must answer."""
+"""What an attention backend is given, a batch, and what it must answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -12,43 +11,31 @@ from strobe.attention.mask import LayerMask
 from strobe.kv.store import KVStore
 
 
-@dataclass(frozen=True)
-class Group:
-    """Spans of like length, laid out as a rectangle of rows.
+class Batch(NamedTuple):
+    """One ragged batch over the paged cache, as a forward reads it; lengths and positions live on
+    the device. T rows of S spans.
 
-    spans [G]: which spans. rows [G, Q]: each span's rows in the batch, its last one repeated to
-    fill up. flat [T']: where in the flattened rectangle the group's true rows lie; None when all
-    do. target [T']: the same rows in the batch. members: the spans as host integers.
+    ids, positions [T]: the rows' tokens and where they stand; kv_slots [T]: where their K/V go.
+    slots [S]: the spans' rows in the tables; starts, sizes [S]: a span's rows see no key at starts
+    + sizes or beyond; row_starts [S]: each span's first row; longest: no span has more rows.
+    draft_lengths [S]: how many of a span's drafts lie within the context. tables [N, columns]: what
+    to add to a position in column position // page_size to get its slot. For backends that gather
+    on the host's word, per span: row_counts, and bounds, a position that no key of it reaches.
     """
 
-    spans: Tensor
-    rows: Tensor
-    flat: Tensor | None
-    target: Tensor
-    members: tuple[int, ...]
-
-
-class AttentionInputs(NamedTuple):
-    """One ragged batch over the paged cache; lengths and positions live on the device.
-
-    positions [T]; slots [T], where the rows' K/V go; starts [S, 1] and sizes [S]: a span's rows see
-    no key at starts + sizes or beyond; row_starts [S]: each span's first row; longest: no span has
-    more rows; tables [N, columns]: what to add to a position in column position // page_size to get
-    its slot; table_rows [S], the spans' rows in it. groups, bounds: for backends that gather on the
-    host's word; per group, a position that no key of it reaches, as the host knows it.
-    """
-
+    ids: Tensor
     positions: Tensor
+    kv_slots: Tensor
     slots: Tensor
     starts: Tensor
     sizes: Tensor
     row_starts: Tensor
     longest: int
+    draft_lengths: Tensor
     tables: Tensor
-    table_rows: Tensor
     page_size: int
-    groups: Sequence[Group]
-    bounds: Sequence[int]
+    row_counts: Sequence[int] = ()
+    bounds: Sequence[int] = ()
 
 
 class AttentionPlan(Protocol):
@@ -65,10 +52,10 @@ class AttentionPlan(Protocol):
 
 
 class AttentionBackend(Protocol):
+    """graph_safe: it asks nothing of the host, so that a step can be captured."""
+
     graph_safe: bool
 
-    def plan(
-        self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]
-    ) -> AttentionPlan:
+    def plan(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]) -> AttentionPlan:
         """Prepare one forward: what depends on the batch and not on the layer."""
         ...

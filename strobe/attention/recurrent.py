@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strobe.attention.base import AttentionBackend, AttentionInputs, AttentionPlan
+from strobe.attention.base import AttentionBackend, AttentionPlan, Batch
+from strobe.attention.groups import groups_of
 from strobe.attention.mask import LayerMask
 from strobe.kv.states import StateSpec, StateStore
 from strobe.kv.store import KVStore
@@ -32,12 +33,10 @@ class RecurrentBackend:
         self.backend, self.states, self.kernels = backend, states, kernels
         self.graph_safe = backend.graph_safe
 
-    def plan(
-        self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]
-    ) -> RecurrentPlan:
-        attend = self.backend.plan(inputs, store, masks)
+    def plan(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]) -> RecurrentPlan:
+        attend = self.backend.plan(batch, store, masks)
         kind = KernelPlan if self.kernels else RecurrentPlan
-        return kind(attend, inputs, self.states)
+        return kind(attend, batch, self.states)
 
 
 class _Rectangle(NamedTuple):
@@ -59,9 +58,9 @@ class RecurrentPlan:
     accepted; a sequence's first rows find a state of zero, whatever the slot held before.
     """
 
-    def __init__(self, attend: AttentionPlan, inputs: AttentionInputs, states: StateStore):
-        self.attend, self.inputs, self.states = attend, inputs, states
-        self.slots, start, sizes = inputs.table_rows, inputs.starts[:, 0], inputs.sizes
+    def __init__(self, attend: AttentionPlan, batch: Batch, states: StateStore):
+        self.attend, self.batch, self.states = attend, batch, states
+        self.slots, start, sizes = batch.slots, batch.starts, batch.sizes
         self.fresh = start == 0
         behind = start - states.length.index_select(0, self.slots)
         self.accepted = behind.clamp(0, states.pending).masked_fill(self.fresh, 0)
@@ -70,23 +69,23 @@ class RecurrentPlan:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        inputs = self.inputs
+        batch, device = self.batch, self.slots.device
+        found = [(torch.arange(len(self.slots), device=device), batch.longest)]
+        if batch.row_counts:
+            groups = groups_of(tuple(batch.row_counts), device)
+            found = [(group.spans, group.rows.shape[1]) for group in groups]
         self.parts: list[_Rectangle] = []
-        every = torch.arange(len(self.slots), device=self.slots.device)
-        for spans in [group.spans for group in inputs.groups] or [every]:
-            sizes = inputs.sizes[spans]
-            longest = inputs.longest
-            if inputs.groups:
-                longest = next(g.rows.shape[1] for g in inputs.groups if g.spans is spans)
-            offset = torch.arange(longest, device=spans.device)
-            rows = inputs.row_starts[spans][:, None] + offset
+        for spans, longest in found:
+            sizes = batch.sizes[spans]
+            offset = torch.arange(longest, device=device)
+            rows = batch.row_starts[spans][:, None] + offset
             self.parts.append(
                 _Rectangle(
                     self.slots[spans],
                     sizes,
                     self.accepted[spans],
                     self.fresh[spans],
-                    rows.clamp_(max=len(inputs.positions) - 1),
+                    rows.clamp_(max=len(batch.positions) - 1),
                     offset < sizes[:, None],
                 )
             )
@@ -149,10 +148,10 @@ class KernelPlan(RecurrentPlan):
     def mix(self, layer: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor) -> Tensor:
         from strobe.kernels.recurrent import mix
 
-        inputs, store = self.inputs, self.states
-        spans = self.slots, inputs.row_starts, inputs.sizes, self.accepted, self.fresh
+        batch, store = self.batch, self.states
+        spans = self.slots, batch.row_starts, batch.sizes, self.accepted, self.fresh
         held = store.state[layer], store.window[layer], store.gates[layer]
-        return mix(x, decay, rate, weight, spans, held, inputs.longest, store.spec)
+        return mix(x, decay, rate, weight, spans, held, batch.longest, store.spec)
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strobe.attention.base import AttentionInputs, Group
+from strobe.attention.base import Batch
+from strobe.attention.groups import Group, groups_of
 from strobe.attention.mask import LayerMask
 from strobe.kv.store import KVStore
 
@@ -16,32 +17,34 @@ from strobe.kv.store import KVStore
 class ReferencePlan:
     """One forward's indices and masks, made once and used by every layer."""
 
-    def __init__(self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]):
-        self.inputs, self.store, self.masks = inputs, store, masks
+    def __init__(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]):
+        self.batch, self.store, self.masks = batch, store, masks
+        self.groups = groups_of(tuple(batch.row_counts), batch.ids.device)
+        self._bounds = [max([batch.bounds[i] for i in group.members]) for group in self.groups]
         self._keys = [
-            self._key_slots(*pair) for pair in zip(inputs.groups, inputs.bounds, strict=True)
+            self._key_slots(*pair) for pair in zip(self.groups, self._bounds, strict=True)
         ]
-        self._bias: list[dict[LayerMask, Tensor]] = [{} for _ in inputs.groups]
+        self._bias: list[dict[LayerMask, Tensor]] = [{} for _ in self.groups]
 
     def _key_slots(self, group: Group, bound: int) -> Tensor:
         """[G, N]: the slot of each position below `bound`."""
-        inputs, size = self.inputs, self.inputs.page_size
+        batch, size = self.batch, self.batch.page_size
         columns = -(-bound // size)
-        rows = inputs.table_rows if len(inputs.groups) == 1 else inputs.table_rows[group.spans]
-        entries = inputs.tables[:, :columns].index_select(0, rows)
+        rows = batch.slots if len(self.groups) == 1 else batch.slots[group.spans]
+        entries = batch.tables[:, :columns].index_select(0, rows)
         positions = torch.arange(columns * size, device=entries.device).view(columns, size)
         return (entries[:, :, None] + positions).flatten(1)[:, :bound]
 
     def _bias_of(self, index: int, mask: LayerMask, dtype: torch.dtype, repeats: int) -> Tensor:
         """[G, 1, repeats * Q or 1, N]: 0 where a row sees a key, -inf elsewhere."""
         if mask not in self._bias[index]:
-            group, inputs = self.inputs.groups[index], self.inputs
-            key = torch.arange(self.inputs.bounds[index], device=inputs.positions.device)
-            query = inputs.positions[group.rows][:, :, None]
+            group, batch = self.groups[index], self.batch
+            key = torch.arange(self._bounds[index], device=batch.positions.device)
+            query = batch.positions[group.rows][:, :, None]
             if mask.causal:
                 hidden = key > query
             else:
-                ends = (inputs.starts[:, 0] + inputs.sizes)[group.spans]
+                ends = (batch.starts + batch.sizes)[group.spans]
                 hidden = key >= ends[:, None, None]
             if mask.window is not None:
                 hidden = hidden | (query - key >= mask.window)
@@ -57,17 +60,17 @@ class ReferencePlan:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        self.store.write(layer, self.inputs.slots, k, v)
+        self.store.write(layer, self.batch.kv_slots, k, v)
         rows, heads, width = q.shape
         kv_heads = k.shape[1]
         repeats = heads // kv_heads
         out = None
-        for index, group in enumerate(self.inputs.groups):
+        for index, group in enumerate(self.groups):
             keys, values = self.store.gather(layer, self._keys[index])
             if keys.dtype != q.dtype:
                 keys, values = keys.to(q.dtype), values.to(q.dtype)
             spans, longest = group.rows.shape
-            whole = group.flat is None and len(self.inputs.groups) == 1
+            whole = group.flat is None and len(self.groups) == 1
             part = q if whole else q[group.rows.flatten()]
             part = part.view(spans, longest, kv_heads, repeats, width).permute(0, 2, 3, 1, 4)
             part = part.reshape(spans, kv_heads, repeats * longest, width)
@@ -104,7 +107,5 @@ class ReferenceBackend:
 
     graph_safe = False
 
-    def plan(
-        self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]
-    ) -> ReferencePlan:
-        return ReferencePlan(inputs, store, masks)
+    def plan(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]) -> ReferencePlan:
+        return ReferencePlan(batch, store, masks)

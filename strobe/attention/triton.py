@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from strobe.attention.base import AttentionInputs
+from strobe.attention.base import Batch
 from strobe.attention.mask import LayerMask
 from strobe.kv.store import KVStore
 
@@ -41,13 +41,13 @@ class TritonPlan:
     def __init__(
         self,
         backend: TritonBackend,
-        inputs: AttentionInputs,
+        batch: Batch,
         store: KVStore,
         masks: Sequence[LayerMask],
     ):
-        self.inputs, self.store, self.masks = inputs, store, masks
-        self.slots = inputs.slots
-        self._starts = inputs.starts.contiguous()  # may be a column of the state's
+        self.batch, self.store, self.masks = batch, store, masks
+        self.slots = batch.kv_slots
+        self._starts = batch.starts.contiguous()  # may be a column of the state's
         self._backend = backend
 
     def kv(self, layer: int) -> Tensor:
@@ -63,18 +63,18 @@ class TritonPlan:
 
     def over(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q [T, Hq, D] -> [T, Hq * D]: attend; the rows' K/V are stored already."""
-        inputs = self.inputs
+        batch = self.batch
         return self._backend.attention(
             q,
             self.kv(layer),
             starts=self._starts,
-            sizes=inputs.sizes,
-            row_starts=inputs.row_starts,
-            tables=inputs.tables,
-            table_rows=inputs.table_rows,
-            page_size=inputs.page_size,
+            sizes=batch.sizes,
+            row_starts=batch.row_starts,
+            tables=batch.tables,
+            table_rows=batch.slots,
+            page_size=batch.page_size,
             mask=self.masks[layer],
-            longest=inputs.longest,
+            longest=batch.longest,
             sinks=sinks,
             workspace=self._backend.workspace,
         )
@@ -92,7 +92,5 @@ class TritonBackend:
         self.attention = paged_attention
         self.workspace = AttentionWorkspace(device, head_dim)
 
-    def plan(
-        self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]
-    ) -> TritonPlan:
-        return TritonPlan(self, inputs, store, masks)
+    def plan(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]) -> TritonPlan:
+        return TritonPlan(self, batch, store, masks)

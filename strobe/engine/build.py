@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +19,43 @@ from strobe.kv.pages import PagePool
 from strobe.kv.states import StateStore
 from strobe.kv.store import KVSpec, KVStore
 from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
-from strobe.models.config_readers.pair import check_pair
 from strobe.models.dflash import DFlash
-from strobe.models.load import (
-    check_draft_tensors,
-    check_target_tensors,
-    load_draft,
-    load_target,
-    weight_bytes,
-)
-from strobe.models.registry import load_draft_config, load_target_config
+from strobe.models.load import check_target_tensors, load_target, weight_bytes
+from strobe.models.registry import load_target_config
 from strobe.models.target import Target
+from strobe.runner.buckets import Buckets
 from strobe.runner.graphs import CUDARecorder, Eager, Graphs
 from strobe.runner.memory import plan_pages, scratch_bytes
-from strobe.runner.picking import PickingState
 from strobe.runner.runner import ModelRunner
-from strobe.runner.shapes import Shapes
 from strobe.runner.state import DecodeState
-from strobe.sampling.grammar import Grammars
-from strobe.spec.base import Proposer, ProposerSet
-from strobe.spec.dflash import DFlashProposer
-from strobe.spec.ngram import NgramProposer
+from strobe.sampling.grammar import GrammarState
+from strobe.sampling.grammar_compiler import GrammarCompiler
+from strobe.sampling.state import SamplingState
+from strobe.spec.base import ProposerSet
+from strobe.spec.registry import REGISTRY, Context, no_checkpoint
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What the settings and the checkpoints' configs come to, before any weight is read. scratch:
-    bytes that steps take on a GPU beside weights and KV cache."""
+    """What the settings and the checkpoints' configs come to, before any weight is read. drafts: by
+    drafting method; scratch: bytes that steps take on a GPU beside weights and KV cache."""
 
     config: EngineConfig
     target: TargetConfig
-    draft: DraftConfig | None
+    drafts: dict[str, DraftConfig]
     method: str
     limits: Limits
     device: torch.device
     dtype: torch.dtype
     choice: Choice
     scratch: int
+
+    @property
+    def draft(self) -> DraftConfig | None:
+        """The drafter's, where one is loaded."""
+        return next(iter(self.drafts.values()), None)
 
 
 @dataclass
@@ -66,7 +65,8 @@ class Parts:
     runner: ModelRunner
     proposers: ProposerSet
     state: DecodeState
-    picking: PickingState
+    sampling: SamplingState
+    grammars: GrammarState
     graphs: Graphs | Eager
     pool: PagePool
     stores: dict[str, KVStore]
@@ -100,16 +100,15 @@ def resolve(config: EngineConfig) -> Resolved:
     target_path = Path(config.target)
     target = load_target_config(target_path)
     config = _cacheable(config, target)
-    draft = None
-    if config.draft is None and draws(config):
+    if config.draft is None and config.draft_sample_method == "probabilistic":
         raise ValueError(
             "draft_sample_method is 'probabilistic', but no drafter is loaded; name one with "
             "draft, or leave draft_sample_method out."
         )
-    if config.draft is not None:
-        draft = load_draft_config(Path(config.draft), target_path)
-        check_pair(draft, target, Path(config.draft))
-    method = config.method or ("dflash" if draft is not None else "none")
+    found = {name: method.read(config, target) for name, method in REGISTRY.items()}
+    drafts = {name: draft for name, draft in found.items() if draft is not None}
+    draft = next(iter(drafts.values()), None)
+    method = config.method or next(iter(drafts), "none")
     device = pick_device(config.device)
     if config.gpu_memory_utilization is not None and device.type == "cpu":
         logger.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory has.")
@@ -132,23 +131,16 @@ def resolve(config: EngineConfig) -> Resolved:
     if config.load_format != "dummy":
         fetch_weights(*filter(None, (config.draft, config.target)))
     modules: list[Target | DFlash] = [check_target_tensors(target_path, target, config.load_format)]
-    if draft is not None:
-        path = Path(config.draft or "")
-        modules.append(check_draft_tensors(path, draft, config.load_format))
-    groups = list(kv_groups(target, draft, choice.kv_dtype).values())
+    modules += [REGISTRY[name].check(config, draft) for name, draft in drafts.items()]
+    groups = list(kv_groups(target, drafts, choice.kv_dtype).values())
     scratch = 0
     if device.type == "cuda":
-        features = len(draft.capture) if draft else 0
-        scratch = scratch_bytes(limits, target.decoder, features, dtype, drawn=draws(config))
+        features = len({layer for name, d in drafts.items() for layer in REGISTRY[name].capture(d)})
+        scratch = scratch_bytes(limits, target.decoder, features, dtype)
     weights = sum(weight_bytes(module, dtype, fp8=choice.fp8) for module in modules)
     states = state_bytes(target, limits, dtype)
     plan_pages(config, limits, groups, device, weights=weights, states=states, scratch=scratch)
-    return Resolved(config, target, draft, method, limits, device, dtype, choice, scratch)
-
-
-def draws(config: EngineConfig) -> bool:
-    """Whether the drafter's tokens are drawn."""
-    return config.draft_sample_method == "probabilistic"
+    return Resolved(config, target, drafts, method, limits, device, dtype, choice, scratch)
 
 
 def _cacheable(config: EngineConfig, target: TargetConfig) -> EngineConfig:
@@ -169,12 +161,11 @@ def state_bytes(target: TargetConfig, limits: Limits, dtype: torch.dtype) -> int
 
 
 def kv_groups(
-    target: TargetConfig, draft: DraftConfig | None, dtype: torch.dtype
+    target: TargetConfig, drafts: Mapping[str, DraftConfig], dtype: torch.dtype
 ) -> dict[str, KVSpec]:
-    """What the pages hold: the target's keys and values, and the drafter's."""
+    """What the pages hold: the target's keys and values, and those of each drafting method."""
     decoders = {"target": target.decoder}
-    if draft is not None:
-        decoders["draft"] = draft.decoder
+    decoders |= {name: REGISTRY[name].kv(draft) for name, draft in drafts.items()}
     return {name: kv_spec(decoder, dtype) for name, decoder in decoders.items()}
 
 
@@ -200,72 +191,62 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
         if stored is not None and not choice.fp8:
             size = sum(parameter.nbytes for parameter in target.parameters())
             logger.info("Weights in %s are held in %s: %d bytes.", stored.method, dtype, size)
-    groups = kv_groups(resolved.target, resolved.draft, choice.kv_dtype)
-    drafter = None
-    if resolved.draft is not None:
-        drafter = load_draft(Path(config.draft or ""), resolved.draft, target, **how)
+    groups = kv_groups(resolved.target, resolved.drafts, choice.kv_dtype)
+    drafters = {
+        name: REGISTRY[name].load(config, draft, target, **how)
+        for name, draft in resolved.drafts.items()
+    }
     if choice.kernels:
-        fuse(target, drafter, device, dtype)
+        fuse(target, next(iter(drafters.values()), None), device, dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left over counts as free
     taken = {"states": state_bytes(resolved.target, limits, dtype), "scratch": resolved.scratch}
     pages = plan_pages(config, limits, list(groups.values()), device, **taken)
-    pool = PagePool(pages, limits.page_size)
-    spare = int(choice.graphs)  # one page more, for rows that only fill up a shape
+    spare = int(choice.graphs)  # one page more, for rows that only fill up a bucket
     stores = {
         n: KVStore(spec, pages + spare, limits.page_size, device) for n, spec in groups.items()
     }
     states, spec = None, resolved.target.states
     if spec is not None:
         states = StateStore(spec, limits.max_num_seqs, 1 + limits.num_drafts, dtype, device)
-    vocab = resolved.target.decoder.vocab_size
     state = DecodeState(
         limits.max_num_seqs,
         reach,
         limits.page_size,
         device,
+        limit=limits.max_model_len,
         spare_page=pages * spare,
         kernels=choice.kernels,
     )
-    tokenizer = Path(config.target) / "tokenizer.json"
-    grammars = Grammars(tokenizer, vocab, resolved.target.eos_ids)
-    picking = PickingState(limits.max_num_seqs, vocab, device, grammars, kernels=choice.kernels)
+    vocab, tokenizer = resolved.target.decoder.vocab_size, Path(config.target) / "tokenizer.json"
+    sampling = SamplingState(limits.max_num_seqs, vocab, device, kernels=choice.kernels)
+    grammars = GrammarState(GrammarCompiler(tokenizer, vocab, resolved.target.eos_ids))
     decoder = resolved.draft.decoder if resolved.draft is not None else None
     backend, draft_backend = backends(choice, resolved.target.decoder, decoder, device)
     if states is not None:
         backend = RecurrentBackend(backend, states, kernels=choice.attention == "triton")
-    shapes, graphs = None, Eager()
+    buckets, graphs = None, Eager()
     if choice.graphs:
-        shapes, graphs = Shapes(limits.max_num_seqs, limits.num_drafts), Graphs(CUDARecorder())
-    proposers: dict[str, Proposer] = {
-        "ngram": NgramProposer(limits.num_drafts, config.ngram_min, config.ngram_max, device)
+        buckets, graphs = Buckets(limits.max_num_seqs, limits.num_drafts), Graphs(CUDARecorder())
+    given = Context(config, state, sampling, graphs, buckets, draft_backend)
+    made = {
+        name: method.make(replace(given, model=drafters.get(name), store=stores.get(name)))
+        for name, method in REGISTRY.items()
+        if name in drafters or method.read is no_checkpoint
     }
-    if drafter is not None:
-        draft_runner = ModelRunner(
-            drafter,
-            drafter.config.decoder.masks,
-            stores["draft"],
-            state,
-            draft_backend,
-            limit=limits.max_model_len,
-            shapes=shapes,
-        )
-        drawing = picking if draws(config) else None
-        proposers["dflash"] = DFlashProposer(
-            drafter, draft_runner, graphs, limits.num_drafts, drawing
-        )
-    held = ProposerSet(proposers, device)
+    proposers = ProposerSet(made, device)
     runner = ModelRunner(
         target,
         resolved.target.decoder.masks,
         stores["target"],
         state,
+        sampling,
         backend,
-        limit=limits.max_model_len,
-        capture=held.capture,
-        shapes=shapes,
+        capture=proposers.capture,
+        buckets=buckets,
     )
-    return Parts(runner, held, state, picking, graphs, pool, stores, states)
+    pool = PagePool(pages, limits.page_size)
+    return Parts(runner, proposers, state, sampling, grammars, graphs, pool, stores, states)
 
 
 def fuse(target: Target, drafter: DFlash | None, device: torch.device, dtype: torch.dtype) -> None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
+from torch import Tensor
 
 from strobe.config import EngineConfig
 from strobe.engine.build import Parts, Resolved, build, resolve
-from strobe.engine.scheduler import DraftLength, Scheduler, full_length
+from strobe.engine.scheduler import Scheduler
 from strobe.engine.stats import EngineStats
 from strobe.request import FinishReason, Request
-from strobe.runner.batch import Inputs
-from strobe.runner.collect import Flight
-from strobe.runner.picking import GREEDY, How
+from strobe.runner.batch import Layout, Shape
+from strobe.runner.graphs import Eager
+from strobe.runner.pending import PendingStep, Verdict
+from strobe.sampling.state import SamplingMode
 from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
-from strobe.spec.verify import settle, verify
-from strobe.step import Plan, TokenEvent, Verdict
+from strobe.spec.budget import Budget
+from strobe.step import Plan, StepResult, TokenEvent
+from strobe.transfer import upload
 
 
 class Engine:
@@ -29,11 +32,11 @@ class Engine:
         setup: EngineConfig | Resolved,
         *,
         parts: Parts | None = None,
-        draft_length: DraftLength = full_length,
+        budget: Budget | None = None,
         simulated_acceptance: float | None = None,
     ):
         """setup: settings, or what they were resolved to already. parts: made elsewhere (tests swap
-        in a scripted proposer). draft_length: how many drafts a request verifies in a step.
+        in a scripted proposer). budget: how many drafts requests verify in a step.
         simulated_acceptance: tokens that each drafting step shall bring on average, whatever the
         target says: for measurements of speed only. Raises ValueError for settings that do not fit.
         """
@@ -41,73 +44,131 @@ class Engine:
         self.config, self.limits = self.resolved.config, self.resolved.limits
         self.parts = parts or build(self.resolved)
         self.runner, self.proposers = self.parts.runner, self.parts.proposers
-        self.state, self.picking = self.parts.state, self.parts.picking
-        self.graphs = self.parts.graphs
-        held = self.proposers.proposers
+        self.state, self.sampling = self.parts.state, self.parts.sampling
+        self.graphs, self.grammars = self.parts.graphs, self.parts.grammars
         self.scheduler = Scheduler(
             self.limits,
             self.parts.pool,
-            host_methods={name for name, p in held.items() if p.needs_host_tokens},
+            host=self.proposers.on_host,
             prefix_caching=self.config.enable_prefix_caching,
-            recurrent=self.parts.states is not None,
-            draft_length=draft_length,
+            budget=budget,
         )
-        self.grammars = self.parts.picking.grammars
         self.depth = self.resolved.choice.overlap
         self.simulated_acceptance = simulated_acceptance
         self.mark: Callable[[str], None] = lambda name: None
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
-        self._flying: deque[Flight] = deque()
+        self._pending: deque[PendingStep] = deque()
         self._numbers = itertools.count()
 
     def step(self) -> list[TokenEvent]:
-        """Launch the next step, collect the oldest once `overlap` are in flight, tell the news."""
+        """Launch the next step, and take in the oldest once `overlap` are in flight."""
         plan = self.scheduler.plan()
         if plan.spans:
             try:
-                self._flying.append(self.launch(plan))
-            except BaseException:
-                self.scheduler.cancel(plan)
+                self._pending.append(self.launch(plan))
+            except BaseException as error:
+                if ended := self.scheduler.cancel(plan, f"{type(error).__name__}: {error}"):
+                    return ended
                 raise
-        if not self._flying or (plan.spans and len(self._flying) < self.depth):
+        if not self._pending or (plan.spans and len(self._pending) < self.depth):
             return []
-        oldest = self._flying[0]
-        verdict = oldest.land()
-        self._flying.popleft()
-        return self.scheduler.commit(oldest.plan, verdict)
+        result = self._land(self._pending[0])
+        return self.scheduler.commit(self._pending.popleft().plan, result)
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Flight:
-        """Run one plan on the device; nothing here waits for a result."""
+    def launch(self, plan: Plan) -> PendingStep:
+        """Run one plan on the device; nothing here waits for a result, unless a grammar must."""
+        plan.check(self.limits.max_num_seqs, self.parts.pool.num_pages)
         self.state.apply(plan)
-        self.picking.apply(plan)
+        self.sampling.admit(plan.admitted)
+        for one in plan.admitted:
+            self.grammars.admit(
+                one.slot, one.sampling.structured_outputs, one.tokens[one.num_prompt :]
+            )
         self.mark("start")
-        proposal = self.proposers.propose(plan)  # tokens only
+        slots = [span.slot for span in plan.spans]
+        mode, shape = self.sampling.mode(slots), self.runner.shape_of(plan.spans)
+        drafts = self.proposers.propose(plan, shape)  # tokens only
         self.mark("draft")
-        plan = plan.shorten(proposal.known)
-        proposal = self.picking.mend(plan, proposal)  # by what grammars force
-        inputs, how = self.runner.arrange(plan, proposal), self.picking.how(plan)
-        if how.by_host or not self.runner.replays(inputs):
-            verdict = self.decide(inputs, how, plan)
-        else:
-            verdict = self.graphs.run(how, inputs, lambda inputs: self.decide(inputs, how, plan))
-        self.mark("verify")
-        return Flight(plan, verdict)
+        masks, errors = None, dict[int, str]()
+        if mode.grammar:
+            plan, drafts, masks, errors = self._constrain(plan, drafts, shape)
+        layout, bounds = self.runner.lay_out(plan.spans, shape), self.runner.bounds(plan.spans)
 
-    def decide(self, inputs: Inputs, how: How, plan: Plan) -> Verdict:
-        """The device's part of a step behind the drafts. Recorded in a graph unless `how` says that
-        the host has a hand in it, which alone reads the plan."""
-        batch = self.runner.prepare(inputs)  # one ragged layout
-        out = self.runner.forward(batch, greedy=how == GREEDY)  # features of the captured layers
-        self.proposers.observe(batch, out.hidden)  # the drafter's K/V, on the same pages
-        picking = self.picking.of(batch, how, plan)  # rules, noise and filters of each row
-        if how.by_host:
-            verdict = verify(out, batch, picking, self.simulated_acceptance)
-            self.picking.advance(plan, batch, verdict)  # before lengths: it may find no memory
-            self.state.advance(batch, verdict)  # lengths and tails for the next step
-        else:
-            verdict = settle(out, batch, picking, self.state, self.simulated_acceptance)
-        return verdict._replace(prompt_scores=out.prompt_scores)
+        def verify(packed: Tensor, drafts: Tensor | None, masks: Tensor | None) -> Verdict:
+            own = layout if packed is layout.packed else layout.over(packed)
+            return self.verify(own, bounds, drafts, masks, mode)
+
+        graphs = self.graphs if self.runner.captured(layout) else Eager()
+        verdict = graphs.run((mode, shape), verify, layout.packed, drafts, masks)
+        self.mark("verify")
+        tops = self.sampling.top_logprobs(slots) if mode.logprobs is not None else {}
+        return PendingStep(plan, verdict, tops, errors)
+
+    def verify(
+        self,
+        layout: Layout,
+        bounds: Sequence[int],
+        drafts: Tensor | None,
+        masks: Tensor | None,
+        mode: SamplingMode,
+    ) -> Verdict:
+        """The device's part of a step behind the drafts, captured where its shape comes again."""
+        batch = self.state.place(layout, drafts, bounds)  # ids, positions and K/V slots of all rows
+        output = self.runner.forward(batch)
+        sampled = self.runner.sample(output, layout, batch, mode, masks)
+        tokens = sampled.tokens.view(-1, layout.shape.logits)
+        # Lengths and newest tokens move on by what was kept of the drafts.
+        accepted = self.state.accept(layout, batch, tokens, self.simulated_acceptance)
+        if mode.processed:
+            self.sampling.count(layout.slots, tokens, accepted, layout.active)
+        scores = self.runner.score_prompt(output, layout)
+        verdict = Verdict(tokens, accepted, sampled.scores, scores)
+        self.proposers.observe(batch, output.hidden, verdict)  # drafters' K/V, on the same pages
+        return verdict
+
+    def _constrain(
+        self, plan: Plan, drafts: Tensor | None, shape: Shape
+    ) -> tuple[Plan, Tensor | None, Tensor, dict[int, str]]:
+        """Walk the grammars along the drafts: the plan and the drafts [S, K] with forced tokens in
+        the place of drafts that are not allowed, the masks [S * W, words] of all rows, and by span
+        why its request cannot go on. Waits for results and drafts, which the walk reads."""
+        for pending in self._pending:
+            self._land(pending)
+        spans = list(plan.spans)
+        found = [i for i, s in enumerate(spans) if s.logits and s.slot in self.grammars]
+        made = drafts.tolist() if drafts is not None else []
+        given = [
+            list(s.tokens[1:]) if s.method is None else made[i][: s.drafts]
+            for i, s in ((i, spans[i]) for i in found)
+        ]
+        given = [some if spans[i].drafts else [] for i, some in zip(found, given, strict=True)]
+        walked = self.grammars.walk([spans[i].slot for i in found], given)
+        for i, before, now in zip(found, given, walked.drafts, strict=True):
+            if before != now and spans[i].method is None:
+                spans[i] = spans[i]._replace(tokens=(spans[i].tokens[0], *now))
+            elif before != now and drafts is not None:
+                made[i][: len(now)] = now
+        if drafts is not None:
+            drafts = upload(made, self.state.device)
+        words = walked.masks.shape[-1]
+        masks = torch.zeros(
+            shape.spans, shape.logits, words, dtype=torch.int32, device=self.state.device
+        )
+        own = upload(walked.masks, self.state.device, torch.int32)
+        masks[upload(found, self.state.device), : own.shape[1]] = own
+        errors = {found[i]: error for i, error in walked.errors.items()}
+        return plan._replace(spans=tuple(spans)), drafts, masks.flatten(0, 1), errors
+
+    def _land(self, pending: PendingStep) -> StepResult:
+        """Wait for a step, and have grammars follow its tokens, once."""
+        result = pending.result()
+        if not pending.followed:
+            pending.followed = True
+            for span, tokens in zip(pending.plan.spans, result.tokens, strict=True):
+                if span.logits and span.slot in self.grammars:
+                    self.grammars.advance(span.slot, tokens)
+        return result
 
     @property
     def stats(self) -> EngineStats:
@@ -115,7 +176,27 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._flying)
+        return self.scheduler.has_work or bool(self._pending)
+
+    def add_prompt(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        key: Hashable = None,
+        request_id: str | None = None,
+        seed: int | None = None,
+    ) -> list[Request]:
+        """Queue all `n` answers to a prompt. key: what their events call the prompt; request_id: in
+        the log. Raises ValueError, naming the value, for what cannot run."""
+        requests: list[Request] = []
+        for i in range(sampling.n):
+            name = f"{request_id}-{i}" if request_id and sampling.n > 1 else request_id
+            seed = requests[0].seed if requests else seed
+            requests.append(
+                self.add(prompt_ids, sampling, sibling=i, seed=seed, request_id=name, key=key)
+            )
+        return requests
 
     def add(
         self,
@@ -125,9 +206,11 @@ class Engine:
         sibling: int = 0,
         seed: int | None = None,
         request_id: str | None = None,
+        key: Hashable = None,
     ) -> Request:
         """Queue one answer. sibling: which of a prompt's n answers; seed: used where the sampling
-        parameters bring none. Raises ValueError, naming the value, for what cannot run."""
+        parameters bring none; key: what its events call the prompt, by default the request's
+        number. Raises ValueError, naming the value, for what cannot run."""
         self._check_prompt(prompt_ids)
         self._check_sampling(sampling)
         method, drafts, off = self._choose(Speculation.of(sampling.speculation))
@@ -138,7 +221,8 @@ class Engine:
             seed = self.config.seed + number
         ends = () if sampling.ignore_eos else self.resolved.target.eos_ids
         if sampling.structured_outputs is not None:
-            ends = (*ends, *self.grammars.tokenizer.eos_tokens)
+            self.compile(sampling)
+            ends = (*ends, *self.grammars.compiler.tokenizer.eos_tokens)
         request = Request(
             request_id or f"request-{number}",
             prompt_ids,
@@ -149,8 +233,8 @@ class Engine:
             method=method,
             num_drafts=drafts,
             off_reason=off,
+            key=number if key is None else key,
         )
-        self.grammars.follow(request)
         self.scheduler.add(request)
         return request
 
@@ -169,7 +253,7 @@ class Engine:
         running."""
         assert not self.has_work, "requests are running"
         self._numbers = itertools.count()
-        self.scheduler.stats = EngineStats()
+        self.scheduler.outcomes.stats = EngineStats()
         self.parts.pool.forget()
 
     def check(self) -> None:
@@ -229,7 +313,7 @@ class Engine:
             if self.resolved.draft is None:
                 return "none", 0, "no drafter is loaded"
             return "none", 0, "the engine's method is none"
-        if method not in self.proposers.proposers or not most:
+        if method not in self.proposers.names or not most:
             mend = "start the engine with a drafter" if method == "dflash" else "give num_drafts"
             raise ValueError(
                 f"speculation.method is {method!r}, but this engine cannot draft so; {mend}."

@@ -5,33 +5,33 @@
        +----preempt-------+        first come, first served; the newest makes room
 
 Results may come one step late: a record whose request ended or was preempted while a step was in
-flight keeps its slot and pages until that step is collected, and the step's result is dropped.
+flight keeps its slot and pages until that step's result is in, which is dropped.
 """
 
 from __future__ import annotations
 
-import logging
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from strobe.config import Limits
+from strobe.engine.outcomes import Outcomes
 from strobe.engine.stats import EngineStats
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
-from strobe.step import HostVerdict, PageWrite, Plan, Span, TokenEvent
+from strobe.spec.base import HostProposer
+from strobe.spec.budget import Budget, Candidate, FullBudget, Load
+from strobe.step import TAIL, Admission, PageWrite, Plan, Span, StepResult, TokenEvent
 
-logger = logging.getLogger(__name__)
-
-DraftLength = Callable[[Request, int], int]
-"""(request, drafts it may use) -> drafts to verify in this step, from 0 to that many."""
-
-
-def full_length(request: Request, allowed: int) -> int:
-    """Verify every draft the request may use."""
-    return allowed
+_LOOKED_AT = 64
+"""Waiting requests that one plan looks at, at most."""
+_ALONE = 4
+"""Steps that each request of a failed step runs alone, so that the one at fault is found."""
+_PATIENCE = 3
+"""Steps in a row that fail with one request alone before it is ended."""
 
 
 @dataclass(eq=False)
@@ -64,24 +64,29 @@ class Scheduler:
         limits: Limits,
         pool: PagePool,
         *,
-        host_methods: Collection[str] = (),
+        host: Mapping[str, HostProposer] | None = None,
         prefix_caching: bool = True,
-        recurrent: bool = False,
-        draft_length: DraftLength = full_length,
+        budget: Budget | None = None,
     ):
-        """host_methods: drafting methods that read the host's tokens, so that no result of theirs
-        may be in flight when they draft. recurrent: the target's states have moved on where a step
-        failed, so that it cannot be run again."""
+        """host: methods that draft on the host, by what it knows of a request's tokens. budget: how
+        many drafts are verified."""
         self.limits, self.pool = limits, pool
-        self.host_methods, self.prefix_caching = frozenset(host_methods), prefix_caching
-        self.draft_length, self.recurrent = draft_length, recurrent
-        self.stats = EngineStats()
+        self.host = host or {}
+        self.prefix_caching = prefix_caching
+        self.budget = budget or FullBudget()
+        self.outcomes = Outcomes(limits)
         self.waiting: deque[Request] = deque()
         self.running: list[Record] = []
-        self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._records: dict[Request, Record] = {}
         self._draining: list[Record] = []
+        self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._flying: deque[list[Record]] = deque()
+        self._prefilling: dict[bytes, Record] = {}
+        self._suspects: dict[Request, int] = {}
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.outcomes.stats
 
     @property
     def has_work(self) -> bool:
@@ -104,86 +109,92 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Choose this step's spans and reserve their pages, all or nothing."""
-        budget = self.limits.max_num_batched_tokens
-        chosen: list[tuple[Record, Span]] = []
-        for record in [r for r in self.running if r.decoding]:
-            if self._ready(record):
-                span = self._decode_span(record)
-                chosen.append((record, span))
-                budget -= span.num_tokens + span.drafts
+        alone = self._suspect()
+        running = [r for r in self.running if alone is None or r.request is alone]
+        chosen = self._decode_spans([r for r in running if r.decoding and self._ready(r)])
+        taken = sum([span.num_rows for _, span in chosen])
+        budget = self.limits.max_num_batched_tokens - taken
         most = self.limits.max_mixed_tokens
-        if most is not None and any(record.decoding for record in self.running):
-            taken = self.limits.max_num_batched_tokens - budget
+        if most is not None and any(record.decoding for record in running):
             budget = min(budget, max(most - taken, most // 2))
-        for record in [r for r in self.running if not r.decoding]:
+        for record in [r for r in running if not r.decoding]:
             if budget <= 0:
                 break
             span = self._prefill_span(record, budget)
             chosen.append((record, span))
-            budget -= span.num_tokens
+            budget -= span.num_rows
         fitting = self._reserve(chosen)
         crowded, chosen = len(fitting) < len(chosen), fitting
-        admitted: list[tuple[int, Request, int]] = []
-        while budget > 0 and self.waiting and self._slots and not crowded:
-            admission = self._admit(self.waiting[0], budget)
-            if admission is None:
-                break
-            record, span = admission
-            self.waiting.popleft()
-            admitted.append((record.slot, record.request, span.start))
-            chosen.append(admission)
-            budget -= span.num_tokens
+        admitted = [] if crowded else self._admit_waiting(alone, budget)
+        chosen += admitted
+        if alone is not None and not chosen and not self._flying:
+            self._suspects.clear()  # it finds no room beside the others
+            return self.plan()
         for record, span in chosen:
             record.in_flight += 1
-            record.start += span.num_tokens
+            record.start += span.num_certain
         if chosen:
             self._flying.append([record for record, _ in chosen])
         pages = [write for record, _ in chosen if (write := self._page_write(record))]
-        return Plan([span for _, span in chosen], pages, admitted)
+        return Plan(
+            tuple([span for _, span in chosen]),
+            tuple(pages),
+            tuple([_admission(record, span.start) for record, span in admitted]),
+        )
 
-    def commit(self, plan: Plan, verdict: HostVerdict) -> list[TokenEvent]:
-        """Take in the oldest step in flight: advance leases, apply stop rules, tell the news."""
+    def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
+        """Take in the oldest step in flight: advance leases, apply stop rules, make the events."""
         events: list[TokenEvent] = []
         self.stats.steps += 1
         for i, (record, span) in enumerate(zip(self._flying.popleft(), plan.spans, strict=True)):
-            start = record.lease.length
+            request, start = record.request, record.lease.length
             record.in_flight -= 1
-            record.lease.commit(span.num_tokens + verdict.accepted[i])
-            record.start += verdict.accepted[i]
+            record.lease.commit(span.num_certain + result.accepted[i])
+            record.start += result.accepted[i]
             if record.draining:
                 self._release_if_landed(record)
                 continue
+            self._passed(request)
             if span.scored:
-                known = span.request.prompt_logprobs
-                known[span.start + 1 :] = verdict.prompt_logprobs[i]
-            if span.rows:
+                request.prompt_logprobs[span.start + 1 :] = result.prompt_logprobs[i]
+            if span.logits or i in result.errors:
                 drafted = max(0, min(span.drafts, self.limits.max_model_len - 1 - start))
-                events.append(self._take(record, start, drafted, i, verdict))
-            if self.prefix_caching and not record.draining:
-                record.lease.publish(record.request.tokens)
+                events.append(self.outcomes.take(request, start, drafted, i, result))
+            if self.prefix_caching:
+                self._publish(record)
+            if request.status is Status.FINISHED:
+                self._leave(record)
         return events
 
-    def cancel(self, plan: Plan) -> None:
-        """Give up the newest plan, whose step did not run: whom it admitted waits again, with a
-        recurrent target everyone does; and the next plan tells the device every page anew, since it
-        may not have seen this one's."""
+    def cancel(self, plan: Plan, error: str = "") -> list[TokenEvent]:
+        """Give up the newest plan, whose step failed: its requests wait again, since part of the
+        step may have been done, and then run alone for a few steps. A request whose steps go on
+        failing though it is alone ends with the error, which the event returned says."""
         if not plan.spans:
-            return
-        admitted = {request for _, request, _ in plan.admitted}
-        back: list[Record] = []
-        for record, span in zip(self._flying.pop(), plan.spans, strict=True):
+            return []
+        records = self._flying.pop()
+        for record, span in zip(records, plan.spans, strict=True):
             record.in_flight -= 1
             record.lease.rollback()
-            record.sent = 0
-            record.start -= span.num_tokens
-            if record.draining:
-                self._release_if_landed(record)
-            elif self.recurrent or record.request in admitted:
-                back.append(record)
+            record.start -= span.num_certain
+        back = [record for record in records if not record.draining]
         for record in reversed(back):
             record.request.status = Status.WAITING
             self._leave(record)
             self.waiting.appendleft(record.request)
+        for record in records:
+            if record.draining and record in self._draining:
+                self._release_if_landed(record)
+        self._suspects = {record.request: _ALONE for record in back}
+        if len(back) != 1:
+            return []
+        request = back[0].request
+        request.failures += 1
+        if request.failures < _PATIENCE:
+            return []
+        request.error = f"The step failed {request.failures} times with this request alone: {error}"
+        self.finish(request, "error")
+        return [self.outcomes.event(request, [])]
 
     def check(self) -> None:
         """Raises AssertionError where bookkeeping disagrees with itself."""
@@ -193,45 +204,84 @@ class Scheduler:
         assert len(held) + len(self._slots) == self.limits.max_num_seqs, "a slot is lost"
         if not held:
             assert self.pool.available == self.pool.capacity, "an idle engine holds pages"
+            assert not self._prefilling, "an idle engine computes prompts"
         for record in held:
             assert record.lease.num_open == record.in_flight
             if record.decoding and not record.in_flight and not record.draining:
                 assert record.lease.length == record.start == len(record.request.tokens) - 1
 
+    def _suspect(self) -> Request | None:
+        """The request that runs alone since a step of several failed, if one does."""
+        while self._suspects:
+            request = next(iter(self._suspects))
+            if request.status is not Status.FINISHED:
+                return request
+            del self._suspects[request]
+        return None
+
+    def _passed(self, request: Request) -> None:
+        """Note that a request has got through a step."""
+        request.failures = 0
+        if request in self._suspects:
+            self._suspects[request] -= 1
+            if not self._suspects[request]:
+                del self._suspects[request]
+
     def _ready(self, record: Record) -> bool:
         """Whether its next step may be planned while results of it are on their way."""
-        request = record.request
-        by_host = request.needs_host_tokens or request.method in self.host_methods
-        return not (record.in_flight and by_host)
+        return not (record.in_flight and record.request.method in self.host)
 
-    def _decode_span(self, record: Record) -> Span:
-        request = record.request
-        allowed = min(request.num_drafts, self.limits.num_drafts)
-        drafts = min(max(self.draft_length(request, allowed), 0), allowed) if allowed else 0
-        bound = record.lease.length + record.lease.open
-        return Span(request, record.slot, record.start, bound, None, drafts, 1 + drafts)
+    def _decode_spans(self, records: list[Record]) -> list[tuple[Record, Span]]:
+        """Each record's newest token, and the drafts that it verifies."""
+        if not records:
+            return []
+        most = self.limits.num_drafts
+        load = Load(
+            decoding=len(records),
+            prompt_rows=sum([r.goal - r.start for r in self.running if not r.decoding]),
+            waiting=len(self.waiting),
+        )
+        asked = [Candidate(r.request, min(r.request.num_drafts, most)) for r in records]
+        counts = self.budget.drafts(asked, load)
+        return [(r, self._decode_span(r, n)) for r, n in zip(records, counts, strict=True)]
+
+    def _decode_span(self, record: Record, count: int) -> Span:
+        request, bound = record.request, record.lease.length + record.lease.open
+        if (host := self.host.get(request.method)) is not None:
+            tokens = (request.tokens[-1], *(host.propose(request, count) if count else ()))
+            drafts = len(tokens) - 1
+            return Span(record.slot, record.start, bound, tokens, drafts, None, 1 + drafts)
+        method = request.method if count else None
+        return Span(record.slot, record.start, bound, (TAIL,), count, method, 1 + count)
 
     def _prefill_span(self, record: Record, budget: int) -> Span:
-        start = record.start
-        tokens = tuple(record.request.tokens[start : min(record.goal, start + budget)])
-        rows = 1 if start + len(tokens) == record.goal else 0
-        scored = 0
-        if record.request.scores_prompt:
-            last = record.request.num_prompt - 1
-            scored = max(0, min(start + len(tokens), last) - start)
-        return Span(record.request, record.slot, start, start, tokens, 0, rows, scored)
+        request, start = record.request, record.start
+        end = min(record.goal, start + budget)
+        scored, top = (), 0
+        if request.scores_prompt:
+            scored = tuple(request.tokens[start + 1 : min(end + 1, request.num_prompt)])
+            top = request.sampling.prompt_logprobs or 0
+        return Span(
+            record.slot,
+            start,
+            start,
+            tuple(request.tokens[start:end]),
+            logits=int(end == record.goal),
+            scored=scored,
+            top_logprobs=top,
+        )
 
-    def _positions(self, span: Span) -> int:
+    def _positions(self, record: Record, span: Span) -> int:
         """Positions to reserve: a drafting request always gets the whole block."""
-        if span.tokens is not None:
-            return len(span.tokens)
-        return self.limits.block if span.request.num_drafts else 1
+        if not record.decoding:
+            return span.num_rows
+        return self.limits.block if record.request.num_drafts else 1
 
     def _reserve(self, chosen: list[tuple[Record, Span]]) -> list[tuple[Record, Span]]:
         """Reserve for all of them. Where pages run out the newest running request makes room, and
         while a leaving one's pages are still on their way the newest chosen ones sit this step out.
         """
-        while not reserve_all([(r.lease, self._positions(s)) for r, s in chosen]):
+        while not reserve_all([(r.lease, self._positions(r, s)) for r, s in chosen]):
             if self._draining:
                 chosen = chosen[:-1]
                 continue
@@ -240,10 +290,27 @@ class Scheduler:
             chosen = [(r, s) for r, s in chosen if r is not victim]
         return chosen
 
+    def _admit_waiting(self, alone: Request | None, budget: int) -> list[tuple[Record, Span]]:
+        """Start waiting requests, first come, first served, as far as slots, pages and rows go. Who
+        would compute what another is computing waits for that."""
+        admitted: list[tuple[Record, Span]] = []
+        first = itertools.islice(self.waiting, _LOOKED_AT)
+        for request in [alone] if alone is not None else list(first):
+            if budget <= 0 or not self._slots or request.status is not Status.WAITING:
+                break
+            if self._computed_elsewhere(request):
+                continue
+            admission = self._admit(request, budget)
+            if admission is None:
+                break
+            self.waiting.remove(request)
+            admitted.append(admission)
+            budget -= admission[1].num_rows
+        return admitted
+
     def _admit(self, request: Request, budget: int) -> tuple[Record, Span] | None:
         """Start a waiting request if all its known tokens and a block more find pages."""
-        lease = Lease(self.pool, self.limits.max_model_len)
-        start = 0
+        lease, start = Lease(self.pool, self.limits.max_model_len), 0
         if self.prefix_caching and not request.scores_prompt:
             start = lease.adopt(request.tokens)
         record = Record(request, self._slots[-1], lease, start, len(request.tokens))
@@ -252,7 +319,7 @@ class Scheduler:
         if lease.pages_for(rest) > self.pool.available:
             lease.release()
             return None
-        reserved = reserve_all([(lease, self._positions(span))])
+        reserved = reserve_all([(lease, self._positions(record, span))])
         assert reserved, "pages that were available are not"
         self._slots.pop()
         if request.num_cached is None:
@@ -262,64 +329,43 @@ class Scheduler:
         request.status = Status.RUNNING
         self.running.append(record)
         self._records[request] = record
+        if self.prefix_caching:
+            for key in self._page_keys(request)[start // self.pool.page_size :]:
+                self._prefilling.setdefault(key, record)
         return record, span
+
+    def _page_keys(self, request: Request) -> list[bytes]:
+        """The keys of the full pages before the last of its tokens, which a prefix can be."""
+        size, keys, tokens = self.pool.page_size, request.page_keys, request.tokens
+        for i in range(len(keys), (len(tokens) - 1) // size):
+            parent = keys[-1] if keys else b""
+            keys.append(self.pool.key(parent, tokens[i * size : (i + 1) * size]))
+        return keys
+
+    def _computed_elsewhere(self, request: Request) -> bool:
+        """Whether running requests are computing at least half of what it would have to."""
+        if not self._prefilling or not self.prefix_caching or request.scores_prompt:
+            return False
+        keys, size = self._page_keys(request), self.pool.page_size
+        done = next((i for i, k in enumerate(keys) if self.pool.lookup(k) is None), len(keys))
+        coming = itertools.takewhile(lambda key: key in self._prefilling, keys[done:])
+        return 2 * size * sum([1 for _ in coming]) >= len(request.tokens) - done * size
+
+    def _publish(self, record: Record) -> None:
+        """Make its full pages findable."""
+        if record.request.error is None:
+            record.lease.publish(record.request.tokens)
+        if self._prefilling and record.lease.length >= record.goal:
+            self._forget_prefill(record)
+
+    def _forget_prefill(self, record: Record) -> None:
+        for key in [key for key in record.request.page_keys if self._prefilling.get(key) is record]:
+            del self._prefilling[key]
 
     def _page_write(self, record: Record) -> PageWrite | None:
         first, pages = record.sent, record.lease.pages
         record.sent = len(pages)
         return PageWrite(record.slot, first, tuple(pages[first:])) if first < len(pages) else None
-
-    def _take(
-        self, record: Record, start: int, drafted: int, i: int, verdict: HostVerdict
-    ) -> TokenEvent:
-        """Append the verdict's tokens up to the first one that ends the request."""
-        request, tokens = record.request, verdict.tokens[i]
-        count, reason = self._ending(request, tokens)
-        kept = tokens[:count]
-        request.tokens += kept
-        self.stats.generation_tokens += count
-        if drafted:
-            self._count(request, drafted, verdict.accepted[i], count)
-        if reason is not None:
-            request.status, request.finish_reason = Status.FINISHED, reason
-            self._leave(record)
-        accepted, logprobs = min(verdict.accepted[i], count), verdict.logprobs.get(i, [])[:count]
-        return TokenEvent(request, kept, reason, drafted, accepted, logprobs, start)
-
-    def _ending(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
-        """How many of `tokens` the request takes, and why it ends there, if it does."""
-        if request.error is not None:
-            return 0, "error"
-        sampling, made = request.sampling, request.num_output
-        room = self.limits.max_model_len - len(request.tokens)
-        if sampling.max_tokens is not None:
-            room = min(room, sampling.max_tokens - made)
-        if not request.stop_ids.isdisjoint(tokens):
-            for i, token in enumerate(tokens[:room]):
-                # Before min_tokens only a grammar that is at its end lets an end token be made.
-                bound = request.structured is not None
-                if token in request.stop_ids and (bound or made + i >= sampling.min_tokens):
-                    if token in sampling.stop_token_ids:
-                        request.stop_reason = token
-                    return i + 1, "stop"
-        return (room, "length") if len(tokens) >= room else (len(tokens), None)
-
-    def _count(self, request: Request, drafted: int, accepted: int, committed: int) -> None:
-        """Drafts count as accepted up to the token that ended the answer; a stop string, which is
-        found later in the text, takes nothing back."""
-        accepted = min(accepted, committed)
-        counts = request.speculation
-        counts.add(drafted, accepted)
-        self.stats.verified(drafted, accepted)
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug(
-                "verify request=%s accepted=%d/%d committed=%d acceptance_rate=%.3f",
-                request.id,
-                accepted,
-                drafted,
-                committed,
-                counts.accepted / counts.drafted,
-            )
 
     def _preempt(self, record: Record) -> None:
         """Take a running request's pages; it starts over from the tokens it has, first in line."""
@@ -333,6 +379,7 @@ class Scheduler:
     def _leave(self, record: Record) -> None:
         self.running.remove(record)
         del self._records[record.request]
+        self._forget_prefill(record)
         record.draining = True
         self._draining.append(record)
         self._release_if_landed(record)
@@ -342,3 +389,17 @@ class Scheduler:
             record.lease.release()
             self._draining.remove(record)
             self._slots.append(record.slot)
+
+
+def _admission(record: Record, length: int) -> Admission:
+    request = record.request
+    return Admission(
+        record.slot,
+        length,
+        tuple(request.tokens),
+        request.num_prompt,
+        request.sampling,
+        request.seed,
+        request.sibling,
+        request.stop_ids,
+    )

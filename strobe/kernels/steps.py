@@ -1,11 +1,13 @@
 # pyright: basic, reportCallIssue=false
 """A step's bookkeeping on the device: where rows stand, and what became of the drafts.
 
-Legend: S spans, T rows, K drafts per span. The torch twins are `DecodeState.locate` with
-`Layout.ids`, and `match_prefix` with `DecodeState.advance`.
+Legend: S spans, T rows, K drafts per span, W rows of a span with logits. The torch twins are in
+`strobe.runner.state`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -48,9 +50,8 @@ def _place_kernel(
     real = lanes < spans
     start = tl.load(cursor + 2 * tl.load(slots + lanes, real, 0), real, 0)
     tl.store(starts + lanes, start, real)
-    if K:
-        room = tl.maximum(limit - 1 - start, 0)
-        tl.store(lengths + lanes, tl.minimum(tl.load(planned + lanes, real, 0), room), real)
+    room = tl.maximum(limit - 1 - start, 0)
+    tl.store(lengths + lanes, tl.minimum(tl.load(planned + lanes, real, 0), room), real)
     # Per row: its position, its slot in the K/V stores, and its token.
     real = lanes < rows
     span = tl.load(span_of_row + lanes, real, 0)
@@ -68,35 +69,29 @@ def _place_kernel(
 
 
 def place(
-    cursor: Tensor,
-    table: Tensor,
-    slots: Tensor,
-    rows: tuple[Tensor, Tensor, Tensor],
-    drafts: Tensor,
-    planned: Tensor,
-    limit: int,
-    page_size: int,
+    cursor: Tensor, table: Tensor, layout: Any, drafts: Tensor | None, limit: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """cursor [N, 2], table [N, columns], slots [S], rows (span_of_row, offset, tokens) [T],
-    drafts [S, K], planned [S] -> start, lengths [S], positions, slots, ids [T].
+    """cursor [N, 2], table [N, columns], a layout of S spans and T rows, drafts [S, K] ->
+    ids, positions, kv_slots [T], starts, draft_lengths [S].
 
-    lengths: the planned drafts that lie before position `limit`; empty where K is 0. A token is an
-    id, -1 for the span's tail, or -2 - j for its draft j.
+    draft_lengths: the planned drafts that lie before position `limit`. A layout's token is an id,
+    -1 for the span's newest token, or -2 - j for its draft j.
     """
-    span_of_row, offset, tokens = rows
-    size, count, width = slots.shape[0], tokens.shape[0], drafts.shape[1]
-    found = torch.empty(2 * size + 3 * count, dtype=torch.int64, device=slots.device)
+    size, count = layout.slots.shape[0], layout.tokens.shape[0]
+    given = layout.tokens[:, None] if drafts is None else drafts
+    width = 0 if drafts is None else drafts.shape[1]
+    found = torch.empty(2 * size + 3 * count, dtype=torch.int64, device=cursor.device)
     start, lengths, positions, places, ids = found.split([size, size, count, count, count])
-    pdl = dependent(slots.device)
+    pdl = dependent(cursor.device)
     _place_kernel[(triton.cdiv(max(size, count), _BLOCK),)](
         cursor,
         table,
-        slots,
-        span_of_row,
-        offset,
-        tokens,
-        drafts,
-        planned,
+        layout.slots,
+        layout.span_of_row,
+        layout.offset,
+        layout.tokens,
+        given,
+        layout.drafts,
         start,
         lengths,
         positions,
@@ -106,7 +101,7 @@ def place(
         count,
         table.shape[1],
         limit,
-        drafts.stride(0),
+        given.stride(0),
         K=width,
         PAGE=page_size,
         BLOCK=_BLOCK,
@@ -114,22 +109,24 @@ def place(
         PDL=pdl,
         launch_pdl=pdl,
     )
-    return start, lengths, positions, places, ids
+    return ids, positions, places, start, lengths
 
 
-@triton.jit(do_not_specialize=["simulated", "draft_stride"])
+@triton.jit(do_not_specialize=["simulated", "rows"])
 def _accept_kernel(
-    picks,
-    drafts,
+    tokens,
+    ids,
     lengths,
     start,
-    counts,
+    row_starts,
+    certain,
     slots,
     cursor,
     accepted,
     simulated,
-    draft_stride,
+    rows,
     K: tl.constexpr,
+    W: tl.constexpr,
     SIMULATED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -137,15 +134,17 @@ def _accept_kernel(
     follow(PDL)
     span = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
-    picks += span * (K + 1)
+    tokens += span * W
     kept = tl.zeros([], tl.int64)
     begin = tl.load(start + span)
+    sure = tl.load(certain + span)
     if K:
         length = tl.load(lengths + span)
         inside = lanes < length
-        pick = tl.load(picks + lanes, inside, 0)
-        draft = tl.load(drafts + span * draft_stride + lanes, inside, 0)
-        kept = tl.min(tl.where(inside & (pick == draft), BLOCK, lanes), 0).to(tl.int64)
+        token = tl.load(tokens + lanes, inside, 0)
+        first = tl.load(row_starts + span) + sure
+        draft = tl.load(ids + first + lanes, inside & (first + lanes < rows), 0)
+        kept = tl.min(tl.where(inside & (token == draft), BLOCK, lanes), 0).to(tl.int64)
         if SIMULATED:
             share = begin.to(tl.float32) * 0.6180339887498949
             whole = tl.floor(simulated - 1.0)
@@ -153,40 +152,36 @@ def _accept_kernel(
             kept = tl.minimum((whole + tl.where(more, 1.0, 0.0)).to(tl.int64), length)
     tl.store(accepted + span, kept)
     slot = tl.load(slots + span)
-    tl.store(cursor + 2 * slot, begin + tl.load(counts + span) + kept)
-    tl.store(cursor + 2 * slot + 1, tl.load(picks + kept))
+    tl.store(cursor + 2 * slot, begin + sure + kept)
+    tl.store(cursor + 2 * slot + 1, tl.load(tokens + kept))
 
 
 def accept(
-    picks: Tensor,
-    drafts: Tensor,
-    lengths: Tensor,
-    start: Tensor,
-    counts: Tensor,
-    slots: Tensor,
-    cursor: Tensor,
-    simulated: float | None = None,
+    tokens: Tensor, batch: Any, layout: Any, cursor: Tensor, simulated: float | None = None
 ) -> Tensor:
-    """picks [S, K + 1], drafts [S, K], lengths, start, counts, slots [S] -> accepted [S].
+    """tokens [S, W], the target's at every row -> accepted [S].
 
-    Drafts are kept while they equal the picks; cursor [N, 2] takes the new lengths and tail tokens.
-    simulated: keep instead so many tokens per step on average (`strobe.spec.verify.simulate`).
+    Drafts, which follow a span's certain rows in the batch's ids, are kept while they equal the
+    target's tokens; cursor [N, 2] takes the new lengths and newest tokens. simulated: keep instead
+    so many tokens per step on average.
     """
-    size, width = picks.shape[0], drafts.shape[1]
-    accepted = torch.empty(size, dtype=torch.int64, device=picks.device)
-    pdl = dependent(picks.device)
+    size, width = tokens.shape
+    accepted = torch.empty(size, dtype=torch.int64, device=tokens.device)
+    pdl = dependent(tokens.device)
     _accept_kernel[(size,)](
-        picks,
-        drafts,
-        lengths,
-        start,
-        counts,
-        slots,
+        tokens,
+        batch.ids,
+        batch.draft_lengths,
+        batch.starts,
+        layout.row_starts,
+        layout.certain,
+        layout.slots,
         cursor,
         accepted,
         simulated or 1.0,
-        drafts.stride(0),
-        K=width,
+        batch.ids.shape[0],
+        K=layout.shape.drafts,
+        W=width,
         SIMULATED=simulated is not None,
         BLOCK=max(triton.next_power_of_2(width), 2),
         num_warps=1,

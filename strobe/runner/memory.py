@@ -11,7 +11,8 @@ import torch
 from strobe.config import EngineConfig, Limits, parse_bytes
 from strobe.kv.store import KVSpec
 from strobe.models.config import DecoderConfig
-from strobe.runner.shapes import REPLAYED_ROWS
+from strobe.runner.buckets import REPLAYED_ROWS
+from strobe.sampling.state import SamplingState
 
 _CPU_DEFAULT = 1 << 30
 _GPU_SHARE = 0.92
@@ -137,23 +138,13 @@ def _beyond(share: float, free: int, device: torch.device) -> int:
     return kept
 
 
-def scratch_bytes(
-    limits: Limits,
-    decoder: DecoderConfig,
-    features: int,
-    dtype: torch.dtype,
-    *,
-    drawn: bool = False,
-) -> int:
+def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: torch.dtype) -> int:
     """What a step's tensors take at most on a GPU, where they come from a pool of their own.
 
     Per row: the residual stream twice and normed once, `features` copies of it, gate, up and their
-    product, or for each expert that it goes through these and three copies of itself; per wanted
-    row its logits, in dtype and in float32. Once for steps that run as they are and once, for as
-    many rows as are replayed, for those that were captured. drawn: drafts have probabilities of
-    float32, which the drafter's step leaves, those of several methods are joined in and the
-    target's step holds in its rows' order; and while such a step draws, it holds some seven more
-    tensors of that size, among them sorted ones with their indices and sums of float64.
+    product, or for each expert that it goes through these and three copies of itself; per row with
+    logits these, in dtype and in float32. Once for steps that run as they are and once, for as many
+    rows as are replayed, for those that were captured. And the tables of sampling, per slot.
     """
     rows = limits.max_num_batched_tokens
     wanted = limits.max_num_seqs * (1 + limits.num_drafts)
@@ -161,5 +152,6 @@ def scratch_bytes(
     if experts is not None:
         inner = max(inner, 3 * experts.chosen * (decoder.hidden_size + experts.size))
     per_row = (3 + features) * decoder.hidden_size + inner
-    logits = wanted * decoder.vocab_size * (dtype.itemsize + 4 + drawn * (3 + 7) * 4)
-    return (rows + max(wanted, REPLAYED_ROWS)) * per_row * dtype.itemsize + 2 * logits
+    logits = wanted * decoder.vocab_size * (dtype.itemsize + 4)
+    tables = SamplingState.num_bytes(limits.max_num_seqs, decoder.vocab_size)
+    return (rows + max(wanted, REPLAYED_ROWS)) * per_row * dtype.itemsize + 2 * logits + tables

@@ -1,23 +1,26 @@
-"""Plans to tensors to logits, for a target and for a drafter alike."""
+"""Runs one model over a batch and one KV store."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Protocol
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
-from strobe.attention.base import AttentionBackend, AttentionInputs, Group
+from strobe.attention.base import AttentionBackend, Batch
 from strobe.attention.mask import LayerMask
 from strobe.kv.store import KVStore
 from strobe.models.layers import Attend
-from strobe.runner.batch import Batch, Inputs, Layout, WantedRows
-from strobe.runner.shapes import Shapes
+from strobe.runner.batch import Layout, Shape, lay_out, own_shape
+from strobe.runner.buckets import Buckets
 from strobe.runner.state import DecodeState
-from strobe.sampling.logprobs import joined, score
-from strobe.step import Plan, Proposal, Scores
+from strobe.sampling.logprobs import Scores, joined, score
+from strobe.sampling.state import GREEDY, LogitRows, Sampled, SamplingMode, SamplingState
+from strobe.step import TAIL, Span
 
 _SCORED_ROWS = 256
+_LAYOUTS = 64
 
 
 class RowModel(Protocol):
@@ -33,14 +36,10 @@ class RowModel(Protocol):
 
 
 class Output(NamedTuple):
-    """Of the R wanted rows their logits [R, V] or, where only those were asked for, the most
-    probable tokens `picks` [R]; hidden [T, n * H], the captured features of all rows;
-    prompt_scores: of the rows whose next prompt token is scored, where there are any."""
+    """Of all T rows the residual stream x [T, H] and the captured features hidden [T, n * H]."""
 
-    logits: Tensor | None
-    picks: Tensor | None
+    x: Tensor
     hidden: Tensor | None
-    prompt_scores: Scores | None = None
 
 
 class ModelRunner:
@@ -52,113 +51,95 @@ class ModelRunner:
         masks: tuple[LayerMask, ...],
         store: KVStore,
         state: DecodeState,
+        sampling: SamplingState,
         backend: AttentionBackend,
         *,
-        limit: int,
         capture: tuple[int, ...] = (),
-        shapes: Shapes | None = None,
+        buckets: Buckets | None = None,
     ):
-        """limit: the context's end; drafts that would lie beyond it do not count. shapes: what
-        batches are padded to; None: they are as large as their plan."""
+        """capture: layers whose outputs are kept, as counts of layers done. buckets: what batches
+        are padded to; None: they are as large as their spans."""
         self.model, self.masks, self.store, self.state = model, masks, store, state
-        self.backend, self.capture, self.shapes, self.limit = backend, capture, shapes, limit
-
-    def arrange(
-        self, plan: Plan, proposal: Proposal | None = None, *, wanted: int | None = None
-    ) -> Inputs:
-        """The plan's geometry and its drafts. wanted: the most wanted rows of a span, by default
-        one more than the longest draft."""
-        state, spans = self.state, plan.spans
-        layout, rows = self._layout(plan, wanted)
-        if proposal is not None and layout.padded:
-            fill = layout.num_spans - proposal.tokens.shape[0]
-            columns = layout.width - proposal.tokens.shape[1]
-            if fill or columns:
-                whole = proposal._asdict()
-                for name in [n for n in ("tokens", "probs", "drawn") if whole[n] is not None]:
-                    inner = (0, 0) * (whole[name].dim() - 2)
-                    whole[name] = F.pad(whole[name], (*inner, 0, columns, 0, fill))
-                proposal = Proposal(**whole)
-        reach = state.table.shape[1] * state.page_size
-        bounds = [
-            min(max(spans[i].bound + layout.row_counts[i] for i in group.members), reach)
-            for group in self._groups(layout)
-        ]
-        return Inputs(layout, rows, proposal, bounds)
-
-    def prepare(self, inputs: Inputs) -> Batch:
-        """Lay out host tokens, device tails and drafts at their positions."""
-        layout, state = inputs.layout, self.state
-        assert inputs.proposal is not None
-        places, ids, proposal = state.place(layout, inputs.proposal, self.limit)
-        attention = AttentionInputs(
-            positions=places.positions,
-            slots=places.slots,
-            starts=places.start,
-            sizes=layout.sizes,
-            row_starts=layout.row_starts,
-            longest=layout.longest,
-            tables=state.table,
-            table_rows=layout.slots,
-            page_size=state.page_size,
-            groups=self._groups(layout),
-            bounds=inputs.bounds,
+        self.sampling, self.backend, self.capture, self.buckets = (
+            sampling,
+            backend,
+            capture,
+            buckets,
         )
-        return Batch(layout, places, inputs.wanted, ids, attention, proposal)
+        self._layouts: dict[Hashable, Layout] = {}
 
-    def forward(self, batch: Batch, *, greedy: bool = False) -> Output:
-        """Run the model over every row and its head over the wanted ones."""
-        attend = self.backend.plan(batch.attention, self.store, self.masks)
-        x, hidden = self.model(batch.ids, batch.places.positions, attend, self.capture)
-        scores = self._score_prompt(x, batch) if batch.layout.scored is not None else None
-        rows = batch.wanted.of(x, kernels=self.state.kernels)
-        if greedy:
-            return Output(None, self.model.pick(rows), hidden, scores)
-        return Output(self.model.head(rows), None, hidden, scores)
+    def shape_of(self, spans: Sequence[Span]) -> Shape:
+        """The shape of the spans' layout: their own, or the bucket that they are padded to."""
+        return own_shape(spans) if self.buckets is None else self.buckets.of(spans)
 
-    def replays(self, inputs: Inputs) -> bool:
-        """Whether inputs of that shape come again and again, so that recording them pays."""
-        layout = inputs.layout
-        return self.shapes is not None and not layout.scored and self.shapes.replays(layout.shape)
+    def lay_out(self, spans: Sequence[Span], shape: Shape) -> Layout:
+        """The spans' layout, kept while the same requests go on decoding."""
+        given = spans, self.state.device, shape, self.buckets is not None, self.state.spare
+        if spans[0].tokens[0] != TAIL or spans[-1].tokens[0] != TAIL:
+            return lay_out(*given)
+        key = tuple([(s.slot, s.drafts, s.method, s.tokens) for s in spans])
+        found = self._layouts.get(key)
+        if found is None:
+            if len(self._layouts) >= _LAYOUTS:
+                self._layouts.pop(next(iter(self._layouts)))
+            found = self._layouts[key] = lay_out(*given)
+        return found
 
-    def _groups(self, layout: Layout) -> list[Group]:
-        return [] if self.backend.graph_safe else layout.groups
+    def bounds(self, spans: Sequence[Span]) -> list[int]:
+        """Per span, a position that no key of it reaches."""
+        return [min(span.bound + span.num_rows, self.state.reach) for span in spans]
 
-    def _score_prompt(self, x: Tensor, batch: Batch) -> Scores:
+    def captured(self, layout: Layout) -> bool:
+        """Whether steps of that layout's shape are captured."""
+        return (
+            self.buckets is not None
+            and layout.scored is None
+            and self.buckets.captured(layout.shape)
+        )
+
+    def forward(self, batch: Batch) -> Output:
+        """Run the model over every row."""
+        attend = self.backend.plan(batch, self.store, self.masks)
+        return Output(*self.model(batch.ids, batch.positions, attend, self.capture))
+
+    def sample(
+        self,
+        output: Output,
+        layout: Layout,
+        batch: Batch,
+        mode: SamplingMode,
+        masks: Tensor | None = None,
+        ahead: int = 1,
+    ) -> Sampled:
+        """Tokens of the rows with logits, [S * W]. masks: of grammars, a bit for every token that
+        may come, [S * W, words]. ahead: how far behind its row a token will stand."""
+        rows = layout.select(output.x)
+        if mode == GREEDY:
+            return Sampled(self.model.pick(rows), None)
+        span = layout.select(layout.span_of_row)
+        where = LogitRows(
+            slots=layout.slots.index_select(0, span),
+            positions=layout.select(batch.positions) + ahead,
+            drafts=self._drafts(layout, batch),
+            span=span,
+            rank=(layout.select(layout.offset) - layout.certain.index_select(0, span) + 1).clamp_(
+                0
+            ),
+        )
+        return self.sampling.sample(self.model.head(rows), where, mode, masks)
+
+    def _drafts(self, layout: Layout, batch: Batch) -> Tensor:
+        """[S, K]: the tokens behind each span's certain rows, its drafts and whatever follows."""
+        steps = torch.arange(layout.shape.drafts, device=batch.ids.device)
+        rows = (layout.row_starts + layout.certain)[:, None] + steps
+        return batch.ids[rows.clamp_(max=layout.shape.rows - 1)]
+
+    def score_prompt(self, output: Output, layout: Layout) -> Scores | None:
         """Log probabilities of the prompt tokens behind the scored rows, a few rows at a time."""
-        assert batch.layout.scored is not None
-        rows, following, top = batch.layout.scored
+        if layout.scored is None:
+            return None
+        rows, following, top = layout.scored
+        parts = zip(rows.split(_SCORED_ROWS), following.split(_SCORED_ROWS), strict=True)
         return joined(
-            [
-                score(self.model.head(x.index_select(0, part)), tokens, top)
-                for part, tokens in zip(
-                    rows.split(_SCORED_ROWS), following.split(_SCORED_ROWS), strict=True
-                )
-            ]
+            [score(self.model.head(output.x.index_select(0, r)), t, top) for r, t in parts]
         )
-
-    def _layout(self, plan: Plan, wanted: int | None) -> tuple[Layout, WantedRows]:
-        """The plan's layout and wanted rows, kept while the same requests go on decoding."""
-        kept, rows = self.state.kept, tuple([span.rows for span in plan.spans])
-        if plan.key is None:
-            layout = self._lay_out(plan)
-            return layout, WantedRows(layout, rows, wanted or layout.width + 1)
-        layout = kept.get(plan.key)
-        if not isinstance(layout, Layout):
-            layout = self._lay_out(plan)
-            kept.put(plan.key, layout)
-        found = kept.get((layout, rows))
-        if not isinstance(found, WantedRows):
-            found = WantedRows(layout, rows, wanted or layout.width + 1)
-            kept.put((layout, rows), found)
-        return layout, found
-
-    def _lay_out(self, plan: Plan) -> Layout:
-        spans, width = plan.spans, plan.num_drafts
-        shape = None
-        if self.shapes is not None:
-            rows = sum(span.num_tokens + span.drafts for span in spans)
-            block = all(s.tokens is None and s.drafts == width for s in spans)
-            shape = self.shapes.of(len(spans), rows, width, block=block)
-        columns, state = self.state.table.shape[1], self.state
-        return Layout(spans, width, columns, state.device, shape=shape, spare=state.spare)

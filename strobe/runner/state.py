@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from strobe.runner.batch import Batch, Kept, Layout, Places
-from strobe.runner.upload import upload
-from strobe.step import Plan, Proposal, Verdict
+from strobe.attention.base import Batch
+from strobe.runner.batch import Layout
+from strobe.step import TAIL, Plan
+from strobe.transfer import upload
 
 
 class DecodeState:
-    """One row per slot: tail token, length and page table. One more slot, the spare one, belongs to
-    no request: rows that only fill up a shape are its own.
+    """One row per slot: length, newest token and page table. One more slot, the spare one, belongs
+    to no request: padding is its own.
 
     cursor [N + 1, 2]: positions with K/V, and the newest token, which has none. table [N + 1,
     columns]: what to add to a position in column position // page_size to get its slot in the KV
@@ -28,31 +32,29 @@ class DecodeState:
         page_size: int,
         device: torch.device,
         *,
+        limit: int,
         spare_page: int = 0,
         kernels: bool = False,
     ):
-        """reach: one more than the highest position a row can take. spare_page: where rows of the
-        spare slot go, whose values mean nothing. kernels: whether triton's do what several small
-        operations do else."""
-        self.kernels = kernels
+        """reach: one more than the highest position a row can take. limit: the context's end;
+        drafts beyond it do not count. spare_page: where rows of the spare slot go, whose values
+        mean nothing. kernels: one of triton's kernels in place of several small operations."""
+        self.kernels, self.limit = kernels, limit
         self.device, self.page_size, self.spare = device, page_size, num_slots
         columns = -(-reach // page_size)
+        self.reach = columns * page_size
         self.cursor = torch.zeros(num_slots + 1, 2, dtype=torch.int64, device=device)
         unmapped = torch.arange(0, -columns, -1, dtype=torch.int64, device=device) * page_size
         self.table = unmapped.repeat(num_slots + 1, 1)
         self.table[-1] += spare_page * page_size
-        self.kept = Kept()
-        self._places: dict[Layout, Places] = {}
 
     def apply(self, plan: Plan) -> None:
         """Take over the plan's admissions and page-table entries."""
         if plan.admitted:
-            self._places.clear()
-            slots = upload([slot for slot, _, _ in plan.admitted], self.device)
-            lengths = upload([length for _, _, length in plan.admitted], self.device)
+            slots = upload([one.slot for one in plan.admitted], self.device)
+            lengths = upload([one.length for one in plan.admitted], self.device)
             self.cursor[:, 0].index_copy_(0, slots, lengths)
         if plan.pages:
-            self._places.clear()
             columns, size = self.table.shape[1], self.page_size
             cells = [
                 (write.slot * columns + column, (page - column) * size)
@@ -62,56 +64,93 @@ class DecodeState:
             places, entries = upload(cells, self.device).unbind(1)
             self.table.view(-1).index_copy_(0, places, entries)
 
-    def place(
-        self, layout: Layout, proposal: Proposal, limit: int
-    ) -> tuple[Places, Tensor, Proposal]:
-        """Where the rows stand, their token ids [T], and the proposal with how many of its drafts
-        count: those before position `limit`."""
-        if not (self.kernels and layout.padded):
-            places = self.locate(layout)
-            ids = layout.ids(places.tails, proposal.tokens)
-            if layout.width:
-                room = (limit - 1 - places.start[:, 0]).clamp_min_(0)
-                proposal = proposal._replace(lengths=torch.minimum(layout.drafts, room))
-            return places, ids, proposal
-        from strobe.kernels.steps import place
+    def place(self, layout: Layout, drafts: Tensor | None, bounds: Sequence[int] = ()) -> Batch:
+        """The batch of a layout as its spans stand now. drafts [S, K]: those made on the device."""
+        if self.kernels and layout.padded:
+            from strobe.kernels.steps import place
 
-        rows = layout.span_of_row, layout.offset, layout.tokens
-        start, lengths, positions, slots, ids = place(
-            self.cursor,
-            self.table,
-            layout.slots,
-            rows,
-            proposal.tokens,
-            layout.drafts,
-            limit,
-            self.page_size,
+            found = place(self.cursor, self.table, layout, drafts, self.limit, self.page_size)
+        else:
+            found = self._place(layout.arrays, drafts)
+        ids, positions, kv_slots, starts, draft_lengths = found
+        return Batch(
+            ids=ids,
+            positions=positions,
+            kv_slots=kv_slots,
+            slots=layout.slots,
+            starts=starts,
+            sizes=layout.sizes,
+            row_starts=layout.row_starts,
+            longest=layout.shape.longest,
+            draft_lengths=draft_lengths,
+            tables=self.table,
+            page_size=self.page_size,
+            row_counts=() if layout.padded else layout.row_counts,
+            bounds=bounds,
         )
-        start = start[:, None]
+
+    def _place(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
+        cursor, table = self._array(self.cursor), self._array(self.table)
+        where, slot_of_row = self._where, layout.slots[layout.span_of_row]
+        lengths, newest = cursor[:, 0], cursor[:, 1]
+        starts = lengths[layout.slots]
+        positions = lengths[slot_of_row] + layout.offset
+        kv_slots = table[slot_of_row, positions // self.page_size] + positions
+        ids = where(layout.tokens == TAIL, newest[slot_of_row], layout.tokens)
+        if drafts is not None and drafts.shape[1]:
+            made = self._array(drafts)[
+                layout.span_of_row, TAIL - 1 - layout.tokens.clip(max=TAIL - 1)
+            ]
+            ids = where(layout.tokens < TAIL, made, ids)
+        room = (self.limit - 1 - starts).clip(0)
+        found = ids, positions, kv_slots, starts, where(layout.drafts < room, layout.drafts, room)
+        return [self._tensor(array) for array in found]
+
+    def accept(
+        self, layout: Layout, batch: Batch, tokens: Tensor, simulated: float | None = None
+    ) -> Tensor:
+        """tokens [S, W], the target's at every row -> accepted [S]: drafts are kept while they
+        equal the target's own token at their row, and lengths and newest tokens move on by what
+        was kept. Each token is sampled with its position's own noise, so that this is exact
+        rejection sampling for a draft that is a fixed token (Leviathan et al., arXiv 2211.17192,
+        with q one-hot). simulated: instead, so many tokens a step on average, for speed alone.
+        """
+        if self.kernels and layout.padded:
+            from strobe.kernels.steps import accept
+
+            return accept(tokens, batch, layout, self.cursor, simulated)
+        parts, cursor, sampled = layout.arrays, self._array(self.cursor), self._array(tokens)
+        starts, lengths = self._array(batch.starts), self._array(batch.draft_lengths)
+        accepted = lengths * 0
+        if width := layout.shape.drafts:
+            steps = self._range(width)
+            first = parts.row_starts + parts.certain
+            drafts = self._array(batch.ids)[
+                (first[:, None] + steps).clip(max=layout.shape.rows - 1)
+            ]
+            matched = (drafts == sampled[:, :width]) & (steps < lengths[:, None])
+            accepted = (matched.cumsum(1) == steps + 1).sum(1)
+        if simulated is not None:
+            more = (starts * 0.6180339887498949) % 1 < simulated - 1 - int(simulated - 1)
+            kept = more + int(simulated - 1)
+            accepted = self._where(kept < lengths, kept, lengths)
+        cursor[parts.slots, 0] = starts + parts.certain + accepted
+        cursor[parts.slots, 1] = sampled[self._range(len(accepted)), accepted]
+        return self._tensor(accepted)
+
+    # One text for both: NumPy on a CPU, whose small operations cost a third of torch's, else torch.
+
+    def _array(self, tensor: Tensor) -> Any:
+        return tensor.numpy() if self.device.type == "cpu" else tensor
+
+    def _tensor(self, array: Any) -> Tensor:
+        return array if isinstance(array, Tensor) else torch.from_numpy(array)
+
+    def _range(self, size: int) -> Any:
         return (
-            Places(start, start, positions, slots),
-            ids,
-            proposal._replace(lengths=lengths if layout.width else None),
+            np.arange(size) if self.device.type == "cpu" else torch.arange(size, device=self.device)
         )
 
-    def locate(self, layout: Layout) -> Places:
-        """Where a layout's rows stand now; the same for a drafter's and a target's forward."""
-        places = self._places.get(layout)
-        if places is None:
-            cursor = self.cursor.index_select(0, layout.slots)
-            start, tails = cursor[:, :1], cursor[:, 1:]
-            positions = layout.positions(start)
-            entry = positions.div(self.page_size, rounding_mode="floor").add_(layout.table_row)
-            slots = self.table.view(-1).index_select(0, entry).add_(positions)
-            places = Places(start, tails, positions, slots)
-            if not layout.padded:
-                self._places[layout] = places
-        return places
-
-    def advance(self, batch: Batch, verdict: Verdict) -> None:
-        """Move lengths and tail tokens on by what the verdict kept."""
-        accepted = verdict.accepted[:, None]
-        length = (batch.places.start + batch.layout.counts).add_(accepted)
-        cursor = torch.cat([length, verdict.tokens.gather(1, accepted)], 1)
-        self.cursor.index_copy_(0, batch.layout.slots, cursor)
-        self._places.clear()
+    @property
+    def _where(self) -> Any:
+        return np.where if self.device.type == "cpu" else torch.where

@@ -1,11 +1,21 @@
-"""Log probabilities as the model gave them: before temperature, penalties and masks."""
+"""Log probabilities as the model gave them: before temperature, processors and masks."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from strobe.step import Scores
+
+class Scores(NamedTuple):
+    """Log probabilities of A rows as the model gave them: of the token that followed [A] float32,
+    its rank [A] int64 from 1, and the k most probable tokens' values and ids [A, k]."""
+
+    values: Tensor
+    ranks: Tensor
+    top_values: Tensor
+    top_ids: Tensor
 
 
 def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:

@@ -1,29 +1,25 @@
-"""Logits to tokens for any rows: rules on the logits, then one uniform through the inverse CDF.
+"""Logits to tokens for any rows: filters, then a race of what they leave by each row's own noise.
 
 Legend: R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from strobe.sampling.noise import uniforms
-from strobe.sampling.rules import LogitEdits, apply_rules
+from strobe.sampling.noise import Gumbel, gumbel, row_words
+
+COLDEST = 1e-30
+"""The least temperature that is divided by, so that its reciprocal is a float32."""
 
 
-@dataclass(frozen=True)
-class SamplingRows:
-    """How each of R rows picks its token.
-
-    temperature, top_p, min_p [R] float32, temperature 0 is greedy; top_k [R] int64, 0 is off; key,
-    position [R] int64: the noise's key and the position of the token to pick. filtered: some row
-    uses top-k, top-p or min-p. mixed: some row is greedy. kernel: draw by triton's kernel.
-    """
+class RowParams(NamedTuple):
+    """How each of R rows is sampled: temperature (0 is greedy), top_p, min_p [R] float32; top_k [R]
+    int64, 0 is off; key, position [R] int64: the noise's key, and where the token will stand."""
 
     temperature: Tensor
     top_p: Tensor
@@ -31,9 +27,6 @@ class SamplingRows:
     top_k: Tensor
     key: Tensor
     position: Tensor
-    filtered: bool
-    mixed: bool = True
-    kernel: bool = False
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -44,81 +37,73 @@ def argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-Rule = Callable[[Tensor, SamplingRows], Tensor]
-
-
-def apply_temperature(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """logits / temperature; greedy rows keep temperature 1 here, and no quotient overflows."""
-    heat = torch.where(rows.temperature > 0, rows.temperature.clamp_min(1e-30), 1.0)
-    return logits / heat[:, None]
-
-
-RULES: tuple[Rule, ...] = (apply_temperature,)
-"""Rules for rows that are drawn, in order, behind those of `rules.py` and before the filters."""
-
-
-def descending(probs: Tensor) -> Tensor:
-    """Each row of probs [R, V] from the largest on. NumPy sorts ten times as fast as torch on a CPU
+def descending(values: Tensor) -> Tensor:
+    """Each row of [R, V] from the largest on. NumPy sorts ten times as fast as torch on a CPU
     (512 x 2,048: 9 against 90 ms)."""
-    if probs.device.type == "cpu":
-        return -torch.from_numpy(np.sort((-probs).numpy(), -1))
-    return probs.sort(-1, descending=True).values
+    if values.device.type == "cpu":
+        return -torch.from_numpy(np.sort((-values).numpy(), -1))
+    return values.sort(-1, descending=True).values
 
 
-def kept_mass(probs: Tensor, rows: SamplingRows) -> Tensor:
-    """probs [R, V] with the tokens that top-k, top-p or min-p drop set to 0; ties at the edge stay.
+def kept(weights: Tensor, rows: RowParams) -> Tensor:
+    """Unnormalised probabilities [R, V] float32 -> [R, V] bool, what top-k, top-p and min-p leave
+    of them; ties at the edge stay.
 
     top-p counts mass within what top-k left (as z-lab's reference and transformers do); min-p is
     relative to the most probable token.
     """
-    ordered, every = descending(probs), probs.shape[1]
-    rank = torch.arange(every, device=probs.device)
+    ordered, every = descending(weights), weights.shape[1]
     size = torch.where(rows.top_k > 0, rows.top_k, every)[:, None]
-    inside = torch.where(rank < size, ordered, 0.0)
+    inside = ordered * (torch.arange(every, device=weights.device) < size)
     reached = inside.cumsum(-1)
-    nucleus = rows.top_p[:, None] * reached[:, -1:]
-    within = (reached - inside < nucleus) | (rows.top_p >= 1.0)[:, None]
-    count = (within & (rank < size)).sum(-1, keepdim=True).clamp_min(1)
-    edge = torch.maximum(ordered.gather(1, count - 1), rows.min_p[:, None] * ordered[:, :1])
-    return torch.where(probs >= edge, probs, 0.0)
+    nucleus = torch.where(rows.top_p < 1, rows.top_p * reached[:, -1], float("inf"))[:, None]
+    count = (reached.sub_(inside) < nucleus).sum(-1, keepdim=True).clamp_min_(1)
+    edge = ordered.gather(1, torch.minimum(count, size).sub_(1))
+    return weights >= edge.maximum(rows.min_p[:, None] * ordered[:, :1])
 
 
-def distribution(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """The unnormalised weights [R, V] that tokens are drawn by."""
-    for rule in RULES:
-        logits = rule(logits, rows)
-    probs = logits.softmax(-1)
-    return kept_mass(probs, rows) if rows.filtered else probs
+def sample_rows(logits: Tensor, rows: RowParams, *, filtered: bool = True) -> Tensor:
+    """logits [R, V] -> tokens [R] int64; filtered: some row filters.
 
-
-def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """What tokens are drawn by, [R, V] float32."""
-    weights = distribution(logits.float(), rows)
-    return weights / weights.sum(-1, keepdim=True)
-
-
-def sample(logits: Tensor, rows: SamplingRows | None, edits: LogitEdits | None = None) -> Tensor:
-    """logits [R, V] -> tokens [R]; rows None: all greedy; edits: the rules on logits that apply.
-
-    Greedy rows take the first maximum; the others the first token, in id order, at which the
-    cumulated weight exceeds its row's uniform share of the total. A row without any weight (all its
-    tokens banned, or logits that are not numbers) still gives a token of the vocabulary.
+    Greedy rows take their first maximum. The others take the first maximum of logit / temperature
+    plus Gumbel noise over the tokens that the filters keep, which is distributed by these tokens'
+    probabilities. Rows without probabilities (NaN, +inf, or nothing but -inf) give their first
+    maximum, too, a NaN above all. The twin of `strobe.kernels.sampling.sample_rows`.
     """
-    logits = apply_rules(logits, edits)
-    if rows is None:
-        return argmax(logits)
-    if rows.kernel:
-        from strobe.kernels.sampling import sample_rows
+    logits = logits.float()
+    if logits.device.type == "cpu":
+        return _on_cpu(logits, rows, filtered)
+    tokens = argmax(logits)
+    top = logits.gather(1, tokens[:, None])
+    scores = _scores(logits, top, rows, filtered) + gumbel(rows.key, rows.position, logits.shape[1])
+    racing = torch.isfinite(top[:, 0]) & (rows.temperature > 0)
+    return torch.where(racing, argmax(scores), tokens)
 
-        filters = rows.top_p, rows.min_p, rows.top_k
-        return sample_rows(logits, rows.temperature, *filters, rows.key, rows.position)
-    return draw(distribution(logits.float(), rows), logits, rows)
+
+def _scores(logits: Tensor, top: Tensor, rows: RowParams, filtered: bool) -> Tensor:
+    """(logits - top) / temperature, -inf for what the filters drop, [R, V] float32."""
+    heat = torch.where(rows.temperature > 0, rows.temperature.clamp_min(COLDEST), 1.0)
+    scores = (logits - top).mul_(heat.reciprocal_()[:, None])
+    if filtered:
+        scores.masked_fill_(kept(scores.exp(), rows).logical_not_(), float("-inf"))
+    return scores
 
 
-def draw(weights: Tensor, logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Tokens [R] by unnormalised weights [R, V]; greedy rows by their logits."""
-    weights = weights.cumsum(-1, dtype=torch.float64)
-    share = uniforms(rows.key, rows.position) * weights[:, -1]
-    drawn = torch.searchsorted(weights, share[:, None], right=True)[:, 0]
-    drawn.clamp_max_(logits.shape[1] - 1)
-    return torch.where(rows.temperature > 0, drawn, argmax(logits)) if rows.mixed else drawn
+def _on_cpu(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
+    """Only rows that are sampled cost more than their maximum; a few at a time, in the cache."""
+    tokens = logits.numpy().argmax(-1) if logits.shape[0] else np.empty(0, dtype=np.int64)
+    top = logits.numpy()[np.arange(len(tokens)), tokens]
+    index = np.flatnonzero(np.isfinite(top) & (rows.temperature.numpy() > 0))
+    best, noise = torch.from_numpy(top)[:, None], Gumbel(logits.shape[1])
+    for first in range(0, len(index), noise.rows):
+        some = index[first : first + noise.rows]
+        part, at = torch.from_numpy(some), rows
+        if len(index) < len(tokens) or len(index) > noise.rows:
+            at = RowParams(*[column[part] for column in rows])
+            scores = _scores(logits[part], best[part], at, filtered)
+        else:
+            scores = _scores(logits, best, at, filtered)
+        summed = noise.of(row_words(at.key, at.position).numpy())
+        summed += scores.numpy()
+        tokens[some] = summed.argmax(-1)
+    return torch.from_numpy(tokens)

@@ -1,105 +1,90 @@
-"""Who proposes: the protocol, the proposer that never does, and several held at once."""
+"""Who proposes: the protocols of a drafting method, and several methods held at once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from strobe.runner.batch import Batch
-from strobe.runner.upload import upload
-from strobe.step import Drafts, Plan, Proposal
+from strobe.attention.base import Batch
+from strobe.request import Request
+from strobe.runner.batch import Shape
+from strobe.runner.pending import Verdict
+from strobe.step import Plan, Span
+from strobe.transfer import upload
 
 
 class Proposer(Protocol):
-    """Drafts tokens for spans. Only tokens leave it; hidden states stay inside.
+    """Drafts on the device. Only tokens leave it; hidden states stay inside.
 
-    num_drafts: the most it proposes. capture: layers of the target it reads (counts of layers
-    done). needs_host_tokens: it reads `request.tokens`, so no result may be on its way.
+    capture: layers of the target whose outputs it reads, as counts of layers done.
     """
 
-    num_drafts: int
     capture: tuple[int, ...]
-    needs_host_tokens: bool
 
-    def propose(self, plan: Plan, spans: Sequence[int]) -> Drafts:
-        """Drafts for `spans` of the plan, as many as each one asks for unless `known` says; rows
-        beyond theirs mean nothing."""
+    def propose(self, spans: Sequence[Span]) -> Tensor:
+        """Draft tokens [n or more, D] int64 for n spans, each of which verifies its first ones."""
         ...
 
-    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
-        """Called after every target forward with the captured features [T, n * H] of all rows."""
+    def observe(self, batch: Batch, hidden: Tensor | None, verdict: Verdict) -> None:
+        """Called after every target forward with the captured features [T, n * H] of all rows, and
+        with what was kept of the drafts."""
         ...
 
 
-class NoProposer:
-    """Plain decoding: no drafts, nothing captured."""
+class HostProposer(Protocol):
+    """Drafts on the host, where it reads the request's tokens: none may be on their way."""
 
-    num_drafts = 0
-    capture: tuple[int, ...] = ()
-    needs_host_tokens = False
-
-    def __init__(self, device: torch.device):
-        self.nothing = torch.zeros(1, 0, dtype=torch.int64, device=device)
-
-    def propose(self, plan: Plan, spans: Sequence[int]) -> Drafts:
-        return Drafts(self.nothing.expand(len(spans), 0))
-
-    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
-        pass
+    def propose(self, request: Request, count: int) -> list[int]:
+        """At most `count` draft tokens."""
+        ...
 
 
 class ProposerSet:
-    """Several proposers by method name; each drafts for the requests that chose it."""
+    """Several methods by name; each drafts for the requests that chose it."""
 
-    def __init__(self, proposers: Mapping[str, Proposer], device: torch.device):
-        self.proposers, self.device = proposers, device
-        self.plain = NoProposer(device)
-        self.capture = next((p.capture for p in proposers.values() if p.capture), ())
+    def __init__(self, proposers: Mapping[str, Proposer | HostProposer], device: torch.device):
+        self.device = device
+        self.on_device: dict[str, Proposer] = {}
+        self.on_host: dict[str, HostProposer] = {}
+        for name, proposer in proposers.items():
+            if hasattr(proposer, "observe"):
+                self.on_device[name] = cast(Proposer, proposer)
+            else:
+                self.on_host[name] = cast(HostProposer, proposer)
+        captured = [layer for proposer in self.on_device.values() for layer in proposer.capture]
+        self.capture = tuple(dict.fromkeys(captured))
 
-    def propose(self, plan: Plan) -> Proposal:
-        """Drafts for all S spans: tokens [S, K], K the longest draft that was made."""
-        parts = [
-            (members, self.proposers[name].propose(plan, members))
-            for name, members in plan.methods.items()
-        ]
-        if len(parts) == 1 and len(parts[0][0]) == len(plan.spans):
-            drafts = parts[0][1]
-        elif parts:
-            drafts = self._join(plan, parts)
-        else:
-            drafts = self.plain.propose(plan, range(len(plan.spans)))
-        counts = [span.drafts for span in plan.spans]
-        if drafts.known is not None:
-            counts = [min(pair) for pair in zip(counts, drafts.known, strict=True)]
-        width = max(counts)
-        tokens, probs = drafts.tokens, drafts.probs
-        if tokens.shape[1] > width:
-            tokens, probs = tokens[:, :width], probs if probs is None else probs[:, :width]
-        return Proposal(tokens, known=drafts.known, probs=probs)
+    @property
+    def names(self) -> list[str]:
+        return [*self.on_device, *self.on_host]
 
-    def _join(self, plan: Plan, parts: Sequence[tuple[Sequence[int], Drafts]]) -> Drafts:
-        """Put the parts' rows at their spans' places, zero elsewhere."""
-        tokens = torch.zeros(
-            len(plan.spans), plan.num_drafts, dtype=torch.int64, device=self.device
-        )
-        known, probs = [span.drafts for span in plan.spans], None
-        for members, part in parts:
-            columns = min(plan.num_drafts, part.tokens.shape[1])
+    def propose(self, plan: Plan, shape: Shape) -> Tensor | None:
+        """The drafts [S, K] of a layout of that shape that are made on the device; None: K is 0."""
+        if not shape.drafts:
+            return None
+        found: Tensor | None = None
+        for name, members in plan.methods.items():
+            drafts = self.on_device[name].propose([plan.spans[i] for i in members])
+            if len(members) == len(plan.spans) and drafts.shape[0] == shape.spans:
+                return drafts[:, : shape.drafts]
+            found = self._none(shape) if found is None else found
+            width = min(shape.drafts, drafts.shape[1])
             index = upload(members, self.device)
-            tokens[index, :columns] = part.tokens[: len(members), :columns]
-            if part.probs is not None:
-                if probs is None:
-                    probs = part.probs.new_zeros(*tokens.shape, part.probs.shape[2])
-                probs[index, :columns] = part.probs[: len(members), :columns]
-            if part.known is not None:
-                for i, length in zip(members, part.known, strict=True):
-                    known[i] = length
-        return Drafts(tokens, tuple(known), probs)
+            found[index, :width] = drafts[: len(members), :width]
+        return self._none(shape) if found is None else found
 
-    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
+    def _none(self, shape: Shape) -> Tensor:
+        return torch.zeros(shape.spans, shape.drafts, dtype=torch.int64, device=self.device)
+
+    def observe(self, batch: Batch, hidden: Tensor | None, verdict: Verdict) -> None:
         """Show the forward to every proposer, whatever each request drafts with."""
-        for proposer in self.proposers.values():
-            proposer.observe(batch, hidden)
+        for proposer in self.on_device.values():
+            own = hidden
+            if hidden is not None and proposer.capture != self.capture:
+                parts = hidden.chunk(len(self.capture), 1)
+                at = [self.capture.index(layer) for layer in proposer.capture]
+                own = torch.cat([parts[i] for i in at], 1) if at else None
+            proposer.observe(batch, own, verdict)

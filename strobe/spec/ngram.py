@@ -1,17 +1,12 @@
-"""Prompt lookup: propose what followed the last occurrence of the newest tokens (Saxena, 2023)."""
+"""Prompt lookup: propose what followed the last occurrence of the newest tokens (Saxena, 2023).
+Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-
 from strobe.request import Request
-from strobe.runner.batch import Batch
-from strobe.runner.upload import upload
-from strobe.step import Drafts, Plan
 
 
 class _Index:
@@ -40,26 +35,12 @@ class _Index:
 class NgramProposer:
     """Longest match first, on the host; the matches and their lengths differ per request."""
 
-    capture: tuple[int, ...] = ()
-    needs_host_tokens = True
-
-    def __init__(self, num_drafts: int, shortest: int, longest: int, device: torch.device):
-        self.num_drafts, self.shortest, self.longest = num_drafts, shortest, longest
-        self.device = device
+    def __init__(self, shortest: int, longest: int):
+        self.shortest, self.longest = shortest, longest
         self._indices: WeakKeyDictionary[Request, _Index] = WeakKeyDictionary()
 
-    def propose(self, plan: Plan, spans: Sequence[int]) -> Drafts:
-        """tokens [len(spans), longest found]; `known` carries each one's length."""
-        found = [self._find(plan.spans[i].request, plan.spans[i].drafts) for i in spans]
-        width = max(len(drafts) for drafts in found)
-        padded = [drafts + [0] * (width - len(drafts)) for drafts in found]
-        tokens = upload(padded, self.device)
-        return Drafts(tokens.view(len(found), width), tuple(len(drafts) for drafts in found))
-
-    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
-        pass
-
-    def _find(self, request: Request, count: int) -> list[int]:
+    def propose(self, request: Request, count: int) -> list[int]:
+        """What followed the longest match, at most `count` tokens; empty where nothing matches."""
         index = self._indices.get(request)
         if index is None:
             index = self._indices[request] = _Index(self.shortest, self.longest)

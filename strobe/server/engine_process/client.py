@@ -11,14 +11,13 @@ import itertools
 import logging
 import multiprocessing
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from multiprocessing.connection import Connection
 
 from strobe.config import EngineConfig
 from strobe.request import FinishReason
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.messages import (
-    AnswerNews,
     Failed,
     Finish,
     FromEngine,
@@ -31,6 +30,7 @@ from strobe.server.engine_process.messages import (
 )
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.settings import LogSettings
+from strobe.step import TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +48,12 @@ class PromptRefused(ValueError):
 
 
 class Generation:
-    """The answers to one prompt, on their way. Iterate over its news, step by step."""
+    """The answers to one prompt, on their way. Iterate over its events, step by step."""
 
     def __init__(self, client: EngineClient, key: int, answers: int):
         self._client, self.key = client, key
         self.open = set(range(answers))
-        self._news: deque[list[AnswerNews]] = deque()
+        self._events: deque[list[TokenEvent]] = deque()
         self._error: Exception | None = None
         self._closed = False
         self._wake = asyncio.Event()
@@ -61,20 +61,20 @@ class Generation:
     def __aiter__(self) -> Generation:
         return self
 
-    async def __anext__(self) -> list[AnswerNews]:
-        """The news of the next step, or of several where nobody asked meanwhile.
+    async def __anext__(self) -> list[TokenEvent]:
+        """The events of the next step, or of several where nobody asked meanwhile.
 
         Raises PromptRefused, EngineDead; ends when all answers have ended or were given up.
         """
-        while not self._news:
+        while not self._events:
             if self._error is not None:
                 raise self._error
             if self._closed or not self.open:
                 raise StopAsyncIteration
             self._wake.clear()
             await self._wake.wait()
-        found = [news for part in self._news for news in part]
-        self._news.clear()
+        found = [event for part in self._events for event in part]
+        self._events.clear()
         return found
 
     @property
@@ -98,15 +98,15 @@ class Generation:
         self._client.settle(self)
         self._wake.set()
 
-    def tell(self, news: list[AnswerNews]) -> None:
+    def take(self, events: list[TokenEvent]) -> None:
         """Take in what a step brought; called by the client."""
-        news = [item for item in news if item.choice in self.open]
-        if not news:
+        events = [event for event in events if event.choice in self.open]
+        if not events:
             return
-        for item in news:
-            if item.finish_reason is not None:
-                self.open.discard(item.choice)
-        self._news.append(news)
+        for event in events:
+            if event.finish_reason is not None:
+                self.open.discard(event.choice)
+        self._events.append(events)
         self._wake.set()
 
     def fail(self, error: Exception) -> None:
@@ -127,7 +127,7 @@ class EngineClient:
         self.snapshot: EngineSnapshot | None = None
         self.on_snapshot: Callable[[EngineSnapshot], None] = lambda snapshot: None
         self.on_death: Callable[[], None] = lambda: None
-        self._generations: dict[int, Generation] = {}
+        self._generations: dict[Hashable, Generation] = {}
         self._keys = itertools.count()
         self._ready = asyncio.Event()
         context = multiprocessing.get_context("spawn")
@@ -211,7 +211,7 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Step):
-            self._spread(message.news)
+            self._spread(message.events)
             if message.snapshot is not None:
                 self.snapshot = message.snapshot
                 self.on_snapshot(message.snapshot)
@@ -225,15 +225,15 @@ class EngineClient:
         else:
             self.failed = message
 
-    def _spread(self, news: list[AnswerNews]) -> None:
+    def _spread(self, events: list[TokenEvent]) -> None:
         """Hand each generation its part."""
-        parts: dict[int, list[AnswerNews]] = {}
-        for item in news:
-            parts.setdefault(item.key, []).append(item)
+        parts: dict[Hashable, list[TokenEvent]] = {}
+        for event in events:
+            parts.setdefault(event.key, []).append(event)
         for key, part in parts.items():
             generation = self._generations.get(key)
             if generation is not None:
-                generation.tell(part)
+                generation.take(part)
                 self.settle(generation)
 
     def _died(self) -> None:

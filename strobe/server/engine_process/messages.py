@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from strobe.request import FinishReason, TokenLogprob
+from strobe.request import FinishReason
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.snapshot import EngineSnapshot
+from strobe.step import TokenEvent
 
 
 class Submit(NamedTuple):
@@ -63,37 +64,10 @@ class Refused(NamedTuple):
     error: str
 
 
-class Beginning(NamedTuple):
-    """What is known of an answer with its first news. queued: seconds until it ran."""
-
-    method: str
-    off_reason: str | None
-    num_cached: int
-    queued: float
-    prompt_logprobs: list[TokenLogprob | None]
-    stop_ids: frozenset[int]
-
-
-class AnswerNews(NamedTuple):
-    """What one step made of one answer; see `TokenEvent`."""
-
-    key: int
-    choice: int
-    tokens: list[int]
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    drafted: int
-    accepted: int
-    logprobs: list[TokenLogprob]
-    context: int
-    error: str | None
-    beginning: Beginning | None
-
-
 class Step(NamedTuple):
-    """The news of one engine step; snapshot: now and then."""
+    """The events of one engine step, their keys those of the prompts; snapshot: now and then."""
 
-    news: list[AnswerNews]
+    events: list[TokenEvent]
     snapshot: EngineSnapshot | None
 
 

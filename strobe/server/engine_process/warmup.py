@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from strobe.engine.engine import Engine
 from strobe.request import Request
-from strobe.runner.shapes import REPLAYED_ROWS, Shapes
+from strobe.runner.buckets import REPLAYED_ROWS, Buckets
 from strobe.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -36,12 +36,12 @@ def warm_up(engine: Engine, seconds: float = _SECONDS) -> None:
     work = _WarmUp(engine, began + seconds)
     with suppress(_Enough):
         work.answer()
-        shapes = engine.parts.runner.shapes
-        if shapes is not None:
+        buckets = engine.parts.runner.buckets
+        if buckets is not None:
             work.prefill()
             for sampling in (_GREEDY, _DRAWN):
-                work.decode(shapes, sampling)
-                work.mix(shapes, sampling)
+                work.decode(buckets, sampling)
+                work.mix(buckets, sampling)
     work.end(*work.asked)
     while engine.has_work:
         engine.step()
@@ -75,26 +75,26 @@ class _WarmUp:
         if size > 0:
             self.finish(self.add(size, _GREEDY.clone(max_tokens=1)))
 
-    def decode(self, shapes: Shapes, sampling: SamplingParams) -> None:
+    def decode(self, buckets: Buckets, sampling: SamplingParams) -> None:
         """Ever more requests, the next one's short prompt beside those that decode."""
         endless = sampling.clone(max_tokens=None)
         few = min(REPLAYED_ROWS // (1 + self.limits.num_drafts), self.limits.max_num_seqs)
         asked: list[Request] = []
-        for count in (*range(1, few + 1), *[count for count in shapes.spans if count > few]):
+        for count in (*range(1, few + 1), *[count for count in buckets.spans if count > few]):
             asked = [request for request in asked if request.finish_reason is None]
             asked += [self.add(1, endless) for _ in range(count - len(asked))]
             for _ in range(2 + self.engine.depth):
                 self.step()
         self.end(*asked)
 
-    def mix(self, shapes: Shapes, sampling: SamplingParams) -> None:
+    def mix(self, buckets: Buckets, sampling: SamplingParams) -> None:
         """Prompts of every recorded number of rows together: one long and others short, or all
         alike. To a record, requests that decode beside them are the same."""
         one = sampling.clone(max_tokens=1)
-        for count in [1, *[crowd + 1 for crowd in shapes.crowds]]:
+        for count in [1, *[count + 1 for count in buckets.mixed_spans]]:
             if count > self.limits.max_num_seqs:
                 return
-            for rows in [rows for rows in shapes.rows if rows >= count]:
+            for rows in [rows for rows in buckets.rows if rows >= count]:
                 alike = [rows // count + (i < rows % count) for i in range(count)]
                 for sizes in ([rows - count + 1] + [1] * (count - 1), alike):
                     if max(sizes) < self.limits.max_model_len:

@@ -1,4 +1,4 @@
-"""The engine's own process: requests come in through a pipe, news go out through it.
+"""The engine's own process: requests come in through a pipe, events go out through it.
 
 A thread takes messages from the pipe as they come, so that the server never waits for a step;
 another compiles grammars, so that nobody waits for those of others. The main thread only steps the
@@ -13,15 +13,13 @@ import queue
 import signal
 import threading
 import time
+from collections.abc import Hashable
 from multiprocessing.connection import Connection
-from typing import NamedTuple
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.server.engine_process.messages import (
-    AnswerNews,
-    Beginning,
     Failed,
     Finish,
     FromEngine,
@@ -35,7 +33,6 @@ from strobe.server.engine_process.messages import (
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.engine_process.warmup import warm_up
 from strobe.server.settings import LogSettings
-from strobe.step import TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +67,7 @@ def tell(pipe: Connection, message: FromEngine) -> None:
 def facts(engine: Engine) -> Ready:
     """What the server needs to know of the engine."""
     resolved = engine.resolved
-    held = [name for name in engine.proposers.proposers if engine.limits.num_drafts]
+    held = [name for name in engine.proposers.names if engine.limits.num_drafts]
     methods = dict.fromkeys((resolved.method, *held, "none"))
     return Ready(
         max_model_len=engine.limits.max_model_len,
@@ -85,16 +82,8 @@ def facts(engine: Engine) -> Ready:
     )
 
 
-class Owner(NamedTuple):
-    """Whose answer a request is, and when it came."""
-
-    key: int
-    choice: int
-    came: float
-
-
 class Worker:
-    """Messages to requests, events to news."""
+    """Messages to requests, events to messages."""
 
     def __init__(self, engine: Engine, pipe: Connection):
         self.engine, self.pipe = engine, pipe
@@ -102,9 +91,7 @@ class Worker:
         self.grammars: queue.SimpleQueue[Submit] = queue.SimpleQueue()
         self.compiling: set[int] = set()
         self.given_up: set[int] = set()
-        self.owners: dict[Request, Owner] = {}
-        self.requests: dict[tuple[int, int], Request] = {}
-        self.told: set[Request] = set()
+        self.requests: dict[tuple[Hashable, int], Request] = {}
         self.last_snapshot = 0.0
 
     def run(self) -> None:
@@ -119,8 +106,11 @@ class Worker:
             if due:
                 self.last_snapshot = now
             if events or due:
-                news = [self._news(event) for event in events if event.request in self.owners]
-                tell(self.pipe, Step(news, self.snapshot() if due else None))
+                wanted = [e for e in events if (e.key, e.choice) in self.requests]
+                for event in wanted:
+                    if event.finish_reason is not None:
+                        del self.requests[event.key, event.choice]
+                tell(self.pipe, Step(wanted, self.snapshot() if due else None))
 
     def snapshot(self) -> EngineSnapshot:
         stats, scheduler = self.engine.stats, self.engine.scheduler
@@ -199,64 +189,20 @@ class Worker:
         return wanted
 
     def _submit(self, message: Submit) -> None:
-        came, first = time.monotonic(), None
-        params = message.params
         try:
-            for index in range(params.n):
-                name = message.request_id
-                request = self.engine.add(
-                    message.prompt_ids,
-                    params,
-                    sibling=index,
-                    seed=None if first is None else first.seed,
-                    request_id=f"{name}-{index}" if params.n > 1 else name,
-                )
-                first = first or request
-                self.owners[request] = Owner(message.key, index, came)
-                self.requests[message.key, index] = request
+            requests = self.engine.add_prompt(
+                message.prompt_ids, message.params, key=message.key, request_id=message.request_id
+            )
         except ValueError as error:
             tell(self.pipe, Refused(message.key, str(error)))
+            return
+        self.requests |= {(message.key, i): request for i, request in enumerate(requests)}
 
     def _finish(self, message: Finish) -> None:
         if message.key in self.compiling:
             self.given_up.add(message.key)
         indices = [i for key, i in self.requests if key == message.key]
         for index in indices if message.choice is None else [message.choice]:
-            request = self.requests.get((message.key, index))
+            request = self.requests.pop((message.key, index), None)
             if request is not None:
                 self.engine.finish(request, message.reason)
-                self._forget(request)
-
-    def _news(self, event: TokenEvent) -> AnswerNews:
-        request, owner = event.request, self.owners[event.request]
-        beginning = None
-        if request not in self.told:
-            self.told.add(request)
-            beginning = Beginning(
-                method=request.method,
-                off_reason=request.off_reason,
-                num_cached=request.num_cached or 0,
-                queued=(request.admitted_at or owner.came) - owner.came,
-                prompt_logprobs=request.prompt_logprobs,
-                stop_ids=request.stop_ids,
-            )
-        if event.finish_reason is not None:
-            self._forget(request)
-        return AnswerNews(
-            owner.key,
-            owner.choice,
-            event.tokens,
-            event.finish_reason,
-            request.stop_reason,
-            event.drafted,
-            event.accepted,
-            event.logprobs,
-            event.context,
-            request.error,
-            beginning,
-        )
-
-    def _forget(self, request: Request) -> None:
-        owner = self.owners.pop(request)
-        del self.requests[owner.key, owner.choice]
-        self.told.discard(request)

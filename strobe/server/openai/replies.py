@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from strobe.answers import named
+from strobe.outputs import named
 from strobe.request import TokenLogprob
 from strobe.server.access import CLIENT_CLOSED
 from strobe.server.engine_process.client import EngineDead, EngineStopped

@@ -7,16 +7,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from strobe.answers import Answer, News
-from strobe.outputs import CompletionOutput, SpeculationReport, StreamDelta
+from strobe.outputs import Answer, SpeculationReport, StreamDelta
 from strobe.request import SpeculationCount, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import PromptRefused
-from strobe.server.engine_process.messages import AnswerNews
 from strobe.server.openai.protocol.errors import BadField
 from strobe.server.parsers import Parsed, Parser
 from strobe.server.parsers.chain import Plain
 from strobe.server.serving import Serving
+from strobe.step import TokenEvent
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Job:
 
 
 class Progress(NamedTuple):
-    """What a step brought to one answer: its raw news, and what the text turned out to be."""
+    """What a step brought to one answer: new text, and what that turned out to be."""
 
     choice: Choice
     delta: StreamDelta
@@ -49,11 +48,9 @@ class Choice:
 
     def __init__(self, serving: Serving, job: Job, index: int, began: float):
         self.job, self.index, self.parser = job, index, job.parser()
-        self.output = CompletionOutput(index)
+        self.answer = Answer(serving.tokenizer, job.params, request_id=job.request_id, index=index)
+        self.output, self.counts = self.answer.output, self.answer.counts
         self._serving, self._began, self._last = serving, began, began
-        self._answer: Answer | None = None
-        self.counts = SpeculationCount()
-        self.method, self.off_reason = "none", None
         self.queued: float | None = None
         self.logprobs: list[TokenLogprob] = []
         self.pieces: list[str] = []
@@ -62,23 +59,16 @@ class Choice:
     def ended(self) -> bool:
         return self.output.finish_reason is not None
 
-    def push(self, news: AnswerNews) -> Progress:
-        """Take in a step's news of this answer."""
-        if self._answer is None:
-            self._begin(news)
-        assert self._answer is not None
+    @property
+    def report(self) -> SpeculationReport:
+        return self.answer.report
+
+    def push(self, event: TokenEvent) -> Progress:
+        """Take in a step's event of this answer."""
+        if event.start is not None:
+            self.queued = event.start.queued
         first = not self.output.token_ids
-        delta = self._answer.push(
-            News(
-                news.tokens,
-                news.finish_reason,
-                news.stop_reason,
-                news.drafted,
-                news.accepted,
-                news.logprobs,
-                news.error,
-            )
-        )
+        delta = self.answer.push(event)
         self.logprobs += delta.logprobs
         self.pieces += delta.pieces
         parsed = self.parser.push(delta.text)
@@ -89,37 +79,17 @@ class Choice:
                 parsed.content + rest.content,
                 parsed.calls + rest.calls,
             )
-        if news.drafted:
-            self.counts.add(news.drafted, delta.accepted)
+        if event.drafted:
             self._serving.metrics.verified(
-                drafted=news.drafted,
+                drafted=event.drafted,
                 accepted=delta.accepted,
-                context=news.context,
+                context=event.context,
                 phase=self.parser.phase,
             )
         self._clock(first, len(delta.token_ids))
         if delta.finished:
             self.count()
         return Progress(self, delta, parsed)
-
-    @property
-    def report(self) -> SpeculationReport:
-        made = len(self.output.token_ids)
-        return SpeculationReport.from_counts(self.counts, self.method, self.off_reason, made)
-
-    def _begin(self, news: AnswerNews) -> None:
-        beginning = news.beginning
-        assert beginning is not None, "an answer's first news tell how it began"
-        self._answer = Answer(
-            self._serving.tokenizer,
-            self.job.params,
-            request_id=self.job.request_id,
-            index=self.index,
-            stop_ids=beginning.stop_ids,
-        )
-        self.output = self._answer.output
-        self.method, self.off_reason = beginning.method, beginning.off_reason
-        self.queued = beginning.queued
 
     def _clock(self, first: bool, made: int) -> None:
         if not made:
@@ -159,9 +129,9 @@ class Run:
         """The progress of each step. Leaving early gives up what still runs. Raises BadField,
         EngineDead."""
         try:
-            async for news in self._generation:
+            async for events in self._generation:
                 # A stop string ends an answer here, and the engine may have stepped on meanwhile.
-                yield [self._take(item) for item in news if not self.choices[item.choice].ended]
+                yield [self._take(e) for e in events if not self.choices[e.choice].ended]
         except PromptRefused as error:
             self.refused = True
             sentence = str(error).replace("structured_outputs", self.job.constraint)
@@ -177,14 +147,14 @@ class Run:
     def given_up(self) -> bool:
         return self._generation.closed and any(not choice.ended for choice in self.choices)
 
-    def _take(self, news: AnswerNews) -> Progress:
-        if news.beginning is not None and news.choice == 0:
-            self.num_cached = news.beginning.num_cached
+    def _take(self, event: TokenEvent) -> Progress:
+        if event.start is not None and event.choice == 0:
+            self.num_cached = event.start.num_cached
             if self.job.params.prompt_logprobs is not None:
-                self.prompt_logprobs = news.beginning.prompt_logprobs
-        progress = self.choices[news.choice].push(news)
-        if progress.finished and news.finish_reason is None:
-            self._generation.finish(news.choice, "stop")
+                self.prompt_logprobs = list(event.start.prompt_logprobs)
+        progress = self.choices[event.choice].push(event)
+        if progress.finished and event.finish_reason is None:
+            self._generation.finish(event.choice, "stop")
         return progress
 
 
@@ -214,5 +184,5 @@ def speculation(runs: Sequence[Run]) -> dict[str, Any]:
         total.merge(choice.counts)
     first = choices[0].report
     made = max(len(choice.output.token_ids) for choice in choices)
-    report = SpeculationReport.from_counts(total, first.method, choices[0].off_reason, made)
+    report = SpeculationReport.from_counts(total, first.method, choices[0].answer.off_reason, made)
     return report.as_dict()

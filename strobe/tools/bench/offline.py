@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
@@ -143,7 +143,7 @@ def answer(
         ignore_eos=settings.ignore_eos,
     )
     turn = Turn([], Timeline(device))
-    waiting, active = deque(prompts), set[Request]()
+    waiting, active = deque(prompts), dict[Hashable, Request]()
     engine.mark = turn.timeline.mark
     synchronize(device)
     began = time.perf_counter()
@@ -153,19 +153,21 @@ def answer(
                 seed = engine.config.seed + len(turn.requests)
                 request = engine.add(waiting.popleft(), params, seed=seed)
                 turn.requests.append(request)
-                active.add(request)
+                active[request.key] = request
             full = _all_decode(engine, count)
             before = len(turn.timeline)
             events = engine.step()
             if full and len(turn.timeline) > before:
                 turn.full.append(before)
-                turn.contexts.append(mean(len(request.tokens) for request in active))
-            active.difference_update(e.request for e in events if e.finish_reason is not None)
+                turn.contexts.append(mean(len(request.tokens) for request in active.values()))
+            for event in events:
+                if event.finish_reason is not None:
+                    del active[event.key]
         turn.seconds = time.perf_counter() - began
         turn.timeline.stop()
     finally:
         engine.mark = usual
-        for request in active:
+        for request in active.values():
             engine.finish(request, "abort")
         while engine.has_work:
             engine.step()

@@ -183,7 +183,7 @@ def check_tokens(
 def memory_bill(resolved: Resolved, target: Target, draft: DFlash) -> dict[str, int | str]:
     """Bytes of weights as they are held, bytes per token of both caches, and how many tokens fit
     beside; to be asked before anything is loaded. target, draft: on the meta device."""
-    groups = kv_groups(resolved.target, resolved.draft, resolved.choice.kv_dtype)
+    groups = kv_groups(resolved.target, resolved.drafts, resolved.choice.kv_dtype)
     size = resolved.limits.page_size
     each = {name: spec.bytes_per_page(size) // size for name, spec in groups.items()}
     first, second = (

@@ -7,15 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
+from torch import Tensor
+
 from strobe.engine.build import Resolved, build
 from strobe.engine.engine import Engine
-from strobe.engine.scheduler import full_length
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
-from strobe.step import Drafts, Plan
+from strobe.spec.budget import Candidate, FullBudget, Load
+from strobe.step import Span
 
 BASES = (1e4, 1e5, 5e5, 1e6, 1e7)
 """Rope bases that drafters were published with."""
@@ -63,13 +65,14 @@ def matched(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     requests = [engine.add(list(prompt), params) for prompt in prompts]
     seen: list[tuple[Request, int, list[int]]] = []
-    proposer = engine.proposers.proposers["dflash"]
+    proposer = engine.proposers.on_device["dflash"]
     propose = proposer.propose
 
-    def noting(plan: Plan, spans: Sequence[int]) -> Drafts:
-        drafts = propose(plan, spans)
-        for i, tokens in zip(spans, drafts.tokens.tolist(), strict=False):
-            seen.append((plan.spans[i].request, plan.spans[i].start + 1, tokens))
+    def noting(spans: Sequence[Span]) -> Tensor:
+        drafts = propose(spans)
+        running = {record.slot: record.request for record in engine.scheduler.running}
+        for span, tokens in zip(spans, drafts.tolist(), strict=False):
+            seen.append((running[span.slot], span.start + 1, tokens))
         return drafts
 
     proposer.propose = noting
@@ -93,16 +96,23 @@ def gain(base: Sequence[int], other: Sequence[int]) -> float:
     return above / (spread / len(differences) ** 0.5)
 
 
+class _OneDraft:
+    """One draft at most."""
+
+    def drafts(self, candidates: Sequence[Candidate], load: Load) -> list[int]:
+        return [min(1, candidate.most) for candidate in candidates]
+
+
 def engine_of(
     resolved: Resolved, draft: DraftConfig, target: Target | None, *, keep: bool = True
 ) -> Engine:
     """An engine whose drafter is read as `draft` says. target: weights that are there already.
     keep: whether drafts are kept; else every step makes one token, the target's own."""
-    resolved = replace(resolved, draft=draft)
+    resolved = replace(resolved, drafts={"dflash": draft})
     return Engine(
         resolved,
         parts=build(resolved, target),
-        draft_length=full_length if keep else lambda request, allowed: min(1, allowed),
+        budget=FullBudget() if keep else _OneDraft(),
         simulated_acceptance=None if keep else 1.0,
     )
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from strobe.answers import Answer, receive
 from strobe.engine.engine import Engine
-from strobe.outputs import CompletionOutput
+from strobe.outputs import Answer, CompletionOutput
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.text.tokenizer import Message, Tokenizer
@@ -69,7 +68,7 @@ class Answering:
     ):
         self.engine, self.tokenizer = engine, tokenizer
         self._params, self._thinking = params, thinking
-        self._running: dict[Request, tuple[Conversation, Answer]] = {}
+        self._running: dict[Hashable, tuple[Request, Conversation, Answer]] = {}
 
     def run(
         self, samples: Sequence[Sample], count: int, tell: Callable[[int], None] = lambda _: None
@@ -111,19 +110,20 @@ class Answering:
         except ValueError as error:
             talk.error = str(error)
             return
-        answer = Answer(self.tokenizer, params, request_id=request.id, stop_ids=request.stop_ids)
+        answer = Answer(self.tokenizer, params, request_id=request.id)
         talk.prompt_tokens.append(len(prompt))
-        self._running[request] = talk, answer
+        self._running[request.key] = request, talk, answer
 
     def _step(self) -> None:
         for event in self.engine.step():
-            request = event.request
-            if request not in self._running:
+            if event.key not in self._running:
                 continue
-            talk, answer = self._running[request]
-            if not receive(self.engine, answer, event).finished:
+            request, talk, answer = self._running[event.key]
+            if not answer.push(event).finished:
                 continue
-            del self._running[request]
+            if event.finish_reason is None:
+                self.engine.finish(request, "stop")
+            del self._running[event.key]
             talk.error = answer.output.error
             if talk.error is None:
                 talk.answers.append(answer.output)
@@ -132,7 +132,7 @@ class Answering:
 
     def _leave(self) -> None:
         """Nothing is left running, also after an interrupt."""
-        for request in self._running:
+        for request, _, _ in self._running.values():
             self.engine.finish(request, "abort")
         self._running.clear()
         while self.engine.has_work:

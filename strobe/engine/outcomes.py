@@ -1,0 +1,94 @@
+"""What became of a request in a step: tokens, stop rules, counts, the event. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+
+from strobe.config import Limits
+from strobe.engine.stats import EngineStats
+from strobe.request import FinishReason, Request, Status
+from strobe.step import RequestStart, StepResult, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+
+class Outcomes:
+    """Applies results to requests and counts them."""
+
+    def __init__(self, limits: Limits):
+        self.limits, self.stats = limits, EngineStats()
+
+    def take(
+        self, request: Request, start: int, drafted: int, i: int, result: StepResult
+    ) -> TokenEvent:
+        """Append a span's tokens up to the first one that ends the request."""
+        tokens, accepted = result.tokens[i], result.accepted[i]
+        request.error = result.errors.get(i)
+        count, reason = (0, "error") if request.error is not None else self._ending(request, tokens)
+        kept = tokens[:count]
+        request.tokens += kept
+        self.stats.generation_tokens += count
+        if drafted:
+            self._count(request, drafted, accepted, count)
+        if reason is not None:
+            request.status, request.finish_reason = Status.FINISHED, reason
+        logprobs = result.logprobs.get(i, [])[:count]
+        return self.event(request, kept)._replace(
+            drafted=drafted, accepted=min(accepted, count), logprobs=logprobs, context=start
+        )
+
+    def event(self, request: Request, tokens: list[int]) -> TokenEvent:
+        start = None
+        if not request.started:
+            request.started = True
+            admitted = request.admitted_at or request.arrived_at
+            start = RequestStart(
+                method=request.method,
+                off_reason=request.off_reason,
+                num_cached=request.num_cached or 0,
+                queued=admitted - request.arrived_at,
+                prompt_logprobs=tuple(request.prompt_logprobs),
+                stop_ids=request.stop_ids,
+            )
+        return TokenEvent(
+            key=request.key,
+            choice=request.sibling,
+            tokens=tokens,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            error=request.error,
+            start=start,
+        )
+
+    def _ending(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
+        """How many of `tokens` the request takes, and why it ends there, if it does."""
+        sampling, made = request.sampling, request.num_output
+        room = self.limits.max_model_len - len(request.tokens)
+        if sampling.max_tokens is not None:
+            room = min(room, sampling.max_tokens - made)
+        if not request.stop_ids.isdisjoint(tokens):
+            # Before min_tokens only a grammar that is at its end lets an end token be made.
+            least = 0 if sampling.structured_outputs is not None else sampling.min_tokens
+            for i, token in enumerate(tokens[:room]):
+                if token in request.stop_ids and made + i >= least:
+                    if token in sampling.stop_token_ids:
+                        request.stop_reason = token
+                    return i + 1, "stop"
+        return (room, "length") if len(tokens) >= room else (len(tokens), None)
+
+    def _count(self, request: Request, drafted: int, accepted: int, committed: int) -> None:
+        """Drafts count as accepted up to the token that ended the answer; a stop string, which is
+        found later in the text, takes nothing back."""
+        accepted = min(accepted, committed)
+        counts = request.speculation
+        counts.add(drafted, accepted)
+        self.stats.verified(drafted, accepted)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "verify request=%s accepted=%d/%d committed=%d acceptance_rate=%.3f",
+                request.id,
+                accepted,
+                drafted,
+                committed,
+                counts.accepted / counts.drafted,
+            )

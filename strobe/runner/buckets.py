@@ -1,0 +1,49 @@
+"""The few shapes that batches are padded to, so that one captured graph serves many of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from strobe.runner.batch import Shape
+from strobe.step import TAIL, Span
+
+REPLAYED_ROWS = 512
+"""Most rows of a step that is captured where its spans differ in length."""
+
+
+class Buckets:
+    """Sizes of spans and rows."""
+
+    def __init__(self, max_spans: int, num_drafts: int):
+        """max_spans: most requests at once; num_drafts: the longest draft there is."""
+        self.max_spans, self.num_drafts = max_spans, num_drafts
+        steps = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_spans, 32)]
+        self.spans = [*[s for s in steps if s < max_spans], max_spans]
+        # Few where spans differ in length, for there the rows vary too; and one span more than
+        # there are requests, for rows that belong to none.
+        self.mixed_spans = [*[s for s in (4, 16, 64, 256) if s < max_spans], max_spans + 1]
+        self.rows = [16, 32, 64, 128, 192, 256, 384, REPLAYED_ROWS]
+
+    def of(self, spans: Sequence[Span]) -> Shape:
+        """The shape for these spans: of its own for a block, where all decode with equally many
+        rows."""
+        count, longest = len(spans), max([span.num_rows for span in spans])
+        rows, drafts = sum([span.num_rows for span in spans]), max([s.drafts for s in spans])
+        if rows == count * longest and all(span.tokens[0] == TAIL for span in spans):
+            room, logits = _at_least(self.spans, count), max([span.logits for span in spans])
+            return Shape(room, room * longest, longest, drafts, logits)
+        if rows > REPLAYED_ROWS:
+            drafts = self.num_drafts if drafts else 0
+            return Shape(_at_least(self.spans, count), rows, rows, drafts, 1 + drafts)
+        padded, block = _at_least(self.rows, rows), 1 + self.num_drafts
+        room = _at_least(self.mixed_spans, count + (padded > rows))
+        return Shape(room, padded, block if longest <= block else padded, block - 1, block)
+
+    def captured(self, shape: Shape) -> bool:
+        """Whether batches of that shape come again and again: decoding, and small mixed steps."""
+        return shape.rows <= REPLAYED_ROWS or shape.rows == shape.spans * shape.longest
+
+
+def _at_least(sizes: Sequence[int], least: int) -> int:
+    return sizes[bisect_left(sizes, least)]

@@ -1,0 +1,107 @@
+"""A step under way and its result: the only transfer of a step, and the only wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from strobe.request import TokenLogprob
+from strobe.sampling.logprobs import Scores
+from strobe.step import Plan, StepResult
+from strobe.transfer import download
+
+
+class Verdict(NamedTuple):
+    """What the target decided, on the device: tokens [S, W], of which accepted [S] + 1 count.
+
+    scores: of all rows with logits, where asked for; prompt_scores: of prompt tokens, in the spans'
+    order.
+    """
+
+    tokens: Tensor
+    accepted: Tensor
+    scores: Scores | None = None
+    prompt_scores: Scores | None = None
+
+
+class PendingStep:
+    """A plan and its verdict, on the way to the host.
+
+    top_logprobs: by span, how many of the most probable tokens its request wants named beside each
+    token. errors: by span, why its request cannot go on. followed: whether
+    grammars have taken in its tokens.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        verdict: Verdict,
+        top_logprobs: Mapping[int, int] = {},
+        errors: Mapping[int, str] = {},
+    ):
+        self.plan, self.top_logprobs, self.errors = plan, top_logprobs, errors
+        scores, prompt = verdict.scores, verdict.prompt_scores
+        self._verdict = Verdict(
+            download(verdict.tokens),
+            download(verdict.accepted),
+            scores and Scores(*map(download, scores)),
+            prompt and Scores(*map(download, prompt)),
+        )
+        self.followed = False
+        self._result: StepResult | None = None
+        self._event = None
+        if verdict.tokens.device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def result(self) -> StepResult:
+        """Wait for the step, and give what became of it."""
+        if self._result is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._result = self._to_host()
+        return self._result
+
+    def _to_host(self) -> StepResult:
+        spans, verdict = self.plan.spans, self._verdict
+        accepted: list[int] = verdict.accepted.tolist()[: len(spans)]
+        tokens: list[list[int]] = verdict.tokens.tolist()
+        kept = [row[: count + 1] for row, count in zip(tokens, accepted, strict=False)]
+        logprobs: dict[int, list[TokenLogprob]] = {}
+        prompt: dict[int, list[TokenLogprob]] = {}
+        if verdict.scores is not None:
+            scores, width = _Lists(verdict.scores), verdict.tokens.shape[1]
+            for i, top in self.top_logprobs.items():
+                logprobs[i] = scores.take(i * width, kept[i], top)
+        if verdict.prompt_scores is not None:
+            scores, first = _Lists(verdict.prompt_scores), 0
+            for i, span in enumerate(spans):
+                if span.scored:
+                    prompt[i] = scores.take(first, span.scored, span.top_logprobs)
+                    first += len(span.scored)
+        return StepResult(kept, accepted, logprobs, prompt, dict(self.errors))
+
+
+class _Lists:
+    """Scores as lists."""
+
+    def __init__(self, scores: Scores):
+        self.values: list[float] = scores.values.tolist()
+        self.ranks: list[int] = scores.ranks.tolist()
+        self.best: list[list[float]] = scores.top_values.tolist()
+        self.ids: list[list[int]] = scores.top_ids.tolist()
+
+    def take(self, first: int, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        """Those of `tokens`, which stand at the rows from `first` on."""
+        return [
+            TokenLogprob(
+                token,
+                self.values[row],
+                self.ranks[row],
+                tuple(zip(self.ids[row][:top], self.best[row][:top], strict=True)),
+            )
+            for row, token in enumerate(tokens, start=first)
+        ]

@@ -1,0 +1,138 @@
+"""Drafting methods, one entry each: all that the engine asks of a method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from strobe.attention.base import AttentionBackend
+from strobe.config import EngineConfig
+from strobe.kv.store import KVStore
+from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.config_readers.pair import check_pair
+from strobe.models.dflash import DFlash
+from strobe.models.load import check_draft_tensors, load_draft
+from strobe.models.registry import load_draft_config
+from strobe.models.target import Target
+from strobe.runner.buckets import Buckets
+from strobe.runner.graphs import Eager, Graphs
+from strobe.runner.runner import ModelRunner
+from strobe.runner.state import DecodeState
+from strobe.sampling.state import SamplingState
+from strobe.sampling_params import METHODS
+from strobe.spec.base import HostProposer, Proposer
+from strobe.spec.dflash import DFlashProposer
+from strobe.spec.ngram import NgramProposer
+
+
+class Place(TypedDict):
+    """How weights are held; see `strobe.models.load`."""
+
+    max_positions: int
+    dtype: torch.dtype
+    device: torch.device
+    load_format: str
+    fp8: bool
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a proposer is made with. model, store: the method's own weights and K/V, where it has
+    some."""
+
+    config: EngineConfig
+    state: DecodeState
+    sampling: SamplingState
+    graphs: Graphs | Eager
+    buckets: Buckets | None
+    backend: AttentionBackend
+    model: Any = None
+    store: KVStore | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """read: the config of the method's own checkpoint, checked against the target's; None where the
+    settings name none. check: its module on the meta device, every tensor's header checked. load:
+    its module, given the target's. kv: the layers whose K/V it keeps on the target's pages.
+    capture: the layers of the target whose outputs it reads, as counts of layers done. make: its
+    proposer, on the device or on the host."""
+
+    name: str
+    read: Callable[[EngineConfig, TargetConfig], DraftConfig | None]
+    check: Callable[[EngineConfig, DraftConfig], DFlash]
+    load: Callable[..., DFlash]
+    kv: Callable[[DraftConfig], DecoderConfig]
+    capture: Callable[[DraftConfig], tuple[int, ...]]
+    make: Callable[[Context], Proposer | HostProposer]
+
+    def __post_init__(self) -> None:
+        for part in fields(self)[1:]:
+            value: object = getattr(self, part.name)
+            if not callable(value):
+                raise TypeError(f"The drafting method {self.name!r} has no {part.name}: {value!r}.")
+
+
+def _read_dflash(config: EngineConfig, target: TargetConfig) -> DraftConfig | None:
+    if config.draft is None:
+        return None
+    draft = load_draft_config(Path(config.draft), Path(config.target))
+    check_pair(draft, target, Path(config.draft))
+    return draft
+
+
+def _check_dflash(config: EngineConfig, draft: DraftConfig) -> DFlash:
+    return check_draft_tensors(Path(config.draft or ""), draft, config.load_format)
+
+
+def _load_dflash(
+    config: EngineConfig, draft: DraftConfig, target: Target, **place: Unpack[Place]
+) -> DFlash:
+    return load_draft(Path(config.draft or ""), draft, target, **place)
+
+
+def _make_dflash(given: Context) -> Proposer:
+    assert given.model is not None
+    assert given.store is not None
+    runner = ModelRunner(
+        given.model,
+        given.model.config.decoder.masks,
+        given.store,
+        given.state,
+        given.sampling,
+        given.backend,
+        buckets=given.buckets,
+    )
+    sampled = given.config.draft_sample_method == "probabilistic"
+    return DFlashProposer(given.model, runner, given.graphs, sampled=sampled)
+
+
+def no_checkpoint(*given: Any, **named: Any) -> Any:
+    """The part of a method that has no weights."""
+    return None
+
+
+DFLASH = Method(
+    "dflash",
+    read=_read_dflash,
+    check=_check_dflash,
+    load=_load_dflash,
+    kv=lambda draft: draft.decoder,
+    capture=lambda draft: draft.capture,
+    make=_make_dflash,
+)
+NGRAM = Method(
+    "ngram",
+    read=no_checkpoint,
+    check=no_checkpoint,
+    load=no_checkpoint,
+    kv=no_checkpoint,
+    capture=lambda draft: (),
+    make=lambda given: NgramProposer(given.config.ngram_min, given.config.ngram_max),
+)
+REGISTRY = {method.name: method for method in (DFLASH, NGRAM)}
+assert {*REGISTRY, "none"} == set(METHODS), "a drafting method that requests cannot name"
