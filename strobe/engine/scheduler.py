@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from strobe.config import Limits
 from strobe.engine.outcomes import Outcomes
@@ -22,9 +23,11 @@ from strobe.engine.stats import EngineStats
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
-from strobe.spec.base import HostProposer
 from strobe.spec.budget import Budget, Candidate, FullBudget, Load
 from strobe.step import TAIL, Admission, PageWrite, Plan, Span, StepResult, TokenEvent
+
+if TYPE_CHECKING:
+    from strobe.spec.base import HostProposer
 
 _LOOKED_AT = 64
 """Waiting requests that one plan looks at, at most."""
