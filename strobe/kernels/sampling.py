@@ -1,15 +1,15 @@
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-"""Logits to tokens: the first maximum, and a draw behind top-k, top-p and min-p without a sort.
+"""Logits to tokens: the first maximum, and a race behind top-k, top-p and min-p without a sort.
 
 `sample_rows` reads its row several times, one program a row: for the row's maximum; for the least
 logit that the filters keep, found by bisection over the floats in their order, each reading taking
-count or mass above three of them; for the kept mass, and then the token at its share of it. A row
-of 150,000 tokens in bfloat16 is 304 KB, so that the rows of all SMs stay in the L2 cache, and a
-reading is bound by arithmetic: 7 to 13 instructions a token. The first bounds are tight enough for
-about 5 readings between the first and the last.
+count or mass above three of them; and for the race of what is kept, by the noise of
+`strobe.sampling.noise`. A row of 150,000 tokens in bfloat16 is 304 KB, so that the rows of all SMs
+stay in the L2 cache, and a reading is bound by arithmetic: 7 to 13 instructions a token, and about
+60 in the race. The first bounds are tight enough for about 5 readings between the first and the
+last.
 
-A row lies before a program as SEGMENTS runs of SEGMENT tokens, read side by side, so that its
-sums come out in the order of the tokens and a draw needs to look at one segment only:
+A row lies before a program as SEGMENTS runs of SEGMENT tokens, read side by side:
 
     step          0            1                 STEPS - 1
     segment 0     [ WIDTH ]    [ WIDTH ]   ...   [ WIDTH ]
@@ -34,10 +34,15 @@ NOTHING = tl.constexpr(-0x7F800000)
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
 LOW_WORD = tl.constexpr(0xFFFFFFFF)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX1 = tl.constexpr(0xBF58476D1CE4E5B9)
 MIX2 = tl.constexpr(0x94D049BB133111EB)
+ROUND1 = tl.constexpr(0xED5AD4BB)
+ROUND2 = tl.constexpr(0xAC4C1B51)
+ROUND3 = tl.constexpr(0x31848BAB)
+UNIT = tl.constexpr(2.0**-32 * (1 - 2.0**-23))
 
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """So many low bits of a logit in float32 are 0, and are left out of its key."""
@@ -58,13 +63,25 @@ def _value(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _uniform(key, position):
-    """In [0, 1), float64: see `strobe.sampling.noise.uniforms`."""
+def _row_word(key, position):
+    """uint64: see `strobe.sampling.noise.row_words`."""
     x = key.to(tl.uint64, bitcast=True) + position.to(tl.uint64, bitcast=True) * GOLDEN
     x = (x ^ (x >> 30)) * MIX1
     x = (x ^ (x >> 27)) * MIX2
-    x = (x ^ (x >> 31)) >> 11
-    return x.to(tl.int64).to(tl.float64) * 2.0**-53
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _gumbel(ids, word):
+    """The tokens' noise, float32: see `strobe.sampling.noise.Gumbel`."""
+    x = ids.to(tl.uint32) ^ (word & LOW_WORD).to(tl.uint32)
+    x = (x ^ (x >> 17)) * tl.full([], ROUND1, tl.uint32)
+    x ^= (word >> 32).to(tl.uint32)
+    x = (x ^ (x >> 11)) * tl.full([], ROUND2, tl.uint32)
+    x = (x ^ (x >> 15)) * tl.full([], ROUND3, tl.uint32)
+    v = ((x ^ (x >> 14)).to(tl.float32) + 0.5) * UNIT
+    u = 1.0 - v
+    return -tl.log((v - (1.0 - u)) - tl.log(u))
 
 
 @triton.jit
@@ -224,38 +241,31 @@ def _edge(
 
 
 @triton.jit
-def _draw(
+def _race(
     row,
     top,
-    heat,
+    temperature,
     edge,
     min_p,
-    uniform,
+    word,
     V: tl.constexpr,
     SEGMENT: tl.constexpr,
     VECTOR: tl.constexpr,
-    SCAN: tl.constexpr,
 ):
-    """The first token at which the cumulated weight exceeds its share of the total."""
-    sums = tl.full([WIDTH // VECTOR, SEGMENTS], 0.0, tl.float32)
+    """The first maximum of (logit - top) / temperature + noise over the tokens that are kept."""
+    scale = tl.div_rn(1.0, temperature)
+    heat = scale * LOG2E
+    best = tl.full([WIDTH // VECTOR, SEGMENTS, VECTOR], float("-inf"), tl.float32)
+    token = tl.full([WIDTH // VECTOR, SEGMENTS, VECTOR], V, tl.int32)
     for step in range(SEGMENT // WIDTH):
-        x = _read(row, _ids(step, SEGMENT, VECTOR), V)
-        weight = tl.exp2((x - top) * heat)
-        sums += tl.sum(tl.where((x >= edge) & (weight >= min_p), weight, 0.0), 2)
-    reached = tl.cumsum(tl.sum(sums, 0).to(tl.float64), 0)
-    share = uniform * tl.max(reached, 0)
-    segment = tl.minimum(tl.sum((reached <= share).to(tl.int32), 0), SEGMENTS - 1)
-    before = tl.max(tl.where(reached <= share, reached, 0.0), 0)
-    at = tl.arange(0, SCAN)
-    ids = segment * SEGMENT + at
-    x = _read(row, tl.where(at < SEGMENT, ids, V), V)
-    weight = tl.exp2((x - top) * heat)
-    weight = tl.where((x >= edge) & (weight >= min_p), weight, 0.0)
-    passed = before + tl.cumsum(weight.to(tl.float64), 0) > share
-    drawn = tl.min(tl.where(passed & (weight > 0), ids, V), 0)
-    # The segment's sum and its scan round differently: past the end the last token is meant.
-    last = tl.max(tl.where(weight > 0, ids, 0), 0)
-    return tl.where(drawn < V, drawn, last)
+        ids = _ids(step, SEGMENT, VECTOR)
+        x = _read(row, ids, V)
+        keep = (x >= edge) & (tl.exp2((x - top) * heat) >= min_p)
+        score = tl.where(keep, (x - top) * scale + _gumbel(ids, word), float("-inf"))
+        # A lane's tokens come in rising order, so that its first maximum stays.
+        token = tl.where(score > best, ids, token)
+        best = tl.maximum(best, score)
+    return tl.min(tl.where(best == tl.max(best), token, V))
 
 
 @triton.jit
@@ -273,7 +283,6 @@ def _sample_kernel(
     SEGMENT: tl.constexpr,
     VECTOR: tl.constexpr,
     SHIFT: tl.constexpr,
-    SCAN: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
     row = logits_ptr + index * stride
@@ -288,7 +297,8 @@ def _sample_kernel(
     top = tl.max(lanes)
     numbers = tl.sum(nans) == 0
     if (temperature > 0) & numbers & (tl.abs(top) < float("inf")):
-        heat = tl.div_rn(1.4426950408889634, tl.maximum(temperature, 1e-30))  # log2(e)
+        temperature = tl.maximum(temperature, 1e-30)
+        heat = tl.div_rn(LOG2E, temperature)
         top_p = tl.load(top_p_ptr + index)
         min_p = tl.minimum(tl.load(min_p_ptr + index), 1.0)
         k = tl.load(top_k_ptr + index)
@@ -296,8 +306,8 @@ def _sample_kernel(
         edge = tl.full([], float("-inf"), tl.float32)
         if (k < V) | (top_p < 1.0):
             edge = _edge(row, lanes, top, heat, top_p, k, V, SEGMENT, VECTOR, SHIFT)
-        uniform = _uniform(tl.load(key_ptr + index), tl.load(position_ptr + index))
-        token = _draw(row, top, heat, edge, min_p, uniform, V, SEGMENT, VECTOR, SCAN)
+        word = _row_word(tl.load(key_ptr + index), tl.load(position_ptr + index))
+        token = _race(row, top, temperature, edge, min_p, word, V, SEGMENT, VECTOR)
         tl.store(out_ptr + index, token.to(tl.int64))
     else:
         # Greedy rows, and those that have no weights: the first maximum, a NaN above all.
@@ -358,12 +368,12 @@ def sample_rows(
     key: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """logits [R, V] -> tokens [R] int64, each row by the rule of `strobe.sampling.sampler.sample`.
+    """logits [R, V] -> tokens [R] int64, each row as by `strobe.sampling.sampler.sample_rows`.
 
     temperature, top_p, min_p [R] float32, temperature 0 is greedy; top_k [R] int64, 0 is off; key,
-    position [R] int64. Sums are in float32 in a fixed order, across segments and in the last scan
-    in float64; where their rounding moves an edge, the result may be the next token. Rows without
-    weights (NaN, +inf, or nothing but -inf) give their first maximum.
+    position [R] int64. Sums are in float32 in a fixed order; where their rounding moves an edge,
+    a token more or less races. Rows without weights (NaN, +inf, or nothing but -inf) give their
+    first maximum, a NaN above all.
     """
     rows, size = logits.shape
     assert all(t.stride(0) == 1 for t in (temperature, top_p, min_p, top_k, key, position))
@@ -383,7 +393,6 @@ def sample_rows(
         SEGMENT=segment,
         VECTOR=16 // logits.element_size(),
         SHIFT=UNUSED_BITS[logits.dtype],
-        SCAN=triton.next_power_of_2(segment),
         num_warps=32,
     )
     return out

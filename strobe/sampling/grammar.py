@@ -1,160 +1,116 @@
-"""Structured output: which tokens a grammar allows behind each draft, through llguidance.
+"""Structured output: what a grammar allows behind each draft, and the drafts that it forces.
 
-The matcher of a request stands behind its committed tokens. For a verify step it walks along the
-drafts as far as they are legal, gives the mask of every row on the way, and goes back:
+The matcher of a request stands behind its committed tokens. Before a verify step's forward it walks
+along the drafts once: a draft that is not allowed gives way to what the grammar forces there, where
+it leaves one continuation only, such as a schema's next key. The masks of all rows on the way are
+then computed together, and the matcher stands where it was:
 
-    committed | tail  d1   d2   d3          (d3 illegal)
-              | mask0 mask1 mask2  free     what may follow; behind an illegal draft nothing is kept
+    committed | tail  d1    d2    d3        (d3 not allowed, nothing forced)
+              | mask0 mask1 mask2 free      what may follow; behind d3 nothing is kept
 """
 
 from __future__ import annotations
 
-import json
-import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
 
 from strobe.request import Request
+from strobe.sampling.grammar_compiler import GrammarCompiler, one_line
+from strobe.sampling.grammar_compiler import source_of as source_of
 from strobe.sampling_params import StructuredOutputs
 
-_KEPT = 128
-_LONGEST = 1 << 17
-_STACK = 1 << 28
-_WHITE = {"whitespace_pattern": "\\n[ \\t]{0,40}| ?"}
-"""Between the parts of JSON: a line break and an indent, or a space. A model that is made to write
-what it would not can otherwise go on with white space for ever."""
+LANES = 16
+"""Slots whose matchers do not wait for one another, even where they are of one grammar."""
+
+Masks = NDArray[np.int32]
 
 
-def source_of(wanted: StructuredOutputs) -> str:
-    """The grammar in llguidance's form. Raises ValueError for text that is none."""
-    parts = [{**_part(wanted), "name": "answer"}]
-    if wanted.lead or wanted.instead is not None:
-        lead = f"({json.dumps(wanted.lead)})? " if wanted.lead else ""
-        other = "" if wanted.instead is None else " | @instead"
-        parts.insert(0, {"lark_grammar": f"start: {lead}(@answer{other})"})
-    if wanted.instead is not None:
-        parts.append({"name": "instead", "lark_grammar": wanted.instead})
-    return json.dumps({"grammars": parts})
+class GrammarStep(NamedTuple):
+    """drafts: as they came, but for forced tokens; masks [n, K + 1, words] int32: what may follow
+    the committed tokens, and each draft; rows that are free have -1. errors: what ails a request's
+    grammar, by its place among the n; its rows are free."""
+
+    drafts: list[list[int]]
+    masks: Masks
+    errors: dict[int, str]
 
 
-def _part(wanted: StructuredOutputs) -> dict[str, Any]:
-    if wanted.json is not None:
-        return {"json_schema": _schema(wanted.json)}
-    if wanted.json_object:
-        return {"json_schema": {"type": "object", "x-guidance": _WHITE}}
-    if wanted.regex is not None:
-        return json.loads(LLMatcher.grammar_from_regex(wanted.regex))["grammars"][0]
-    if wanted.choice is not None:
-        return {"lark_grammar": f"start: {' | '.join(map(json.dumps, wanted.choice))}"}
-    return {"lark_grammar": grammar_from("grammar", wanted.grammar or "")}
+class Job(NamedTuple):
+    """Masks to compute from `row` on: where the matcher stands, and behind each of the tokens."""
 
-
-def _schema(given: Any) -> Any:
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError as error:
-            raise ValueError(f"the JSON schema is no JSON ({error})") from None
-    if not isinstance(given, Mapping):
-        return given
-    own = given.get("x-guidance", {})
-    return {**given, "x-guidance": {**_WHITE, **own} if isinstance(own, Mapping) else own}
+    matcher: LLMatcher
+    row: int
+    tokens: list[int]
 
 
 class Follower:
     """One request's place in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, after: Sequence[int] = (), opener: int | None = None):
-        """after: token ids behind which the grammar begins; empty: it begins at once. opener: the
-        first token of answers that wait for `after`; None: all do."""
-        self.matcher, self.after, self.opener = matcher, tuple(after), opener
-        self.free = bool(after) and opener is None
-        self.done = 0
+    def __init__(self, matcher: LLMatcher, ends: frozenset[int], structured: StructuredOutputs):
+        """ends: the tokens that end an answer."""
+        self.matcher, self.ends = matcher, ends
+        self.after, self.opener = tuple(structured.after), structured.opener
+        self.free = bool(self.after) and self.opener is None
+        self.made: list[int] = []
+        self.error: str | None = None
 
-    def masks(self, output: Sequence[int], drafts: Sequence[int], words: int) -> np.ndarray:
-        """[1 + len(drafts), words] int32: what may follow the output, and each draft behind it.
+    def advance(self, tokens: Sequence[int]) -> str | None:
+        """Take in committed tokens; returns what went wrong, now or earlier."""
+        for token in tokens:
+            self.made.append(token)
+            if self._opens(self.made):
+                self.free = True
+            elif self.free:
+                self.free = not self._begins(self.made)
+            elif self.error is None and not self.matcher.consume_token(token):
+                self.fail()
+        return self.error
 
-        Raises ValueError where the grammar cannot go on.
-        """
-        self._catch_up(output)
-        masks = np.full((1 + len(drafts), words), -1, dtype=np.int32)
-        known, free, taken = list(output), self.free, 0
-        for row in range(1 + len(drafts)):
-            if not free:
-                self.matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, words * 4)
-                if self.matcher.is_error():
-                    raise ValueError(self._failure())
-                if self.opener is not None and not known:
-                    masks[row, self.opener >> 5] |= np.uint32(1 << (self.opener & 31)).view(
-                        np.int32
-                    )
+    def fail(self) -> None:
+        reason = one_line(self.matcher.get_error())
+        self.error = f"structured_outputs: the grammar cannot be followed further: {reason}"
+
+    def walk(self, drafts: list[int], masks: Masks, ended: NDArray[np.int32]) -> list[Job]:
+        """Put forced tokens among the drafts, and give the masks [K + 1, words] still to compute;
+        rows behind the grammar's end are filled in here, by `ended` [words]."""
+        matcher, free, taken, jobs = self.matcher, self.free, 0, list[Job]()
+        known = self.made[-max(len(self.after), 1) :]
+        for row in range(len(drafts) + 1):
+            stopped = not free and matcher.is_stopped()
+            if stopped:
+                masks[row] = ended
+            elif not free and (not jobs or jobs[-1].matcher is not matcher):
+                jobs.append(Job(matcher, row, []))
+            elif not free:
+                jobs[-1].tokens.append(drafts[row - 1])
             if row == len(drafts):
                 break
             known.append(drafts[row])
-            if not free and self.matcher.is_stopped() and not self._opens(known):
-                if not _has(masks[row], drafts[row]):  # behind the end comes only the end
+            if self._opens(known):
+                jobs, free = [Job(matcher.deep_copy(), 0, [])], True
+            elif free:
+                free = not self._begins(known)
+            elif stopped:
+                if drafts[row] not in self.ends:  # behind the end comes only the end
                     break
-                continue
-            legal, free, consumed = self._walk(known, free)
-            taken += consumed
-            if not legal:
-                break
+            else:
+                if not matcher.try_consume_tokens([drafts[row]]):
+                    forced = matcher.compute_ff_tokens()
+                    drafts[row:] = [*forced, *drafts[row + len(forced) :]][: len(drafts) - row]
+                    if not forced or not matcher.try_consume_tokens([drafts[row]]):
+                        break
+                    known[-1] = drafts[row]
+                taken += 1
         if taken:
-            self.matcher.rollback(taken)
-        return masks
-
-    def mend(self, output: Sequence[int], drafts: Sequence[int]) -> list[int]:
-        """The drafts with what the grammar forces in place of the first that it does not allow,
-        and of later ones: where only one continuation is left, such as a schema's next key, it is
-        a better draft than any. Raises ValueError where the grammar cannot go on."""
-        self._catch_up(output)
-        mended, known, free, taken = list(drafts), list(output), self.free, 0
-        row = 0
-        while row < len(mended):
-            known.append(mended[row])
-            legal, ends, consumed = self._walk(known, free)
-            if not legal:
-                forced = [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
-                if not forced:
-                    break
-                mended[row:] = [*forced, *mended[row + len(forced) :]][: len(mended) - row]
-                known[-1] = mended[row]
-                legal, ends, consumed = self._walk(known, free)
-                if not legal:
-                    break
-            free, taken, row = ends, taken + consumed, row + 1
-        if taken:
-            self.matcher.rollback(taken)
-        return mended
-
-    def _walk(self, known: Sequence[int], free: bool) -> tuple[bool, bool, int]:
-        """Follow the newest of the tokens: whether it is allowed, whether the answer is free behind
-        it, and tokens that the matcher took."""
-        if self._opens(known):
-            return True, True, 0
-        if free:
-            return True, not self._begins(known), 0
-        took = not self.matcher.is_stopped() and self.matcher.try_consume_tokens([known[-1]]) == 1
-        return took, False, int(took)
-
-    def _catch_up(self, output: Sequence[int]) -> None:
-        """Take in the tokens committed since the last step."""
-        while self.done < len(output):
-            self.done += 1
-            newest = output[max(0, self.done - len(self.after) - 1) : self.done]
-            if self._opens(newest):
-                self.free = True
-            elif self.free:
-                self.free = not self._begins(newest)
-            elif not self.matcher.consume_token(output[self.done - 1]):
-                raise ValueError(self._failure())
+            matcher.rollback(taken)
+        return jobs
 
     def _opens(self, tokens: Sequence[int]) -> bool:
         """Whether the newest token is the answer's first and begins thinking."""
@@ -163,116 +119,107 @@ class Follower:
     def _begins(self, tokens: Sequence[int]) -> bool:
         return tuple(tokens[-len(self.after) :]) == self.after
 
-    def _failure(self) -> str:
-        reason = _line(self.matcher.get_error())
-        return f"structured_outputs: the grammar cannot be followed further: {reason}"
+
+class GrammarState:
+    """Follows the grammars of requests by their slots, one matcher each."""
+
+    def __init__(self, compiler: GrammarCompiler):
+        self.compiler = compiler
+        self._followers: dict[int, Follower] = {}
+
+    def compile(self, structured: StructuredOutputs) -> LLMatcher:
+        """See `GrammarCompiler.compile`."""
+        return self.compiler.compile(structured)
+
+    def admit(
+        self, slot: int, structured: StructuredOutputs, output_tokens: Sequence[int] = ()
+    ) -> None:
+        """Follow a request that has made some tokens already. Raises ValueError for a grammar that
+        does not compile."""
+        matcher = self.compiler.compile(structured, slot % LANES)
+        self._followers[slot] = follower = Follower(matcher, self._ends, structured)
+        follower.advance(output_tokens)
+
+    def advance(self, slot: int, tokens: Sequence[int]) -> str | None:
+        """Take in the tokens that a step committed; returns what went wrong, which every later
+        walk says, too. A slot that follows no grammar takes in nothing."""
+        follower = self._followers.get(slot)
+        return None if follower is None else follower.advance(tokens)
+
+    def drop(self, slot: int) -> None:
+        """Forget a slot's request."""
+        self._followers.pop(slot, None)
+
+    def walk(self, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> GrammarStep:
+        """Walk along the drafts of n slots; one that follows no grammar is free."""
+        found = [list(tokens) for tokens in drafts]
+        width = 1 + max(map(len, found), default=0)
+        masks = np.full((len(found), width, self.compiler.words), -1, dtype=np.int32)
+        followed = [(i, f) for i, s in enumerate(slots) if (f := self._followers.get(s))]
+        jobs: list[Job] = []
+        for i, follower in followed:
+            if follower.error is None:
+                made = follower.walk(found[i], masks[i], self._ended)
+                jobs += [job._replace(row=i * width + job.row) for job in made]
+        where = masks.ctypes.data, masks.strides[1], len(found) * width
+        if paths := [tuple(job) for job in jobs if job.tokens]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(paths, *where)
+        if places := [job[:2] for job in jobs if not job.tokens]:
+            self._executor.unsafe_compute_mask_ptr(places, *where)
+        errors: dict[int, str] = {}
+        for i, follower in followed:
+            if follower.matcher.is_error() and follower.error is None:
+                follower.fail()
+            if follower.error is not None:
+                errors[i], masks[i] = follower.error, -1
+            elif follower.opener is not None and not follower.made:
+                masks[i, 0] |= _bits([follower.opener], self.compiler.words)
+        return GrammarStep(found, masks, errors)
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor()
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        return frozenset(self.compiler.tokenizer.eos_tokens)
+
+    @cached_property
+    def _ended(self) -> NDArray[np.int32]:
+        return _bits(sorted(self._ends), self.compiler.words)
 
 
-class Grammars:
-    """Compiles grammars and follows them, one matcher per request."""
+def _bits(ids: Sequence[int], words: int) -> NDArray[np.int32]:
+    """A mask [words] of some tokens."""
+    bits = np.zeros(words * 32, dtype=np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+# What follows goes with the old runner.
+
+
+class Grammars(GrammarCompiler):
+    """Follows requests in place of slots."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]):
-        """tokenizer: a tokenizer.json, read when the first grammar comes."""
-        self.file, self.vocab_size, self.eos_ids = tokenizer, vocab_size, list(eos_ids)
-        self.words = -(-vocab_size // 32)
-        self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
-        self._followers: WeakKeyDictionary[Request, Follower] = WeakKeyDictionary()
-
-    @property
-    def tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            if not self.file.exists():
-                raise ValueError(
-                    f"structured_outputs need {self.file}, which does not exist; save the "
-                    "tokenizer in that form, or leave them out."
-                )
-            try:
-                self._tokenizer = LLTokenizer(
-                    str(self.file), n_vocab=self.vocab_size, eos_token=self.eos_ids or None
-                )
-            except ValueError as error:
-                raise ValueError(
-                    f"structured_outputs need {self.file}, which cannot be used: "
-                    f"{_line(str(error))}"
-                ) from None
-        return self._tokenizer
-
-    def compile(self, wanted: StructuredOutputs) -> LLMatcher:
-        """A matcher at the grammar's beginning. Raises ValueError for one that does not compile.
-
-        May be called from another thread to have the work done before a request is added.
-        """
-        try:
-            source = source_of(wanted)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(
-                f"structured_outputs: the grammar does not compile: {_line(str(error))}"
-            ) from None
-        if len(source) > _LONGEST:
-            raise ValueError(
-                f"structured_outputs come to {len(source)} characters, but at most {_LONGEST} are "
-                "compiled; shorten them."
-            )
-        with self._lock:
-            matcher = self._compiled.get(source)
-            if matcher is not None:
-                self._compiled.move_to_end(source)
-                return matcher.deep_copy()
-            tokenizer = self.tokenizer
-        matcher = self._matcher(tokenizer, source)
-        if matcher.is_error():
-            raise ValueError(
-                f"structured_outputs: the grammar does not compile: {_line(matcher.get_error())}"
-            )
-        with self._lock:
-            self._compiled[source] = matcher
-            if len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
-        return matcher.deep_copy()
-
-    def _matcher(self, tokenizer: LLTokenizer, source: str) -> LLMatcher:
-        """llguidance walks rules that lead to one another by recursion, and a few thousand of them
-        on a usual stack of 8 MiB would end the process."""
-        with ThreadPoolExecutor(1) as pool:
-            with self._lock:
-                usual = threading.stack_size(_STACK)
-                made = pool.submit(LLMatcher, tokenizer, source, log_level=0)
-                threading.stack_size(usual)
-            return made.result()
+        super().__init__(tokenizer, vocab_size, eos_ids)
+        self.state = GrammarState(self)
 
     def follow(self, request: Request) -> None:
-        """Begin with a request. Raises ValueError for a grammar that does not compile."""
         if request.structured is not None:
-            matcher = self.compile(request.structured)
-            self._followers[request] = Follower(
-                matcher, request.structured.after, request.structured.opener
-            )
+            self.state.admit(id(request), request.structured)
+            weakref.finalize(request, self.state.drop, id(request))
+
+    def _walk(self, request: Request, drafts: Sequence[int]) -> GrammarStep:
+        done = len(self.state._followers[id(request)].made)  # pyright: ignore[reportPrivateUsage]
+        self.state.advance(id(request), request.output_ids[done:])
+        return self.state.walk([id(request)], [drafts])
 
     def mend(self, request: Request, drafts: Sequence[int]) -> list[int]:
-        """A request's drafts, mended; a grammar that cannot go on leaves them as they are, and
-        `masks` says so."""
-        try:
-            return self._followers[request].mend(request.output_ids, drafts)
-        except ValueError:
-            return list(drafts)
+        return self._walk(request, drafts).drafts[0]
 
-    def masks(self, request: Request, drafts: Sequence[int]) -> np.ndarray:
-        """[1 + len(drafts), words] int32 for the rows of a request's span. A grammar that cannot go
-        on is the request's error; its rows are then free."""
-        try:
-            return self._followers[request].masks(request.output_ids, drafts, self.words)
-        except ValueError as error:
-            request.error = str(error)
-            return np.full((1 + len(drafts), self.words), -1, dtype=np.int32)
-
-
-def _has(mask: np.ndarray, token: int) -> bool:
-    return bool(mask[token >> 5] >> (token & 31) & 1)
-
-
-def _line(text: str) -> str:
-    """What a library says, on one line that is not too long: it may quote the whole grammar."""
-    line = " ".join(text.split()).rstrip(".")
-    return f"{line}." if len(line) <= 300 else f"{line[:300]}..."
+    def masks(self, request: Request, drafts: Sequence[int]) -> Masks:
+        step = self._walk(request, drafts)
+        request.error = step.errors.get(0, request.error)
+        return step.masks[0]

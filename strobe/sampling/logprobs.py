@@ -1,11 +1,11 @@
-"""Log probabilities as the model gave them: before temperature, penalties and masks."""
+"""Log probabilities as the model gave them: before temperature, processors and masks."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from strobe.step import Scores
+from strobe.step import Scores as Scores  # moves here once step.py is free of it
 
 
 def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:

@@ -1,12 +1,42 @@
-"""Counter-based noise: one uniform per token, the same on every device and in every batch."""
+"""Counter-based Gumbel noise: a function of (seed, sibling, position, token) alone, so that a row's
+noise is the same on every device, captured or not, and whatever else is in the batch.
+
+    key       64 bits  SplitMix64 of seed and sibling, made once by the host
+    word      64 bits  SplitMix64 of key and position, one per row: a low and a high half
+    hash      32 bits  triple32 of the token's id, with the halves xored in before and behind its
+                       first round, so that rows differ by more than an order of their ids
+    v         (hash + 1/2) / 2^32, a uniform in (0, 1)
+    E         -log(1 - v), exponential
+    gumbel    -log(E)
+
+The token that wins a race by E over its weight, which is the argmax of log weight plus gumbel, is
+distributed by the weights (Gumbel, 1954; Maddison, Tarlow and Minka, arXiv 1411.0030). Small E win,
+so v has its full relative precision there. Legend: R rows, V vocabulary.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _WORD = (1 << 64) - 1
 _STEP, _MUL1, _MUL2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""SplitMix64 (Steele, Lea and Flood, 2014)."""
+
+_ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
+_LAST = 14
+"""triple32 (Wellons, nullprogram.com/blog/2018/07/31): shift, xor, multiply; a bias of 0.021."""
+
+UNIT = 2.0**-32 * (1 - 2.0**-23)
+"""What takes hash + 1/2 to v: so little below 2^-32 that v, rounded to float32, stays below 1. All
+tokens' v are scaled alike, which changes no race."""
+
+_CHUNK = 1 << 15
+"""Elements that the CPU's form works on at a time, so that they stay in the L2 cache."""
 
 
 def _signed(value: int) -> int:
@@ -20,8 +50,94 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def noise_key(seed: int, sibling: int) -> int:
+    """A signed 64-bit key for one answer's noise."""
+    key = _mix((seed + _STEP) & _WORD)
+    return _signed(_mix((key + (sibling + 1) * _MUL1) & _WORD))
+
+
+def row_words(keys: Tensor, positions: Tensor) -> Tensor:
+    """keys, positions [R] int64 -> [R] int64: the output function of SplitMix64 at counter
+    `positions` of the sequence that `keys` start."""
+    x = keys + positions * _signed(_STEP)
+    x = (x ^ _shift(x, 30)) * _signed(_MUL1)
+    x = (x ^ _shift(x, 27)) * _signed(_MUL2)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64, whose own shift copies the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def gumbel(keys: Tensor, positions: Tensor, size: int) -> Tensor:
+    """keys, positions [R] int64 -> [R, size] float32, the noise of tokens 0 to size - 1."""
+    words = row_words(keys, positions)
+    if keys.device.type != "cpu":
+        return gumbel_by_torch(words, size)
+    return torch.from_numpy(Gumbel(size).of(words.numpy()))
+
+
+class Gumbel:
+    """The CPU's form: NumPy in place, a few operations a token over what is in the cache."""
+
+    def __init__(self, size: int):
+        self.ids = np.arange(size, dtype=np.uint32)
+        self.rows = max(_CHUNK // max(size, 1), 1)
+        self._hash, self._other = np.empty((2, self.rows, min(size, _CHUNK)), dtype=np.uint32)
+
+    def of(self, words: NDArray[np.int64]) -> NDArray[np.float32]:
+        """words [R] -> [R, V]."""
+        out = np.empty((len(words), len(self.ids)), dtype=np.float32)
+        low, high = words.view(np.uint32).reshape(-1, 2).T[:, :, None]
+        for row in range(0, len(words), self.rows):
+            some = slice(row, row + self.rows)
+            for first in range(0, len(self.ids), _CHUNK):
+                part = slice(first, first + _CHUNK)
+                self._fill(self.ids[part], low[some], high[some], out[some, part])
+        return out
+
+    def _fill(
+        self, ids: NDArray[Any], low: NDArray[Any], high: NDArray[Any], out: NDArray[Any]
+    ) -> None:
+        rows, size = out.shape
+        hashed, other = self._hash[:rows, :size], self._other[:rows, :size]
+        np.bitwise_xor(ids, low, out=hashed)
+        for number, (shift, factor) in enumerate(_ROUNDS):
+            hashed ^= np.right_shift(hashed, shift, out=other)
+            hashed *= np.uint32(factor)
+            if number == 0:
+                hashed ^= high
+        hashed ^= np.right_shift(hashed, _LAST, out=other)
+        np.copyto(out, hashed, casting="unsafe")
+        out += np.float32(0.5)
+        out *= np.float32(UNIT)
+        # E = (v - (1 - u)) - log(u) with u = 1 - v rounded: FreeBSD's log1p (s_log1p.c), whose
+        # correction is divided by u; where it is not 0, that is far below E's rounding.
+        u, rounded = hashed.view(np.float32), other.view(np.float32)
+        np.subtract(np.float32(1), out, out=u)
+        out -= np.subtract(np.float32(1), u, out=rounded)
+        out -= np.log(u, out=u)
+        np.negative(np.log(out, out=out), out=out)
+
+
+def gumbel_by_torch(words: Tensor, size: int) -> Tensor:
+    """words [R] int64 -> [R, size] float32, the same hashes by torch's operations alone."""
+    mask = (1 << 32) - 1
+    low, high = words[:, None] & mask, _shift(words[:, None], 32)
+    hashed = torch.arange(size, device=words.device) ^ low
+    for number, (shift, factor) in enumerate(_ROUNDS):
+        hashed = ((hashed ^ (hashed >> shift)) * factor) & mask
+        if number == 0:
+            hashed = hashed ^ high
+    v = ((hashed ^ (hashed >> _LAST)).float() + 0.5) * UNIT
+    u = 1 - v
+    return -((v - (1 - u)) - u.log()).log()
+
+
+# What follows goes with the inverse CDF.
+
 PICKS, DRAFTS, TESTS = STREAMS = range(3)
-"""Streams of a request's noise: the target's tokens, drafts, and whether a draft is kept."""
 
 
 def stream_key(seed: int, sibling: int, stream: int = PICKS) -> int:
@@ -32,14 +148,5 @@ def stream_key(seed: int, sibling: int, stream: int = PICKS) -> int:
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """keys, positions [R] int64 -> [R] float64 in [0, 1): the output function of SplitMix64
-    (Steele, Lea and Flood, 2014) at counter `positions` of the sequence that `keys` start."""
-    x = keys + positions * _signed(_STEP)
-    x = (x ^ _shift(x, 30)) * _signed(_MUL1)
-    x = (x ^ _shift(x, 27)) * _signed(_MUL2)
-    return _shift(x ^ _shift(x, 31), 11).to(torch.float64) * 2.0**-53
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64, whose own shift copies the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    """keys, positions [R] int64 -> [R] float64 in [0, 1)."""
+    return _shift(row_words(keys, positions), 11).to(torch.float64) * 2.0**-53

@@ -1,0 +1,222 @@
+"""Sampling as one room: what each slot asked for, and the tokens of any rows of logits.
+
+The tables lie on the device and are written at admission only, so that a captured graph finds new
+requests where it found the old ones; what the host must know to choose a graph is a SamplingMode.
+
+    logits --> processors --> filters and race --> tokens
+       |    (bias, penalties,                        |
+       |     bans, grammar)                          v
+       +-----------------------------------------> scores, of the model's own logits
+
+Legend: N slots, R rows of logits, S spans, K drafts per span, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from strobe.sampling import processors
+from strobe.sampling.logprobs import Scores, score
+from strobe.sampling.noise import noise_key
+from strobe.sampling.processors import (
+    ENDS,
+    FLOOR,
+    IN_PROMPT,
+    PROCESSED,
+    STRUCTURED,
+    LogitRows,
+    Tables,
+)
+from strobe.sampling.sampler import RowParams, argmax, sample_rows
+from strobe.sampling_params import SamplingParams
+from strobe.transfer import upload
+
+TOP_SIZES = (0, 1, 5, 20)
+"""How many top log probabilities are computed, beyond which as many as asked for: each number is a
+graph of its own."""
+
+
+class Admission(Protocol):
+    """A request that takes a slot: tokens, its prompt of num_prompt and then its answer so far;
+    stop_ids, tokens that may not come before min_tokens."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def num_prompt(self) -> int: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def sibling(self) -> int: ...
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+
+
+class SamplingMode(NamedTuple):
+    """What a step's sampling is made of; part of a captured graph's key.
+
+    sampled: some row is not greedy; filtered: some row filters; mixed: some sampled and some greedy
+    rows; processed: some slot has a bias, penalties or min_tokens; grammar: some slot is
+    structured; logprobs: how many top log probabilities to compute, None for no scores.
+    """
+
+    sampled: bool = False
+    filtered: bool = False
+    mixed: bool = False
+    processed: bool = False
+    grammar: bool = False
+    logprobs: int | None = None
+
+
+GREEDY = SamplingMode()
+
+
+class Sampled(NamedTuple):
+    """tokens [R] int64, and the log probabilities of all R rows where the mode asks for them."""
+
+    tokens: Tensor
+    scores: Scores | None
+
+
+class SamplingState:
+    """Per slot: parameters of the sampler and tables of the processors. One more slot than there
+    are requests, the last and spare one, is greedy and asks for nothing."""
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, device: torch.device, *, kernels: bool = False
+    ):
+        """kernels: sample by triton's kernels."""
+        num_slots += 1
+        self.device, self.vocab_size, self.kernels = device, vocab_size, kernels
+        self.tables = Tables.make(num_slots, vocab_size, device)
+        # Rows of these are temperature, top_p, min_p; and top_k, key.
+        self.floats = torch.zeros(3, num_slots, dtype=torch.float32, device=device)
+        self.whole = torch.zeros(2, num_slots, dtype=torch.int64, device=device)
+        self._modes = [GREEDY] * num_slots
+
+    @staticmethod
+    def num_bytes(num_slots: int, vocab_size: int) -> int:
+        """The device memory of all tables."""
+        made = Tables.make(num_slots + 1, vocab_size, torch.device("meta"))
+        return sum(table.nbytes for table in made) + (num_slots + 1) * 28
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Take over new requests; whatever their slots held before is gone."""
+        if not admissions:
+            return
+        whole: list[tuple[int, ...]] = []
+        floats: list[tuple[float, ...]] = []
+        for a in admissions:
+            s = a.sampling
+            biased = bool(s.logit_bias) or s.allowed_token_ids is not None
+            mode = SamplingMode(
+                sampled=s.temperature > 0,
+                filtered=s.filters,
+                processed=biased or s.penalizes or s.min_tokens > 0,
+                grammar=s.structured_outputs is not None,
+                logprobs=s.logprobs,
+            )
+            self._modes[a.slot] = mode
+            kind = PROCESSED * mode.processed + STRUCTURED * mode.grammar
+            whole.append((a.slot, max(s.top_k, 0), noise_key(a.seed, a.sibling), kind))
+            floats.append((s.temperature, s.top_p, s.min_p))
+            if mode.processed:
+                self._fill(a)
+        slots, *rest, kinds = upload(whole, self.device).unbind(1)
+        self.whole.index_copy_(1, slots, torch.stack(rest))
+        self.floats.index_copy_(1, slots, upload(floats, self.device, torch.float32).T)
+        self.tables.kinds.index_copy_(0, slots, kinds.to(torch.int32))
+
+    def _fill(self, admission: Admission) -> None:
+        """Write a slot's rows of the processors' tables."""
+        slot, s, tables = admission.slot, admission.sampling, self.tables
+        bias, flags = tables.bias[slot], tables.flags[slot]
+        bias.fill_(0.0 if s.allowed_token_ids is None else float("-inf"))
+        if s.allowed_token_ids is not None:
+            bias.index_fill_(0, upload(s.allowed_token_ids, self.device), 0.0)
+        if s.logit_bias:
+            values = upload(list(s.logit_bias.values()), self.device, torch.float32)
+            bias.index_add_(0, upload(list(s.logit_bias), self.device), values)
+        prompt, answer = upload(admission.tokens, self.device).tensor_split([admission.num_prompt])
+        tables.counts[slot].zero_().index_add_(
+            0, answer, torch.ones_like(answer, dtype=torch.int32)
+        )
+        flags.zero_().index_fill_(0, prompt, IN_PROMPT)
+        ends = upload(sorted(admission.stop_ids), self.device)
+        flags.index_copy_(0, ends, flags[ends] | ENDS)
+        strengths = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
+        tables.strengths[slot] = upload(strengths, self.device, torch.float32)
+        tables.earliest[slot] = admission.num_prompt + s.min_tokens if s.min_tokens else 0
+
+    def mode(self, slots: Sequence[int]) -> SamplingMode:
+        """How the rows of some slots are sampled together."""
+        found = {self._modes[slot] for slot in slots}
+        if not found or found == {GREEDY}:
+            return GREEDY
+        sampled = any(mode.sampled for mode in found)
+        tops = [mode.logprobs for mode in found if mode.logprobs is not None]
+        return SamplingMode(
+            sampled=sampled,
+            # The kernel samples any mixture in one way: one graph serves them all.
+            filtered=sampled and (self.kernels or any(mode.filtered for mode in found)),
+            mixed=sampled and (self.kernels or not all(mode.sampled for mode in found)),
+            processed=any(mode.processed for mode in found),
+            grammar=any(mode.grammar for mode in found),
+            logprobs=_rounded(max(tops)) if tops else None,
+        )
+
+    def sample(
+        self, logits: Tensor, rows: LogitRows, mode: SamplingMode, masks: Tensor | None = None
+    ) -> Sampled:
+        """logits [R, V] -> the tokens of R rows. masks [R, ceil(V / 32)] int32: what grammars
+        allow, where the mode has them; rows of other slots are not read."""
+        changed = logits
+        if mode.processed or mode.grammar:
+            changed = self._process(logits, rows, masks if mode.grammar else None, mode.processed)
+        tokens = self._sample(changed, rows, mode)
+        found = None if mode.logprobs is None else score(logits, tokens, mode.logprobs)
+        return Sampled(tokens, found)
+
+    def _process(
+        self, logits: Tensor, rows: LogitRows, masks: Tensor | None, processed: bool
+    ) -> Tensor:
+        if not self.kernels:
+            return processors.process(logits, self.tables, rows, masks, processed=processed)
+        from strobe.kernels.processors import process
+
+        return process(logits, self.tables, rows, masks, processed=processed, floor=FLOOR)
+
+    def _sample(self, logits: Tensor, rows: LogitRows, mode: SamplingMode) -> Tensor:
+        if self.kernels:
+            from strobe.kernels import sampling
+        else:
+            sampling = None
+        if not mode.sampled:
+            return sampling.argmax(logits) if sampling else argmax(logits)
+        temperature, top_p, min_p = self.floats.index_select(1, rows.slots).unbind()
+        top_k, key = self.whole.index_select(1, rows.slots).unbind()
+        params = RowParams(temperature, top_p, min_p, top_k, key, rows.positions)
+        if sampling:
+            return sampling.sample_rows(logits, *params)
+        return sample_rows(logits, params, filtered=mode.filtered)
+
+    def count(self, slots: Tensor, tokens: Tensor, accepted: Tensor, active: Tensor) -> None:
+        """Add the tokens that a step kept to the answers' counts: of tokens [S, K + 1], whose ids
+        are all within the vocabulary, the first accepted [S] + 1 of spans that are active [S], bool
+        or 0 and 1; one that gave no logits is not. Not needed where the mode is not processed."""
+        kept = torch.arange(tokens.shape[1], device=self.device) <= accepted[:, None]
+        kept &= active[:, None] > 0
+        cells = slots[:, None] * self.vocab_size + tokens
+        self.tables.counts.view(-1).index_add_(0, cells.view(-1), kept.view(-1).to(torch.int32))
+
+
+def _rounded(top: int) -> int:
+    return next((size for size in TOP_SIZES if size >= top), top)
