@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from strobe.sampling.noise import stream_key
-from strobe.sampling.sampler import SamplingRows
+from strobe.sampling.noise import noise_key, stream_key
+from strobe.sampling.sampler import RowParams, SamplingRows
 
 WORD = 2**64
 
@@ -57,12 +57,58 @@ def law(
     return [p / total if i in ids else 0.0 for i, p in enumerate(probs)]
 
 
-def uniform(key: int, position: int) -> float:
+def row_word(key: int, position: int) -> int:
     """SplitMix64 at a counter, with Python's whole numbers."""
     x = (key + position * 0x9E3779B97F4A7C15) % WORD
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % WORD
-    return ((x ^ (x >> 31)) >> 11) / 2**53
+    return x ^ (x >> 31)
+
+
+def token_hash(word: int, token: int) -> int:
+    """triple32 with a row's word let in before and behind the first round."""
+    x = token ^ (word % 2**32)
+    x = ((x ^ (x >> 17)) * 0xED5AD4BB) % 2**32
+    x ^= word >> 32
+    x = ((x ^ (x >> 11)) * 0xAC4C1B51) % 2**32
+    x = ((x ^ (x >> 15)) * 0x31848BAB) % 2**32
+    return x ^ (x >> 14)
+
+
+def exponential(word: int, token: int) -> float:
+    """E, of which the Gumbel noise is -log(E)."""
+    return -math.log1p(-(token_hash(word, token) + 0.5) / 2**32)
+
+
+def params(
+    count: int,
+    *,
+    temperature: float | Sequence[float] = 1.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
+    seeds: Sequence[int] | None = None,
+    positions: Sequence[int] | int = 0,
+    siblings: Sequence[int] | int = 0,
+) -> RowParams:
+    """RowParams of so many rows; a single value serves all of them. seeds: 0, 1, 2, ..."""
+
+    def many(value: object) -> list:
+        return list(value) if isinstance(value, Sequence) else [value] * count
+
+    keys = map(noise_key, seeds or range(count), many(siblings))
+    return RowParams(
+        temperature=torch.tensor(many(temperature), dtype=torch.float32),
+        top_p=torch.tensor(many(top_p), dtype=torch.float32),
+        min_p=torch.tensor(many(min_p), dtype=torch.float32),
+        top_k=torch.tensor(many(top_k), dtype=torch.int64),
+        key=torch.tensor(list(keys), dtype=torch.int64),
+        position=torch.tensor(many(positions), dtype=torch.int64),
+    )
+
+
+def uniform(key: int, position: int) -> float:
+    return (row_word(key, position) >> 11) / 2**53
 
 
 def rows(

@@ -162,9 +162,9 @@ class GrammarState:
                 made = follower.walk(found[i], masks[i], self._ended)
                 jobs += [job._replace(row=i * width + job.row) for job in made]
         where = masks.ctypes.data, masks.strides[1], len(found) * width
-        if paths := [tuple(job) for job in jobs if job.tokens]:
+        if paths := [(job.matcher, job.row, job.tokens) for job in jobs if job.tokens]:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(paths, *where)
-        if places := [job[:2] for job in jobs if not job.tokens]:
+        if places := [(job.matcher, job.row) for job in jobs if not job.tokens]:
             self._executor.unsafe_compute_mask_ptr(places, *where)
         errors: dict[int, str] = {}
         for i, follower in followed:

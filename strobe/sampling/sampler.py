@@ -73,9 +73,12 @@ def sample_rows(logits: Tensor, rows: RowParams, *, filtered: bool = True) -> Te
     probabilities. Rows without probabilities (NaN, +inf, or nothing but -inf) give their first
     maximum, too, a NaN above all. The twin of `strobe.kernels.sampling.sample_rows`.
     """
-    logits = logits.float()
-    if logits.device.type == "cpu":
-        return _on_cpu(logits, rows, filtered)
+    form = by_numpy if logits.device.type == "cpu" else by_torch
+    return form(logits.float(), rows, filtered)
+
+
+def by_torch(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
+    """sample_rows by operations that a graph can capture; logits in float32."""
     tokens = argmax(logits)
     top = logits.gather(1, tokens[:, None])
     scores = _scores(logits, top, rows, filtered) + gumbel(rows.key, rows.position, logits.shape[1])
@@ -83,17 +86,9 @@ def sample_rows(logits: Tensor, rows: RowParams, *, filtered: bool = True) -> Te
     return torch.where(racing, argmax(scores), tokens)
 
 
-def _scores(logits: Tensor, top: Tensor, rows: RowParams, filtered: bool) -> Tensor:
-    """(logits - top) / temperature, -inf for what the filters drop, [R, V] float32."""
-    heat = torch.where(rows.temperature > 0, rows.temperature.clamp_min(COLDEST), 1.0)
-    scores = (logits - top).mul_(heat.reciprocal_()[:, None])
-    if filtered:
-        scores.masked_fill_(kept(scores.exp(), rows).logical_not_(), float("-inf"))
-    return scores
-
-
-def _on_cpu(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
-    """Only rows that are sampled cost more than their maximum; a few at a time, in the cache."""
+def by_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
+    """sample_rows for a CPU, a few rows at a time, in its cache; rows that are not sampled cost no
+    more than their maximum."""
     tokens = logits.numpy().argmax(-1) if logits.shape[0] else np.empty(0, dtype=np.int64)
     top = logits.numpy()[np.arange(len(tokens)), tokens]
     index = np.flatnonzero(np.isfinite(top) & (rows.temperature.numpy() > 0))
@@ -110,6 +105,15 @@ def _on_cpu(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
         summed += scores.numpy()
         tokens[some] = summed.argmax(-1)
     return torch.from_numpy(tokens)
+
+
+def _scores(logits: Tensor, top: Tensor, rows: RowParams, filtered: bool) -> Tensor:
+    """(logits - top) / temperature, -inf for what the filters drop, [R, V] float32."""
+    heat = torch.where(rows.temperature > 0, rows.temperature.clamp_min(COLDEST), 1.0)
+    scores = (logits - top).mul_(heat.reciprocal_()[:, None])
+    if filtered:
+        scores.masked_fill_(kept(scores.exp(), rows).logical_not_(), float("-inf"))
+    return scores
 
 
 # What follows goes with the inverse CDF.
