@@ -94,16 +94,12 @@ def by_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
     index = np.flatnonzero(np.isfinite(top) & (rows.temperature.numpy() > 0))
     best, noise = torch.from_numpy(top)[:, None], Gumbel(logits.shape[1])
     for first in range(0, len(index), noise.rows):
-        some = index[first : first + noise.rows]
-        part, at = torch.from_numpy(some), rows
-        if len(index) < len(tokens) or len(index) > noise.rows:
-            at = RowParams(*[column[part] for column in rows])
-            scores = _scores(logits[part], best[part], at, filtered)
-        else:
-            scores = _scores(logits, best, at, filtered)
-        summed = noise.of(row_words(at.key, at.position).numpy())
-        summed += scores.numpy()
-        tokens[some] = summed.argmax(-1)
+        places = index[first : first + noise.rows]
+        some = torch.from_numpy(places)
+        part = RowParams(*[column[some] for column in rows])
+        summed = noise.of(row_words(part.key, part.position).numpy())
+        summed += _scores(logits[some], best[some], part, filtered).numpy()
+        tokens[places] = summed.argmax(-1)
     return torch.from_numpy(tokens)
 
 

@@ -8,7 +8,11 @@ from logit_worlds import World, check
 
 from strobe.kernels import processors as kernel
 from strobe.sampling import processors
-from strobe.sampling.processors import FLOOR, LogitRows
+from strobe.sampling.processors import LogitRows
+
+
+def test_the_floor_is_the_twins() -> None:
+    assert kernel.FLOOR.value == processors.FLOOR
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -23,13 +27,11 @@ def test_rows_are_those_of_the_twin(device, monkeypatch, seed, drafts, dtype) ->
     logits, masks = wide[:, : world.size], world.masks.to(device)
     for processed in (True, False):
         for given in (masks, None):
-            found = kernel.process(
-                logits, state.tables, rows, given, processed=processed, floor=FLOOR
-            )
+            found = kernel.process(logits, state.tables, rows, given, processed=processed)
             twin = processors.process(logits, state.tables, rows, given, processed=processed)
             assert torch.allclose(found, twin, rtol=1e-6, atol=1e-5)
     if dtype == torch.float32:
-        found = kernel.process(logits, state.tables, rows, masks, processed=True, floor=FLOOR)
+        found = kernel.process(logits, state.tables, rows, masks, processed=True)
         check(found.cpu(), world.wanted())
 
 
@@ -44,7 +46,7 @@ def test_a_real_vocabulary(device) -> None:
     logits = torch.randn(len(world.places), size, generator=generator).to(device)
     words = torch.randint(-(2**31), 2**31, (len(logits), size // 32), generator=generator)
     masks = words.to(torch.int32).to(device)
-    found = kernel.process(logits, state.tables, rows, masks, processed=True, floor=FLOOR)
+    found = kernel.process(logits, state.tables, rows, masks, processed=True)
     twin = processors.process(logits, state.tables, rows, masks, processed=True)
     assert torch.allclose(found, twin, rtol=1e-6, atol=1e-5)
 

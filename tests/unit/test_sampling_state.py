@@ -60,14 +60,14 @@ def test_a_mode_says_what_a_slot_asks_for(asked: dict[str, Any], mode: SamplingM
     state = state_of(SamplingParams(**asked), SamplingParams(temperature=0))
     assert state.mode([0]) == mode
     assert state.mode([1]) == state.mode([2]) == state.mode([]) == GREEDY
-    assert state.mode([0, 1, 1]) == mode._replace(mixed=mode.sampled)
+    assert state.mode([0, 1, 1]) == mode
     state.admit([Admitted(0, [], 0, SamplingParams(temperature=0))])
     assert state.mode([0]) == GREEDY
 
 
 def test_a_mode_of_several_slots_is_all_that_they_ask_for():
     state = state_of(*[SamplingParams(**asked) for asked, _ in ASKED], size=1000)
-    everything = SamplingMode(True, True, True, True, True, 999)
+    everything = SamplingMode(True, True, True, True, 999)
     assert state.mode(range(len(ASKED))) == everything
     assert hash(everything) == hash(SamplingMode(*everything))
 
@@ -78,7 +78,7 @@ def test_with_kernels_one_mode_serves_every_mixture_of_sampled_rows():
     )
     assert state.mode([0]) == GREEDY
     for slots in ([1], [2], [0, 1], [0, 1, 2]):
-        assert state.mode(slots) == SamplingMode(sampled=True, filtered=True, mixed=True)
+        assert state.mode(slots) == SamplingMode(sampled=True, filtered=True)
 
 
 def test_the_tables_take_as_many_bytes_as_they_say():
@@ -158,7 +158,7 @@ def test_what_a_graph_captures_never_asks_the_host():
     )
     logits = torch.zeros(6, 50, dtype=torch.bfloat16, device=meta)
     masks = torch.zeros(6, 2, dtype=torch.int32, device=meta)
-    mode = SamplingMode(True, True, True, True, True, 5)
+    mode = SamplingMode(True, True, True, True, 5)
     found = state.sample(logits, rows, mode, masks)
     assert found.tokens.shape == (6,)
     assert found.scores is not None
