@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator, Sequence
 
 import pytest
-
 from strobe.answers import Answer, News, named
+
 from strobe.outputs import StreamDelta
 from strobe.request import TokenLogprob
 from strobe.sampling_params import SamplingParams

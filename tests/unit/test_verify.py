@@ -6,9 +6,9 @@ import pytest
 import torch
 from scipy import stats
 from slow_sampling import law, rows
+from strobe.spec.verify import match_prefix
 
 from strobe.sampling.sampler import sample
-from strobe.spec.verify import match_prefix
 from strobe.step import Proposal
 
 
