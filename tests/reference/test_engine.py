@@ -109,13 +109,14 @@ def test_prompt_lookup_that_finds_nothing_verifies_nothing(
     lookup = COLD.clone(speculation={"method": "ngram"}, max_tokens=4)
     none = engine.add([1, 2, 3, 4, 5, 6], lookup)
     rows: list[int] = []
-    arrange = engine.runner.arrange
+    launch = engine.launch
 
-    def arranging(plan: Any, proposal: Any) -> Any:
-        rows.extend(s.num_tokens + s.drafts for s in plan.spans if s.request is none)
-        return arrange(plan, proposal)
+    def launching(plan: Any) -> Any:
+        slots = [r.slot for r in engine.scheduler.running if r.request is none]
+        rows.extend(span.num_rows for span in plan.spans if span.slot in slots)
+        return launch(plan)
 
-    engine.runner.arrange = arranging
+    engine.launch = launching
     if beside:
         engine.add([9, 8, 7], COLD.clone(max_tokens=4))
     while engine.has_work:
