@@ -800,7 +800,7 @@ def test_when_the_one_that_computes_a_prompt_leaves_another_goes_on(how: str, de
     world.collect()
     world.drain()
     assert third.num_cached == 28
-    assert not how == "abort" or world.device.prompt_rows == 16 + 14 + 2
+    assert how != "abort" or world.device.prompt_rows == 16 + 14 + 2
     world.check_answers()
 
 
