@@ -60,7 +60,7 @@ def own_work(
     """
     engine = Engine(EngineConfig(**pair, max_num_seqs=batch))
     watch = Stopwatch()
-    drafter = engine.proposers.proposers["dflash"]
+    drafter = engine.proposers["dflash"]
     for runner in (engine.runner, drafter.runner):
         runner.forward = watch.wrap(remembering(runner.forward) if alone else runner.forward)
     drafter.observe = watch.wrap(drafter.observe)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tiny import (
     VOCAB,
+    Lengths,
     Scripted,
     adversary,
     drain,
@@ -253,7 +254,7 @@ def policy(combination: Combination) -> dict[str, Any]:
     if combination.lengths != "random":
         return {}
     rng = random.Random(repr(combination))
-    return {"draft_length": lambda request, allowed: rng.randint(0, allowed)}
+    return {"budget": Lengths(lambda request, most: rng.randint(0, most))}
 
 
 def engine_for(c: Combination, pair: Pair) -> Engine:
@@ -277,7 +278,7 @@ def engine_for(c: Combination, pair: Pair) -> Engine:
     if c.pool == "tiny":
         pages = -(-LENGTH // c.page_size)
         resolved = resolve(config)
-        groups = kv_groups(resolved.target, resolved.draft, resolved.choice.kv_dtype).values()
+        groups = kv_groups(resolved.target, resolved.drafts, resolved.choice.kv_dtype).values()
         size = (pages + 1) * sum(group.bytes_per_page(c.page_size) for group in groups)
         config = config.with_(kv_cache_memory=size)
     if c.proposer in SCRIPTS:
@@ -313,9 +314,9 @@ def compare(c: Combination, pair: Pair, wanted: list[list[int]]) -> Engine:
         requests: list[Request] = []
         for index, (prompt, sampling) in enumerate(jobs):
             asked = sampling.clone(speculation=speculation(c, index))
-            requests += [engine.add(prompt, asked, sibling=i) for i in range(sampling.n)]
+            requests += engine.add_prompt(prompt, asked)
         if c.proposer in SCRIPTS:
-            script: Any = engine.proposers.proposers["ngram"]
+            script: Any = engine.proposers["ngram"]
             for request, answer in zip(requests, wanted, strict=True):
                 script.answers[request] = request.tokens + answer
         if again and c.caching:

@@ -1,4 +1,4 @@
-"""Recording and replaying steps on a CPU, so that what a graph reads and writes can be tested."""
+"""Capturing and replaying steps on a CPU, so that what a graph reads and writes can be tested."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe.attention.base import AttentionInputs
+from strobe.attention.base import Batch
 from strobe.attention.mask import LayerMask
 from strobe.attention.recurrent import RecurrentBackend
 from strobe.engine.build import Parts
 from strobe.kv.store import KVStore
+from strobe.runner.buckets import Buckets
 from strobe.runner.graphs import Graphs
-from strobe.runner.shapes import Shapes
 
 
 class SlowPlan:
     """Attention span by span, by what the inputs' tensors hold at the moment of the call."""
 
-    def __init__(self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]):
-        self.inputs, self.store, self.masks = inputs, store, masks
+    def __init__(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]):
+        self.batch, self.store, self.masks = batch, store, masks
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         assert sinks is None
-        inputs, mask = self.inputs, self.masks[layer]
-        self.store.write(layer, inputs.slots, k, v)
+        batch, mask = self.batch, self.masks[layer]
+        self.store.write(layer, batch.kv_slots, k, v)
         out = torch.full((q.shape[0], q.shape[1] * q.shape[2]), float("nan"))
-        for s, size in enumerate(inputs.sizes.tolist()):
-            assert size <= inputs.longest
+        for s, size in enumerate(batch.sizes.tolist()):
+            assert size <= batch.longest
             if not size:
                 continue
-            start, first = int(inputs.starts[s, 0]), int(inputs.row_starts[s])
+            start, first = int(batch.starts[s]), int(batch.row_starts[s])
             rows, keys = slice(first, first + size), torch.arange(start + size)
-            slots = inputs.tables[inputs.table_rows[s], keys // inputs.page_size] + keys
+            slots = batch.tables[batch.slots[s], keys // batch.page_size] + keys
             seen, values = self.store.gather(layer, slots[None])
             at = start + torch.arange(size)[:, None]
             allowed = keys <= at if mask.causal else torch.ones(size, len(keys), dtype=torch.bool)
@@ -52,23 +52,23 @@ class SlowPlan:
 class SlowBackend:
     graph_safe = True
 
-    def plan(self, inputs: AttentionInputs, store: KVStore, masks: Sequence[LayerMask]) -> SlowPlan:
-        return SlowPlan(inputs, store, masks)
+    def plan(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]) -> SlowPlan:
+        return SlowPlan(batch, store, masks)
 
 
 class Double:
-    """Records by running once and taking all effects back; replays by running again."""
+    """Captures by running once and taking all effects back; replays by running again."""
 
     def __init__(self, parts: Parts):
         stores = [store.data for store in parts.stores.values()]
-        self.state = [parts.state.cursor, *stores]
+        self.state = [parts.state.cursor, parts.sampling.tables.counts, *stores]
         if parts.states is not None:
             held = parts.states
             self.state += [held.length, held.state, held.window, held.gates]
-        self.recorded = self.replayed = 0
+        self.captured = self.replayed = 0
 
-    def record(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        self.recorded += 1
+    def capture(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.captured += 1
         before = [tensor.clone() for tensor in self.state]
         self.state[0].zero_()  # the step has moved on already: from here it may pass the end
         result = body()
@@ -84,21 +84,22 @@ class Double:
 
 
 def tensors(result: Any) -> list[Tensor]:
-    found = [result] if isinstance(result, Tensor) else list(result)
-    return [tensor for tensor in found if tensor is not None]
+    if result is None or isinstance(result, Tensor):
+        return [] if result is None else [result]
+    return [tensor for part in result for tensor in tensors(part)]
 
 
 def recorded(parts: Parts, max_spans: int, num_drafts: int) -> Double:
-    """Have an engine's parts pad, record and replay."""
+    """Have an engine's parts pad, capture and replay."""
     double = Double(parts)
     parts.graphs = Graphs(double)
     runners = [parts.runner]
-    for proposer in parts.proposers.proposers.values():
+    for proposer in parts.proposers.on_device.values():
         if hasattr(proposer, "graphs"):
             proposer.graphs = parts.graphs
             runners.append(proposer.runner)
     for runner in runners:
-        runner.backend, runner.shapes = SlowBackend(), Shapes(max_spans, num_drafts)
+        runner.backend, runner.buckets = SlowBackend(), Buckets(max_spans, num_drafts)
     if parts.states is not None:
         parts.runner.backend = RecurrentBackend(parts.runner.backend, parts.states)
     return double

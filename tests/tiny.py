@@ -19,7 +19,8 @@ from strobe.request import Request, TokenLogprob
 from strobe.runner.state import DecodeState
 from strobe.sampling_params import SamplingParams
 from strobe.spec.base import Proposer, ProposerSet
-from strobe.step import Drafts, TokenEvent
+from strobe.spec.budget import Candidate, Load
+from strobe.step import Span, TokenEvent
 
 VOCAB = 61
 HIDDEN = 32
@@ -260,11 +261,32 @@ def make_engine(
     resolved = resolve(config)
     parts = build(resolved)
     if replace is not None:
-        proposers = dict(parts.proposers.proposers)
-        for name in names:
-            proposers[name] = replace(parts, name)
-        parts.proposers = ProposerSet(proposers, parts.state.device)
-    return Engine(resolved, parts=parts, **options)
+        put(parts, {name: replace(parts, name) for name in names})
+    return watched(Engine(resolved, parts=parts, **options))
+
+
+def put(parts: Parts, proposers: Mapping[str, Any]) -> None:
+    """Let proposers stand in for those of these names."""
+    own = {name: parts.proposers[name] for name in parts.proposers.names}
+    parts.proposers = ProposerSet({**own, **proposers}, parts.state.device)
+
+
+def watched(engine: Engine) -> Engine:
+    """Tell scripted proposers whose slots they draft for."""
+    for proposer in engine.proposers.on_device.values():
+        if isinstance(proposer, Scripted):
+            proposer.engine = engine
+    return engine
+
+
+class Lengths:
+    """A budget by one request at a time: length(request, most) -> drafts to verify."""
+
+    def __init__(self, length: Callable[[Request, int], int]):
+        self.length = length
+
+    def drafts(self, candidates: Sequence[Candidate], load: Load) -> list[int]:
+        return [self.length(candidate.request, candidate.most) for candidate in candidates]
 
 
 def run(
@@ -283,11 +305,7 @@ def run(
     params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
     requests: list[Request] = []
     for prompt, asked in zip(prompts, params, strict=True):
-        first: Request | None = None
-        for sibling in range(asked.n):
-            seed = first.seed if first is not None else None
-            first = engine.add(prompt, asked, sibling=sibling, seed=seed)
-            requests.append(first)
+        requests += engine.add_prompt(prompt, asked)
     drain(engine, requests, each_step=each_step, most_steps=most_steps)
     return [request.output_ids for request in requests]
 
@@ -300,18 +318,22 @@ def drain(
     most_steps: int = 3000,
 ) -> dict[Request, list[TokenLogprob]]:
     """Step until the engine is idle, distrusting each step; returns the log probabilities told."""
+    made = {(request.key, request.sibling): request for request in requests}
     told: dict[Request, list[int]] = {request: [] for request in requests}
     logprobs: dict[Request, list[TokenLogprob]] = {request: [] for request in requests}
+    begun: set[Request] = set()
     ended: set[Request] = set()
     steps = 0
     while engine.has_work:
         for event in engine.step():
-            request = event.request
-            assert request not in ended, "news of a request after its end"
+            request = made[event.key, event.choice]
+            assert (event.start is not None) == (not told[request] and request not in begun)
+            begun.add(request)
+            assert request not in ended, "an event of a request after its end"
             told[request] += event.tokens
             assert told[request] == request.output_ids
             assert request.finish_reason == event.finish_reason
-            check_event(event)
+            check_event(request, event)
             logprobs[request] += event.logprobs
             if event.finish_reason is not None:
                 ended.add(request)
@@ -325,11 +347,11 @@ def drain(
     return logprobs
 
 
-def check_event(event: TokenEvent) -> None:
+def check_event(request: Request, event: TokenEvent) -> None:
     """What it says beside the tokens fits them."""
-    sampling, tokens = event.request.sampling, event.tokens
+    sampling, tokens = request.sampling, event.tokens
     assert 0 <= event.accepted <= min(event.drafted, len(tokens))
-    assert event.drafted <= event.request.num_drafts
+    assert event.drafted <= request.num_drafts
     if sampling.logprobs is None:
         assert not event.logprobs
         return
@@ -351,7 +373,7 @@ class Scripted:
     position `start`. Reads the device's lengths, so it serves at every depth of overlap.
     """
 
-    needs_host_tokens = False
+    engine: Engine
 
     def __init__(
         self,
@@ -363,19 +385,23 @@ class Scripted:
         self.capture: tuple[int, ...] = ()
         self.answers: dict[Request, list[int]] = {}
 
-    def propose(self, plan: Any, spans: Sequence[int]) -> Any:
+    def requests(self, spans: Sequence[Span]) -> list[Request]:
+        """Whose spans these are."""
+        running = {record.slot: record.request for record in self.engine.scheduler.running}
+        return [running[span.slot] for span in spans]
+
+    def propose(self, spans: Sequence[Span]) -> torch.Tensor:
         rows: list[list[int]] = []
-        for i in spans:
-            span = plan.spans[i]
+        for span, request in zip(spans, self.requests(spans), strict=True):
             start, _ = cursor(self.state, span.slot)
-            answer = self.answers.get(span.request, [])
+            answer = self.answers.get(request, [])
             true = answer[start + 1 : start + 1 + self.num_drafts]
             true = true + [0] * (self.num_drafts - len(true))
-            rows.append(self.mangle(span.request, start, true))
+            rows.append(self.mangle(request, start, true))
         drafts = torch.tensor(rows, device=self.state.device)
-        return Drafts(drafts.view(len(rows), self.num_drafts))
+        return drafts.view(len(rows), self.num_drafts)
 
-    def observe(self, batch: Any, hidden: Any) -> None:
+    def observe(self, batch: Any, hidden: Any, verdict: Any) -> None:
         pass
 
 

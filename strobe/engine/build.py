@@ -227,7 +227,8 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
         backend = RecurrentBackend(backend, states, kernels=choice.attention == "triton")
     buckets, graphs = None, Eager()
     if choice.graphs:
-        buckets, graphs = Buckets(limits.max_num_seqs, limits.num_drafts), Graphs(CUDARecorder())
+        buckets = Buckets(limits.max_num_seqs, limits.num_drafts, limits.block)
+        graphs = Graphs(CUDARecorder())
     given = Context(config, state, sampling, graphs, buckets, draft_backend)
     made = {
         name: method.make(replace(given, model=drafters.get(name), store=stores.get(name)))

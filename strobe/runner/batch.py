@@ -119,7 +119,7 @@ def lay_out(
 ) -> Layout:
     """spare: the slot of what pads the spans to the shape."""
     counts = [span.num_rows for span in spans]
-    index = padded or any(count != shape.logits for count in counts)
+    index = padded or any(s.num_rows != shape.logits or s.logits != s.num_rows for s in spans)
     packed = upload(_pack(spans, counts, shape, spare, index=index), device)
     scored = _scored(spans, counts, device) if any(span.scored for span in spans) else None
     parts = unpack(packed, shape)

@@ -15,9 +15,11 @@ REPLAYED_ROWS = 512
 class Buckets:
     """Sizes of spans and rows."""
 
-    def __init__(self, max_spans: int, num_drafts: int):
-        """max_spans: most requests at once; num_drafts: the longest draft there is."""
+    def __init__(self, max_spans: int, num_drafts: int, block: int = 0):
+        """max_spans: most requests at once; num_drafts: the longest draft there is; block: rows of
+        a drafter's block."""
         self.max_spans, self.num_drafts = max_spans, num_drafts
+        self.block = max(1 + num_drafts, block)
         steps = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_spans, 32)]
         self.spans = [*[s for s in steps if s < max_spans], max_spans]
         # Few where spans differ in length, for there the rows vary too; and one span more than
@@ -42,7 +44,7 @@ class Buckets:
 
     def captured(self, shape: Shape) -> bool:
         """Whether batches of that shape come again and again: decoding, and small mixed steps."""
-        return shape.rows <= REPLAYED_ROWS or shape.rows == shape.spans * shape.longest
+        return shape.rows <= REPLAYED_ROWS or shape.longest <= self.block
 
 
 def _at_least(sizes: Sequence[int], least: int) -> int:

@@ -75,9 +75,9 @@ class ModelRunner:
     def lay_out(self, spans: Sequence[Span], shape: Shape) -> Layout:
         """The spans' layout, kept while the same requests go on decoding."""
         given = spans, self.state.device, shape, self.buckets is not None, self.state.spare
-        if spans[0].tokens[0] != TAIL or spans[-1].tokens[0] != TAIL:
+        if any(span.tokens[0] != TAIL for span in spans):
             return lay_out(*given)
-        key = tuple([(s.slot, s.drafts, s.method, s.tokens) for s in spans])
+        key = tuple([(s.slot, s.tokens, s.drafts, s.method, s.logits) for s in spans])
         found = self._layouts.get(key)
         if found is None:
             if len(self._layouts) >= _LAYOUTS:

@@ -57,6 +57,9 @@ class ProposerSet:
         captured = [layer for proposer in self.on_device.values() for layer in proposer.capture]
         self.capture = tuple(dict.fromkeys(captured))
 
+    def __getitem__(self, name: str) -> Proposer | HostProposer:
+        return self.on_device[name] if name in self.on_device else self.on_host[name]
+
     @property
     def names(self) -> list[str]:
         return [*self.on_device, *self.on_host]

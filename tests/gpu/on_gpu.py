@@ -49,7 +49,7 @@ def check_captured(
         engine = make()
         if not graphs:
             engine.graphs.run = lambda key, inputs, body: body(inputs)  # type: ignore[method-assign]
-            engine.proposers.proposers["dflash"].graphs = engine.graphs  # type: ignore[attr-defined]
+            engine.proposers["dflash"].graphs = engine.graphs  # type: ignore[attr-defined]
         told = answers(engine)
         assert bool(len(engine.graphs)) is graphs
         found.append((told, left(engine)))

@@ -14,6 +14,7 @@ from tiny import (
     HIDDEN,
     LAYERS,
     VOCAB,
+    Lengths,
     drain,
     greedy,
     make_draft,
@@ -216,7 +217,7 @@ def reference(request: pytest.FixtureRequest, draft: Any, target: Any, texts: An
 
 def context_checker(engine: Engine, reference: Reference, whole: dict[Request, list[int]]) -> Any:
     """After a step: the drafter's store holds every running request's committed context."""
-    store, size = engine.parts.stores["draft"].data, engine.limits.page_size
+    store, size = engine.parts.stores["dflash"].data, engine.limits.page_size
 
     def check(requests: list[Request]) -> None:
         for record in engine.scheduler.running:
@@ -239,7 +240,7 @@ def count_hits(engine: Engine) -> list[int]:
     apply = engine.state.apply
 
     def applying(plan: Any) -> None:
-        hits.extend(length for _, _, length in plan.admitted)
+        hits.extend(one.length for one in plan.admitted)
         apply(plan)
 
     engine.state.apply = applying
@@ -289,7 +290,7 @@ def test_drafts_and_context_equal_the_transcription_at_every_step(
         names=["dflash"],
     )
     hits = count_hits(engine)
-    watched: Any = engine.proposers.proposers["dflash"]
+    watched: Any = engine.proposers["dflash"]
     for _ in range(scene.rounds):
         play(engine, watched, wanted, texts)
     assert (engine.stats.preemptions > 0) == scene.preempts
@@ -310,9 +311,9 @@ def test_requests_that_draft_otherwise_keep_the_drafters_context_too(
         config(target, path, page_size=4, overlap=overlap),
         lambda parts, _: Watched(parts, wavering),
         names=["dflash"],
-        draft_length=lambda request, allowed: (len(request.tokens) * 5) % (allowed + 1),
+        budget=Lengths(lambda request, most: (len(request.tokens) * 5) % (most + 1)),
     )
-    watched: Any = engine.proposers.proposers["dflash"]
+    watched: Any = engine.proposers["dflash"]
     asked = [None, False, {"method": "ngram"}, {"num_drafts": 3}, {"method": "dflash"}]
     play(engine, watched, wanted, texts, [SAMPLING.clone(speculation=s) for s in asked])
     assert {d.request.method for d in watched.drafted} == {"dflash"}
@@ -369,7 +370,7 @@ def test_ids_name_the_outputs_of_layers(tmp_path: Path):
     )
     prompt = [5, 1, 60, 2]
     run(engine, [prompt], SamplingParams(temperature=0, max_tokens=1))
-    (hidden,) = engine.proposers.proposers["dflash"].hidden  # pyright: ignore
+    (hidden,) = engine.proposers["dflash"].hidden  # pyright: ignore
     embedded = hf.model.embed_tokens.weight[prompt]
     for place, i in enumerate(ids):
         added = sum(10.0 ** (j - 2) for j in range(i + 1))

@@ -88,13 +88,13 @@ def drafted(target: Any, path: Path, **options: Any) -> tuple[list[list[int]], l
         target=str(target.path), draft=str(path), max_model_len=64, page_size=4, **options
     )
     engine = make_engine(config, lambda parts, _: Watched(parts), names=["dflash"])
-    watched: Any = engine.proposers.proposers["dflash"]
+    watched: Any = engine.proposers["dflash"]
     return run(engine, PROMPTS, SAMPLING), watched.drafted, engine
 
 
 def check_drafts(engine: Any, path: Path, target: Any) -> None:
     """What the engine's drafter drafted is what its transcription does."""
-    watched, drafter = engine.proposers.proposers["dflash"], Transcription(path, target.hf)
+    watched, drafter = engine.proposers["dflash"], Transcription(path, target.hf)
     assert len(watched.true_drafts()) >= 2 * 3
     for made in watched.true_drafts():
         features = drafter.run_target(made.request.tokens)[1][: made.start]
@@ -117,7 +117,7 @@ def test_the_speculators_format_drafts_as_z_labs(
     assert answers == plain
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a.logits, b.logits, atol=1e-4, rtol=1e-4)
-    model = engine.proposers.proposers["dflash"].inner.model
+    model = engine.proposers["dflash"].inner.model
     assert (model.embed_tokens, model.lm_head) == (None, None), "they are the target's"
 
 
@@ -132,7 +132,7 @@ def test_a_reduced_vocabulary_drafts_what_its_head_knows(
     check_drafts(engine, tmp_path, target)
     unknown = [t for t in range(VOCAB) if t not in KNOWN]
     assert torch.isneginf(first[:, unknown]).all()
-    model = engine.proposers.proposers["dflash"].inner.model
+    model = engine.proposers["dflash"].inner.model
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0))
     assert torch.equal(model.pick(x), model.head(x).argmax(-1))
 
@@ -159,7 +159,7 @@ def test_an_embedding_and_a_head_of_its_own_come_before_the_targets(
     save_file({**load_file(weights), **tables}, weights)
     answers, _, engine = drafted(target, path)
     assert answers == plain
-    model = engine.proposers.proposers["dflash"].inner.model
+    model = engine.proposers["dflash"].inner.model
     assert {part for part in ("embed_tokens", "lm_head") if getattr(model, part)} == own
     check_drafts(engine, path, target)
 
@@ -184,7 +184,7 @@ def test_blocks_whose_first_slot_predicts_are_taken_whole_where_they_are_right(
     path, count = deepspec(tmp_path, sinks=sinks), 1 + 3 * 8
     config = EngineConfig(target=str(target.path), draft=str(path), max_model_len=64)
     engine = make_engine(config, lambda parts, _: Watched(parts, oracle), names=["dflash"])
-    watched: Any = engine.proposers.proposers["dflash"]
+    watched: Any = engine.proposers["dflash"]
     answers = [greedy(target.hf, prompt, count, eos_token_id=None) for prompt in PROMPTS]
     sampling = SAMPLING.clone(max_tokens=count)
     requests = [engine.add(prompt, sampling) for prompt in PROMPTS]
@@ -223,7 +223,7 @@ def test_a_drafter_may_be_narrower_than_its_target(
     assert answers == plain
     assert torch.isfinite(found[0].logits[:, KNOWN]).all()
     check_drafts(engine, path, target)
-    model = engine.proposers.proposers["dflash"].inner.model
+    model = engine.proposers["dflash"].inner.model
     assert model.embed_tokens.weight.shape == (VOCAB, NARROW), "not the target's"
     config["target_hidden_size"] = HIDDEN + 8
     (path / "config.json").write_text(json.dumps(config))

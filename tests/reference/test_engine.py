@@ -248,8 +248,8 @@ def test_aborted_requests_give_their_pages_back_and_others_go_on(
         engine.check()
     said = list(requests[0].output_ids)
     for _ in range(100):
-        for request, *_ in engine.step():
-            assert request not in (requests[0], requests[3])
+        for event in engine.step():
+            assert event.key not in (requests[0].key, requests[3].key)
         engine.check()
     assert not engine.has_work
     assert requests[0].output_ids == said
@@ -327,7 +327,7 @@ def test_the_pool_is_as_large_as_the_memory_asked_for(target: Any, draft: Callab
     engine = make_engine(asked)
     assert engine.parts.pool.capacity == 40
     slots = {name: store.data.shape[1] for name, store in engine.parts.stores.items()}
-    assert slots == {"target": 41 * 4, "draft": 41 * 4}
+    assert slots == {"target": 41 * 4, "dflash": 41 * 4}
 
 
 def test_memory_for_less_than_one_context_is_refused_with_the_size_that_serves(target: Any):

@@ -98,7 +98,7 @@ def test_the_oracle_divides_the_steps_by_its_block(target: Any, drafts: int, ove
     engine = make_engine(
         config, lambda parts, _: Scripted(parts.state, drafts, oracle), names=["ngram"]
     )
-    script: Any = engine.proposers.proposers["ngram"]
+    script: Any = engine.proposers["ngram"]
     request = engine.add(prompt, SamplingParams(temperature=0, max_tokens=41, ignore_eos=True))
     script.answers[request] = prompt + answer
     drain(engine, [request])
@@ -128,7 +128,7 @@ def test_the_end_of_the_context_cuts_a_draft_and_not_the_answer(overlap: int, ta
         engine = make_engine(
             config, lambda parts, _: Scripted(parts.state, 6, oracle), names=["ngram"]
         )
-        script: Any = engine.proposers.proposers["ngram"]
+        script: Any = engine.proposers["ngram"]
         sampling = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         request = engine.add(prompt, sampling)
         script.answers[request] = prompt + answer

@@ -78,7 +78,7 @@ def drafts(
         target=str(target.path), draft=str(path), num_drafts=NUM_DRAFTS, max_model_len=96
     )
     engine = make_engine(config, lambda parts, _: make(parts), names=["dflash"])
-    watched: Any = engine.proposers.proposers["dflash"]
+    watched: Any = engine.proposers["dflash"]
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     requests = [engine.add(prompt, sampling) for prompt, _ in texts]
     for request, (prompt, answer) in zip(requests, texts, strict=True):

@@ -23,7 +23,9 @@ from tiny import (
     join_experts,
     make_draft,
     make_engine,
+    put,
     run,
+    watched,
     wavering,
 )
 
@@ -199,16 +201,16 @@ def test_replayed_steps_give_what_plain_steps_give(
         parts = build(resolved)
         script = Scripted(parts.state, 7, wavering)
         if method == "ngram":
-            parts.proposers.proposers["ngram"] = script
+            put(parts, {"ngram": script})
         double = recorded(parts, 5, 7)
-        engine = Engine(resolved, parts=parts)
+        engine = watched(Engine(resolved, parts=parts))
         requests = [engine.add(prompt, cold) for prompt in texts]
         script.answers = dict(zip(requests, map(list.__add__, texts, wanted), strict=True))
         while engine.has_work:
             engine.step()
             engine.check()
         assert [request.output_ids for request in requests] == wanted
-        assert double.recorded > 1
+        assert double.captured > 1
         assert double.replayed > 1
         if method == "ngram":
             assert sum(request.speculation.accepted for request in requests) > 20

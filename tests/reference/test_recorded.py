@@ -1,4 +1,4 @@
-"""Steps that are padded, recorded and replayed give what plain steps give."""
+"""Steps that are padded, captured and replayed give what plain steps give."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from recorded import recorded
-from tiny import Scripted, make_engine, run, wavering
+from tiny import Scripted, make_engine, put, run, watched, wavering
 
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.engine.stats import EngineStats
 from strobe.runner.batch import Shape
-from strobe.runner.shapes import Shapes
+from strobe.runner.buckets import Buckets
 from strobe.server.engine_process.warmup import warm_up
+from strobe.step import TAIL, Span
 
 COLD = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
 WARM = COLD.clone(temperature=0.9, top_p=0.8, top_k=30, seed=4)
@@ -36,7 +37,7 @@ ASKED = [
 @pytest.fixture(autouse=True)
 def copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verdict is copied when it sets out, as one of a GPU is."""
-    monkeypatch.setattr("strobe.runner.collect.download", torch.clone)
+    monkeypatch.setattr("strobe.runner.pending.download", torch.clone)
 
 
 def config(target: Any, drafter: Path | None = None, **options: Any) -> EngineConfig:
@@ -53,10 +54,10 @@ def test_replayed_steps_give_what_plain_steps_give(
     resolved = resolve(config(target, draft(), overlap=overlap, max_num_batched_tokens=budget))
     parts = build(resolved)
     double = recorded(parts, 5, resolved.limits.num_drafts)
-    engine = Engine(resolved, parts=parts)
+    engine = watched(Engine(resolved, parts=parts))
     assert run(engine, PROMPTS, ASKED) == plain
-    assert double.recorded == len(parts.graphs) > 3
-    assert double.replayed > 3 * double.recorded
+    assert double.captured == len(parts.graphs) > 3
+    assert double.replayed > 3 * double.captured
 
 
 def plain_ones() -> list[SamplingParams]:
@@ -69,9 +70,9 @@ def test_accepted_drafts_move_replayed_steps_on(target: Any):
     resolved = resolve(config(target, method="ngram", num_drafts=6))
     parts = build(resolved)
     script = Scripted(parts.state, 6, wavering)
-    parts.proposers.proposers["ngram"] = script
+    put(parts, {"ngram": script})
     double = recorded(parts, 5, 6)
-    engine = Engine(resolved, parts=parts)
+    engine = watched(Engine(resolved, parts=parts))
     requests = [engine.add(prompt, COLD) for prompt in PROMPTS]
     for request, prompt, answer in zip(requests, PROMPTS, plain, strict=True):
         script.answers[request] = prompt + answer
@@ -79,53 +80,60 @@ def test_accepted_drafts_move_replayed_steps_on(target: Any):
         engine.step()
         engine.check()
     assert [request.output_ids for request in requests] == plain
-    assert double.replayed > double.recorded
+    assert double.replayed > double.captured
     assert sum(request.speculation.accepted for request in requests) > 50
 
 
-def test_shapes_have_room_and_a_span_for_rows_of_none():
-    shapes = Shapes(20, 7)
-    assert shapes.of(3, 24, 7, block=True) == Shape(4, 32, 7)
-    assert shapes.of(4, 32, 7, block=True) == Shape(4, 32, 7)
-    assert shapes.of(20, 160, 7, block=True) == Shape(20, 160, 7)
-    assert shapes.of(2, 2, 0, block=True) == Shape(2, 2, 0)
-    assert shapes.of(4, 32, 7, block=False) == Shape(4, 32, 7)
-    assert shapes.of(4, 31, 7, block=False) == Shape(16, 32, 7)
-    assert shapes.of(16, 90, 7, block=False) == Shape(21, 128, 7)
+def decoding(count: int, drafts: int) -> list[Span]:
+    method = "dflash" if drafts else None
+    return [Span(i, 5, 5, (TAIL,), drafts, method, 1 + drafts) for i in range(count)]
+
+
+def prompts_of(count: int, rows: int) -> list[Span]:
+    """So many rows together, the first span the longest."""
+    first = Span(0, 0, 0, (1,) * (rows - count + 1), logits=1)
+    return [first, *[Span(i, 0, 0, (1,), logits=1) for i in range(1, count)]]
+
+
+def test_buckets_have_room_and_a_span_for_rows_of_none():
+    buckets = Buckets(20, 7)
+    assert buckets.of(decoding(3, 7)) == Shape(4, 32, 8, 7, 8)
+    assert buckets.of(decoding(4, 7)) == Shape(4, 32, 8, 7, 8)
+    assert buckets.of(decoding(20, 7)) == Shape(20, 160, 8, 7, 8)
+    assert buckets.of(decoding(2, 0)) == Shape(2, 2, 1, 0, 1)
+    assert buckets.of(prompts_of(4, 32)) == Shape(4, 32, 32, 7, 8)
+    assert buckets.of(prompts_of(4, 11)) == Shape(16, 16, 8, 7, 8)
+    assert buckets.of(prompts_of(4, 31)) == Shape(16, 32, 32, 7, 8)
+    assert buckets.of(prompts_of(16, 90)) == Shape(21, 128, 128, 7, 8)
     for spans in range(1, 21):
         for rows in range(spans, 700, 3):
-            shape = shapes.of(spans, rows, 5, block=False)
-            assert shape.width == 7
+            shape = buckets.of(prompts_of(spans, rows))
+            assert shape.drafts == (7 if rows <= 512 else 0)
+            assert shape.logits == shape.drafts + 1
             assert shape.spans >= spans
             assert shape.rows >= rows
+            assert shape.longest >= rows - spans + 1
             assert shape.rows == rows or shape.spans > spans
-            assert shapes.replays(shape) == (rows <= 512)
+            assert buckets.captured(shape) == (rows <= 512)
 
 
-def test_what_rows_draw_by_lies_close_together(target: Any):
+def test_what_rows_are_sampled_by_lies_close_together(target: Any):
     """As the sampling kernel reads it."""
     engine = make_engine(config(target))
     engine.add([5, 6, 7], WARM)
     engine.add([5, 6], COLD)
-    seen: list[Any] = []
-    of = engine.picking.of
-
-    def watching(*args: Any) -> Any:
-        found = of(*args)
-        seen.append(found.draws)
-        return found
-
-    engine.picking.of = watching
     engine.step()
-    (rows,) = seen
-    assert rows.temperature.tolist() == pytest.approx([0.9, 0.0])
-    assert rows.top_p.tolist() == pytest.approx([0.8, 1.0])
-    assert rows.top_k.tolist() == [30, 0]
-    columns = (rows.temperature, rows.top_p, rows.min_p, rows.top_k, rows.key, rows.position)
-    assert all(column.stride() == (1,) for column in columns)
+    state = engine.sampling
+    temperature, top_p, _ = state.floats[:, :2]
+    assert sorted(temperature.tolist()) == pytest.approx([0.0, 0.9])
+    assert sorted(top_p.tolist()) == pytest.approx([0.8, 1.0])
+    assert sorted(state.whole[0, :2].tolist()) == [0, 30]
+    slots = torch.tensor([0, 1])
+    for table in (state.floats, state.whole):
+        assert all(column.stride() == (1,) for column in table.index_select(1, slots).unbind())
 
 
-def test_a_step_that_cannot_be_recorded_runs_as_it_is(target: Any):
+def test_a_step_that_cannot_be_captured_runs_as_it_is(target: Any):
     plain = run(make_engine(config(target)), PROMPTS, COLD)
     resolved = resolve(config(target))
     parts = build(resolved)
@@ -136,7 +144,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(target: Any):
         asked.append(body)
         raise RuntimeError("out of memory")
 
-    double.record = refusing
+    double.capture = refusing
     assert run(Engine(resolved, parts=parts), PROMPTS, COLD) == plain
     assert len(parts.graphs) == 0
     assert 0 < len(asked) < 12, "each shape is tried once"
@@ -145,7 +153,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(target: Any):
 def test_rows_that_only_fill_up_leave_the_page_that_the_contexts_end_reads(target: Any):
     parts = build(resolve(config(target)))
     state = parts.state
-    other = type(state)(5, 96, 4, state.device, spare_page=7)
+    other = type(state)(5, 96, 4, state.device, limit=96, spare_page=7)
     first = other.table + 4 * torch.arange(other.table.shape[1])  # each page's first K/V slot
     assert first[:-1].unique().tolist() == [0]
     assert first[-1].unique().tolist() == [28]
@@ -174,14 +182,14 @@ def warmed(target: Any, drafter: Path, **options: Any) -> Engine:
     resolved = resolve(config(target, drafter, **options))
     parts = build(resolved)
     recorded(parts, resolved.limits.max_num_seqs, resolved.limits.num_drafts)
-    engine = Engine(resolved, parts=parts)
+    engine = watched(Engine(resolved, parts=parts))
     warm_up(engine)
     return engine
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("seqs", [5, 8])
-def test_after_the_warm_up_nothing_is_recorded(
+def test_after_the_warm_up_nothing_is_captured(
     overlap: int, seqs: int, target: Any, draft: Callable[..., Path]
 ):
     engine = warmed(target, draft(), overlap=overlap, max_num_seqs=seqs)
@@ -210,7 +218,7 @@ def test_the_warm_up_leaves_no_trace(target: Any, draft: Callable[..., Path]):
 def test_small_engines_warm_up_too(
     options: dict[str, int], target: Any, draft: Callable[..., Path]
 ):
-    """Those that record and those that do not: without room for a block, for a single request."""
+    """Those that capture and those that do not: without room for a block, for a single request."""
     engine = warmed(target, draft(), **options)
     assert not engine.has_work
     plain = make_engine(config(target, draft(), **options))
@@ -232,9 +240,9 @@ def test_the_warm_up_finds_the_same_shapes_at_every_depth(
 ):
     """Crowds that fill more than half of the slots come in one step too."""
     engine = warmed(target, draft(), overlap=overlap, max_num_seqs=8, max_model_len=200)
-    kept = {(key[0].drawn, key[1]) for key in engine.graphs._kept if key[0][0] != "draft"}
-    for drawn in (False, True):
+    kept = {(key[0].sampled, key[1]) for key in engine.graphs._graphs if key[0] != "draft"}
+    for sampled in (False, True):
         for rows in (16, 32, 64, 128):
-            assert (drawn, Shape(9, rows, 7)) in kept
+            assert (sampled, Shape(9, rows, rows, 7, 8)) in kept
         for count in (1, 2, 4, 8):
-            assert (drawn, Shape(count, 8 * count, 7)) in kept
+            assert (sampled, Shape(count, 8 * count, 8, 7, 8)) in kept

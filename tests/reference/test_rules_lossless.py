@@ -504,7 +504,7 @@ def test_speculation_changes_no_token_and_no_log_probability(
     for _ in range(2):
         requests = add(engine, jobs(c.feature))
         if c.proposer in SCRIPTS:
-            script: Any = engine.proposers.proposers["ngram"]
+            script: Any = engine.proposers["ngram"]
             for request, answer in zip(requests, wanted, strict=True):
                 script.answers[request] = request.tokens + answer.tokens
         answers = told(requests, drain(engine, requests))
@@ -525,7 +525,7 @@ def scripted(reader: Reader, drafts: int, **options: Any) -> tuple[Engine, dict[
         lambda parts, _: Scripted(parts.state, drafts, oracle),
         names=["ngram"],
     )
-    script: Any = engine.proposers.proposers["ngram"]
+    script: Any = engine.proposers["ngram"]
     return engine, script.answers
 
 

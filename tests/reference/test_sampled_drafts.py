@@ -145,7 +145,7 @@ def test_answers_follow_the_targets_law(
 ):
     hf, target, draft = small
     engine = make_engine(config(target, reduced_draft if reduced else draft))
-    proposer: Any = engine.proposers.proposers["dflash"]
+    proposer: Any = engine.proposers["dflash"]
     known = proposer.model.target_ids
     assert (None if known is None else known.tolist()) == (KNOWN if reduced else None)
     check_law(answers(engine, ASKED[name], PROMPT), laws(hf, ASKED[name]))

@@ -65,7 +65,7 @@ def engine_of(name: str, **options: Any) -> Any:
 
 
 def watched(engine: Any) -> Any:
-    return engine.proposers.proposers["dflash"]
+    return engine.proposers["dflash"]
 
 
 def close(found: Tensor, wanted: Tensor) -> bool:

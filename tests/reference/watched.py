@@ -11,7 +11,8 @@ from torch import Tensor
 from strobe.engine.build import Parts
 from strobe.request import Request
 from strobe.sampling.sampler import argmax
-from strobe.step import Drafts, Plan
+from strobe.sampling.state import GREEDY, Sampled
+from strobe.step import Span
 
 
 class Drafted(NamedTuple):
@@ -33,35 +34,33 @@ class Watched(Scripted):
         parts: Parts,
         mangle: Callable[[Request, int, list[int]], list[int]] | None = None,
     ):
-        self.inner: Any = parts.proposers.proposers["dflash"]
-        super().__init__(parts.state, self.inner.num_drafts, mangle or (lambda r, s, d: d))
+        self.inner: Any = parts.proposers["dflash"]
+        super().__init__(parts.state, self.inner.drafts, mangle or (lambda r, s, d: d))
         self.capture = self.inner.capture
         self.scripted = mangle is not None
         self.drafted: list[Drafted] = []
         self.hidden: list[Tensor] = []
-        self._forward = self.inner.runner.forward
-        self.inner.runner.forward = self._keeping
+        self._sample = self.inner.runner.sample
+        self.inner.runner.sample = self._keeping
 
-    def _keeping(self, batch: Any, greedy: bool) -> Any:
-        assert greedy, "drafts are the most probable tokens"
-        self._last = self._forward(batch)
-        return self._last._replace(picks=argmax(self._last.logits))
+    def _keeping(self, output: Any, layout: Any, batch: Any, mode: Any, **ahead: int) -> Sampled:
+        assert mode == GREEDY, "drafts are the most probable tokens"
+        self._last: Tensor = self.inner.model.head(layout.select(output.x))
+        return Sampled(argmax(self._last), None)
 
-    def propose(self, plan: Plan, spans: Sequence[int]) -> Drafts:
-        chosen = [plan.spans[i] for i in spans]
-        cursors = [cursor(self.state, span.slot) for span in chosen]
-        drafts = self.inner.propose(plan, spans)
-        logits = self._last.logits.clone().view(len(chosen), -1, self._last.logits.shape[-1])
-        tokens = drafts.tokens.tolist()
+    def propose(self, spans: Sequence[Span]) -> Tensor:
+        cursors = [cursor(self.state, span.slot) for span in spans]
+        drafts = self.inner.propose(spans)
+        logits = self._last.clone().view(len(spans), -1, self._last.shape[-1])
+        asked = zip(self.requests(spans), cursors, logits, drafts.tolist(), strict=True)
         self.drafted += [
-            Drafted(span.request, start, tail, row, made)
-            for span, (start, tail), row, made in zip(chosen, cursors, logits, tokens, strict=True)
+            Drafted(r, start, tail, row, made) for r, (start, tail), row, made in asked
         ]
-        return super().propose(plan, spans) if self.scripted else drafts
+        return super().propose(spans) if self.scripted else drafts
 
-    def observe(self, batch: Any, hidden: Any) -> None:
+    def observe(self, batch: Any, hidden: Any, verdict: Any) -> None:
         self.hidden.append(hidden.clone())
-        self.inner.observe(batch, hidden)
+        self.inner.observe(batch, hidden, verdict)
 
     def true_drafts(self) -> list[Drafted]:
         """Those behind tokens that the requests really said (with two steps in flight a drafter

@@ -464,7 +464,7 @@ def knowing(pair: Pair, plain: LLM) -> LLM:
         def get(self, request: Any, default: Any = None) -> Any:
             return known.get(tuple(request.tokens[: request.num_prompt]), default)
 
-    drafter: Any = engine.proposers.proposers["dflash"]
+    drafter: Any = engine.proposers["dflash"]
     drafter.answers = Known()
     return LLM(engine=engine)
 
