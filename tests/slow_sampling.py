@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
 import torch
 
-from strobe.sampling.noise import stream_key
-from strobe.sampling.sampler import SamplingRows
+from strobe.sampling.noise import noise_key
+from strobe.sampling.sampler import RowParams
 
 WORD = 2**64
-
-key_of = functools.cache(stream_key)
 
 
 def softmax(logits: Sequence[float], temperature: float) -> list[float]:
@@ -57,15 +54,30 @@ def law(
     return [p / total if i in ids else 0.0 for i, p in enumerate(probs)]
 
 
-def uniform(key: int, position: int) -> float:
+def row_word(key: int, position: int) -> int:
     """SplitMix64 at a counter, with Python's whole numbers."""
     x = (key + position * 0x9E3779B97F4A7C15) % WORD
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % WORD
-    return ((x ^ (x >> 31)) >> 11) / 2**53
+    return x ^ (x >> 31)
 
 
-def rows(
+def token_hash(word: int, token: int) -> int:
+    """triple32 with a row's word let in before and behind the first round."""
+    x = token ^ (word % 2**32)
+    x = ((x ^ (x >> 17)) * 0xED5AD4BB) % 2**32
+    x ^= word >> 32
+    x = ((x ^ (x >> 11)) * 0xAC4C1B51) % 2**32
+    x = ((x ^ (x >> 15)) * 0x31848BAB) % 2**32
+    return x ^ (x >> 14)
+
+
+def exponential(word: int, token: int) -> float:
+    """E, of which the Gumbel noise is -log(E)."""
+    return -math.log1p(-(token_hash(word, token) + 0.5) / 2**32)
+
+
+def params(
     count: int,
     *,
     temperature: float | Sequence[float] = 1.0,
@@ -75,23 +87,39 @@ def rows(
     seeds: Sequence[int] | None = None,
     positions: Sequence[int] | int = 0,
     siblings: Sequence[int] | int = 0,
-    filtered: bool = True,
-) -> SamplingRows:
-    """SamplingRows of so many rows; a single value serves all of them. seeds: 0, 1, 2, ..."""
+) -> RowParams:
+    """RowParams of so many rows; a single value serves all of them. seeds: 0, 1, 2, ..."""
 
     def many(value: object) -> list:
         return list(value) if isinstance(value, Sequence) else [value] * count
 
-    keys = [
-        key_of(seed, sibling)
-        for seed, sibling in zip(seeds or range(count), many(siblings), strict=True)
-    ]
-    return SamplingRows(
+    keys = map(noise_key, seeds or range(count), many(siblings))
+    return RowParams(
         temperature=torch.tensor(many(temperature), dtype=torch.float32),
         top_p=torch.tensor(many(top_p), dtype=torch.float32),
         min_p=torch.tensor(many(min_p), dtype=torch.float32),
         top_k=torch.tensor(many(top_k), dtype=torch.int64),
-        key=torch.tensor(keys, dtype=torch.int64),
+        key=torch.tensor(list(keys), dtype=torch.int64),
         position=torch.tensor(many(positions), dtype=torch.int64),
-        filtered=filtered,
     )
+
+
+def race(
+    logits: Sequence[float],
+    temperature: float,
+    key: int,
+    position: int,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> tuple[int, float]:
+    """The token that wins a row's race, and by how much; 0 where a filter's edge is too near to
+    tell what takes part."""
+    probs = softmax(logits, temperature)
+    ids, word = kept(probs, top_k, top_p, min_p), row_word(key, position)
+    scores = sorted(
+        ((logits[i] / temperature - math.log(exponential(word, i)), i) for i in ids), reverse=True
+    )
+    sure = all(kept(probs, top_k, top_p, min_p, slack=s) == ids for s in (1e-5, -1e-5))
+    margin = scores[0][0] - scores[1][0] if len(scores) > 1 else math.inf
+    return scores[0][1], margin if sure else 0.0

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
+FLOOR = tl.constexpr(-1e30)
+"""See `strobe.sampling.processors.FLOOR`."""
 
 
 @triton.jit(do_not_specialize=["stride", "draft_stride", "mask_stride"])
@@ -35,7 +37,6 @@ def _process_kernel(
     stride,
     draft_stride,
     mask_stride,
-    floor,
     V: tl.constexpr,
     PROCESSED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -67,7 +68,7 @@ def _process_kernel(
     if MASKED:  # noqa: SIM102
         if kind & 2:
             word = tl.load(masks + row * mask_stride + (ids >> 5), real, 0)
-            floored = tl.where(x == float("-inf"), floor, x)
+            floored = tl.where(x == float("-inf"), FLOOR, x)
             x = tl.where(((word >> (ids & 31)) & 1) != 0, floored, float("-inf"))
     tl.store(out + row * V + ids, x, real)
 
@@ -79,10 +80,9 @@ def process(
     masks: Tensor | None,
     *,
     processed: bool,
-    floor: float,
 ) -> Tensor:
     """logits [R, V] -> [R, V] float32, as `strobe.sampling.processors.process`, whose Tables and
-    LogitRows these are; floor: what stands for -inf where a grammar allows it."""
+    LogitRows these are."""
     size = logits.shape[1]
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     drafts = rows[2]
@@ -95,7 +95,6 @@ def process(
         logits.stride(0),
         drafts.stride(0),
         0 if masks is None else masks.stride(0),
-        floor,
         V=size,
         PROCESSED=processed,
         MASKED=masks is not None,

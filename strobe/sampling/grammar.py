@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -130,10 +130,11 @@ class GrammarState:
     def __contains__(self, slot: int) -> bool:
         return slot in self._followers
 
-    def admit(self, slot: int, structured: Any, output_tokens: Sequence[int] = ()) -> None:
-        """Follow a request that has made some tokens already; what the slot held before is
-        gone. structured: None for a request without a grammar. Raises ValueError for a grammar that does
-        not compile."""
+    def admit(
+        self, slot: int, structured: StructuredOutputs | None, output_tokens: Sequence[int] = ()
+    ) -> None:
+        """Follow a request that has made some tokens already, None for one without a grammar; what
+        the slot held before is gone. Raises ValueError for a grammar that does not compile."""
         self._followers.pop(slot, None)
         if structured is None:
             return
@@ -153,16 +154,16 @@ class GrammarState:
         width = 1 + max(map(len, found), default=0)
         masks = np.full((len(found), width, self.compiler.words), -1, dtype=np.int32)
         followed = [(i, f) for i, s in enumerate(slots) if (f := self._followers.get(s))]
-        jobs: list[tuple[LLMatcher, int, list[int]]] = []
+        jobs: list[Job] = []
         for i, follower in followed:
             if follower.error is None:
                 made = follower.walk(found[i], masks[i], self._ended)
-                jobs += [(job.matcher, i * width + job.row, job.tokens) for job in made]
-        if jobs:
-            pointer, size = masks.ctypes.data, masks.strides[1]
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(
-                jobs, pointer, size, len(found) * width
-            )
+                jobs += [job._replace(row=i * width + job.row) for job in made]
+        where = masks.ctypes.data, masks.strides[1], len(found) * width
+        if paths := [(job.matcher, job.row, job.tokens) for job in jobs if job.tokens]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(paths, *where)
+        if places := [(job.matcher, job.row) for job in jobs if not job.tokens]:
+            self._executor.unsafe_compute_mask_ptr(places, *where)
         errors: dict[int, str] = {}
         for i, follower in followed:
             if follower.matcher.is_error() and follower.error is None:

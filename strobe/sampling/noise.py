@@ -133,20 +133,3 @@ def gumbel_by_torch(words: Tensor, size: int) -> Tensor:
     v = ((hashed ^ (hashed >> _LAST)).float() + 0.5) * UNIT
     u = 1 - v
     return -((v - (1 - u)) - u.log()).log()
-
-
-# What follows goes with the inverse CDF.
-
-PICKS, DRAFTS, TESTS = STREAMS = range(3)
-
-
-def stream_key(seed: int, sibling: int, stream: int = PICKS) -> int:
-    """A signed 64-bit key for one stream of a request's noise."""
-    key = _mix((seed + _STEP) & _WORD)
-    key = _mix((key + (sibling + 1) * _MUL1) & _WORD)
-    return _signed(_mix((key + (stream + 1) * _MUL2) & _WORD))
-
-
-def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """keys, positions [R] int64 -> [R] float64 in [0, 1)."""
-    return _shift(row_words(keys, positions), 11).to(torch.float64) * 2.0**-53

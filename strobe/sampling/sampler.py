@@ -70,14 +70,34 @@ def sample_rows(logits: Tensor, rows: RowParams, *, filtered: bool = True) -> Te
     probabilities. Rows without probabilities (NaN, +inf, or nothing but -inf) give their first
     maximum, too, a NaN above all. The twin of `strobe.kernels.sampling.sample_rows`.
     """
-    logits = logits.float()
-    if logits.device.type == "cpu":
-        return _on_cpu(logits, rows, filtered)
+    form = by_numpy if logits.device.type == "cpu" else by_torch
+    return form(logits.float(), rows, filtered)
+
+
+def by_torch(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
+    """sample_rows by operations that a graph can capture; logits in float32."""
     tokens = argmax(logits)
     top = logits.gather(1, tokens[:, None])
     scores = _scores(logits, top, rows, filtered) + gumbel(rows.key, rows.position, logits.shape[1])
     racing = torch.isfinite(top[:, 0]) & (rows.temperature > 0)
     return torch.where(racing, argmax(scores), tokens)
+
+
+def by_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
+    """sample_rows for a CPU, a few rows at a time, in its cache; rows that are not sampled cost no
+    more than their maximum."""
+    tokens = logits.numpy().argmax(-1) if logits.shape[0] else np.empty(0, dtype=np.int64)
+    top = logits.numpy()[np.arange(len(tokens)), tokens]
+    index = np.flatnonzero(np.isfinite(top) & (rows.temperature.numpy() > 0))
+    best, noise = torch.from_numpy(top)[:, None], Gumbel(logits.shape[1])
+    for first in range(0, len(index), noise.rows):
+        places = index[first : first + noise.rows]
+        some = torch.from_numpy(places)
+        part = RowParams(*[column[some] for column in rows])
+        summed = noise.of(row_words(part.key, part.position).numpy())
+        summed += _scores(logits[some], best[some], part, filtered).numpy()
+        tokens[places] = summed.argmax(-1)
+    return torch.from_numpy(tokens)
 
 
 def _scores(logits: Tensor, top: Tensor, rows: RowParams, filtered: bool) -> Tensor:
@@ -87,23 +107,3 @@ def _scores(logits: Tensor, top: Tensor, rows: RowParams, filtered: bool) -> Ten
     if filtered:
         scores.masked_fill_(kept(scores.exp(), rows).logical_not_(), float("-inf"))
     return scores
-
-
-def _on_cpu(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
-    """Only rows that are sampled cost more than their maximum; a few at a time, in the cache."""
-    tokens = logits.numpy().argmax(-1) if logits.shape[0] else np.empty(0, dtype=np.int64)
-    top = logits.numpy()[np.arange(len(tokens)), tokens]
-    index = np.flatnonzero(np.isfinite(top) & (rows.temperature.numpy() > 0))
-    best, noise = torch.from_numpy(top)[:, None], Gumbel(logits.shape[1])
-    for first in range(0, len(index), noise.rows):
-        some = index[first : first + noise.rows]
-        part, at = torch.from_numpy(some), rows
-        if len(index) < len(tokens) or len(index) > noise.rows:
-            at = RowParams(*[column[part] for column in rows])
-            scores = _scores(logits[part], best[part], at, filtered)
-        else:
-            scores = _scores(logits, best, at, filtered)
-        summed = noise.of(row_words(at.key, at.position).numpy())
-        summed += scores.numpy()
-        tokens[some] = summed.argmax(-1)
-    return torch.from_numpy(tokens)

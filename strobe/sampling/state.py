@@ -19,18 +19,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from strobe.sampling import processors
 from strobe.sampling.logprobs import Scores, score
 from strobe.sampling.noise import noise_key
-from strobe.sampling.processors import (
-    ENDS,
-    FLOOR,
-    IN_PROMPT,
-    PROCESSED,
-    STRUCTURED,
-    LogitRows,
-    Tables,
-)
+from strobe.sampling.processors import ENDS, IN_PROMPT, PROCESSED, STRUCTURED, Tables, process
+from strobe.sampling.processors import LogitRows as LogitRows
 from strobe.sampling.sampler import RowParams, argmax, sample_rows
 from strobe.sampling_params import SamplingParams
 from strobe.transfer import upload
@@ -63,14 +55,13 @@ class Admission(Protocol):
 class SamplingMode(NamedTuple):
     """What a step's sampling is made of; part of a captured graph's key.
 
-    sampled: some row is not greedy; filtered: some row filters; mixed: some sampled and some greedy
-    rows; processed: some slot has a bias, penalties or min_tokens; grammar: some slot is
-    structured; logprobs: how many top log probabilities to compute, None for no scores.
+    sampled: some row is not greedy; filtered: some row filters; processed: some slot has a bias,
+    penalties or min_tokens; grammar: some slot is structured; logprobs: how many top log
+    probabilities to compute, None for no scores.
     """
 
     sampled: bool = False
     filtered: bool = False
-    mixed: bool = False
     processed: bool = False
     grammar: bool = False
     logprobs: int | None = None
@@ -101,6 +92,11 @@ class SamplingState:
         self.floats = torch.zeros(3, num_slots, dtype=torch.float32, device=device)
         self.whole = torch.zeros(2, num_slots, dtype=torch.int64, device=device)
         self._modes = [GREEDY] * num_slots
+        self._process, self._argmax = process, argmax
+        if kernels:
+            from strobe.kernels import processors, sampling
+
+            self._process, self._argmax = processors.process, sampling.argmax
 
     @staticmethod
     def num_bytes(num_slots: int, vocab_size: int) -> int:
@@ -167,7 +163,6 @@ class SamplingState:
             sampled=sampled,
             # The kernel samples any mixture in one way: one graph serves them all.
             filtered=sampled and (self.kernels or any(mode.filtered for mode in found)),
-            mixed=sampled and (self.kernels or not all(mode.sampled for mode in found)),
             processed=any(mode.processed for mode in found),
             grammar=any(mode.grammar for mode in found),
             logprobs=_rounded(max(tops)) if tops else None,
@@ -185,32 +180,20 @@ class SamplingState:
         allow, where the mode has them; rows of other slots are not read."""
         changed = logits
         if mode.processed or mode.grammar:
-            changed = self._process(logits, rows, masks if mode.grammar else None, mode.processed)
-        tokens = self._sample(changed, rows, mode)
+            given = masks if mode.grammar else None
+            changed = self._process(logits, self.tables, rows, given, processed=mode.processed)
+        tokens = self._race(changed, rows, mode) if mode.sampled else self._argmax(changed)
         found = None if mode.logprobs is None else score(logits, tokens, mode.logprobs)
         return Sampled(tokens, found)
 
-    def _process(
-        self, logits: Tensor, rows: LogitRows, masks: Tensor | None, processed: bool
-    ) -> Tensor:
-        if not self.kernels:
-            return processors.process(logits, self.tables, rows, masks, processed=processed)
-        from strobe.kernels.processors import process
-
-        return process(logits, self.tables, rows, masks, processed=processed, floor=FLOOR)
-
-    def _sample(self, logits: Tensor, rows: LogitRows, mode: SamplingMode) -> Tensor:
-        if self.kernels:
-            from strobe.kernels import sampling
-        else:
-            sampling = None
-        if not mode.sampled:
-            return sampling.argmax(logits) if sampling else argmax(logits)
+    def _race(self, logits: Tensor, rows: LogitRows, mode: SamplingMode) -> Tensor:
         temperature, top_p, min_p = self.floats.index_select(1, rows.slots).unbind()
         top_k, key = self.whole.index_select(1, rows.slots).unbind()
         params = RowParams(temperature, top_p, min_p, top_k, key, rows.positions)
-        if sampling:
-            return sampling.sample_rows(logits, *params)
+        if self.kernels:
+            from strobe.kernels.sampling import sample_rows as by_kernel
+
+            return by_kernel(logits, *params)
         return sample_rows(logits, params, filtered=mode.filtered)
 
     def count(self, slots: Tensor, tokens: Tensor, accepted: Tensor, active: Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Drafts that are drawn: the engine's answers follow the target's law, its greedy answers are plain
-decoding's, and a seed gives one answer, however its requests are run."""
+"""Drafts that are sampled change no token of the answers, greedy ones or of any seed, however
+requests are run; and the answers follow the target's distribution."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tiny import SHAPE, make_draft, make_engine, make_target, make_tokenizer, ru
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
-from strobe.runner.memory import scratch_bytes
 from strobe.server.engine_process.warmup import warm_up
 
 ANSWERS, TOKENS = 2000, 4
@@ -74,7 +73,7 @@ def answers(
     engine: Engine, asked: SamplingParams, prompt: Sequence[int]
 ) -> Counter[tuple[int, ...]]:
     """So many siblings' answers, and how often each was given."""
-    requests = [engine.add(prompt, asked, sibling=i, seed=5) for i in range(ANSWERS)]
+    requests = engine.add_prompt(prompt, asked.clone(n=ANSWERS), seed=5)
     while engine.has_work:
         engine.step()
     return Counter(tuple(request.output_ids) for request in requests)
@@ -165,8 +164,7 @@ SEVERAL = [
     HOT.clone(max_tokens=26, seed=10, presence_penalty=0.7, repetition_penalty=1.2, logprobs=2),
     HOT.clone(max_tokens=24, seed=11, top_p=0.9, n=2),
 ]
-"""Requests whose drafts are drawn and others, in one batch."""
-NOT_DRAWN = (0, 4, 5, 6)
+"""Requests whose drafts are sampled and others, in one batch."""
 PROMPTS = [[i % 6, (i * 5) % 6, 3] + [4, 1] * (3 * i) for i in range(len(SEVERAL))]
 
 
@@ -181,19 +179,17 @@ def plain(target: Path, draft: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("budget", [None, 50])
-def test_a_seed_gives_one_answer_however_requests_are_run(
+def test_sampled_drafts_change_no_token_of_plain_decoding(
     overlap: int, budget: int | None, small: tuple[Any, Path, Path]
 ):
+    """However requests are run: drafts are sampled with the noise of the target's own tokens."""
     _, target, draft = small
-    wanted = alone(target, draft)
+    wanted = plain(target, draft)
     given = config(target, draft, overlap=overlap, max_num_batched_tokens=budget, max_num_seqs=6)
     engine = make_engine(given)
     for _ in range(2):  # the second time over what the first left in the cache
         assert run(engine, PROMPTS, SEVERAL) == wanted
     assert run(engine, PROMPTS[::-1], SEVERAL[::-1])[-1] == wanted[0]
-    without = plain(target, draft)
-    assert [wanted[i] for i in NOT_DRAWN] == [without[i] for i in NOT_DRAWN]
-    assert all(wanted[i] != without[i] for i in range(len(without)) if i not in NOT_DRAWN)
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
@@ -205,16 +201,16 @@ def test_replayed_steps_draw_what_plain_steps_draw(
     small: tuple[Any, Path, Path],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("strobe.runner.collect.download", torch.clone)
+    monkeypatch.setattr("strobe.runner.pending.download", torch.clone)
     _, target, draft = small
     given = config(target, draft, overlap=overlap, max_num_batched_tokens=budget, max_num_seqs=5)
     resolved = resolve(given)
     parts = build(resolved)
     double = recorded(parts, 5, resolved.limits.num_drafts)
     engine = Engine(resolved, parts=parts)
-    assert run(engine, PROMPTS, SEVERAL) == alone(target, draft)
-    assert double.recorded == len(parts.graphs) > 4
-    assert double.replayed > double.recorded
+    assert run(engine, PROMPTS, SEVERAL) == plain(target, draft)
+    assert double.captured == len(parts.graphs) > 4
+    assert double.replayed > double.captured
 
 
 def test_greedy_answers_are_plain_decodings_in_any_batch(target: Any, draft: Callable[..., Path]):
@@ -228,10 +224,10 @@ def test_greedy_answers_are_plain_decodings_in_any_batch(target: Any, draft: Cal
     assert run(engine, prompts, cold) == plain
 
 
-def test_under_a_grammar_answers_follow_the_law_of_plain_decoding(
+def test_under_a_grammar_sampled_drafts_change_no_token(
     target: Any, draft: Callable[..., Path], tmp_path: Path
 ):
-    """Whose forced tokens replace drafts that it does not allow. Two samples of one law."""
+    """Whose forced tokens replace drafts that it does not allow."""
     for file in target.path.iterdir():
         (tmp_path / file.name).symlink_to(file)
     make_tokenizer(tmp_path)
@@ -245,9 +241,8 @@ def test_under_a_grammar_answers_follow_the_law_of_plain_decoding(
         answers(make_engine(config(tmp_path, drafter)), asked, PROMPT)
         for drafter in (None, draft())
     ]
-    common = [text for text, count in (found[0] + found[1]).items() if count >= 20]
-    assert len(common) > 6
-    assert stats.chi2_contingency([[c[a] for a in common] for c in found]).pvalue > 0.001
+    assert found[0] == found[1]
+    assert len(found[0]) > 4
 
 
 def test_after_the_warm_up_no_step_that_decodes_is_recorded(small: tuple[Any, Path, Path]):
@@ -266,15 +261,6 @@ def test_by_default_drafts_are_greedy_and_no_token_changes(small: tuple[Any, Pat
     _, target, draft = small
     engine = make_engine(EngineConfig(str(target), draft=str(draft), max_model_len=96))
     assert run(engine, PROMPTS, SEVERAL) == plain(target, draft)
-
-
-def test_memory_for_probabilities_is_planned(small: tuple[Any, Path, Path]):
-    _, target, draft = small
-    resolved = resolve(config(target, draft))
-    size, limits = resolved.target.decoder.vocab_size, resolved.limits
-    given = limits, resolved.target.decoder, 3, torch.bfloat16
-    more = scratch_bytes(*given, drawn=True) - scratch_bytes(*given)
-    assert more >= 3 * 4 * limits.max_num_seqs * limits.num_drafts * size
 
 
 def test_without_a_drafter_there_is_nothing_to_draw(small: tuple[Any, Path, Path]):

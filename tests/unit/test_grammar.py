@@ -19,9 +19,9 @@ import pytest
 from llguidance import LLMatcher
 
 from strobe.config import BOX
-from strobe.request import Request
-from strobe.sampling.grammar import Follower, Grammars, source_of
-from strobe.sampling_params import SamplingParams, StructuredOutputs
+from strobe.sampling.grammar import GrammarState
+from strobe.sampling.grammar_compiler import GrammarCompiler, source_of
+from strobe.sampling_params import StructuredOutputs
 from strobe.text.tokenizer import Tokenizer
 
 FILE = BOX / "target" / "tokenizer.json"
@@ -62,8 +62,8 @@ FITS: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(FILE, VOCAB, sorted(ENDS))
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(FILE, VOCAB, sorted(ENDS))
 
 
 def allowed(mask: Any) -> frozenset[int]:
@@ -73,7 +73,7 @@ def allowed(mask: Any) -> frozenset[int]:
 
 
 @cache
-def slow(grammars: Grammars, kind: str, tokens: tuple[int, ...]) -> frozenset[int] | None:
+def slow(grammars: GrammarCompiler, kind: str, tokens: tuple[int, ...]) -> frozenset[int] | None:
     """What may follow some tokens by a matcher made anew; None where they are not legal. Behind
     the end only the end may come."""
     matcher = LLMatcher(grammars.tokenizer, source_of(KINDS[kind]), log_level=0)
@@ -87,7 +87,7 @@ def slow(grammars: Grammars, kind: str, tokens: tuple[int, ...]) -> frozenset[in
 
 
 def slow_masks(
-    grammars: Grammars,
+    grammars: GrammarCompiler,
     kind: str,
     output: Sequence[int],
     drafts: Sequence[int],
@@ -102,13 +102,36 @@ def slow_masks(
     return found
 
 
+class Follower:
+    """One slot of a GrammarState."""
+
+    def __init__(self, grammars: GrammarCompiler, structured: StructuredOutputs):
+        self.state, self.done = GrammarState(grammars), 0
+        self.state.admit(3, structured)
+        self.drafts: list[int] = []
+
+
 def masks(follower: Follower, output: Sequence[int], drafts: Sequence[int]) -> list[frozenset[int]]:
-    found = follower.masks(output, drafts, WORDS)
-    assert (found.shape, found.dtype) == ((1 + len(drafts), WORDS), np.int32)
-    return [allowed(row) for row in found]
+    """The rows' masks; the drafts as they became are the follower's own. Only a draft that is not
+    allowed gives way, and to one that is."""
+    assert follower.state.advance(3, output[follower.done :]) is None
+    follower.done = len(output)
+    given = list(drafts)
+    step = follower.state.walk([3], [drafts])
+    assert not step.errors
+    assert list(drafts) == given
+    assert (step.masks.shape, step.masks.dtype) == ((1, 1 + len(drafts), WORDS), np.int32)
+    found = [allowed(row) for row in step.masks[0]]
+    (follower.drafts,) = step.drafts
+    assert len(follower.drafts) == len(given)
+    changed = [i for i, (a, b) in enumerate(zip(follower.drafts, given, strict=True)) if a != b]
+    if changed:
+        assert given[changed[0]] not in found[changed[0]]
+        assert follower.drafts[changed[0]] in found[changed[0]]
+    return found
 
 
-def walk(grammars: Grammars, kind: str, seed: int, most: int = 14) -> list[int]:
+def walk(grammars: GrammarCompiler, kind: str, seed: int, most: int = 14) -> list[int]:
     """Random legal tokens, up to an end token where one comes."""
     rng, tokens = random.Random(seed), list[int]()
     while len(tokens) < most and not ENDS & set(tokens):
@@ -120,7 +143,7 @@ def walk(grammars: Grammars, kind: str, seed: int, most: int = 14) -> list[int]:
     return tokens
 
 
-def illegal(grammars: Grammars, kind: str, tokens: Sequence[int], rng: random.Random) -> int:
+def illegal(grammars: GrammarCompiler, kind: str, tokens: Sequence[int], rng: random.Random) -> int:
     mask = slow(grammars, kind, tuple(tokens))
     assert mask
     return rng.choice(sorted(EVERY - mask))
@@ -129,11 +152,11 @@ def illegal(grammars: Grammars, kind: str, tokens: Sequence[int], rng: random.Ra
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(4))
 def test_masks_along_legal_drafts_are_those_of_one_token_after_another(
-    grammars: Grammars, kind: str, seed: int
+    grammars: GrammarCompiler, kind: str, seed: int
 ):
     tokens = walk(grammars, kind, seed)
     for done in range(0, len(tokens), 3):
-        follower = Follower(grammars.compile(KINDS[kind]), ())
+        follower = Follower(grammars, KINDS[kind])
         for drafts in ([], tokens[done : done + 1], tokens[done : done + 7]):
             found = masks(follower, tokens[:done], drafts)
             assert found == slow_masks(grammars, kind, tokens[:done], drafts)
@@ -141,52 +164,53 @@ def test_masks_along_legal_drafts_are_those_of_one_token_after_another(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_behind_an_illegal_draft_at_any_place_nothing_is_kept(grammars: Grammars, kind: str):
+def test_behind_an_illegal_draft_at_any_place_nothing_is_kept(grammars: GrammarCompiler, kind: str):
     rng = random.Random(kind)
     tokens = walk(grammars, kind, 11)
-    follower = Follower(grammars.compile(KINDS[kind]), ())
+    follower = Follower(grammars, KINDS[kind])
     drafts = tokens[:6]
     for place in range(len(drafts)):
         wrong = illegal(grammars, kind, drafts[:place], rng)
         given = [*drafts[:place], wrong, *drafts[place + 1 :]]
         found = masks(follower, [], given)
-        assert found == slow_masks(grammars, kind, [], given)
+        assert found == slow_masks(grammars, kind, [], follower.drafts)
         assert wrong not in found[place]
-        assert found[place + 1 :] == [EVERY] * (len(drafts) - place)
+        if follower.drafts == given:
+            assert found[place + 1 :] == [EVERY] * (len(drafts) - place)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_look_along_drafts_leaves_the_place_where_it_was(grammars: Grammars, kind: str):
+def test_a_look_along_drafts_leaves_the_place_where_it_was(grammars: GrammarCompiler, kind: str):
     """Asked twice, then with other drafts, then with some of them committed."""
     rng = random.Random(3)
     tokens = walk(grammars, kind, 5, most=12)
-    follower = Follower(grammars.compile(KINDS[kind]), ())
+    follower = Follower(grammars, KINDS[kind])
     done = 0
     while done <= len(tokens):
         drafts = tokens[done : done + 5]
         wrong = [*drafts[:2], illegal(grammars, kind, tokens[: done + len(drafts[:2])], rng), 9]
         for given in (drafts, drafts, wrong, drafts, [EOS, EOS]):
-            wanted = slow_masks(grammars, kind, tokens[:done], given)
-            assert masks(follower, tokens[:done], given) == wanted
+            found = masks(follower, tokens[:done], given)
+            assert found == slow_masks(grammars, kind, tokens[:done], follower.drafts)
         done += rng.randint(1, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_catching_up_in_pieces_equals_token_by_token(grammars: Grammars, kind: str):
+def test_catching_up_in_pieces_equals_token_by_token(grammars: GrammarCompiler, kind: str):
     tokens = walk(grammars, kind, 7)
     wanted = slow_masks(grammars, kind, tokens, [])
     for size in (1, 2, 5, len(tokens)):
-        follower = Follower(grammars.compile(KINDS[kind]), ())
+        follower = Follower(grammars, KINDS[kind])
         for end in range(size, len(tokens), size):
             masks(follower, tokens[:end], tokens[end : end + 2])
         assert masks(follower, tokens, []) == wanted
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_behind_the_end_only_the_end_may_come(grammars: Grammars, kind: str):
+def test_behind_the_end_only_the_end_may_come(grammars: GrammarCompiler, kind: str):
     """In drafts as in committed tokens: min_tokens may hold an answer open there."""
     tokens = next(t for s in range(99) if (t := walk(grammars, kind, s, most=60))[-1] in ENDS)
-    follower = Follower(grammars.compile(KINDS[kind]), ())
+    follower = Follower(grammars, KINDS[kind])
     whole = tokens[:-1]
     assert tokens[-1] in masks(follower, whole, [])[0]
     assert masks(follower, whole, [EOS, EOS, 0, 5, EOS])[1:] == [{*ENDS}] * 3 + [EVERY] * 2
@@ -196,7 +220,7 @@ def test_behind_the_end_only_the_end_may_come(grammars: Grammars, kind: str):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_walked_to_its_end_is_of_the_form_asked_for(
-    grammars: Grammars, kind: str, tokenizer: Tokenizer
+    grammars: GrammarCompiler, kind: str, tokenizer: Tokenizer
 ):
     texts = set[str]()
     for seed in range(20):
@@ -207,7 +231,7 @@ def test_what_is_walked_to_its_end_is_of_the_form_asked_for(
     assert all(FITS[kind](text) for text in texts), texts
 
 
-def test_lark_and_gbnf_of_one_language_allow_the_same(grammars: Grammars):
+def test_lark_and_gbnf_of_one_language_allow_the_same(grammars: GrammarCompiler):
     tokens = walk(grammars, "lark", 2)
     assert slow_masks(grammars, "lark", [], tokens) == slow_masks(grammars, "gbnf", [], tokens)
 
@@ -218,33 +242,33 @@ MARKERS = [(7,), (7, 8), (7, 7, 8)]
 @pytest.mark.parametrize("after", MARKERS, ids=str)
 @pytest.mark.parametrize("kind", ["json", "choice"])
 def test_a_marker_starts_the_grammar_wherever_it_is_met(
-    grammars: Grammars, kind: str, after: tuple[int, ...]
+    grammars: GrammarCompiler, kind: str, after: tuple[int, ...]
 ):
     """In the committed tokens, in the drafts, or begun in the one and ended in the other."""
     thinking, tokens = [20, 8, 21, *after[:-1]], walk(grammars, kind, 4)
     known = [*thinking, *after, *tokens[:4]]
     for done in range(len(known) + 1):
-        follower = Follower(grammars.compile(KINDS[kind]), after)
+        follower = Follower(grammars, replace(KINDS[kind], after=after))
         for drafts in (known[done : done + 3], known[done:], [9, 9], known[done:]):
-            wanted = slow_masks(grammars, kind, known[:done], drafts, after)
-            assert masks(follower, known[:done], drafts) == wanted
-    follower = Follower(grammars.compile(KINDS[kind]), after)
+            found = masks(follower, known[:done], drafts)
+            assert found == slow_masks(grammars, kind, known[:done], follower.drafts, after)
+    follower = Follower(grammars, replace(KINDS[kind], after=after))
     for done in range(len(known) + 1):
         wanted = slow_masks(grammars, kind, known[:done], known[done : done + 4], after)
         assert masks(follower, known[:done], known[done : done + 4]) == wanted
     assert slow(grammars, kind, ()) in wanted + slow_masks(grammars, kind, [], known, after)
 
 
-def test_before_a_marker_all_tokens_are_free_also_the_ends(grammars: Grammars):
-    follower = Follower(grammars.compile(KINDS["choice"]), (7, 8))
+def test_before_a_marker_all_tokens_are_free_also_the_ends(grammars: GrammarCompiler):
+    follower = Follower(grammars, replace(KINDS["choice"], after=(7, 8)))
     assert masks(follower, [7, 9, 8], [EOS, 5, 8]) == [EVERY] * 4
     assert masks(follower, [7, 9, 8, 7, 8], []) == [slow(grammars, "choice", ())]
 
 
-def test_a_marker_inside_the_answer_starts_nothing_anew(grammars: Grammars):
+def test_a_marker_inside_the_answer_starts_nothing_anew(grammars: GrammarCompiler):
     tokens = walk(grammars, "lark", 6)
     marker = tokens[1]
-    follower = Follower(grammars.compile(KINDS["lark"]), (marker,))
+    follower = Follower(grammars, replace(KINDS["lark"], after=(marker,)))
     found = masks(follower, [marker], tokens[:4])
     assert found == slow_masks(grammars, "lark", [], tokens[:4])
 
@@ -267,7 +291,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "message"), WRONG, ids=[str(f) for f, _ in WRONG])
 def test_what_does_not_compile_is_named_in_one_sentence(
-    grammars: Grammars, fields: dict[str, Any], message: str
+    grammars: GrammarCompiler, fields: dict[str, Any], message: str
 ):
     with pytest.raises(ValueError, match=f"^structured_outputs: the grammar {message}") as caught:
         grammars.compile(StructuredOutputs(**fields))
@@ -276,27 +300,48 @@ def test_what_does_not_compile_is_named_in_one_sentence(
     assert "\n" not in text
 
 
-def asking(structured: StructuredOutputs | None) -> Request:
-    return Request("r", [1, 2], SamplingParams(structured_outputs=structured), seed=0)
-
-
-def test_a_request_that_left_its_grammar_ends_alone(grammars: Grammars):
+def test_a_request_that_left_its_grammar_ends_alone(grammars: GrammarCompiler):
     """It cannot come about by sampling; a broken matcher is the request's error, not the step's."""
-    astray, other = asking(KINDS["choice"]), asking(KINDS["choice"])
-    for request in (astray, other):
-        grammars.follow(request)
-    astray.tokens += [5]
+    state = GrammarState(grammars)
+    for slot in (4, 9):
+        state.admit(slot, KINDS["choice"])
+    error = state.advance(4, [5])
+    assert "cannot be followed further" in str(error)
+    assert "\n" not in str(error)
     for _ in range(2):
-        found = grammars.masks(astray, [1, 2])
-        assert [allowed(row) for row in found] == [EVERY] * 3
-        assert "cannot be followed further" in str(astray.error)
-        assert "\n" not in str(astray.error)
-    assert [allowed(row) for row in grammars.masks(other, [])] == [slow(grammars, "choice", ())]
-    assert other.error is None
+        step = state.walk([9, 4], [[], [1, 2]])
+        assert step.errors == {1: error}
+        assert step.drafts == [[], [1, 2]]
+        assert [allowed(row) for row in step.masks[1]] == [EVERY] * 3
+        first, *rest = (allowed(row) for row in step.masks[0])
+        assert first == slow(grammars, "choice", ())
+        assert rest == [EVERY] * 2
+    assert state.advance(4, [6]) == error
+    assert state.advance(9, []) is None
 
 
-def test_a_request_without_a_grammar_is_not_followed(grammars: Grammars):
-    grammars.follow(asking(None))
+def test_a_slot_without_a_grammar_is_free(grammars: GrammarCompiler):
+    state = GrammarState(grammars)
+    state.admit(1, KINDS["choice"])
+    state.drop(1)
+    state.drop(1)
+    assert state.advance(1, [5]) is None
+    step = state.walk([0, 1], [[5], [6]])
+    assert step.drafts == [[5], [6]]
+    assert not step.errors
+    assert (step.masks == -1).all()
+    assert state.walk([], []).masks.shape == (0, 1, WORDS)
+
+
+def test_a_request_that_comes_back_with_its_answer_stands_where_it_left(grammars: GrammarCompiler):
+    """As after a preemption, in a slot of another's."""
+    tokens = walk(grammars, "json", 3)
+    state = GrammarState(grammars)
+    state.admit(0, KINDS["choice"])
+    state.admit(0, KINDS["json"], tokens[:6])
+    found = state.walk([0], [tokens[6:9]]).masks[0]
+    wanted = slow_masks(grammars, "json", tokens[:6], tokens[6:9])
+    assert [allowed(row) for row in found] == wanted
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "another vocabulary"])
@@ -308,20 +353,19 @@ def test_a_tokenizer_that_cannot_serve_is_named_when_the_first_grammar_comes(
         file.write_text('{"model":')
     if damage == "another vocabulary":
         shutil.copy(FILE, file)
-    grammars = Grammars(file, 100, [2])
-    grammars.follow(asking(None))
+    grammars = GrammarState(GrammarCompiler(file, 100, [2]))
+    assert grammars.walk([0], [[1]]).drafts == [[1]]
     with pytest.raises(ValueError, match=r"^structured_outputs need .*tokenizer\.json") as caught:
-        grammars.follow(asking(KINDS["regex"]))
+        grammars.admit(0, KINDS["regex"])
     wanted = {"missing": "does not exist", "damaged": "error", "another vocabulary": "100"}[damage]
     assert wanted in str(caught.value)
     assert str(caught.value).endswith(".")
 
 
 def test_a_vocabulary_padded_beyond_the_tokenizers_never_allows_the_padding():
-    grammars = Grammars(FILE, VOCAB + 40, sorted(ENDS))
-    request = asking(StructuredOutputs(regex="(.|\n)*"))
-    grammars.follow(request)
-    found = grammars.masks(request, [])
+    grammars = GrammarState(GrammarCompiler(FILE, VOCAB + 40, sorted(ENDS)))
+    grammars.admit(0, StructuredOutputs(regex="(.|\n)*"))
+    (found,) = grammars.walk([0], [[]]).masks
     assert found.shape == (1, WORDS + 2)
     bits = np.unpackbits(found.view(np.uint8), bitorder="little")
     assert bits[:VOCAB].sum() > VOCAB / 2
@@ -340,15 +384,19 @@ DEEP: dict[str, dict[str, Any]] = {
 DEEP["rules"]["grammar"] += 'r6000: "a"'
 
 
-def test_rules_that_lead_to_one_another_thousands_deep_do_not_end_the_process(grammars: Grammars):
+def test_rules_that_lead_to_one_another_thousands_deep_do_not_end_the_process(
+    grammars: GrammarCompiler,
+):
     """On a usual stack 6,000 do."""
-    follower = Follower(grammars.compile(StructuredOutputs(**DEEP["rules"])))
+    follower = Follower(grammars, StructuredOutputs(**DEEP["rules"]))
     (mask,) = masks(follower, [], [])
     assert len(mask) == 1
 
 
 @pytest.mark.parametrize("name", sorted(DEEP.keys() - {"rules"}))
-def test_what_is_nested_too_deep_is_refused_in_a_short_sentence(grammars: Grammars, name: str):
+def test_what_is_nested_too_deep_is_refused_in_a_short_sentence(
+    grammars: GrammarCompiler, name: str
+):
     with pytest.raises(
         ValueError, match=r"^structured_outputs: the grammar does not compile: "
     ) as caught:
@@ -356,7 +404,7 @@ def test_what_is_nested_too_deep_is_refused_in_a_short_sentence(grammars: Gramma
     assert len(str(caught.value)) < 400
 
 
-def test_what_is_too_long_to_compile_in_time_is_refused_with_its_size(grammars: Grammars):
+def test_what_is_too_long_to_compile_in_time_is_refused_with_its_size(grammars: GrammarCompiler):
     with pytest.raises(ValueError, match=r"come to 200\d\d\d characters, but at most 131072"):
         grammars.compile(StructuredOutputs(regex="a" * 200_000))
 
@@ -365,14 +413,14 @@ def test_what_is_too_long_to_compile_in_time_is_refused_with_its_size(grammars: 
 
 
 @pytest.mark.parametrize("kind", ["json", "choice"])
-def test_an_answer_may_open_thinking_or_begin_at_once(grammars: Grammars, kind: str):
+def test_an_answer_may_open_thinking_or_begin_at_once(grammars: GrammarCompiler, kind: str):
     """opener: behind it everything is free up to the marker; without it the grammar holds."""
     opener, after, tokens = 1, (7, 8), walk(grammars, kind, 4)
     first = slow(grammars, kind, ())
     assert first is not None
 
     def follower() -> Follower:
-        return Follower(grammars.compile(KINDS[kind]), after, opener)
+        return Follower(grammars, replace(KINDS[kind], after=after, opener=opener))
 
     def slow_opened(output: list[int], drafts: list[int]) -> list[frozenset[int]]:
         known = [*output, *drafts]
@@ -390,30 +438,30 @@ def test_an_answer_may_open_thinking_or_begin_at_once(grammars: Grammars, kind: 
             if known[:1] == [9] and done:
                 break
             for drafts in (known[done : done + 3], known[done:], [opener, 5], []):
-                wanted = slow_opened(known[:done], drafts)
-                assert masks(follower(), known[:done], drafts) == wanted
-                assert masks(stepped, known[:done], drafts) == wanted
+                for at in (follower(), stepped):
+                    found = masks(at, known[:done], drafts)
+                    assert found == slow_opened(known[:done], at.drafts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_may_lead_and_then_the_answer_follows(
-    grammars: Grammars, kind: str, tokenizer: Tokenizer
+    grammars: GrammarCompiler, kind: str, tokenizer: Tokenizer
 ):
     lead = "\n\n"
     led = replace(KINDS[kind], lead=lead)
     tokens = tokenizer.encode(lead, add_special_tokens=False)
     plain = slow(grammars, kind, ())
-    first, *_ = masks(Follower(grammars.compile(led)), [], [])
+    first, *_ = masks(Follower(grammars, led), [], [])
     assert plain is not None
     assert plain < first
-    (behind,) = masks(Follower(grammars.compile(led)), tokens, [])
+    (behind,) = masks(Follower(grammars, led), tokens, [])
     assert behind == plain
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"lark", "gbnf"}))
-def test_another_form_may_come_instead_of_the_one_asked_for(grammars: Grammars, kind: str):
+def test_another_form_may_come_instead_of_the_one_asked_for(grammars: GrammarCompiler, kind: str):
     either = replace(KINDS[kind], instead=KINDS["lark"].grammar)
-    follower = Follower(grammars.compile(either))
+    follower = Follower(grammars, either)
     lark, own = slow(grammars, "lark", ()), slow(grammars, kind, ())
     assert lark
     assert own
@@ -427,20 +475,42 @@ def test_another_form_may_come_instead_of_the_one_asked_for(grammars: Grammars, 
 # the cache
 
 
-def test_requests_of_one_grammar_share_no_state(grammars: Grammars):
+@pytest.mark.parametrize("slots", [(0, 16), (0, 1)], ids=["one lane", "two lanes"])
+def test_requests_of_one_grammar_share_no_state(grammars: GrammarCompiler, slots: tuple[int, int]):
     tokens = walk(grammars, "json", 1)
-    first, second = asking(KINDS["json"]), asking(KINDS["json"])
-    grammars.follow(first)
-    first.tokens += tokens[:5]
-    grammars.masks(first, tokens[5:8])
-    grammars.follow(second)
-    for request, output in ((second, []), (first, tokens[:5]), (second, [])):
-        found = [allowed(row) for row in grammars.masks(request, tokens[:3])]
-        assert found == slow_masks(grammars, "json", output, tokens[:3])
-    second.tokens += tokens[:2]
-    assert [allowed(row) for row in grammars.masks(first, [])] == slow_masks(
-        grammars, "json", tokens[:5], []
-    )
+    first, second = slots
+    state = GrammarState(grammars)
+    state.admit(first, KINDS["json"])
+    state.advance(first, tokens[:5])
+    state.walk([first], [tokens[5:8]])
+    state.admit(second, KINDS["json"])
+    wanted = {first: slow_masks(grammars, "json", tokens[:5], tokens[:3])}
+    wanted[second] = slow_masks(grammars, "json", [], tokens[:3])
+    for order in ([second], [first], [second, first], [first, second]):
+        step = state.walk(order, [tokens[:3]] * len(order))
+        for slot, drafts, rows in zip(order, step.drafts, step.masks, strict=True):
+            output = tokens[:5] if slot == first else []
+            found = [allowed(row) for row in rows]
+            assert found == slow_masks(grammars, "json", output, drafts)
+            assert drafts != tokens[:3] or found == wanted[slot]
+    state.advance(second, tokens[:2])
+    found = state.walk([first], [[]]).masks[0]
+    assert [allowed(row) for row in found] == slow_masks(grammars, "json", tokens[:5], [])
+
+
+def test_drafts_of_different_lengths_are_walked_in_one_step(grammars: GrammarCompiler):
+    """Rows beyond a slot's own are free."""
+    state, kinds = GrammarState(grammars), list(KINDS)
+    tokens = [walk(grammars, kind, 8) for kind in kinds]
+    for slot, kind in enumerate(kinds):
+        state.admit(slot, KINDS[kind], tokens[slot][:slot])
+    drafts = [t[slot : slot + slot % 4 + 1] for slot, t in enumerate(tokens)]
+    step = state.walk(range(len(kinds)), drafts)
+    assert step.drafts == drafts
+    for slot, (kind, rows) in enumerate(zip(kinds, step.masks, strict=True)):
+        wanted = slow_masks(grammars, kind, tokens[slot][:slot], drafts[slot])
+        free = [EVERY] * (len(rows) - len(wanted))
+        assert [allowed(row) for row in rows] == wanted + free
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_are_forgotten(
@@ -452,14 +522,14 @@ def test_a_grammar_is_compiled_once_and_the_oldest_are_forgotten(
         made.append(source)
         return LLMatcher(tokenizer, source, **options)
 
-    monkeypatch.setattr("strobe.sampling.grammar.LLMatcher", Counting(counting))
-    monkeypatch.setattr("strobe.sampling.grammar._KEPT", 3)
-    grammars = Grammars(FILE, VOCAB, [2])
+    monkeypatch.setattr("strobe.sampling.grammar_compiler.LLMatcher", Counting(counting))
+    monkeypatch.setattr("strobe.sampling.grammar_compiler._KEPT", 3)
+    grammars = GrammarCompiler(FILE, VOCAB, [2])
 
-    def compiled(*letters: str) -> int:
+    def compiled(*letters: str, lane: int = 0) -> int:
         before = len(made)
         for letter in letters:
-            matcher = grammars.compile(StructuredOutputs(regex=letter))
+            matcher = grammars.compile(StructuredOutputs(regex=letter), lane)
             assert len(allowed(matcher.compute_bitmask())) == 1
         return len(made) - before
 
@@ -468,6 +538,10 @@ def test_a_grammar_is_compiled_once_and_the_oldest_are_forgotten(
     assert compiled("a", "c", "d") == 0
     assert compiled("b") == 1
     assert compiled("a") == 1
+    assert compiled("a", lane=1) == 1
+    assert compiled("a", lane=1) == compiled("a") == 0
+    monkeypatch.setattr("strobe.sampling.grammar_compiler._QUICK", 0.0)
+    assert compiled("a", lane=2) == 0
 
 
 class Counting:
@@ -484,7 +558,7 @@ class Counting:
 
 
 def test_threads_may_compile_while_requests_are_followed():
-    grammars = Grammars(FILE, VOCAB, sorted(ENDS))
+    grammars = GrammarCompiler(FILE, VOCAB, sorted(ENDS))
     start = threading.Barrier(4)
 
     def work(number: int) -> list[list[frozenset[int]]]:
@@ -492,7 +566,7 @@ def test_threads_may_compile_while_requests_are_followed():
         found = []
         for i in range(12):
             kind = list(KINDS)[(number + i) % len(KINDS)]
-            follower = Follower(grammars.compile(KINDS[kind]), ())
+            follower = Follower(grammars, KINDS[kind])
             found.append([kind, masks(follower, [], [])[0]])
         return found
 
@@ -505,7 +579,7 @@ def test_threads_may_compile_while_requests_are_followed():
 
 @pytest.mark.parametrize("form", [{"json": SCHEMA}, {"json_object": True}])
 def test_json_may_be_laid_out_as_usual_and_white_space_comes_to_an_end(
-    grammars: Grammars, tokenizer: Tokenizer, form: dict[str, Any]
+    grammars: GrammarCompiler, tokenizer: Tokenizer, form: dict[str, Any]
 ):
     def fits(text: str) -> bool:
         matcher = LLMatcher(grammars.tokenizer, source_of(StructuredOutputs(**form)), log_level=0)

@@ -1,11 +1,13 @@
-"""Drafts mended by what a grammar forces."""
+"""Forced tokens in place of drafts that a grammar does not allow."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from strobe.config import BOX
-from strobe.sampling.grammar import Follower, Grammars
+from strobe.sampling.grammar import GrammarState
+from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling_params import StructuredOutputs
 
 END = 2
@@ -13,52 +15,64 @@ TEXT = "The name is Ann, and that is all there is to say."
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(BOX / "target" / "tokenizer.json", 2048, [END])
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(BOX / "target" / "tokenizer.json", 2048, [END])
 
 
-def follower(grammars: Grammars, **structured: object) -> Follower:
-    return Follower(grammars.compile(StructuredOutputs(**structured)))  # type: ignore[arg-type]
+class Walker:
+    """One slot of a GrammarState."""
+
+    def __init__(self, grammars: GrammarCompiler, **structured: object):
+        self.state, self.done = GrammarState(grammars), 0
+        self.state.admit(0, StructuredOutputs(**structured))  # type: ignore[arg-type]
+
+    def walk(self, output: list[int], drafts: list[int]) -> tuple[list[int], np.ndarray]:
+        assert self.state.advance(0, output[self.done :]) is None
+        self.done = len(output)
+        step = self.state.walk([0], [drafts])
+        return step.drafts[0], step.masks[0]
+
+    def drafts(self, output: list[int], drafts: list[int]) -> list[int]:
+        return self.walk(output, drafts)[0]
 
 
-def test_forced_text_takes_the_place_of_drafts_that_are_not_allowed(grammars: Grammars):
-    at = follower(grammars, choice=[TEXT])
+def test_forced_text_takes_the_place_of_drafts_that_are_not_allowed(grammars: GrammarCompiler):
+    at = Walker(grammars, choice=[TEXT])
     true = grammars.tokenizer.tokenize_str(TEXT)
     for wrong in ([5] * len(true), [*true[:3], *([5] * (len(true) - 3))]):
-        assert at.mend([], wrong) == true
-        assert at.mend([], wrong[:4]) == true[:4]
-    assert at.mend(true[:5], [5, 5]) == true[5:7]
+        assert at.drafts([], wrong) == true
+        assert at.drafts([], wrong[:4]) == true[:4]
+    assert at.drafts(true[:5], [5, 5]) == true[5:7]
 
 
-def test_drafts_that_are_allowed_stay(grammars: Grammars):
-    at = follower(grammars, choice=[TEXT])
+def test_drafts_that_are_allowed_stay(grammars: GrammarCompiler):
+    at = Walker(grammars, choice=[TEXT])
     letters = [grammars.tokenizer.tokenize_str(letter)[0] for letter in "The name"]
-    assert at.mend([], letters) == letters
+    assert at.drafts([], letters) == letters
 
 
-def test_where_several_ways_are_open_an_illegal_draft_stays(grammars: Grammars):
-    at = follower(grammars, regex="(a|b)[0-9]{3} end")
+def test_where_several_ways_are_open_an_illegal_draft_stays(grammars: GrammarCompiler):
+    at = Walker(grammars, regex="(a|b)[0-9]{3} end")
     digits = grammars.tokenizer.tokenize_str("a12")
-    assert at.mend([], [5, 5]) == [5, 5]
-    assert at.mend([], [*digits, 5, 5]) == [*digits, 5, 5]
+    assert at.drafts([], [5, 5]) == [5, 5]
+    assert at.drafts([], [*digits, 5, 5]) == [*digits, 5, 5]
     forced = grammars.tokenizer.tokenize_str("a123 end")
-    mended = at.mend([], [*forced[:4], *[5] * 8])
-    assert grammars.tokenizer.decode_str(mended).startswith("a123 end")
-    assert len(mended) == 12
+    forced = at.drafts([], [*forced[:4], *[5] * 8])
+    assert grammars.tokenizer.decode_str(forced).startswith("a123 end")
+    assert len(forced) == 12
 
 
-def test_mending_leaves_the_place_where_it_was(grammars: Grammars):
-    at = follower(grammars, choice=[TEXT])
+def test_a_walk_leaves_the_place_where_it_was(grammars: GrammarCompiler):
+    at = Walker(grammars, choice=[TEXT])
     true = grammars.tokenizer.tokenize_str(TEXT)
-    before = at.masks([], true[:4], grammars.words)
-    assert at.mend([], [5] * 8) == true[:8]
-    assert (at.masks([], true[:4], grammars.words) == before).all()
-    assert at.mend(true, [5, 5]) == [5, 5]  # behind the end nothing is forced
+    before = at.walk([], true[:4])[1]
+    assert at.drafts([], [5] * 8) == true[:8]
+    assert (at.walk([], true[:4])[1] == before).all()
+    assert at.drafts(true, [5, 5]) == [5, 5]  # behind the end nothing is forced
 
 
-def test_before_a_marker_drafts_are_free_and_behind_it_mended(grammars: Grammars):
-    matcher = grammars.compile(StructuredOutputs(choice=[TEXT]))
-    at = Follower(matcher, after=[7, 8])
+def test_before_a_marker_drafts_are_free_and_behind_it_forced(grammars: GrammarCompiler):
+    at = Walker(grammars, choice=[TEXT], after=[7, 8])
     true = grammars.tokenizer.tokenize_str(TEXT)
-    assert at.mend([], [5, 6, 5]) == [5, 6, 5]
-    assert at.mend([5], [7, 8, 5, 5]) == [7, 8, *true[:2]]
+    assert at.drafts([], [5, 6, 5]) == [5, 6, 5]
+    assert at.drafts([5], [7, 8, 5, 5]) == [7, 8, *true[:2]]

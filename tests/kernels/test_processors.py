@@ -1,0 +1,73 @@
+"""The processors' kernel against its twin and against plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from logit_worlds import World, check
+
+from strobe.kernels import processors as kernel
+from strobe.sampling import processors
+from strobe.sampling.processors import LogitRows
+
+
+def test_the_floor_is_the_twins() -> None:
+    assert kernel.FLOOR.value == processors.FLOOR
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_are_those_of_the_twin(device, monkeypatch, seed, drafts, dtype) -> None:
+    monkeypatch.setattr(kernel, "BLOCK", 16)
+    world = World(seed, most_drafts=drafts)
+    state = world.state(kernels=True, device=device)
+    rows = LogitRows(*[column.to(device) for column in world.rows])
+    wide = torch.tensor(world.logits).repeat(1, 2).to(device, dtype)
+    logits, masks = wide[:, : world.size], world.masks.to(device)
+    for processed in (True, False):
+        for given in (masks, None):
+            found = kernel.process(logits, state.tables, rows, given, processed=processed)
+            twin = processors.process(logits, state.tables, rows, given, processed=processed)
+            assert torch.allclose(found, twin, rtol=1e-6, atol=1e-5)
+    if dtype == torch.float32:
+        found = kernel.process(logits, state.tables, rows, masks, processed=True)
+        check(found.cpu(), world.wanted())
+
+
+def test_a_real_vocabulary(device) -> None:
+    """Many blocks a row, and tables whose last slot begins a million cells in."""
+    size = 151_936
+    world = World(4, size=70, most_drafts=2)
+    world.size = size
+    state = world.state(device=device)
+    rows = LogitRows(*[column.to(device) for column in world.rows])
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(world.places), size, generator=generator).to(device)
+    words = torch.randint(-(2**31), 2**31, (len(logits), size // 32), generator=generator)
+    masks = words.to(torch.int32).to(device)
+    found = kernel.process(logits, state.tables, rows, masks, processed=True)
+    twin = processors.process(logits, state.tables, rows, masks, processed=True)
+    assert torch.allclose(found, twin, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_a_state_with_kernels_samples_the_same(device) -> None:
+    """Processors, filters, races and greedy rows; and scores of the model's own logits."""
+    worlds = [World(seed, size=70) for seed in range(4)]
+    for world in worlds:
+        for i, admitted in enumerate(world.admitted):
+            changes = {"temperature": (0.0, 0.8, 1.3)[i % 3], "top_p": (1.0, 0.9)[i % 2]}
+            sampling = admitted.sampling.clone(**changes, logprobs=2)
+            world.admitted[i] = admitted._replace(sampling=sampling, seed=i)
+        by_kernel, by_torch = world.state(kernels=True, device=device), world.state()
+        mode = by_kernel.mode(world.spans)
+        rows = LogitRows(*[column.to(device) for column in world.rows])
+        logits, masks = torch.tensor(world.logits), world.masks
+        found = by_kernel.sample(logits.to(device), rows, mode, masks.to(device))
+        twin = by_torch.sample(logits, world.rows, by_torch.mode(world.spans), masks)
+        assert found.tokens.tolist() == twin.tokens.tolist()
+        assert found.scores is not None
+        assert twin.scores is not None
+        for a, b in zip(found.scores, twin.scores, strict=True):
+            assert torch.allclose(a.cpu(), b, equal_nan=True)
