@@ -99,7 +99,7 @@ class Request:
         self.arrived_at = time.monotonic()
         self.admitted_at: float | None = None
         self.started = False
-        self.failures = 0
+        self.failures, self.failed_at = 0, -1
         self.page_keys: list[bytes] = []
         self.scores_prompt = sampling.prompt_logprobs is not None and not sibling
         self.prompt_logprobs: list[TokenLogprob | None] = [None] if self.scores_prompt else []

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 _LOOKED_AT = 64
 """Waiting requests that one plan looks at, at most."""
 _ALONE = 4
-"""Steps that each request of a failed step runs alone, so that the one at fault is found."""
+"""Steps that each request of a failed step runs alone from there on, so that the one at fault is
+found."""
 _PATIENCE = 3
-"""Steps in a row that fail with one request alone before it is ended."""
+"""Steps that fail with one request alone before it is ended, unless _ALONE go well between them."""
 
 
 @dataclass(eq=False)
@@ -157,7 +158,7 @@ class Scheduler:
             if record.draining:
                 self._release_if_landed(record)
                 continue
-            self._passed(request)
+            self._passed(record)
             if span.scored:
                 request.prompt_logprobs[span.start + 1 :] = result.prompt_logprobs[i]
             if span.logits or i in result.errors:
@@ -180,6 +181,7 @@ class Scheduler:
             record.in_flight -= 1
             record.lease.rollback()
             record.start -= span.num_certain
+            record.request.failed_at = span.start
         back = [record for record in records if not record.draining]
         for record in reversed(back):
             record.request.status = Status.WAITING
@@ -222,13 +224,15 @@ class Scheduler:
             del self._suspects[request]
         return None
 
-    def _passed(self, request: Request) -> None:
-        """Note that a request has got through a step."""
-        request.failures = 0
-        if request in self._suspects:
+    def _passed(self, record: Record) -> None:
+        """Note that a request has got through a step. What it repeats of what it had done before
+        its step failed says nothing."""
+        request = record.request
+        if request in self._suspects and record.lease.length > request.failed_at:
             self._suspects[request] -= 1
             if not self._suspects[request]:
                 del self._suspects[request]
+                request.failures = 0
 
     def _ready(self, record: Record) -> bool:
         """Whether its next step may be planned while results of it are on their way."""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from strobe.attention.base import AttentionInputs, Group
+from strobe.attention.base import Batch
+from strobe.attention.groups import groups_of
 from strobe.attention.mask import LayerMask
 from strobe.attention.reference import ReferenceBackend
 from strobe.attention.triton import TritonBackend, missing
@@ -383,29 +384,25 @@ def test_backend_agrees_with_the_reference(
         int(tables[rows[s], p // page_size]) + p for s, p in zip(owner, positions, strict=True)
     ]
 
-    def group(members: list[int]) -> Group:
-        longest = max(sizes[i] for i in members)
-        cells = [[firsts[i] + min(j, sizes[i] - 1) for j in range(longest)] for i in members]
-        flat = [g * longest + j for g, i in enumerate(members) for j in range(sizes[i])]
-        target = [firsts[i] + j for i in members for j in range(sizes[i])]
-        return Group(t(members), t(cells), t(flat), t(target), tuple(members))
-
     def t(values: Any) -> Tensor:
         return torch.tensor(values, device=device)
 
-    inputs = AttentionInputs(
+    batch = Batch(
+        ids=t(positions),
         positions=t(positions),
-        slots=t(slots),
-        starts=t(starts)[:, None],
+        kv_slots=t(slots),
+        slots=t(rows),
+        starts=t(starts),
         sizes=t(sizes),
         row_starts=t(firsts),
         longest=20,
+        draft_lengths=t([0, 0, 0]),
         tables=tables.to(device),
-        table_rows=t(rows),
         page_size=page_size,
-        groups=[group([0, 2]), group([1])],
-        bounds=[50, 20],
+        row_counts=sizes,
+        bounds=[50, 20, 49],
     )
+    assert [group.members for group in groups_of(tuple(sizes), device)] == [(0, 2), (1,)]
     spec = KVSpec(2, heads, dim, torch.float32)
     history = torch.randn(2, 4 * columns * page_size, 2, heads, dim, generator=draw)
     q = torch.randn(23, heads * 2, dim, generator=draw).to(device)
@@ -416,15 +413,38 @@ def test_backend_agrees_with_the_reference(
     for backend in (ReferenceBackend(), TritonBackend(device, dim)):
         store = KVStore(spec, 4 * columns, page_size, device)
         store.data.copy_(history)
-        plan = backend.plan(inputs, store, [FULL, mask])
+        plan = backend.plan(batch, store, [FULL, mask])
         plans.append(plan)
         outs.append(plan(1, q, k, v, extra))
     # Measured 1e-6; the reference's own error in float32 is as large.
     assert torch.allclose(*outs, atol=1e-5)
-    plan = TritonBackend(device, dim).plan(inputs, store, [FULL, mask])
+    plan = TritonBackend(device, dim).plan(batch, store, [FULL, mask])
     assert torch.equal(plan.over(1, q, extra), outs[1])
     assert plan.kv(1).data_ptr() == store.data[1].data_ptr()
-    assert plan.slots is inputs.slots
+    assert plan.slots is batch.kv_slots
+
+
+@pytest.mark.parametrize("sizes", [(1,), (4, 4, 4), (1, 16, 17, 2), (40, 3, 33, 64, 1), (5, 2)])
+def test_spans_are_grouped_with_those_of_like_length_and_each_row_has_one_place(
+    sizes: tuple[int, ...],
+) -> None:
+    groups = groups_of(sizes, torch.device("cpu"))
+    firsts = list(itertools.accumulate(sizes, initial=0))
+    assert sorted(i for group in groups for i in group.members) == list(range(len(sizes)))
+    placed: list[int] = []
+    for group in groups:
+        of = [sizes[i] for i in group.members]
+        assert max(of) <= max(16, 2 * min(of)), "a short span is padded to a long one"
+        assert group.rows.shape == (len(of), max(of))
+        assert group.spans.tolist() == list(group.members)
+        for line, i in zip(group.rows.tolist(), group.members, strict=True):
+            own = list(range(firsts[i], firsts[i + 1]))
+            assert line == own + own[-1:] * (max(of) - sizes[i])
+        cells = group.rows.flatten()
+        assert (group.flat is None) == (len(set(of)) == 1)
+        assert torch.equal(cells if group.flat is None else cells[group.flat], group.target)
+        placed += group.target.tolist()
+    assert sorted(placed) == list(range(sum(sizes)))
 
 
 def test_missing_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from strobe.attention.base import AttentionInputs
+from strobe.attention.base import Batch
 from strobe.attention.recurrent import KernelPlan, RecurrentPlan
 from strobe.kv.states import StateSpec, StateStore
 
@@ -29,23 +29,23 @@ STEPS = [
 """Spans of (slot, start, rows), drafts of former steps accepted in part; slot 0 begins anew."""
 
 
-def inputs(spans: list[tuple[int, int, int]], fill: int, device: torch.device) -> AttentionInputs:
+def batch_of(spans: list[tuple[int, int, int]], fill: int, device: torch.device) -> Batch:
     """fill: rows behind all that belong to no span."""
     slots, starts, sizes = torch.tensor(spans, device=device).T.contiguous().unbind()
     nothing: Any = None
     total = int(sizes.sum()) + fill
-    return AttentionInputs(
+    return Batch(
+        ids=nothing,
         positions=torch.zeros(total, dtype=torch.int64, device=device),
-        slots=nothing,
-        starts=starts[:, None],
+        kv_slots=nothing,
+        slots=slots,
+        starts=starts,
         sizes=sizes,
         row_starts=sizes.cumsum(0) - sizes,
         longest=max(int(sizes.max()), PENDING),
+        draft_lengths=nothing,
         tables=nothing,
-        table_rows=slots,
         page_size=1,
-        groups=[],
-        bounds=[],
     )
 
 
@@ -62,7 +62,7 @@ def test_steps_answer_and_keep_what_plain_torch_does(
             part.fill_(float("nan"))  # of whoever had the slots before
     weight = torch.randn(spec.channels, spec.kernel, generator=noise).to(device, dtype)
     for spans in STEPS:
-        asked = inputs(spans, 3, device)
+        asked = batch_of(spans, 3, device)
         rows = len(asked.positions)
         x = torch.randn(rows, spec.channels, generator=noise).to(device, dtype)
         x[-3:] = float("nan")

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
+from torch import Tensor
 
-from strobe.runner.batch import Batch, Layout, Shape
+from strobe.attention.base import Batch
+from strobe.runner.batch import Layout, Shape, lay_out
 from strobe.runner.state import DecodeState
-from strobe.spec.verify import match_prefix, simulate
-from strobe.step import Proposal, Span, Verdict
+from strobe.step import TAIL, Span
 
 SLOTS, PAGE, REACH, LIMIT = 5, 4, 60, 40
 
 
-def span(slot: int, tokens: tuple[int, ...] | None, drafts: int) -> Span:
-    return Span(None, slot, 0, 0, tokens, drafts, 1 + drafts)  # type: ignore[arg-type]
+def made(slot: int, drafts: int) -> Span:
+    """A span whose drafts are made on the device."""
+    return Span(slot, 0, 0, (TAIL,), drafts, "dflash" if drafts else None, 1 + drafts)
 
 
-def state(device: torch.device) -> DecodeState:
-    made = DecodeState(SLOTS, REACH, PAGE, device)
+def known(slot: int, *tokens: int) -> Span:
+    """One whose drafts the host knows."""
+    return Span(slot, 0, 0, tokens, len(tokens) - 1, None, len(tokens))
+
+
+def chunk(slot: int, count: int, logits: int) -> Span:
+    return Span(slot, 0, 0, tuple(range(10, 10 + count)), logits=logits)
+
+
+def state(device: torch.device, *, kernels: bool) -> DecodeState:
+    made = DecodeState(SLOTS, REACH, PAGE, device, limit=LIMIT, spare_page=90, kernels=kernels)
     made.cursor[:SLOTS] = torch.tensor([[0, 9], [3, 8], [12, 7], [35, 6], [38, 5]])
+    made.cursor[SLOTS, 1] = 4
     generator = torch.Generator().manual_seed(1)
     made.table[:SLOTS] += PAGE * torch.randint(
         1, 90, (SLOTS, made.table.shape[1]), generator=generator
@@ -31,80 +40,84 @@ def state(device: torch.device) -> DecodeState:
 
 
 BATCHES = {
-    "verify": ([span(3, None, 6), span(0, None, 6), span(4, None, 6)], 6, Shape(4, 28, 6)),
-    "exactly full": ([span(1, None, 3), span(2, None, 3)], 3, Shape(2, 8, 3)),
-    "plain": ([span(1, None, 0), span(2, None, 0)], 0, Shape(2, 2, 0)),
+    "verify": ([made(3, 6), made(0, 6), made(4, 6)], Shape(4, 28, 7, 6, 7)),
+    "exactly full": ([made(1, 3), made(2, 3)], Shape(2, 8, 4, 3, 4)),
+    "plain": ([made(1, 0), made(2, 0)], Shape(2, 2, 1, 0, 1)),
+    "prompts alone": ([chunk(1, 9, 0), chunk(2, 3, 1)], Shape(4, 16, 16, 0, 1)),
+    "known drafts": ([known(3, 6, 5, 4, 3, 2, 1), known(1, 8), made(0, 0)], Shape(4, 16, 7, 6, 7)),
     "mixed": (
-        [span(2, tuple(range(10, 21)), 0), span(0, None, 2), span(4, None, 6), span(1, None, 0)],
-        6,
-        Shape(6, 160, 6),
+        [chunk(2, 11, 1), made(0, 2), known(4, 5, 11, 12, 13), made(3, 6), made(1, 0)],
+        Shape(6, 160, 160, 6, 7),
     ),
 }
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_rows_are_placed_as_the_state_places_them(name: str, device: torch.device):
-    from strobe.kernels.steps import place
+def laid_out(name: str, device: torch.device) -> tuple[Layout, Tensor | None]:
+    """A layout, and the drafts of the device, of which spans that have none have some too."""
+    spans, shape = BATCHES[name]
+    drafts = (100 + torch.arange(shape.spans * 8, device=device)).view(shape.spans, 8)
+    drafts = drafts[:, : shape.drafts] if shape.drafts else None
+    return lay_out(spans, device, shape, True, SLOTS), drafts
 
-    spans, width, shape = BATCHES[name]
-    made = state(device)
-    layout = Layout(spans, width, made.table.shape[1], device, shape=shape, spare=made.spare)
-    drafts = (100 + torch.arange(shape.spans * 8, device=device)).view(shape.spans, 8)[:, :width]
-    true = made.locate(layout)
-    rows = layout.span_of_row, layout.offset, layout.tokens
-    start, lengths, positions, slots, ids = place(
-        made.cursor,
-        made.table,
-        layout.slots,
-        rows,
-        drafts,
-        layout.drafts,
-        LIMIT,
-        PAGE,
-    )
-    assert torch.equal(start, true.start[:, 0])
-    assert torch.equal(positions, true.positions)
-    assert torch.equal(slots, true.slots)
-    assert torch.equal(ids, layout.ids(true.tails, drafts))
-    if width:
-        room = (LIMIT - 1 - start).clamp_min(0)
-        assert torch.equal(lengths, torch.minimum(layout.drafts, room))
-        assert lengths.tolist() != layout.drafts.tolist() or name == "exactly full"
+
+def pair(name: str, device: torch.device) -> tuple[list[DecodeState], Layout, list[Batch]]:
+    """Two states, by torch and by kernels, and the batch as each of them places it."""
+    layout, drafts = laid_out(name, device)
+    states = [state(device, kernels=kernels) for kernels in (False, True)]
+    return states, layout, [one.place(layout, drafts) for one in states]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_rows_are_placed_as_torch_places_them(name: str, device: torch.device):
+    _, layout, (true, found) = pair(name, device)
+    for field in ("ids", "positions", "kv_slots", "starts", "draft_lengths"):
+        assert torch.equal(getattr(found, field), getattr(true, field)), field
+        assert getattr(found, field).dtype == torch.int64
+    assert found.slots is layout.slots
+    cut = found.draft_lengths.tolist() != layout.drafts.tolist()
+    assert cut == (name in ("verify", "known drafts", "mixed"))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_without_drafts_of_the_device_rows_are_placed_all_the_same(name: str, device: torch.device):
+    spans, shape = BATCHES[name]
+    spans = [span for span in spans if span.method is None]
+    if not spans:
+        return
+    layout = lay_out(spans, device, shape, True, SLOTS)
+    true, found = (state(device, kernels=k).place(layout, None) for k in (False, True))
+    assert torch.equal(found.ids, true.ids)
+    assert torch.equal(found.draft_lengths, true.draft_lengths)
 
 
 @pytest.mark.parametrize("simulated", [None, 1.0, 3.0, 4.5])
-@pytest.mark.parametrize("width", [0, 1, 5, 7])
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("right", range(8))
 def test_drafts_are_accepted_and_the_cursor_moves_as_in_torch(
-    width: int, simulated: float | None, device: torch.device
+    right: int, name: str, simulated: float | None, device: torch.device
 ):
-    from strobe.kernels.steps import accept
-
-    made, own = state(device), state(device)
-    slots = torch.tensor([2, 0, 4, 1], device=device)
-    counts = torch.tensor([1, 1, 1, 7], device=device)
-    start = made.cursor[slots, 0].clone()
-    picks = torch.arange(4 * (width + 1), device=device).view(4, -1)
-    drafts = picks[:, :-1].clone()
-    if width > 1:
-        drafts[1, width // 2] = -1
-        drafts[3, 0] = -1
-    lengths = torch.tensor([width, width, max(width - 2, 0), width], device=device)
-    proposal = Proposal(drafts, lengths)
-    verdict = match_prefix(picks, proposal)
-    if simulated is not None and width:
-        verdict = Verdict(picks, simulate(simulated, start, lengths))
-    batch: Any = SimpleNamespace(
-        places=SimpleNamespace(start=start[:, None]),
-        layout=SimpleNamespace(counts=counts[:, None], slots=slots),
-    )
-    made.advance(cast_batch(batch), verdict)
-    accepted = accept(picks, drafts, lengths, start, counts, slots, own.cursor, simulated)
-    assert accepted.tolist() == verdict.accepted.tolist()
-    assert torch.equal(own.cursor, made.cursor)
-
-
-def cast_batch(batch: Any) -> Batch:
-    return batch
+    """Where the target agrees with so many of each span's drafts, the later ones among them."""
+    states, layout, batches = pair(name, device)
+    shape = layout.shape
+    tokens = (1000 + torch.arange(shape.spans * shape.logits, device=device)).view(shape.spans, -1)
+    for span in range(shape.spans):
+        first = int(layout.row_starts[span]) + int(layout.certain[span])
+        drafts = batches[0].ids[first : first + shape.drafts]
+        tokens[span, : len(drafts)] = drafts
+        if right < shape.logits:
+            tokens[span, right] = 999
+    found = [
+        one.accept(layout, batch, tokens, simulated)
+        for one, batch in zip(states, batches, strict=True)
+    ]
+    assert found[1].tolist() == found[0].tolist()
+    assert torch.equal(states[1].cursor, states[0].cursor)
+    if simulated is None:
+        kept = [min(right, n) for n in batches[0].draft_lengths.tolist()]
+        assert found[1].tolist() == kept
+    real = len(BATCHES[name][0])
+    moved = batches[0].starts + layout.certain + found[1]
+    assert torch.equal(states[1].cursor[layout.slots[:real], 0], moved[:real])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

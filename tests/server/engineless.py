@@ -1,4 +1,4 @@
-"""A server's parts without an engine: the news are what a test makes up."""
+"""A server's parts without an engine: the events are what a test makes up."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 
 from strobe.config import BOX, EngineConfig
 from strobe.server.engine_process.client import EngineClient, Generation
-from strobe.server.engine_process.messages import AnswerNews, Beginning, Ready, Submit
+from strobe.server.engine_process.messages import Ready, Submit
 from strobe.server.guards import Drain
 from strobe.server.metrics import ServerMetrics
 from strobe.server.serving import Formats, Serving
 from strobe.server.settings import LogSettings, ServerConfig
+from strobe.step import RequestStart, TokenEvent
 from strobe.text.tokenizer import Tokenizer
 
-BEGINNING = Beginning("dflash", None, 0, 0.0, [], frozenset({2}))
+START = RequestStart("dflash", None, 0, 0.0, (), frozenset({2}))
 
 
 class Said(EngineClient):
@@ -47,6 +48,5 @@ def serving(tokenizer: Tokenizer | None = None, **settings: Any) -> Serving:
     )
 
 
-def news(tokens: Sequence[int], choice: int = 0, **more: Any) -> AnswerNews:
-    told = AnswerNews(0, choice, list(tokens), None, None, 0, 0, [], 5, None, None)
-    return told._replace(**more)
+def event(tokens: Sequence[int], choice: int = 0, **more: Any) -> TokenEvent:
+    return TokenEvent(0, choice, list(tokens), context=5)._replace(**more)

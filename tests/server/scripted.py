@@ -15,10 +15,11 @@ from strobe.request import FinishReason, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
 from strobe.server.engine_process.client import Generation
-from strobe.server.engine_process.messages import AnswerNews, Beginning, Ready
+from strobe.server.engine_process.messages import Ready
 from strobe.server.metrics import ServerMetrics
 from strobe.server.serving import Formats, Serving
 from strobe.server.settings import ServerConfig
+from strobe.step import RequestStart, TokenEvent
 from strobe.text.tokenizer import Tokenizer
 
 END = 2
@@ -31,10 +32,10 @@ def tokenizer() -> Tokenizer:
 
 
 class Steps(Generation):
-    """Hands its news on step by step, also where nobody asked meanwhile."""
+    """Hands its events on step by step, also where nobody asked meanwhile."""
 
-    async def __anext__(self) -> list[AnswerNews]:
-        return self._news.popleft() if self._news else await super().__anext__()
+    async def __anext__(self) -> list[TokenEvent]:
+        return self._events.popleft() if self._events else await super().__anext__()
 
 
 class Script:
@@ -57,8 +58,8 @@ class Script:
         for number, ids in enumerate(groups or [[]]):
             last = number + 1 >= len(groups)
             ends = self.ends if last and isinstance(self.ends, str) else None
-            news = self._news(ids, number == 0, ends, params.logprobs is not None)
-            generation.tell([news] if ids or ends else [])
+            event = self._event(ids, number == 0, ends, params.logprobs is not None)
+            generation.take([event] if ids or ends else [])
         if isinstance(self.ends, Exception):
             generation.fail(self.ends)
         return generation
@@ -69,16 +70,16 @@ class Script:
     def settle(self, generation: Generation) -> None:
         pass
 
-    def _news(
+    def _event(
         self, ids: Sequence[int], first: bool, ends: FinishReason | None, logprobs: bool
-    ) -> AnswerNews:
-        begins = Beginning("dflash", None, 3, 0.0, [], frozenset({END})) if first else None
+    ) -> TokenEvent:
+        start = RequestStart("dflash", None, 3, 0.0, (), frozenset({END})) if first else None
         found = [TokenLogprob(token, -0.5, 1, ((token, -0.5), (9, -2.0))) for token in ids]
         drafted, error = 0 if first else 15, "The step failed." if ends == "error" else None
         accepted = max(0, len(ids) - 1) if drafted else 0
-        return AnswerNews(
-            0, 0, list(ids), ends, None, drafted, accepted, found if logprobs else [], 10, error,
-            begins,
+        return TokenEvent(
+            0, 0, list(ids), ends, None, error, drafted, accepted, found if logprobs else [], 10,
+            start,
         )  # fmt: skip
 
 

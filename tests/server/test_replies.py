@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from asgi import Answer, call
-from engineless import BEGINNING, Said, news, serving
+from engineless import START, Said, event, serving
 
 from strobe.config import BOX
 from strobe.server.app import make_app
@@ -73,7 +73,7 @@ def refusals(served: Serving) -> dict[tuple[str, str], float]:
 
 def one_token(generation: Generation) -> None:
     """A first token, and nothing more."""
-    generation.tell([news([5], beginning=BEGINNING)])
+    generation.take([event([5], start=START)])
 
 
 @every_endpoint
@@ -197,9 +197,9 @@ def test_the_access_log_tells_what_became_of_the_answers(
     tokenizer: Tokenizer, lines: Any, path: str, streams: bool
 ):
     def answers(generation: Generation) -> None:
-        generation.tell([news([300], beginning=BEGINNING)])
+        generation.take([event([300], start=START)])
         drafted = {"drafted": 15, "accepted": 2, "context": 9}
-        generation.tell([news([301, 302, 303], finish_reason="stop", **drafted)])
+        generation.take([event([301, 302, 303], finish_reason="stop", **drafted)])
 
     served = serving(tokenizer)
     answer = ask(served, path, answers, stream=streams, request_id="mine")
@@ -222,7 +222,7 @@ def test_the_access_log_tells_what_became_of_the_answers(
 def test_prompts_and_answers_are_logged_where_the_operator_asks(tokenizer: Tokenizer, lines: Any):
     def answers(generation: Generation) -> None:
         ids = tokenizer.encode("the answer")
-        generation.tell([news(ids, beginning=BEGINNING, finish_reason="stop")])
+        generation.take([event(ids, start=START, finish_reason="stop")])
 
     ask(serving(tokenizer, log_prompts=True), "/v1/completions", answers)
     (line,) = lines()
@@ -233,9 +233,9 @@ def test_several_answers_that_end_in_several_ways_are_told_together(
     tokenizer: Tokenizer, lines: Any
 ):
     def answers(generation: Generation) -> None:
-        generation.tell([news([300], 1, beginning=BEGINNING, finish_reason="stop")])
-        generation.tell([news([300], 0, beginning=BEGINNING, finish_reason="length")])
-        generation.tell([news([300], 2, beginning=BEGINNING, finish_reason="stop")])
+        generation.take([event([300], 1, start=START, finish_reason="stop")])
+        generation.take([event([300], 0, start=START, finish_reason="length")])
+        generation.take([event([300], 2, start=START, finish_reason="stop")])
 
     ask(serving(tokenizer), CHAT, answers, n=3)
     (line,) = lines()

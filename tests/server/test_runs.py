@@ -1,4 +1,4 @@
-"""Answers between the engine's news and a response, with news that a test makes up."""
+"""Answers between the engine's events and a response, with events that a test makes up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from engineless import BEGINNING, Said, news, serving
+from engineless import START, Said, event, serving
 
 from strobe.config import BOX
 from strobe.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ def ended(metrics: ServerMetrics) -> dict[str, float]:
     return {s.labels["finished_reason"]: s.value for s in family.samples if s.value}
 
 
-def test_news_behind_a_stop_string_are_dropped(tokenizer: Tokenizer):
+def test_events_behind_a_stop_string_are_dropped(tokenizer: Tokenizer):
     """The engine steps on until it hears of the stop string; those steps may be read at once."""
 
     async def main() -> tuple[list[Progress], Run, Serving]:
@@ -39,10 +39,10 @@ def test_news_behind_a_stop_string_are_dropped(tokenizer: Tokenizer):
         run = Run(served, Job([5, 6], params, "r"))
         first, *others = (tokenizer.encode(text) for text in ("a", " b", " c", " d"))
         generation: Generation = run._generation
-        generation.tell([news(first, beginning=BEGINNING)])
+        generation.take([event(first, start=START)])
         for tokens in others:
-            generation.tell([news(tokens, drafted=15, accepted=0)])
-        generation.tell([news([7], finish_reason="length")])
+            generation.take([event(tokens, drafted=15, accepted=0)])
+        generation.take([event([7], finish_reason="length")])
         return [p async for steps in run.steps() for p in steps], run, served
 
     progress, run, served = asyncio.run(main())
@@ -58,11 +58,11 @@ def test_a_stop_string_ends_the_engines_answer_and_only_that_one(tokenizer: Toke
         served = serving(tokenizer)
         run = Run(served, Job([5], SamplingParams(max_tokens=50, n=2, stop=["b"]), "r"))
         generation: Generation = run._generation
-        generation.tell([news(tokenizer.encode("b"), 1, beginning=BEGINNING)])
+        generation.take([event(tokenizer.encode("b"), 1, start=START)])
         steps = run.steps()
         assert [p.choice.index for p in await anext(steps)] == [1]
         assert not run.given_up
-        generation.tell([news([9], 1), news([9], 0, beginning=BEGINNING, finish_reason="stop")])
+        generation.take([event([9], 1), event([9], 0, start=START, finish_reason="stop")])
         assert [[p.choice.index for p in step] async for step in steps] == [[0]]
         assert isinstance(served.client, Said)
         return served.client.said

@@ -17,9 +17,10 @@ from tiny import make_engine, run
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.sampling_params import SamplingParams
-from strobe.server.engine_process.messages import AnswerNews, Finish, Refused, Step, Stop, Submit
+from strobe.server.engine_process.messages import Finish, Refused, Step, Stop, Submit
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.engine_process.worker import Worker
+from strobe.step import TokenEvent
 from strobe.text.tokenizer import Tokenizer
 
 PROMPT = list(range(100, 130))
@@ -43,7 +44,7 @@ class Desk:
         self.pipe, theirs = multiprocessing.Pipe()
         self.engine, self.worker = engine, Worker(engine, theirs)
         self.steps, self.allowed = 0, threading.Semaphore(0)
-        self.news: list[AnswerNews] = []
+        self.events: list[TokenEvent] = []
         self.refused: dict[int, str] = {}
         self.snapshot: EngineSnapshot | None = None
         self._step, engine.step = engine.step, self._paced
@@ -86,7 +87,7 @@ class Desk:
         while self.pipe.poll():
             message = self.pipe.recv()
             if isinstance(message, Step):
-                self.news += message.news
+                self.events += message.events
                 self.snapshot = message.snapshot or self.snapshot
             else:
                 assert isinstance(message, Refused)
@@ -102,10 +103,10 @@ class Desk:
         until(listen, what)
 
     def tokens(self, key: int, choice: int = 0) -> list[int]:
-        return [t for n in self.news if (n.key, n.choice) == (key, choice) for t in n.tokens]
+        return [t for e in self.events if (e.key, e.choice) == (key, choice) for t in e.tokens]
 
     def reasons(self, key: int) -> dict[int, str]:
-        return {n.choice: n.finish_reason for n in self.news if n.key == key and n.finish_reason}
+        return {e.choice: e.finish_reason for e in self.events if e.key == key and e.finish_reason}
 
     @property
     def free(self) -> bool:
@@ -143,7 +144,6 @@ def test_who_leaves_between_two_tokens_frees_the_pages_within_two_steps(pair: Pa
         desk.allow(2)
         until(lambda: desk.free, "the pages come back with the second step")
         assert desk.steps <= 5
-        assert not desk.worker.owners
         assert not desk.worker.requests
 
 
@@ -161,7 +161,7 @@ def test_who_leaves_while_the_prompt_is_read_frees_the_pages_within_two_steps(
         desk.allow(2)
         until(lambda: desk.free, "the pages come back with the second step")
         desk.take()
-        assert not desk.news
+        assert not desk.events
 
 
 @both_depths
@@ -195,7 +195,7 @@ def test_an_engine_that_becomes_idle_says_so(pair: Pair):
         assert desk.snapshot.kv_used == 0
 
 
-def test_news_add_up_to_what_the_engine_alone_makes(pair: Pair):
+def test_events_add_up_to_what_the_engine_alone_makes(pair: Pair):
     params = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=20, ignore_eos=True)
     config = EngineConfig(target=str(pair.target), draft=str(pair.draft), max_model_len=256)
     alone = run(make_engine(config), [PROMPT], params)
@@ -206,12 +206,11 @@ def test_news_add_up_to_what_the_engine_alone_makes(pair: Pair):
         assert [desk.tokens(7, choice) for choice in range(3)] == alone
         assert len({tuple(answer) for answer in alone}) == 3
         for key, choice in ((7, 0), (7, 1), (7, 2), (8, 0)):
-            own = [n for n in desk.news if (n.key, n.choice) == (key, choice)]
-            assert own[0].beginning is not None
-            assert all(news.beginning is None for news in own[1:])
-            assert [n.finish_reason for n in own] == [None] * (len(own) - 1) + ["length"]
-        assert not desk.worker.owners
-        assert not desk.worker.told
+            own = [event for event in desk.events if (event.key, event.choice) == (key, choice)]
+            assert own[0].start is not None
+            assert all(event.start is None for event in own[1:])
+            assert [e.finish_reason for e in own] == [None] * (len(own) - 1) + ["length"]
+        assert not desk.worker.requests
 
 
 def test_one_answer_of_several_ends_alone(pair: Pair):
@@ -242,7 +241,7 @@ def test_a_prompt_that_cannot_be_answered_is_refused_with_its_sentence(pair: Pai
         assert desk.refused.keys() == {1, 2}
         assert "300 tokens" in desk.refused[1]
         assert "999999" in desk.refused[2]
-        assert not desk.worker.owners
+        assert not desk.worker.requests
 
 
 def structured(**form: Any) -> SamplingParams:
@@ -288,7 +287,7 @@ def test_a_grammar_that_takes_long_to_compile_holds_up_nobody_else(
         until(lambda: desk.worker.given_up, "the first is given up before it is an engine's")
         go.set()
         desk.hear(lambda: desk.reasons(2), "the one still wanted")
-        assert not any(news.key == 1 for news in desk.news)
+        assert not any(event.key == 1 for event in desk.events)
         assert not desk.worker.given_up
         assert not desk.worker.compiling
 

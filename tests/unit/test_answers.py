@@ -1,20 +1,23 @@
-"""Answers put together from the engine's news: text, cut tokens, pieces and log probabilities."""
+"""Answers put together from the engine's events: text, cut tokens, pieces, log probabilities, and
+how they were drafted."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
-from strobe.answers import Answer, News, named
 
-from strobe.outputs import StreamDelta
+from strobe.outputs import Answer, StreamDelta, named
 from strobe.request import TokenLogprob
 from strobe.sampling_params import SamplingParams
+from strobe.step import RequestStart, TokenEvent
 from strobe.text.tokenizer import Tokenizer
 
 END = 2
+START = RequestStart("dflash", None, 0, 0.0, (), frozenset([END]))
 TEXTS = [
     "Sort these words: pear, apple, fig. Then say: done.",
     "Zwölf Boxkämpfer jagen Viktor über den Sylter Deich 🦊🦊 und zurück",
@@ -29,18 +32,27 @@ def scores_of(tokens: Sequence[int], top: int = 2) -> list[TokenLogprob]:
     return [TokenLogprob(t, -t / 100, 1 + t % 2, best) for t in tokens]
 
 
-def news(
+def event(tokens: Sequence[int], reason: str | None = None, **told: Any) -> TokenEvent:
+    """An answer's first event."""
+    return TokenEvent("r", 3, tokens, reason, **({"start": START} | told))
+
+
+def later(tokens: Sequence[int], reason: str | None = None, **told: Any) -> TokenEvent:
+    return event(tokens, reason, start=None, **told)
+
+
+def events(
     tokens: Sequence[int], rng: random.Random, params: SamplingParams, reason: str = "length"
-) -> Iterator[News]:
+) -> Iterator[TokenEvent]:
     """The tokens in random steps, the last one with the reason."""
     place = 0
     while place < len(tokens):
         made = list(tokens[place : place + rng.randint(1, 6)])
+        kind = later if place else event
         place += len(made)
-        yield News(
+        yield kind(
             made,
             reason if place == len(tokens) else None,
-            None,
             drafted=7,
             accepted=rng.randint(0, len(made)),
             logprobs=scores_of(made) if params.logprobs is not None else (),
@@ -48,11 +60,11 @@ def news(
 
 
 def answer_of(tokenizer: Tokenizer, params: SamplingParams) -> Answer:
-    return Answer(tokenizer, params, request_id="r", index=3, stop_ids=frozenset([END]))
+    return Answer(tokenizer, params, request_id="r", index=3)
 
 
-def play(answer: Answer, told: Iterator[News]) -> list[tuple[News, StreamDelta]]:
-    """What becomes of the news, up to the answer's end."""
+def play(answer: Answer, told: Iterator[TokenEvent]) -> list[tuple[TokenEvent, StreamDelta]]:
+    """What becomes of the events, up to the answer's end."""
     pairs = []
     for one in told:
         pairs.append((one, answer.push(one)))
@@ -87,7 +99,7 @@ def test_all_is_cut_at_a_stop_string_in_whatever_steps_it_comes(
         params = SamplingParams(stop=given, include_stop_str_in_output=include, logprobs=1)
         want, count, stop = slow(tokenizer, tokens, params)
         answer = answer_of(tokenizer, params)
-        deltas = play(answer, news(tokens, rng, params))
+        deltas = play(answer, events(tokens, rng, params))
         output, stops = answer.output, stops + (stop is not None)
         assert (output.text, output.token_ids) == (want, tokens[:count])
         assert "".join(delta.text for _, delta in deltas) == want
@@ -113,7 +125,7 @@ def test_pieces_are_each_tokens_share_of_the_text(tokenizer: Tokenizer, text: st
         stop = text[begin : begin + rng.randint(1, 9)]
         params = SamplingParams(stop=[stop] if trial % 3 else [])
         answer = answer_of(tokenizer, params)
-        deltas = play(answer, news(tokens, rng, params))
+        deltas = play(answer, events(tokens, rng, params))
         assert all(len(delta.pieces) == len(delta.token_ids) for _, delta in deltas)
         joined = "".join(piece for _, delta in deltas for piece in delta.pieces)
         assert joined.startswith(answer.output.text)
@@ -132,8 +144,8 @@ def test_accepted_is_never_more_than_the_tokens_kept(tokenizer: Tokenizer):
         sizes.add(kept)
         for accepted in range(len(tokens) + 1):
             answer = answer_of(tokenizer, params)
-            delta = answer.push(News(tokens, None, None, drafted=7, accepted=accepted))
-            assert (delta.drafted, delta.accepted) == (7, min(accepted, kept))
+            delta = answer.push(event(tokens, drafted=20, accepted=accepted))
+            assert (delta.drafted, delta.accepted) == (20, min(accepted, kept))
     assert len(sizes) == 3
 
 
@@ -143,7 +155,7 @@ def test_a_stop_string_before_min_tokens_is_text(tokenizer: Tokenizer):
     for least in range(len(tokens)):
         params = SamplingParams(stop="two", min_tokens=least)
         answer = answer_of(tokenizer, params)
-        play(answer, news(tokens, random.Random(least), params))
+        play(answer, events(tokens, random.Random(least), params))
         assert (answer.output.text == "one ") == (least < first)
         assert len(answer.output.token_ids) > least
 
@@ -151,24 +163,24 @@ def test_a_stop_string_before_min_tokens_is_text(tokenizer: Tokenizer):
 def test_an_end_token_is_kept_and_leaves_no_text_and_an_empty_piece(tokenizer: Tokenizer):
     tokens = [*tokenizer.encode("all done", add_special_tokens=False), END]
     answer = answer_of(tokenizer, SamplingParams(logprobs=0, skip_special_tokens=False))
-    delta = answer.push(News(tokens, "stop", 17, logprobs=scores_of(tokens, 0)))
+    delta = answer.push(event(tokens, "stop", stop_reason=17, logprobs=scores_of(tokens, 0)))
     assert (delta.text, delta.token_ids, delta.pieces[-1]) == ("all done", tokens, "")
     assert "".join(delta.pieces) == "all done"
     output = answer.output
     assert (output.finish_reason, output.stop_reason) == ("stop", 17)
     assert [list(entry) for entry in output.logprobs or []] == [[t] for t in tokens]
     shown = answer_of(tokenizer, SamplingParams(include_stop_str_in_output=True))
-    assert shown.push(News(tokens, "stop")).text == "all done"
+    assert shown.push(event(tokens, "stop")).text == "all done"
     spelt = SamplingParams(include_stop_str_in_output=True, skip_special_tokens=False)
-    assert answer_of(tokenizer, spelt).push(News(tokens, "stop")).text == "all done<|im_end|>"
+    assert answer_of(tokenizer, spelt).push(event(tokens, "stop")).text == "all done<|im_end|>"
 
 
 def test_bytes_that_never_became_a_character_come_out_with_the_last_token(tokenizer: Tokenizer):
     tokens = tokenizer.encode("a😀", add_special_tokens=False)[:-1]
     answer = answer_of(tokenizer, SamplingParams())
-    first = answer.push(News(tokens))
+    first = answer.push(event(tokens))
     assert (first.text, "".join(first.pieces)) == ("a", "a")
-    last = answer.push(News([tokens[0]], "length"))
+    last = answer.push(later([tokens[0]], "length"))
     assert answer.output.text == tokenizer.decode([*tokens, tokens[0]])
     assert "".join([*first.pieces, *last.pieces]) == answer.output.text == first.text + last.text
 
@@ -179,9 +191,9 @@ def test_an_end_without_tokens_carries_its_reason(
 ):
     tokens = tokenizer.encode("so far", add_special_tokens=False)
     answer = answer_of(tokenizer, SamplingParams(stop="far away", logprobs=0))
-    first = answer.push(News(tokens, logprobs=scores_of(tokens, 0)))
+    first = answer.push(event(tokens, logprobs=scores_of(tokens, 0)))
     assert (first.text, first.finished) == ("so ", False)
-    delta = answer.push(News([], reason, None, error=error))
+    delta = answer.push(later([], reason, error=error))
     assert (delta.text, delta.token_ids, delta.pieces, delta.logprobs) == ("far", [], [], [])
     assert delta.finished
     output = answer.output
@@ -192,13 +204,13 @@ def test_an_end_without_tokens_carries_its_reason(
 def test_an_error_is_told_only_where_the_answer_ended_in_one(tokenizer: Tokenizer):
     tokens = tokenizer.encode("so far", add_special_tokens=False)
     answer = answer_of(tokenizer, SamplingParams(stop="far"))
-    answer.push(News(tokens, "error", None, error="What was wrong."))
+    answer.push(event(tokens, "error", error="What was wrong."))
     assert (answer.output.finish_reason, answer.output.error) == ("stop", None)
 
 
 def test_an_answer_of_no_tokens_is_empty(tokenizer: Tokenizer):
     answer = answer_of(tokenizer, SamplingParams(max_tokens=0, logprobs=2))
-    delta = answer.push(News([], "length"))
+    delta = answer.push(event([], "length"))
     output = answer.output
     assert (delta.text, delta.pieces, output.text, output.token_ids) == ("", [], "", [])
     assert (output.finish_reason, output.index) == ("length", 3)
@@ -207,7 +219,7 @@ def test_an_answer_of_no_tokens_is_empty(tokenizer: Tokenizer):
 
 def test_without_logprobs_asked_for_there_are_none(tokenizer: Tokenizer):
     answer = answer_of(tokenizer, SamplingParams())
-    delta = answer.push(News([300, 301], "length"))
+    delta = answer.push(event([300, 301], "length"))
     assert (delta.logprobs, answer.output.logprobs) == ([], None)
     assert answer.output.cumulative_logprob is None
 
@@ -234,6 +246,41 @@ def test_pieces_do_not_depend_on_the_steps(tokenizer: Tokenizer, size: int):
     pieces: list[str] = []
     for at in range(0, len(ids), size):
         if answer.output.finish_reason is None:
-            pieces += answer.push(News(ids[at : at + size])).pieces
+            pieces += answer.push((later if at else event)(ids[at : at + size])).pieces
     assert answer.output.text == "The wo"
     assert pieces == [tokenizer.token_text(token) for token in answer.output.token_ids]
+
+
+def test_an_answer_counts_the_drafts_of_its_events_up_to_its_stop_string(tokenizer: Tokenizer):
+    tokens = tokenizer.encode("one two three four five", add_special_tokens=False)
+    kept = slow(tokenizer, tokens, SamplingParams(stop="three"))[1]
+    assert 2 < kept < len(tokens)
+    answer = answer_of(tokenizer, SamplingParams(stop="three"))
+    answer.push(event(tokens[:1]))
+    assert answer.report.used is False
+    answer.push(later(tokens[1:2], drafted=3, accepted=0))
+    delta = answer.push(later(tokens[2:], drafted=7, accepted=len(tokens) - 2))
+    assert (delta.drafted, delta.accepted) == (7, kept - 2)
+    report = answer.output.speculation
+    assert report is not None
+    assert (report.method, report.off_reason, report.used) == ("dflash", None, True)
+    assert (report.steps, report.drafted, report.accepted) == (2, 10, kept - 2)
+    assert report.acceptance_length == 1 + (kept - 2) / 2
+    assert report.accepted_per_position == [1] * (kept - 2) + [0] * (7 - kept + 2)
+
+
+def test_why_an_answer_does_not_speculate_comes_with_its_first_event(tokenizer: Tokenizer):
+    answer = answer_of(tokenizer, SamplingParams())
+    start = START._replace(method="none", off_reason="no drafter is loaded")
+    answer.push(event([300], start=start))
+    assert answer.output.speculation is None
+    answer.push(later([301], "length"))
+    report = answer.output.speculation
+    assert report is not None
+    assert (report.method, report.off_reason) == ("none", "no drafter is loaded")
+    assert (report.used, report.acceptance_length) == (False, None)
+
+
+def test_an_answer_that_never_began_cannot_go_on(tokenizer: Tokenizer):
+    with pytest.raises(AssertionError, match="first event"):
+        answer_of(tokenizer, SamplingParams()).push(later([300]))

@@ -5,18 +5,16 @@ from __future__ import annotations
 import gc
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.spec.ngram import NgramProposer
-from strobe.step import Plan, Span
 
 
-def proposer(shortest: int = 2, longest: int = 4, num_drafts: int = 8) -> NgramProposer:
-    return NgramProposer(num_drafts, shortest, longest, torch.device("cpu"))
+def proposer(shortest: int = 2, longest: int = 4) -> NgramProposer:
+    return NgramProposer(shortest, longest)
 
 
 def request_with(tokens: list[int]) -> Request:
@@ -26,17 +24,9 @@ def request_with(tokens: list[int]) -> Request:
 def propose(
     by: NgramProposer, requests: list[Request], drafts: list[int] | int = 8
 ) -> list[list[int]]:
-    """The drafts of all requests, cut to the lengths that the proposer says it means."""
+    """The drafts of each request."""
     counts = [drafts] * len(requests) if isinstance(drafts, int) else drafts
-    spans = tuple(
-        Span(r, i, len(r.tokens) - 1, len(r.tokens) - 1, None, n, 1 + n)
-        for i, (r, n) in enumerate(zip(requests, counts, strict=True))
-    )
-    found = by.propose(Plan(spans), range(len(spans)))
-    assert found.known is not None
-    assert found.tokens.shape == (len(spans), max(found.known))
-    assert found.tokens.dtype == torch.int64
-    return [row[:n] for row, n in zip(found.tokens.tolist(), found.known, strict=True)]
+    return [by.propose(request, n) for request, n in zip(requests, counts, strict=True)]
 
 
 def obvious(tokens: list[int], shortest: int, longest: int, count: int) -> list[int]:
@@ -109,3 +99,11 @@ def test_indices_go_with_their_requests():
     del request
     gc.collect()
     assert len(by._indices) == 0
+
+
+def test_a_draft_is_a_list_of_its_own_that_nobody_else_writes_to():
+    by, request = proposer(1, 2), request_with([1, 2, 3, 1])
+    drafts = by.propose(request, 2)
+    drafts.append(9)
+    assert request.tokens == [1, 2, 3, 1]
+    assert by.propose(request, 2) == [2, 3]

@@ -93,26 +93,6 @@ def test_edges_of_the_ranges_are_allowed():
     SamplingParams(max_tokens=0, logprobs=0, prompt_logprobs=1000, logit_bias={0: -100, 5: 100})
 
 
-@pytest.mark.parametrize(
-    ("values", "wanted"),
-    [
-        ({}, False),
-        ({"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": -0.0}, False),
-        ({"repetition_penalty": 1.01}, True),
-        ({"presence_penalty": -0.1}, True),
-        ({"frequency_penalty": 0.1}, True),
-        ({"logit_bias": {}}, False),
-        ({"logit_bias": {3: 0.0}}, True),
-        ({"allowed_token_ids": [1]}, True),
-        ({"min_tokens": 1}, True),
-        ({"structured_outputs": {"regex": "a"}}, True),
-        ({"logprobs": 0, "prompt_logprobs": 0, "temperature": 0.5}, False),
-    ],
-)
-def test_a_request_knows_whether_a_rule_concerns_its_logits(values: dict[str, Any], wanted: bool):
-    assert Request("r", [1], SamplingParams(**values), seed=0).edited == wanted
-
-
 def test_lists_and_single_texts_become_tuples():
     params = SamplingParams(stop="end", stop_token_ids=[1, 2])
     assert (params.stop, params.stop_token_ids) == (("end",), (1, 2))
@@ -153,3 +133,19 @@ def test_speculation_is_counted_by_position():
     assert (counts.steps, counts.drafted, counts.accepted) == (3, 10, 6)
     assert counts.per_position == [2, 1, 1, 1, 1]
     assert counts.acceptance_length == 3.0
+
+
+def test_two_counts_are_one_that_saw_both():
+    first, second, both = SpeculationCount(), SpeculationCount(), SpeculationCount()
+    for counts, drafted, accepted in ((first, 3, 1), (second, 5, 4), (first, 2, 2), (second, 1, 0)):
+        counts.add(drafted, accepted)
+        both.add(drafted, accepted)
+    first.merge(second)
+    assert first == both
+
+
+def test_a_request_whose_prompt_is_scored_has_no_score_for_its_first_token():
+    asked = SamplingParams(prompt_logprobs=1)
+    first, second = (Request("r", [3, 1], asked, seed=0, sibling=i) for i in range(2))
+    assert (first.scores_prompt, first.prompt_logprobs) == (True, [None])
+    assert (second.scores_prompt, second.prompt_logprobs) == (False, [])

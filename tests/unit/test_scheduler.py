@@ -1,16 +1,11 @@
-"""The scheduler against a device that is a few dictionaries: no torch, no model.
-
-The device does what the real one does with a plan: it keeps lengths and page tables by slot,
-writes what it runs through the table, and reads everything before it. Each written place holds the
-whole prefix it stands for, so that a page lost, shared or overwritten is noticed at the next read.
-"""
+"""The scheduler against the device of `world`, which is a few dictionaries: no torch, no model."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,251 +13,22 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from world import STOP, Policy, World, running, sequence, truth
 
-from strobe.config import Limits
-from strobe.engine.scheduler import Scheduler
-from strobe.kv.pages import PagePool
 from strobe.request import Request, Status, TokenLogprob
-from strobe.sampling_params import SamplingParams
-from strobe.step import HostVerdict, Plan, TokenEvent
+from strobe.spec.budget import Load
+from strobe.step import Plan, Span, TokenEvent
 
 ROOT = Path(__file__).parents[2]
-STOP = 5
-TOKENS = 7
 
 
-def truth(request: Request, position: int) -> int:
-    """The token the target alone puts at a position of this request's sequence."""
-    value = (request.seed * 1_000_003 + position * 7919 + 12345) & 0xFFFFFFFF
-    value = (value ^ (value >> 15)) * 0x2C1B3C6D & 0xFFFFFFFF
-    return (value ^ (value >> 12)) % TOKENS
-
-
-def sequence(request: Request, length: int) -> list[int]:
-    """The first tokens of prompt and true answer."""
-    prompt = request.tokens[: request.num_prompt]
-    return (prompt + [truth(request, p) for p in range(request.num_prompt, length)])[:length]
-
-
-def score_of(request: Request, position: int) -> TokenLogprob:
-    """What the target gives the token at a position of the prompt."""
-    return TokenLogprob(request.tokens[position], -float(position), position)
-
-
-def answer(request: Request, max_model_len: int) -> tuple[list[int], str]:
-    """What the request must say in the end, and why it stops, by the stop rules alone."""
-    made: list[int] = []
-    if request.sampling.max_tokens == 0:
-        return made, "length"
-    for position in range(request.num_prompt, max_model_len):
-        made.append(truth(request, position))
-        least = 0 if request.structured is not None else request.sampling.min_tokens
-        if made[-1] in request.stop_ids and len(made) > least:
-            return made, "stop"
-        if len(made) == request.sampling.max_tokens:
-            break
-    return made, "length"
-
-
-class Device:
-    """Runs plans at once; what it decided is learnt by the scheduler when `collect` is called."""
-
-    def __init__(self, limits: Limits, pool: PagePool, host_methods: frozenset[str] = frozenset()):
-        self.limits, self.pool, self.host_methods = limits, pool, host_methods
-        self.length: dict[int, int] = {}
-        self.owner: dict[int, Request] = {}
-        self.table: dict[int, dict[int, int]] = {}
-        self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
-
-    def apply(self, plan: Plan) -> None:
-        for slot, request, length in plan.admitted:
-            self.length[slot], self.owner[slot] = length, request
-            self.table[slot] = {}
-        for slot, first, pages in plan.pages:
-            for column, page in enumerate(pages, start=first):
-                self.table[slot][column] = page
-
-    def place(self, slot: int, position: int) -> tuple[int, int] | None:
-        size = self.limits.page_size
-        if position >= self.limits.max_pages * size:
-            return None
-        return self.table[slot][position // size], position % size
-
-    def run(self, plan: Plan, accept: Callable[[int], int]) -> HostVerdict:
-        """accept(drafts) -> how many of so many drafts the target keeps."""
-        self.apply(plan)
-        tokens, accepted = [], []
-        scores: dict[int, list[TokenLogprob]] = {}
-        for i, span in enumerate(plan.spans):
-            request, slot = span.request, span.slot
-            assert self.owner[slot] is request, "a slot serves a request it was not given to"
-            start = self.length[slot]
-            known = sequence(request, start + span.num_tokens + span.drafts + 1)
-            if span.tokens is None:
-                assert span.start <= start <= span.bound
-                assert span.rows == 1 + span.drafts
-                if request.method in self.host_methods or request.needs_host_tokens:
-                    assert len(request.tokens) == start + 1, "the host's tokens are late"
-            else:
-                assert span.start == span.bound == start
-                assert list(span.tokens) == request.tokens[start : start + len(span.tokens)]
-                assert not span.drafts
-                ends = start + len(span.tokens) == len(request.tokens)
-                assert span.rows == (1 if ends else 0)
-            if span.scored:
-                scores[i] = [score_of(request, p + 1) for p in range(start, start + span.scored)]
-            assert span.scored == self._to_score(request, start, span.num_tokens)
-            room = max(0, self.limits.max_model_len - 1 - start)
-            offered = min(span.drafts, room)
-            kept = accept(offered)
-            if span.drafts and request.method not in self.host_methods:
-                self._write(slot, start, 0, self.limits.block, known)  # the drafter's scratch
-            self._write(slot, start, span.num_tokens + kept, span.drafts - kept, known)
-            self._read(slot, start, known)
-            self.length[slot] = start + span.num_tokens + kept
-            first = start + span.num_tokens
-            made = [truth(request, p) for p in range(first, first + kept + 1)] if span.rows else [0]
-            tokens.append(made)
-            accepted.append(kept)
-        return HostVerdict(tokens, accepted, {}, scores)
-
-    def _to_score(self, request: Request, start: int, count: int) -> int:
-        """Of so many positions from `start` on, how many are followed by a prompt token whose
-        score was asked for."""
-        if request.sampling.prompt_logprobs is None or request.sibling:
-            return 0
-        return sum(position + 1 < request.num_prompt for position in range(start, start + count))
-
-    def _write(self, slot: int, start: int, true: int, rejected: int, known: list[int]) -> None:
-        for position in range(start, start + true + rejected):
-            place = self.place(slot, position)
-            if place is None:
-                continue
-            if position < self.limits.max_model_len:
-                assert self.pool.holders(place[0]) == 1, "a page without one owner is written"
-            content = tuple(known[: position + 1]) if position < start + true else (-1,)
-            self.kv[place] = content
-
-    def _read(self, slot: int, end: int, known: list[int]) -> None:
-        for position in range(min(end, self.limits.max_model_len)):
-            place = self.place(slot, position)
-            assert place is not None
-            assert self.kv[place] == tuple(known[: position + 1]), "K/V of another sequence is read"
-
-
-class World:
-    """A scheduler, its device, and the queue of steps in flight between them."""
-
-    def __init__(
-        self,
-        *,
-        pages: int = 40,
-        page_size: int = 4,
-        max_model_len: int = 40,
-        max_num_seqs: int = 4,
-        budget: int = 64,
-        num_drafts: int = 3,
-        block: int = 0,
-        depth: int = 1,
-        prefix_caching: bool = True,
-        host_methods: tuple[str, ...] = (),
-        accept: Callable[[int], int] = lambda drafts: drafts,
-        draft_length: Callable[[Request, int], int] | None = None,
-        mixed: int | None = None,
-    ):
-        self.limits = Limits(
-            max_model_len, max_num_seqs, budget, num_drafts, page_size, block, mixed
-        )
-        self.pool = PagePool(pages + 1, page_size)
-        options = {"draft_length": draft_length} if draft_length else {}
-        self.scheduler = Scheduler(
-            self.limits,
-            self.pool,
-            host_methods=host_methods,
-            prefix_caching=prefix_caching,
-            **options,
-        )
-        self.device = Device(self.limits, self.pool, frozenset(host_methods))
-        self.depth, self.accept = depth, accept
-        self.flying: deque[tuple[Plan, HostVerdict]] = deque()
-        self.requests: list[Request] = []
-
-    def add(
-        self,
-        prompt: list[int] | int,
-        *,
-        num_drafts: int | None = None,
-        method: str = "dflash",
-        stop: bool = False,
-        sibling: int = 0,
-        **sampling: object,
-    ) -> Request:
-        prompt = prompt if isinstance(prompt, list) else [1] * prompt
-        drafts = self.limits.num_drafts if num_drafts is None else num_drafts
-        request = Request(
-            f"r{len(self.requests)}",
-            prompt,
-            SamplingParams(**({"max_tokens": 8} | sampling)),
-            seed=len(self.requests),
-            sibling=sibling,
-            stop_ids=frozenset([STOP]) if stop else frozenset(),
-            method=method if drafts else "none",
-            num_drafts=drafts,
-        )
-        self.requests.append(request)
-        self.scheduler.add(request)
-        return request
-
-    def launch(self) -> Plan:
-        plan = self.scheduler.plan()
-        used = sum(span.num_tokens + span.drafts for span in plan.spans)
-        assert used <= self.limits.max_num_batched_tokens, "the token budget is exceeded"
-        if plan.spans:
-            self.flying.append((plan, self.device.run(plan, self.accept)))
-        self.check()
-        return plan
-
-    def collect(self) -> list[TokenEvent]:
-        plan, verdict = self.flying.popleft()
-        events = self.scheduler.commit(plan, verdict)
-        self.check()
-        return events
-
-    def step(self) -> list[TokenEvent]:
-        """As the engine does it."""
-        plan = self.launch()
-        if not self.flying or (plan.spans and len(self.flying) < self.depth):
-            return []
-        return self.collect()
-
-    def check(self) -> None:
-        self.scheduler.check()
-
-    def drain(self, most: int = 2000) -> None:
-        steps = 0
-        while self.scheduler.has_work or self.flying:
-            self.step()
-            steps += 1
-            assert steps < most, "the scheduler does not come to an end"
-        assert self.pool.available == self.pool.capacity
-
-    def check_answers(self) -> None:
-        for request in self.requests:
-            made, reason = answer(request, self.limits.max_model_len)
-            assert request.status is Status.FINISHED
-            asked = request.sampling.prompt_logprobs is not None and not request.sibling
-            if request.finish_reason != "abort" or not asked:
-                places = range(1, request.num_prompt) if asked else ()
-                scores = [score_of(request, p) for p in places]
-                assert request.prompt_logprobs == ([None, *scores] if asked else [])
-            if request.finish_reason == "abort":
-                assert request.output_ids == made[: request.num_output]
-            else:
-                assert (request.output_ids, request.finish_reason) == (made, reason)
-
-
-def running(world: World) -> list[Request]:
-    return [record.request for record in world.scheduler.running]
+Fault = Callable[[Span], bool]
+FAULTS: dict[str, Callable[[int], Fault]] = {
+    "always": lambda position: lambda span: True,
+    "drafts": lambda position: lambda span: span.drafts > 0,
+    "decoding": lambda position: lambda span: span.start > position,
+    "a position": lambda position: lambda span: span.start <= position < span.start + span.num_rows,
+}
 
 
 def test_bookkeeping_modules_load_no_torch():
@@ -272,8 +38,11 @@ def test_bookkeeping_modules_load_no_torch():
         "config",
         "kv.pages",
         "kv.lease",
+        "engine.outcomes",
         "engine.scheduler",
         "engine.stats",
+        "spec.budget",
+        "spec.ngram",
     ]
     code = "import sys\n" + "".join(f"import strobe.{name}\n" for name in names)
     code += "sys.exit('torch' in sys.modules)"
@@ -284,7 +53,7 @@ def test_requests_are_admitted_first_come_first_served():
     world = World(max_num_seqs=2)
     first, second, third = world.add(5), world.add(30), world.add(1)
     plan = world.launch()
-    assert [span.request for span in plan.spans] == [first, second]
+    assert world.who(plan) == [first, second]
     assert third.status is Status.WAITING
     world.collect()
     world.drain()
@@ -294,7 +63,7 @@ def test_requests_are_admitted_first_come_first_served():
 def test_a_small_request_does_not_overtake_a_large_one_that_finds_no_pages():
     world = World(pages=10, max_num_seqs=4)
     world.add(20)
-    large, small = world.add(30), world.add(1)
+    large, small = world.add([2] * 30), world.add(1)
     world.step()
     assert large.status is Status.WAITING
     assert small.status is Status.WAITING
@@ -315,9 +84,9 @@ def test_a_prompt_runs_in_chunks_beside_decoding_requests_within_the_budget():
 
 
 def world_step_spans(world: World) -> list[tuple[Request, int, int, int]]:
-    plan = world.launch()
+    found = world.spans(world.launch())
     world.collect()
-    return [(s.request, s.num_tokens, s.drafts, s.rows) for s in plan.spans]
+    return [(request, s.num_certain, s.drafts, s.logits) for request, s in found]
 
 
 def test_the_last_chunk_asks_for_one_row_and_earlier_ones_for_none():
@@ -328,7 +97,7 @@ def test_the_last_chunk_asks_for_one_row_and_earlier_ones_for_none():
 
 
 def test_drafting_requests_reserve_the_whole_block_and_plain_ones_one_position():
-    world = World(page_size=1, num_drafts=3, draft_length=lambda request, allowed: 1)
+    world = World(page_size=1, num_drafts=3, policy=Policy(lambda one: min(one.most, 1)))
     drafting, plain = world.add(2), world.add(2, num_drafts=0)
     world.step()
     world.launch()
@@ -349,17 +118,14 @@ def test_a_drafter_whose_block_is_longer_than_what_is_verified_gets_its_whole_bl
 
 
 def test_a_request_verifies_no_more_drafts_than_its_own_and_the_policy_allow():
-    asked: list[tuple[str, int]] = []
-
-    def policy(request: Request, allowed: int) -> int:
-        asked.append((request.id, allowed))
-        return allowed - 1
-
-    world = World(num_drafts=3, draft_length=policy)
+    policy = Policy(lambda one: max(one.most - 1, 0))
+    world = World(num_drafts=3, policy=policy)
     world.add(2), world.add(2, num_drafts=2), world.add(2, num_drafts=0)
     world.step()
     assert [row[2:] for row in world_step_spans(world)] == [(2, 3), (1, 2), (0, 1)]
-    assert asked == [("r0", 3), ("r1", 2)]
+    ((candidates, load),) = policy.seen
+    assert [(one.request.id, one.most) for one in candidates] == [("r0", 3), ("r1", 2), ("r2", 0)]
+    assert load == Load(decoding=3, prompt_rows=0, waiting=0)
 
 
 def test_the_newest_running_request_makes_room_and_resumes_with_its_tokens():
@@ -455,7 +221,7 @@ def test_a_slot_in_flight_is_not_given_to_another_request():
     assert first.status is Status.FINISHED
     assert world.launch().spans == ()
     world.collect()
-    assert [span.request for span in world.launch().spans] == [second]
+    assert world.who(world.launch()) == [second]
     world.drain()
     world.check_answers()
 
@@ -501,7 +267,8 @@ def test_finish_ends_waiting_running_and_flying_requests_once(depth: int):
         world.scheduler.finish(request, "abort")
         assert request.status is Status.FINISHED
         assert request.finish_reason == "abort"
-    assert world.collect() == [TokenEvent(going, [truth(going, 4)], None)]
+    (event,) = world.collect()
+    assert event._replace(start=None) == TokenEvent(going.key, 0, [truth(going, 4)], logprobs=[])
     assert flying.output_ids == []
     world.step()
     world.scheduler.finish(going, "stop")
@@ -580,90 +347,60 @@ def test_stop_reason_names_only_ids_the_caller_asked_for():
     assert (own.finish_reason, own.stop_reason) == ("stop", None)
 
 
-@pytest.mark.parametrize("applied", [False, True])
-def test_a_cancelled_plan_is_planned_again_as_if_it_had_not_been(applied: bool):
-    world = World(max_num_seqs=3, page_size=2, num_drafts=3)
-    cached = world.add([1, 2, 3, 4, 5, 6], max_tokens=2)
-    world.drain()
-    world.add([1, 2, 3, 4, 0, 0], max_tokens=20)
-    world.add([6] * 9, max_tokens=20)
-    for _ in range(4):
-        plan = world.scheduler.plan()
-        assert len(plan.spans) == 2
-        if applied:
-            world.device.apply(plan)
-        world.scheduler.cancel(plan)
-        world.check()
-        world.step()
-    world.drain()
-    world.scheduler.cancel(world.scheduler.plan())
-    assert cached.finish_reason == "length"
-    world.check_answers()
-
-
-def test_a_plan_cancelled_behind_one_in_flight_leaves_that_one_alone():
-    world = World(depth=2, page_size=2, num_drafts=3, accept=lambda drafts: drafts // 2)
-    request = world.add(5, max_tokens=20)
-    world.launch()
-    while request.status is not Status.FINISHED:
-        world.scheduler.cancel(world.scheduler.plan())
-        world.check()
-        world.launch()
-        world.collect()
-    world.drain()
-    world.check_answers()
-
-
 def test_a_method_that_reads_the_hosts_tokens_waits_for_its_result():
-    world = World(depth=2, host_methods=("ngram",), num_drafts=3)
+    world = World(depth=2, num_drafts=3)
     host = world.add(4, method="ngram", max_tokens=12)
     free = world.add(4, max_tokens=12)
     world.step()
-    plan = world.launch()
-    assert [span.request for span in plan.spans] == [free]
+    assert world.who(world.launch()) == [free]
     world.collect()
-    plan = world.launch()
-    assert [span.request for span in plan.spans] == [host, free]
+    assert world.who(world.launch()) == [host, free]
     world.drain()
     world.check_answers()
 
 
-def test_a_request_with_a_grammar_waits_for_its_result_from_its_first_token_on():
-    """Chunks of its prompt need none and follow each other."""
+def test_a_request_with_a_grammar_is_planned_like_any_other():
+    """The engine waits for what its grammar has to follow."""
     world = World(depth=2, num_drafts=3, max_num_seqs=2, budget=12)
     follows = world.add(14, max_tokens=12, structured_outputs={"regex": "a*"})
     free = world.add(2, max_tokens=20)
-    planned = [[(s.request, s.num_tokens, s.rows) for s in world.launch().spans] for _ in range(2)]
-    assert planned == [[(follows, 12, 0)], [(follows, 2, 1), (free, 2, 1)]]
-    world.collect()
-    plan = world.launch()
-    assert [span.request for span in plan.spans] == [free]
-    world.collect()
-    plan = world.launch()
-    assert [(span.request, span.drafts) for span in plan.spans] == [(follows, 3), (free, 3)]
+    planned = []
+    for _ in range(3):
+        planned.append([(r, s.num_rows, s.logits) for r, s in world.spans(world.launch())])
+        if len(world.flying) == 2:
+            world.collect()
+    assert planned == [
+        [(follows, 12, 0)],
+        [(follows, 2, 1), (free, 2, 1)],
+        [(follows, 4, 4), (free, 4, 4)],
+    ]
     world.drain()
     world.check_answers()
 
 
-def scored(world: World) -> list[tuple[int, int, int]]:
-    """(start, tokens, scored) of the next step's spans."""
+def scored(world: World) -> list[tuple[int, int, tuple[int, ...]]]:
+    """(start, rows that are no drafts, scored) of the next step's spans."""
     plan = world.launch()
     world.collect()
-    return [(s.start, s.num_tokens, s.scored) for s in plan.spans]
+    return [(s.start, s.num_certain, s.scored) for s in plan.spans]
 
 
 def test_every_row_of_a_prompt_but_the_last_is_scored_in_whatever_chunks():
     world = World(max_num_seqs=1, budget=4, num_drafts=3)
-    world.add(9, prompt_logprobs=0)
+    world.add([1, 2, 3, 4, 5, 6, 0, 1, 2], prompt_logprobs=0)
     assert [scored(world) for _ in range(4)] == [
-        [(0, 4, 4)],
-        [(4, 4, 4)],
-        [(8, 1, 0)],
-        [(9, 1, 0)],
+        [(0, 4, (2, 3, 4, 5))],
+        [(4, 4, (6, 0, 1, 2))],
+        [(8, 1, ())],
+        [(9, 1, ())],
     ]
     world.drain()
-    world.add(8, prompt_logprobs=0)
-    assert [scored(world) for _ in range(3)] == [[(0, 4, 4)], [(4, 4, 3)], [(8, 1, 0)]]
+    world.add([1, 2, 3, 4, 5, 6, 0, 1], prompt_logprobs=0)
+    assert [scored(world) for _ in range(3)] == [
+        [(0, 4, (2, 3, 4, 5))],
+        [(4, 4, (6, 0, 1))],
+        [(8, 1, ())],
+    ]
     world.drain()
     world.check_answers()
 
@@ -671,7 +408,7 @@ def test_every_row_of_a_prompt_but_the_last_is_scored_in_whatever_chunks():
 def test_a_prompt_of_one_token_has_nothing_to_score():
     world = World()
     request = world.add(1, prompt_logprobs=2)
-    assert scored(world) == [(0, 1, 0)]
+    assert scored(world) == [(0, 1, ())]
     world.drain()
     assert request.prompt_logprobs == [None]
     world.check_answers()
@@ -705,10 +442,12 @@ def test_a_request_in_error_ends_without_the_tokens_of_its_last_step():
     broken, other = world.add(4), world.add(4)
     world.step()
     world.launch()
-    broken.error = "What was wrong."
+    plan, result = world.flying.popleft()
+    world.flying.append((plan, result._replace(errors={0: "What was wrong."})))
     ended, going = world.collect()
-    assert (ended.tokens, ended.finish_reason) == ([], "error")
-    assert len(going.tokens) == 4
+    assert (ended.key, ended.tokens, ended.finish_reason) == (broken.key, [], "error")
+    assert ended.error == broken.error == "What was wrong."
+    assert (len(going.tokens), going.error) == (4, None)
     assert broken.num_output == 1
     world.drain()
     assert other.finish_reason == "length"
@@ -738,11 +477,11 @@ def test_log_probabilities_are_cut_with_the_tokens_that_do_not_count():
     world = World(num_drafts=3)
     request = world.add(4, max_tokens=3, logprobs=0)
     world.step()
-    plan = world.scheduler.plan()
-    verdict = world.device.run(plan, world.accept)
-    found = [TokenLogprob(token, -1.0, 1) for token in verdict.tokens[0]]
+    plan = world.plan()
+    result = world.device.run(plan, world.accept)
+    found = [TokenLogprob(token, -1.0, 1) for token in result.tokens[0]]
     assert len(found) == 4
-    (event,) = world.scheduler.commit(plan, verdict._replace(logprobs={0: found}))
+    (event,) = world.scheduler.commit(plan, result._replace(logprobs={0: found}))
     assert event.logprobs == found[:2]
     assert [one.token for one in event.logprobs] == event.tokens == request.output_ids[1:]
 
@@ -785,7 +524,7 @@ def test_statistics_count_steps_tokens_and_accepted_positions():
 
 
 class Scheduling(RuleBasedStateMachine):
-    """Random traffic at depth 1 and 2 over a pool that is often too small."""
+    """Random traffic at depth 1 and 2 over a pool that is often too small, with steps that fail."""
 
     @initialize(
         depth=st.sampled_from([1, 2]),
@@ -796,6 +535,7 @@ class Scheduling(RuleBasedStateMachine):
         seqs=st.integers(1, 4),
         spare=st.integers(0, 20),
         prefix_caching=st.booleans(),
+        mixed=st.sampled_from([None, 2, 6]),
         seed=st.integers(0, 10**6),
         length=st.integers(8, 24),
     )
@@ -809,6 +549,7 @@ class Scheduling(RuleBasedStateMachine):
         seqs: int,
         spare: int,
         prefix_caching: bool,
+        mixed: int | None,
         seed: int,
         length: int,
     ):
@@ -823,12 +564,14 @@ class Scheduling(RuleBasedStateMachine):
             block=block,
             depth=depth,
             prefix_caching=prefix_caching,
-            host_methods=("ngram",),
             accept=lambda drafts: self.rng.randint(0, drafts),
-            draft_length=lambda request, allowed: self.rng.randint(0, allowed),
+            policy=Policy(lambda one: self.rng.randint(0, one.most)),
+            mixed=mixed,
         )
-        self.order: list[Request] = []
-        self.steps = 0
+        self.faults: dict[Request, Fault] = {}
+        self.world.faulty = lambda request, span: (
+            request in self.faults and self.faults[request](span)
+        )
 
     @rule(data=st.data())
     def add(self, data: st.DataObject):
@@ -847,11 +590,18 @@ class Scheduling(RuleBasedStateMachine):
             structured_outputs=data.draw(st.sampled_from([None, None, {"regex": "a"}])),
         )
 
+    @rule(data=st.data(), count=st.integers(2, 4))
+    def add_equal(self, data: st.DataObject, count: int):
+        limits = self.world.limits
+        size = data.draw(st.integers(1, limits.max_model_len - 1))
+        prompt = [data.draw(st.integers(1, 3))] * size
+        for i in range(count):
+            self.world.add(list(prompt), sibling=i, num_drafts=limits.num_drafts, max_tokens=4)
+
     @rule(times=st.integers(1, 4))
     def step(self, times: int):
         for _ in range(times):
             self.world.step()
-            self.steps += 1
 
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data())
@@ -861,15 +611,20 @@ class Scheduling(RuleBasedStateMachine):
         assert request.status is Status.FINISHED
         self.world.check()
 
-    @rule(applied=st.booleans(), finish=st.booleans())
-    def cancel(self, applied: bool, finish: bool):
-        plan = self.world.scheduler.plan()
-        if applied:
-            self.world.device.apply(plan)
+    @rule(done=st.integers(0, 2), finish=st.booleans())
+    def a_step_fails(self, done: int, finish: bool):
+        plan = self.world.plan()
+        requests = self.world.who(plan)
         if finish and plan.spans:
-            self.world.scheduler.finish(plan.spans[0].request, "abort")
-        self.world.scheduler.cancel(plan)
-        self.world.check()
+            self.world.scheduler.finish(requests[0], "abort")
+        self.world.cancel(plan, done)
+        assert all(request.status is not Status.RUNNING for request in requests)
+
+    @precondition(lambda self: self.world.requests)
+    @rule(data=st.data(), kind=st.sampled_from(sorted(FAULTS)), position=st.integers(0, 20))
+    def a_request_goes_bad(self, data: st.DataObject, kind: str, position: int):
+        request = data.draw(st.sampled_from(self.world.requests))
+        self.faults[request] = FAULTS[kind](position)
 
     @invariant()
     def what_was_told_is_true(self):
@@ -879,15 +634,29 @@ class Scheduling(RuleBasedStateMachine):
 
     @invariant()
     def running_requests_came_before_waiting_ones(self):
+        """Unless equal prompts wait for each other, or those of a failed step run alone."""
         if hasattr(self, "world"):
-            numbers = {request: i for i, request in enumerate(self.world.requests)}
-            order = [numbers[r] for r in running(self.world) + list(self.world.scheduler.waiting)]
+            world = self.world
+            if world.failures or world.scheduler.prefix_caching:
+                return
+            numbers = {request: i for i, request in enumerate(world.requests)}
+            order = [numbers[r] for r in running(world) + list(world.scheduler.waiting)]
             assert order == sorted(order)
+
+    @invariant()
+    def only_what_failed_alone_ends_in_an_error(self):
+        if hasattr(self, "world"):
+            for request in self.world.requests:
+                if request.finish_reason == "error":
+                    assert self.world.failed_alone[request] >= 3
+                    assert "What failed." in (request.error or "")
 
     def teardown(self):
         if hasattr(self, "world"):
             self.world.drain()
             self.world.check_answers()
+            for request in self.world.requests:
+                assert request.finish_reason != "error" or self.world.failed_alone[request] >= 3
 
 
 TestScheduling = Scheduling.TestCase
@@ -895,7 +664,7 @@ TestScheduling.settings = settings(max_examples=150, stateful_step_count=40, dea
 
 
 def rows_of(plan: Plan) -> list[int]:
-    return [span.num_tokens + span.drafts for span in plan.spans]
+    return [span.num_rows for span in plan.spans]
 
 
 def test_prompts_beside_decoding_requests_come_in_smaller_pieces():
@@ -922,10 +691,223 @@ def test_prompts_get_half_of_the_rows_where_decoding_takes_more():
 
 def test_requests_that_sit_a_step_out_are_not_stalled_by_a_prompt():
     """With a result of theirs in flight, host methods draft in every other plan only."""
-    world = World(mixed=12, max_model_len=60, budget=64, pages=80, depth=2, host_methods=("ngram",))
+    world = World(mixed=12, max_model_len=60, budget=64, pages=80, depth=2)
     world.add(6, method="ngram", max_tokens=40)
     world.launch()
     world.collect()
-    assert rows_of(world.launch()) == [4]
+    (span,) = world.launch().spans
+    assert span.logits == span.num_rows <= 4
     world.add(40)
     assert rows_of(world.launch()) == [12]
+
+
+def many(**options: int) -> World:
+    """Room for long prompts."""
+    large = {"pages": 700, "page_size": 16, "max_model_len": 1100, "budget": 2048}
+    return World(**(large | options))
+
+
+LONG = [position * 37 % 1009 for position in range(1000)]
+
+
+def test_a_prompt_asked_again_finds_its_full_pages_though_it_ended_with_its_first_token():
+    world = many()
+    for _ in range(4):
+        world.add(list(LONG), max_tokens=1)
+        world.drain()
+    assert [request.num_cached for request in world.requests] == [0, 992, 992, 992]
+    assert world.scheduler.stats.prefix_hits == 3 * 992
+    world.check_answers()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("budget", [2048, 1000, 300])
+def test_equal_prompts_admitted_together_are_computed_once(depth: int, budget: int):
+    world = many(depth=depth, budget=budget, max_num_seqs=8)
+    for i in range(8):
+        world.add(list(LONG), max_tokens=1, sibling=i)
+    world.drain()
+    assert world.device.prompt_rows == 1000 + 7 * 8
+    assert [request.num_cached for request in world.requests] == [0] + [992] * 7
+    world.check_answers()
+
+
+@pytest.mark.parametrize("why", ["no prefix caching", "scores of the prompt"])
+def test_who_finds_nothing_in_the_cache_waits_for_nobody(why: str):
+    world = World(prefix_caching=why != "no prefix caching")
+    scores = 1 if why == "scores of the prompt" else None
+    requests = [world.add(12, prompt_logprobs=scores) for _ in range(3)]
+    assert world.who(world.launch()) == requests
+    world.collect()
+    world.drain()
+    world.check_answers()
+
+
+@pytest.mark.parametrize(
+    ("cached", "shared", "waits"),
+    [
+        (0, 40, True),
+        (0, 20, True),
+        (0, 16, False),
+        (8, 24, True),
+        (8, 20, False),
+        (20, 20, False),
+        (36, 36, False),
+    ],
+)
+def test_a_prompt_waits_only_while_half_of_what_it_lacks_is_being_computed(
+    cached: int, shared: int, waits: bool
+):
+    """In pages of 4 of its 40 tokens: `cached` are known, `shared` are the running one's too."""
+    world = World(page_size=4, max_model_len=60, pages=80, budget=100)
+    prompt = [(i * 5 + 1) % 7 for i in range(40)]
+    if cached:
+        world.add([*prompt[:cached], 9])
+        world.drain()
+    leader = world.add([*prompt[:shared], *[9] * (41 - shared)])
+    follower, other = world.add(prompt), world.add([8] * 10)
+    first = [leader, other] if waits else [leader, follower, other]
+    assert world.who(world.launch()) == first
+    world.collect()
+    assert follower in world.who(world.launch())
+    assert follower.num_cached == (min(shared, 36) if waits else cached)
+    world.collect()
+    world.drain()
+    world.check_answers()
+
+
+@pytest.mark.parametrize("how", ["abort", "preemption", "failure"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_when_the_one_that_computes_a_prompt_leaves_another_goes_on(how: str, depth: int):
+    """From the pages that are ready, and not before it has to."""
+    world = World(page_size=4, budget=8, num_drafts=0, depth=depth)
+    leader, second, third = (world.add([1] * 30, sibling=i) for i in range(3))
+    assert world.who(world.launch()) == [leader]
+    assert world.who(world.launch()) == [leader]
+    world.collect()
+    world.collect()
+    if how == "abort":
+        world.scheduler.finish(leader, "abort")
+    elif how == "failure":
+        world.cancel(world.plan())
+        world.scheduler.finish(leader, "abort")
+    else:
+        world.scheduler._preempt(world.scheduler.running[0])
+    plan = world.launch()
+    (goes_on,) = world.who(plan)
+    assert goes_on is (leader if how == "preemption" else second)
+    assert plan.spans[0].start == 16
+    world.collect()
+    world.drain()
+    assert third.num_cached == 28
+    assert how != "abort" or world.device.prompt_rows == 16 + 14 + 2
+    world.check_answers()
+
+
+def test_a_leader_that_is_preempted_does_not_hold_up_who_waits_for_it():
+    world = World(pages=12, page_size=4, budget=8, max_num_seqs=3, num_drafts=0)
+    world.add([2] * 11, max_tokens=25)
+    world.step()
+    world.step()
+    leader = world.add([1] * 34, max_tokens=3)
+    followers = [world.add([1] * 34, max_tokens=3) for _ in range(2)]
+    world.drain()
+    assert leader.num_preemptions
+    assert all(request.finish_reason == "length" for request in followers)
+    world.check_answers()
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_a_failed_steps_requests_wait_again_and_then_run_alone_for_a_few_steps(done: int):
+    """Whatever of it was done: nothing, its pages, or all of it."""
+    world = World(max_num_seqs=3, page_size=2, pages=80, num_drafts=3)
+    requests = [world.add([i] * 6, max_tokens=30) for i in range(3)]
+    world.step()
+    world.step()
+    made = [list(request.tokens) for request in requests]
+    plan = world.plan()
+    assert len(plan.spans) == 3
+    assert world.cancel(plan, done) == []
+    assert list(world.scheduler.waiting) == requests
+    assert {request.status for request in requests} == {Status.WAITING}
+    assert [request.tokens for request in requests] == made
+    told = []
+    for _ in range(13):
+        told.append(world.who(world.launch()))
+        world.collect()
+    assert told == [[one] for one in requests for _ in range(4)] + [requests]
+    world.drain()
+    assert not any(request.num_preemptions for request in requests)
+    world.check_answers()
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_a_step_that_fails_behind_one_in_flight_leaves_that_one_alone(done: int):
+    world = World(depth=2, page_size=2, num_drafts=3, accept=lambda drafts: drafts // 2)
+    request, other = world.add([1] * 5, max_tokens=20), world.add([2] * 5, max_tokens=20)
+    world.launch()
+    while request.status is not Status.FINISHED:
+        if world.scheduler.waiting or len(world.flying) != 1:
+            world.step()
+            continue
+        world.cancel(world.plan(), done)
+        assert len(world.flying) == 1
+        world.collect()
+        for _ in range(10):
+            world.step()
+    world.drain()
+    assert world.failures > 1
+    assert other.finish_reason == "length"
+    world.check_answers()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("method", ["dflash", "ngram"])
+def test_steps_that_fail_now_and_then_lose_nothing(depth: int, method: str):
+    world = World(depth=depth, page_size=2, budget=16, max_num_seqs=3)
+    for i in range(6):
+        world.add([i % 2] * (5 + i), method=method, max_tokens=20)
+    turns = itertools.count(1)
+    world.faulty = lambda request, span: next(turns) % 7 == 0
+    world.drain()
+    assert world.failures > 5
+    assert {request.finish_reason for request in world.requests} == {"length"}
+    world.check_answers()
+
+
+@pytest.mark.parametrize("kind", ["always", "drafts", "decoding", "a position"])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_makes_steps_fail_ends_with_the_error_and_the_others_go_on(
+    kind: str, prefix_caching: bool, depth: int
+):
+    """Also where its fault shows only some steps after it was admitted."""
+    world = World(budget=8, prefix_caching=prefix_caching, depth=depth, pages=60, max_model_len=60)
+    first, bad, last = (world.add([i] * 47, max_tokens=10) for i in range(3))
+    fault = FAULTS[kind](46)
+    world.faulty = lambda request, span: request is bad and fault(span)
+    events = world.drain(500)
+    assert (first.finish_reason, last.finish_reason) == ("length", "length")
+    assert bad.finish_reason == "error"
+    assert bad.error == "The step failed 3 times with this request alone: What failed."
+    (ended,) = [one for one in events if one.key == bad.key and one.finish_reason is not None]
+    assert (ended.tokens, ended.error) == ([], bad.error)
+    assert (ended.start is None) == (len(events) > 1 and bad.num_output > 0)
+    world.check_answers()
+
+
+def test_a_request_that_fails_alone_is_tried_three_times():
+    world = World()
+    bad = world.add(5)
+    world.faulty = lambda request, span: True
+    assert [len(world.step()) for _ in range(3)] == [0, 0, 1]
+    assert (bad.finish_reason, world.failures) == ("error", 3)
+    assert not world.scheduler.has_work
+
+
+def test_a_cancelled_plan_of_nothing_changes_nothing():
+    world = World()
+    assert world.scheduler.cancel(world.scheduler.plan(), "What failed.") == []
+    world.add(5)
+    world.drain()
+    world.check_answers()

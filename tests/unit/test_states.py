@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strobe.attention.base import AttentionInputs
+from strobe.attention.base import Batch
 from strobe.attention.recurrent import CHUNK, FEW, RecurrentPlan, delta_rule
 from strobe.kv.states import StateSpec, StateStore
 
@@ -18,23 +18,24 @@ CPU = torch.device("cpu")
 PENDING = 5
 
 
-def inputs(spans: Sequence[tuple[int, int, int]], longest: int = 0) -> AttentionInputs:
-    """spans: (slot, start, rows) one after another."""
+def batch_of(spans: Sequence[tuple[int, int, int]], *, grouped: bool) -> Batch:
+    """spans: (slot, start, rows) one after another. grouped: whether the host knows their sizes."""
     slots, starts, sizes = torch.tensor(spans).T.unbind()
     total = int(sizes.sum())
     nothing: Any = None
-    return AttentionInputs(
+    return Batch(
+        ids=nothing,
         positions=torch.zeros(total, dtype=torch.int64),
-        slots=nothing,
-        starts=starts[:, None],
+        kv_slots=nothing,
+        slots=slots,
+        starts=starts,
         sizes=sizes,
         row_starts=sizes.cumsum(0) - sizes,
-        longest=max(longest, int(sizes.max())),
+        longest=int(sizes.max()),
+        draft_lengths=nothing,
         tables=nothing,
-        table_rows=slots,
         page_size=1,
-        groups=[],
-        bounds=[],
+        row_counts=sizes.tolist() if grouped else (),
     )
 
 
@@ -60,10 +61,17 @@ class Rows:
         return torch.stack(answers, 1)
 
 
-def step(store: StateStore, rows: Rows, spans: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
+def step(
+    store: StateStore,
+    rows: Rows,
+    spans: Sequence[tuple[int, int, Sequence[int]]],
+    *,
+    grouped: bool = False,
+) -> Tensor:
     """One forward over spans of (slot, start, tokens)."""
     nothing: Any = None
-    planned = inputs([(slot, start, len(tokens)) for slot, start, tokens in spans])
+    sizes = [(slot, start, len(tokens)) for slot, start, tokens in spans]
+    planned = batch_of(sizes, grouped=grouped)
     plan = RecurrentPlan(nothing, planned, store)
     return rows.run(plan, [token for _, _, tokens in spans for token in tokens])
 
@@ -102,7 +110,8 @@ def test_what_was_rejected_leaves_no_trace(accepted: int, prompt: int):
     assert cut.state[:, 0].isnan().all(), "another slot's state was touched"
 
 
-def test_spans_of_every_kind_together_answer_as_alone():
+@pytest.mark.parametrize("grouped", [False, True])
+def test_spans_of_every_kind_together_answer_as_alone(grouped: bool):
     """A chunk of a prompt, a block, a new sequence and a span that only fills up."""
     rows, crowd, alone = Rows(), store(), store()
     for held in (crowd, alone):
@@ -110,7 +119,7 @@ def test_spans_of_every_kind_together_answer_as_alone():
         step(held, rows, [(2, 0, range(100, 107))])
         step(held, rows, [(2, 7, range(107, 112))])
     spans = [(2, 9, range(109, 113)), (0, 30, range(30, 60)), (1, 0, [9]), (3, 0, [])]
-    found = step(crowd, rows, spans)
+    found = step(crowd, rows, spans[:3] if grouped else spans, grouped=grouped)
     wanted = [step(alone, rows, [span]) for span in spans[:3]]
     torch.testing.assert_close(found, torch.cat(wanted), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(crowd.state[:, :3], alone.state[:, :3], atol=1e-5, rtol=1e-5)

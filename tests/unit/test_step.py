@@ -1,60 +1,155 @@
-"""Spans and plans: the values that cross rooms in one step."""
+"""Spans and plans: the values that cross rooms in one step, which are data and nothing else."""
 
 from __future__ import annotations
 
-from strobe.request import Request
-from strobe.sampling_params import SamplingParams
-from strobe.step import Plan, Span
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from strobe.request import TokenLogprob
+from strobe.sampling_params import SamplingParams, StructuredOutputs
+from strobe.step import (
+    TAIL,
+    Admission,
+    PageWrite,
+    Plan,
+    RequestStart,
+    Span,
+    StepResult,
+    TokenEvent,
+)
+
+if TYPE_CHECKING:
+    from conftest import Target
+
+ROOT = Path(__file__).parents[2]
+ASKED = SamplingParams(
+    temperature=0.5, stop=["a"], logit_bias={3: 1.0}, structured_outputs={"regex": "a*"}
+)
 
 
-def span(drafts: int, *, tokens: tuple[int, ...] | None = None, method: str = "dflash") -> Span:
-    request = Request("r", [1], SamplingParams(), seed=0, method=method, num_drafts=drafts)
-    rows = 1 + drafts if tokens is None else 1
-    return Span(request, 0, 0, 0, tokens, drafts, rows)
+def made(drafts: int, method: str = "dflash", slot: int = 0) -> Span:
+    """A span whose drafts are made on the device."""
+    return Span(slot, 9, 12, (TAIL,), drafts, method if drafts else None, 1 + drafts)
 
 
-def listed(plan: Plan) -> dict[str, list[int]]:
-    return {method: list(spans) for method, spans in plan.methods.items()}
+def plan() -> Plan:
+    return Plan(
+        (
+            Span(2, 0, 0, (4, 5, 6), logits=1, scored=(5, 6), top_logprobs=3),
+            made(3),
+            Span(1, 7, 7, (8, 9, 10), 2, None, 3),
+        ),
+        (PageWrite(2, 0, (3, 1)), PageWrite(0, 4, (2,))),
+        (Admission(2, 0, (4, 5, 6), 3, ASKED, 77, 1, frozenset([7, 23])),),
+    )
 
 
-def test_a_span_counts_its_host_tokens_or_its_one_tail():
-    assert span(3).num_tokens == 1
-    assert span(0, tokens=(4, 5, 6)).num_tokens == 3
+def test_the_values_of_a_step_import_no_torch():
+    code = "import sys, strobe.step; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_the_longest_draft_of_any_span_is_the_plans():
-    assert Plan(()).num_drafts == 0
-    assert Plan((span(2), span(5), span(0))).num_drafts == 5
+def test_a_spans_rows_are_its_tokens_and_the_drafts_that_the_device_makes():
+    assert (made(3).num_rows, made(3).num_certain) == (4, 1)
+    assert (made(0).num_rows, made(0).num_certain) == (1, 1)
+    chunk = Span(0, 0, 0, (4, 5, 6))
+    assert (chunk.num_rows, chunk.num_certain) == (3, 3)
 
 
-def test_only_spans_that_draft_are_listed_under_their_method():
-    spans = (span(2), span(0), span(3, method="ngram"), span(1), span(0, method="ngram"))
-    assert listed(Plan(spans)) == {"dflash": [0, 3], "ngram": [2]}
+def test_drafts_that_the_host_knows_are_the_last_of_a_spans_tokens():
+    known = Span(0, 7, 7, (8, 9, 10), 2, None, 3)
+    assert (known.num_rows, known.num_certain) == (3, 1)
 
 
-def test_a_plan_without_known_lengths_stays_itself():
-    plan = Plan((span(3),))
-    assert plan.shorten(None) is plan
+def test_only_spans_whose_drafts_the_device_makes_are_listed_under_their_method():
+    known = Span(0, 7, 7, (8, 9, 10), 2, None, 3)
+    spans = (made(2), made(0), made(3, "other"), known, made(1), made(0, "other"))
+    assert Plan(spans).methods == {"dflash": [0, 4], "other": [2]}
+    assert Plan(()).methods == {}
 
 
-def test_shorten_takes_rows_along_with_drafts():
-    plan = Plan((span(3), span(5), span(2)), admitted=((1, span(0).request, 7),))
-    shorter = plan.shorten((3, 2, 0))
-    assert [(s.drafts, s.rows) for s in shorter.spans] == [(3, 4), (2, 3), (0, 1)]
-    assert [s.num_tokens for s in shorter.spans] == [1, 1, 1]
-    assert shorter.admitted == plan.admitted
-    assert [(s.drafts, s.rows) for s in plan.spans] == [(3, 4), (5, 6), (2, 3)]
+def test_a_plan_that_was_pickled_equals_itself():
+    one = plan()
+    again = pickle.loads(pickle.dumps(one))
+    assert again == one
+    assert again is not one
+    assert again.admitted[0].sampling == ASKED
+    assert isinstance(again.admitted[0].sampling.structured_outputs, StructuredOutputs)
+    assert again._replace(spans=again.spans[:2]) != one
 
 
-def test_shorten_never_lengthens_a_draft():
-    plan = Plan((span(2),))
-    assert plan.shorten((9,)).spans == plan.spans
+def test_results_and_events_that_were_pickled_equal_themselves():
+    found = TokenLogprob(4, -0.5, 1, ((4, -0.5), (9, -2.0)))
+    result = StepResult([[1], [2, 3]], [0, 1], {1: [found, found]}, {0: [found]}, {0: "Why."})
+    start = RequestStart("dflash", None, 16, 0.25, (None, found), frozenset([7]))
+    event = TokenEvent("key", 1, [2, 3], "stop", 7, None, 3, 1, [found], 20, start)
+    for one in (result, event):
+        assert pickle.loads(pickle.dumps(one)) == one
 
 
-def test_shorten_leaves_prefill_chunks_alone():
-    chunk, tail = span(0, tokens=(1, 2, 3)), span(4)
-    shorter = Plan((chunk, tail)).shorten((0, 1))
-    assert shorter.spans[0] is chunk
-    assert shorter.num_drafts == 1
-    assert listed(shorter) == {"dflash": [1]}
-    assert listed(Plan((chunk, tail)).shorten((0, 0))) == {}
+def test_a_plan_can_be_read():
+    text = repr(plan())
+    assert "Span(slot=0, start=9, bound=12, tokens=(-1,), drafts=3, method='dflash'" in text
+    assert "PageWrite(slot=0, first=4, pages=(2,))" in text
+    assert "Admission(slot=2, length=0, tokens=(4, 5, 6), num_prompt=3" in text
+    assert " at 0x" not in text
+    assert len(text) < 2000
+
+
+def test_a_plan_of_slots_and_pages_that_exist_passes_the_check():
+    plan().check(3, 4)
+    Plan().check(1, 2)
+
+
+WRONG: dict[str, tuple[Plan, str]] = {
+    "a span's slot": (Plan((made(0, slot=4),)), "slot 4 of 4 in Span"),
+    "a negative slot": (Plan((made(0, slot=-1),)), "slot -1 of 4 in Span"),
+    "an admission's slot": (
+        Plan(admitted=(Admission(9, 0, (1,), 1, ASKED, 0, 0, frozenset()),)),
+        "slot 9 of 4 in Admission",
+    ),
+    "the slot of pages": (Plan(pages=(PageWrite(4, 0, (1,)),)), "slot 4 of 4 in PageWrite"),
+    "a page beyond the pool": (Plan(pages=(PageWrite(0, 0, (1, 8)),)), "page beyond 8"),
+    "the reserved page": (Plan(pages=(PageWrite(0, 0, (0,)),)), "PageWrite"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_plan_with_a_slot_or_page_that_does_not_exist_is_refused_by_name(name: str):
+    wrong, message = WRONG[name]
+    with pytest.raises(AssertionError, match=message):
+        wrong.check(4, 8)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_engine_refuses_such_a_plan_before_it_touches_anything(target: Target, name: str):
+    from strobe.config import EngineConfig
+    from strobe.engine.engine import Engine
+
+    wrong, message = WRONG[name]
+    config = EngineConfig(
+        target=str(target.path),
+        max_num_seqs=4,
+        max_model_len=24,
+        page_size=4,
+        kv_cache_memory=8 * 4 * 2 * 2 * 16 * 4 * 5,
+    )
+    engine = Engine(config)
+    assert engine.parts.pool.num_pages == 8
+    engine.add([3, 1, 4], SamplingParams(max_tokens=9, temperature=0.0))
+    engine.step()
+    ran: list[object] = []
+    engine.runner.model.forward = lambda *given: ran.append(given)  # type: ignore[method-assign]
+    good = engine.scheduler.plan()
+    cursor, table = engine.state.cursor.clone(), engine.state.table.clone()
+    joined = Plan(*[ours + theirs for ours, theirs in zip(good, wrong, strict=True)])
+    with pytest.raises(AssertionError, match=message):
+        engine.launch(joined)
+    assert not ran
+    assert engine.state.cursor.equal(cursor)
+    assert engine.state.table.equal(table)

@@ -1,24 +1,61 @@
-"""Verification: which drafts are kept, and that the output's law is the target's own."""
+"""Verification: which drafts are kept, where a sequence then stands, and that the output's law is
+the target's own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from scipy import stats
-from slow_sampling import law, rows
-from strobe.spec.verify import match_prefix
+from slow_sampling import law, params
 
-from strobe.sampling.sampler import sample
-from strobe.step import Proposal
+from strobe.runner.batch import lay_out, own_shape
+from strobe.runner.state import DecodeState
+from strobe.sampling.sampler import sample_rows
+from strobe.step import TAIL, Span
+
+CPU = torch.device("cpu")
+LIMIT = 1000
+
+
+def verify(
+    tokens: torch.Tensor,
+    drafts: torch.Tensor,
+    lengths: list[int] | None = None,
+    *,
+    by_host: bool = False,
+    starts: list[int] | None = None,
+    simulated: float | None = None,
+) -> torch.Tensor:
+    """tokens [S, 1 + K], drafts [S, K] -> accepted [S]. by_host: the drafts are tokens of the
+    spans. What the slots then hold is checked, in every case."""
+    count, width = drafts.shape
+    lengths = [width] * count if lengths is None else lengths
+    starts = list(range(count)) if starts is None else starts
+    state = DecodeState(count, LIMIT + 20, 16, CPU, limit=LIMIT)
+    state.cursor[:count, 0] = torch.tensor(starts)
+    state.cursor[:count, 1] = 77
+    given = drafts.tolist()
+    spans = [
+        Span(i, start, start, (77, *given[i][:n]), n, None, 1 + n)
+        if by_host
+        else Span(i, start, start, (TAIL,), n, "dflash" if n else None, 1 + n)
+        for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
+    ]
+    layout = lay_out(spans, CPU, own_shape(spans), False, state.spare)
+    batch = state.place(layout, None if by_host else drafts)
+    tokens = tokens[:, : layout.shape.logits]
+    accepted = state.accept(layout, batch, tokens, simulated)
+    rows = torch.arange(count)
+    assert torch.equal(state.cursor[:count, 0], torch.tensor(starts) + 1 + accepted)
+    assert torch.equal(state.cursor[:count, 1], tokens[rows, accepted])
+    return accepted
 
 
 def verdict(picks: list[list[int]], drafts: list[list[int]], lengths: list[int] | None = None):
-    tokens = torch.tensor(drafts).view(len(picks), -1)
-    found = match_prefix(
-        torch.tensor(picks), Proposal(tokens, None if lengths is None else torch.tensor(lengths))
-    )
-    assert torch.equal(found.tokens, torch.tensor(picks))
-    return found.accepted.tolist()
+    tokens, given = torch.tensor(picks), torch.tensor(drafts).view(len(picks), -1)
+    found = verify(tokens, given, lengths).tolist()
+    assert verify(tokens, given, lengths, by_host=True).tolist() == found
+    return found
 
 
 def test_every_draft_is_kept_when_all_match():
@@ -50,6 +87,44 @@ def test_without_drafts_nothing_is_kept():
     assert verdict([[4], [5]], [[], []], [0, 0]) == [0, 0]
 
 
+def test_a_draft_that_is_the_true_token_but_for_a_later_place_is_not_kept():
+    assert verdict([[1, 2, 3, 9]], [[2, 3, 9]]) == [0]
+
+
+def test_drafts_at_the_contexts_end_are_not_kept():
+    """Position LIMIT - 1 is the last one that can take a token."""
+    picks, drafts = torch.tensor([[1, 2, 3, 9]] * 4), torch.tensor([[1, 2, 3]] * 4)
+    starts = [LIMIT - n for n in (5, 4, 3, 1)]
+    assert verify(picks, drafts, starts=starts).tolist() == [3, 3, 2, 0]
+
+
+def test_prefill_chunks_keep_what_they_have_and_move_on_beside_drafts():
+    state = DecodeState(3, LIMIT, 16, CPU, limit=LIMIT)
+    state.cursor[:3] = torch.tensor([[4, 0], [8, 77], [0, 0]])
+    spans = [
+        Span(0, 4, 4, (5, 6, 7)),
+        Span(1, 8, 8, (TAIL,), 2, "dflash", 3),
+        Span(2, 0, 0, (3, 3), logits=1),
+    ]
+    layout = lay_out(spans, CPU, own_shape(spans), False, state.spare)
+    batch = state.place(layout, torch.tensor([[0, 0], [1, 2], [0, 0]]))
+    tokens = torch.tensor([[9, 9, 9], [1, 2, 4], [6, 6, 6]])
+    assert state.accept(layout, batch, tokens).tolist() == [0, 2, 0]
+    assert state.cursor[:3].tolist() == [[7, 9], [11, 4], [2, 6]]
+
+
+@pytest.mark.parametrize("simulated", [1.0, 2.0, 2.25, 3.5, 9.0])
+def test_simulated_acceptance_brings_so_many_tokens_a_step_whatever_the_target_says(
+    simulated: float,
+):
+    count, width = 900, 3
+    drafts, tokens = torch.zeros(count, width).long(), torch.ones(count, width + 1).long()
+    accepted = verify(tokens, drafts, simulated=simulated)
+    assert accepted.min() >= min(int(simulated), width + 1) - 1
+    mean = 1 + accepted.double().mean().item()
+    assert abs(mean - min(simulated, width + 1)) < 0.01
+
+
 DRAWS = 20_000
 VOCAB = 4
 FIRST = [0.3, 1.4, -0.2, 1.1]
@@ -70,8 +145,8 @@ SETTINGS = {
 
 def plain(**how: float) -> torch.Tensor:
     """Two tokens per seed, one after another: [DRAWS, 2]."""
-    first = sample(torch.tensor([FIRST]).repeat(DRAWS, 1), rows(DRAWS, positions=5, **how))
-    second = sample(torch.tensor(SECOND)[first], rows(DRAWS, positions=6, **how))
+    first = sample_rows(torch.tensor([FIRST]).repeat(DRAWS, 1), params(DRAWS, positions=5, **how))
+    second = sample_rows(torch.tensor(SECOND)[first], params(DRAWS, positions=6, **how))
     return torch.stack([first, second], 1)
 
 
@@ -79,13 +154,13 @@ def speculative(draft: int, **how: float) -> torch.Tensor:
     """The same with one draft for the first token, so that most need one step and some need two."""
     logits = torch.tensor([FIRST, SECOND[draft]]).repeat(DRAWS, 1)
     seeds = [i for i in range(DRAWS) for _ in range(2)]
-    picks = sample(logits, rows(2 * DRAWS, seeds=seeds, positions=[5, 6] * DRAWS, **how))
+    picks = sample_rows(logits, params(2 * DRAWS, seeds=seeds, positions=[5, 6] * DRAWS, **how))
     picks = picks.view(DRAWS, 2)
-    found = match_prefix(picks, Proposal(torch.full((DRAWS, 1), draft)))
-    first = found.tokens[:, 0]
-    again = sample(torch.tensor(SECOND)[first], rows(DRAWS, positions=6, **how))
-    second = torch.where(found.accepted == 1, found.tokens[:, 1], again)
-    assert 0 < found.accepted.sum() < DRAWS or law(FIRST, **how)[draft] == 0
+    accepted = verify(picks, torch.full((DRAWS, 1), draft), starts=[5] * DRAWS)
+    first = picks[:, 0]
+    again = sample_rows(torch.tensor(SECOND)[first], params(DRAWS, positions=6, **how))
+    second = torch.where(accepted == 1, picks[:, 1], again)
+    assert 0 < accepted.sum() < DRAWS or law(FIRST, **how)[draft] == 0
     return torch.stack([first, second], 1)
 
 
@@ -114,9 +189,9 @@ def test_one_draft_leaves_the_law_and_every_seeds_tokens_unchanged(name: str, dr
 def test_a_draft_is_accepted_with_the_targets_probability_of_it(name: str):
     how = SETTINGS[name]
     wanted = law(FIRST, **how)
-    picks = sample(torch.tensor([FIRST]).repeat(DRAWS, 1), rows(DRAWS, positions=5, **how))
+    picks = sample_rows(torch.tensor([FIRST]).repeat(DRAWS, 1), params(DRAWS, positions=5, **how))
     for draft in range(VOCAB):
         two = torch.stack([picks, picks], 1)
-        kept = match_prefix(two, Proposal(torch.full((DRAWS, 1), draft))).accepted.sum().item()
+        kept = verify(two, torch.full((DRAWS, 1), draft), starts=[5] * DRAWS).sum().item()
         test = stats.binomtest(kept, DRAWS, wanted[draft])
         assert test.pvalue > 0.001

@@ -197,7 +197,7 @@ def memory_bill(resolved: Resolved, target: Target, draft: DFlash) -> dict[str, 
         **_held(resolved),
         "drafter's weights": second,
         "target's keys and values of a token": each["target"],
-        "drafter's keys and values of a token": each["draft"],
+        "drafter's keys and values of a token": sum(each.values()) - each["target"],
         "free memory": free,
         "tokens that fit": room // sum(each.values()),
     }

@@ -1,0 +1,107 @@
+"""Budgets: how many drafts are verified is a matter of speed and changes no token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from world import Policy, World
+
+from strobe.request import Request
+from strobe.sampling_params import SamplingParams
+from strobe.spec.budget import Budget, Candidate, FullBudget, Load
+
+LOAD = Load(decoding=3, prompt_rows=40, waiting=2)
+
+
+def candidate(most: int) -> Candidate:
+    return Candidate(Request("r", [1], SamplingParams(), seed=0), most)
+
+
+def test_with_a_full_budget_every_request_verifies_as_much_as_it_may():
+    assert FullBudget().drafts([candidate(n) for n in (7, 0, 3)], LOAD) == [7, 0, 3]
+    assert FullBudget().drafts([], LOAD) == []
+
+
+def traffic(world: World) -> list[tuple[int, ...]]:
+    """What random requests are answered, by both methods and by none."""
+    rng = random.Random(5)
+    for i in range(12):
+        world.add(
+            [rng.randint(1, 2)] * rng.randint(1, 20),
+            method=rng.choice(["dflash", "ngram"]),
+            num_drafts=rng.choice([0, 2, 5, 5]),
+            stop=rng.random() < 0.3,
+            max_tokens=rng.choice([1, 7, 15, None]),
+            prompt_logprobs=rng.choice([None, None, 2]),
+        )
+        for _ in range(rng.randint(0, 3) if i > 3 else 0):
+            world.step()
+    world.drain()
+    world.check_answers()
+    return [tuple(request.output_ids) for request in world.requests]
+
+
+def world_with(policy: Budget | None, depth: int) -> World:
+    rng = random.Random(3)
+    return World(
+        pages=40, depth=depth, num_drafts=5, policy=policy, accept=lambda n: rng.randint(0, n)
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_budget_in_every_step_changes_no_token(seed: int, depth: int):
+    rng = random.Random(seed)
+    policy = Policy(lambda one: rng.randint(0, one.most))
+    assert traffic(world_with(policy, depth)) == traffic(world_with(None, depth))
+    assert {one.most for candidates, _ in policy.seen for one in candidates} == {0, 2, 5}
+
+
+def test_a_budget_of_nothing_makes_every_step_a_plain_one():
+    world = world_with(Policy(lambda one: 0), 1)
+    traffic(world)
+    assert world.scheduler.stats.num_drafts == 0
+    assert not world.guesses.asked
+
+
+def test_a_budget_is_asked_once_a_step_and_told_what_else_there_is_to_do():
+    policy = Policy(lambda one: one.most)
+    world = World(max_num_seqs=3, budget=12, num_drafts=3, policy=policy)
+    first, second = world.add([1] * 3, max_tokens=20), world.add([2] * 25)
+    world.add([3] * 5), world.add([4] * 5)
+    world.step()
+    assert not policy.seen, "nobody decodes in the first step"
+    plan = world.launch()
+    ((candidates, load),) = policy.seen
+    assert candidates == [Candidate(first, 3)]
+    assert load == Load(decoding=1, prompt_rows=25 - 9, waiting=2)
+    assert world.who(plan) == [first, second]
+
+
+class Greedy:
+    """Spends 4 drafts on the first of a step."""
+
+    def drafts(self, candidates: Sequence[Candidate], load: Load) -> list[int]:
+        left, given = 4, []
+        for one in candidates:
+            given.append(min(one.most, left))
+            left -= given[-1]
+        return given
+
+
+@pytest.mark.parametrize("method", ["dflash", "ngram"])
+def test_a_policy_can_divide_what_a_step_has_among_its_requests(method: str):
+    world = World(num_drafts=3, policy=Greedy())
+    for i in range(3):
+        world.add([i] * 4, method=method, max_tokens=12)
+    world.step()
+    plan = world.launch()
+    if method == "dflash":
+        assert [span.drafts for span in plan.spans] == [3, 1, 0]
+    else:
+        assert [count for _, count in world.guesses.asked] == [3, 1]
+    world.collect()
+    world.drain()
+    world.check_answers()
