@@ -19,7 +19,7 @@ from strobe.cli import eval as eval_command
 from strobe.demo_models.tasks import FAMILIES
 from strobe.outputs import CompletionOutput, SpeculationReport
 from strobe.tools.bench.settings import DECIDED
-from strobe.tools.eval import datasets, measures, plots, sources
+from strobe.tools.eval import datasets, latex, measures, plots, sources
 from strobe.tools.eval.answering import Answering
 from strobe.tools.eval.datasets import Sample
 from strobe.tools.eval.evaluate import Engines
@@ -213,6 +213,18 @@ def test_parquet_is_read_where_pyarrow_is(tmp_path: Path, monkeypatch: pytest.Mo
     table = __import__("pyarrow").Table.from_pylist([{"turns": ["a", "b"]}])
     parquet.write_table(table, path)
     assert sources.read_rows(path)[0].row == {"turns": ["a", "b"]}
+
+
+def test_without_math_verify_answers_are_made_and_not_graded(
+    lines: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(latex, "find_spec", lambda name: None)
+    settings = EvalSettings(dataset="math500", data=str(lines(ROWS["math500"])))
+    loaded = datasets.load("math500", settings)
+    assert [sample.grade for sample in loaded.samples] == [None]
+    assert loaded.ungraded == (
+        "answers are compared by math-verify; install it with pip install 'strobe[eval]'"
+    )
 
 
 def test_the_hub_is_asked_for_the_wanted_files_alone(
