@@ -9,6 +9,9 @@ from typing import Any
 from strobe.sampling_params import option
 from strobe.server.logs import configure_logging
 
+TEXT_THREADS = 4
+"""Threads that render templates and encode texts, made one by one as they are needed."""
+
 
 @dataclass(frozen=True)
 class LogSettings:
