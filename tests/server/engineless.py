@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from strobe.config import BOX, EngineConfig
 from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.messages import AnswerNews, Beginning, Ready, Submit
@@ -45,6 +47,12 @@ def serving(tokenizer: Tokenizer | None = None, **settings: Any) -> Serving:
         metrics=ServerMetrics("m"),
         drain=Drain(),
     )
+
+
+def samples(metrics: ServerMetrics, name: str) -> list[Any]:
+    """What /metrics shows of a metric: samples with `labels` and a `value`."""
+    shown = text_string_to_metric_families(metrics.render(None)[0].decode())
+    return [sample for family in shown if family.name == name for sample in family.samples]
 
 
 def news(tokens: Sequence[int], choice: int = 0, **more: Any) -> AnswerNews:
