@@ -20,7 +20,7 @@ from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.config_readers.mxfp4 import unpack
 from strobe.models.load import check_draft_tensors, check_target_tensors
-from strobe.tools.doctor.checks import memory_bill
+from strobe.tools.doctor.pair_checks import memory_bill
 
 SHAPE: dict[str, Any] = {
     "intermediate_size": 32,

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from strobe.outputs import StreamDelta
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
-from strobe.server.openai.protocol.chat import ChatCompletionRequest
+from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.errors import BadField
 from strobe.server.openai.runs import Choice, Job, Progress, Run, speculation, usage
 from strobe.server.parsers import CallDelta, Parser, Tool, make_parser

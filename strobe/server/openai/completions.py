@@ -14,7 +14,7 @@ from starlette.responses import Response
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
 from strobe.server.openai.chat import step_of
-from strobe.server.openai.protocol.completions import CompletionRequest
+from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import BadField
 from strobe.server.openai.runs import Choice, Job, Progress, Run, speculation, usage
 from strobe.server.parsers.chain import Plain

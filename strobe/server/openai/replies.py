@@ -20,7 +20,7 @@ from strobe.request import TokenLogprob
 from strobe.server.access import CLIENT_CLOSED
 from strobe.server.engine_process.client import EngineDead, EngineStopped
 from strobe.server.openai.protocol.errors import BadField, error_body
-from strobe.server.openai.protocol.sampling import Sampling
+from strobe.server.openai.protocol.sampling_fields import Sampling
 from strobe.server.openai.runs import Run, speculation, usage
 from strobe.server.serving import Serving, Unserved
 from strobe.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from strobe.server.openai import replies
 from strobe.server.openai.chat import Prepared, chat_logprob, prepare
 from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.protocol.responses import ResponsesRequest
+from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.response_items import Event, Items, Logprobs, Status
 from strobe.server.openai.runs import Run, speculation, usage
 from strobe.server.openai.segments import Ordered, Origins, Segment

@@ -24,6 +24,7 @@ from strobe.hub.locate import located
 from strobe.request import Request, Status
 from strobe.sampling_params import SamplingParams
 from strobe.tools.bench.floor import Rates, Shapes
+from strobe.tools.bench.published_shapes import directories
 from strobe.tools.bench.rates import measure, release, synchronize
 from strobe.tools.bench.report import (
     Figures,
@@ -40,7 +41,6 @@ from strobe.tools.bench.report import (
     write,
 )
 from strobe.tools.bench.settings import StepSettings, command_line
-from strobe.tools.bench.shapes import directories
 from strobe.tools.bench.timeline import Timeline
 
 _PREFILL_TURNS = 3
