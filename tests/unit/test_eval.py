@@ -106,7 +106,7 @@ def test_eval_alone_shows_its_help(main: Callable[..., Any]):
         (["speed", "--dataset=gsm9k"], "dataset is 'gsm9k'; name one of gsm8k, gsm8k-5shot, "),
         (["speed", "--dataset=mbpp,mbpp"], "dataset is 'mbpp,mbpp', which names one twice."),
         (["speed", "--data=/nowhere"], "data is '/nowhere', which is no file; name a file of "),
-        (["speed", "--data=x", "--dataset=box"], "The box's tasks are made by rule; drop --data"),
+        (["speed", "--data=x", "--dataset=box"], "The demo models' tasks are made by rule; drop "),
         (["speed", "--data=x", "--dataset=mbpp,alpaca"], "data is one file, but dataset names 2;"),
         (["speed", "--data=x", "--dataset=gsm8k-5shot"], "gsm8k-5shot with --data needs --shots"),
         (["speed", "--shots=x"], "shots are shown by gsm8k-5shot alone; add --dataset gsm8k-5"),
@@ -120,7 +120,7 @@ def test_eval_alone_shows_its_help(main: Callable[..., Any]):
         (["speed", "--expect-accuracy=90"], "expect_accuracy is 90, but must lie from 0 to 1; "),
         (["speed", "--save-answers"], "save_answers is on, but output is empty; name a directory"),
         (["speed", "--method=none"], "Nothing drafts; name a drafter with --draft, or --method "),
-        (["speed", "--target=/x"], "A target is named but no data set, and the box's tasks suit "),
+        (["speed", "--target=/x"], "A target is named but no data set, and the default one "),
     ],
 )
 def test_what_is_wrong_is_one_sentence(

@@ -121,11 +121,11 @@ class ResponseReply:
     def failed(self, body: dict[str, Any]) -> bytes:
         """The last events of a stream that an error has ended."""
         said = body["error"]
-        told = {"type": "error", **{name: said[name] for name in ("code", "message", "param")}}
+        event = {"type": "error", **{name: said[name] for name in ("code", "message", "param")}}
         self.items.close("incomplete")
         response = self._response("failed")
         response["error"] = {"code": "server_error", "message": said["message"]}
-        return self._event(told) + self._event({"type": "response.failed", "response": response})
+        return self._event(event) + self._event({"type": "response.failed", "response": response})
 
     async def _steps(self) -> AsyncIterator[list[Event]]:
         """The events of each step; the last step's end the output. Raises BadField, Unserved,

@@ -1,4 +1,4 @@
-"""`strobe doctor`: look at a pair, run it, try what it may have been meant to be, and tell."""
+"""`strobe doctor`: look at a pair, run it, try what it may have been meant to be, and report."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _judge(
         report.fault(
             str(best["kind"]),
             f"With {best['what']} a block brings {best['tokens']:.2f} tokens, as config.json has "
-            f"it {base:.2f}; the drafter was most likely trained that way, so mend its "
+            f"it {base:.2f}; the drafter was most likely trained that way, so correct its "
             "config.json.",
         )
     elif first < WEAK:

@@ -110,8 +110,8 @@ def _made(
         return make(placed.row, seconds)
     except KeyError as error:
         has = ", ".join(placed.row) or "nothing"
-        mend = 'give {"turns": [text, ...]}' if name == "custom" else f"give {name}'s own rows"
-        raise ValueError(f"{placed.where} has no {error.args[0]!r}, only {has}; {mend}.") from None
+        hint = 'give {"turns": [text, ...]}' if name == "custom" else f"give {name}'s own rows"
+        raise ValueError(f"{placed.where} has no {error.args[0]!r}, only {has}; {hint}.") from None
     except ValueError as error:
         raise ValueError(f"{placed.where}: {error}") from None
 
@@ -213,7 +213,7 @@ def _custom(row: Row, seconds: float) -> Sample:
 
 
 def _tasks(count: int) -> Iterator[Example]:
-    """Held-out tasks of the pair in the box, the families in turn."""
+    """Held-out tasks of the demo models, the families in turn."""
     each = -(-count // len(FAMILIES))
     pool = heldout(each, seed=1)  # by family
     for i in range(count):

@@ -96,7 +96,7 @@ ObjectField = Annotated[Any, WithJsonSchema({"type": "object"})]
 TextField = Annotated[Any, WithJsonSchema({"type": "string"})]
 TextListField = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "string"}})]
 
-LogprobCount = Annotated[Whole, Within(0, 20, "0 tells of the chosen token alone")]
+LogprobCount = Annotated[Whole, Within(0, 20, "0 gives the sampled token alone")]
 Penalty = Annotated[float, Within(-2, 2, "0 is off")]
 
 
