@@ -14,7 +14,8 @@ serve: $(VENV)/.installed
 demo: $(VENV)/.installed
 	$(BIN)/strobe demo
 
-# Everything that a change is likely to break; at most eight minutes on two cores.
+# Everything that a change is likely to break; at most eight minutes on two cores. Tests depend on no
+# order: pytest --random-order shuffles them and prints its seed.
 test: $(VENV)/.dev check
 	$(PYTEST) -m "not full"
 

@@ -36,6 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.full)
 
 
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """-q hides the header that says how to have the same order again."""
+    if config.getoption("random_order_enabled", False):
+        seed = config.getoption("random_order_seed").removeprefix("default:")
+        terminalreporter.write_line(f"in random order: --random-order --random-order-seed={seed}")
+
+
 @dataclass(frozen=True)
 class Target:
     """A tiny target: transformers' model of it, and its directory."""
