@@ -1,4 +1,4 @@
-"""The fields of every endpoint that generates: how tokens are chosen and when an answer ends."""
+"""The fields of every endpoint that generates: how tokens are sampled and when an answer ends."""
 
 from __future__ import annotations
 
