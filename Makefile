@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -rs -n auto --maxprocesses 4 --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve demo soak test test-gpu check format bench clean
+.PHONY: serve demo soak test test-all test-gpu check format bench clean
 
 # Options go behind `strobe serve` itself: .venv/bin/strobe serve --help
 serve: $(VENV)/.installed
@@ -13,8 +14,14 @@ serve: $(VENV)/.installed
 demo: $(VENV)/.installed
 	$(BIN)/strobe demo
 
+# Everything that a change is likely to break; at most eight minutes on two cores. Tests depend on no
+# order: pytest --random-order shuffles them and prints its seed.
 test: $(VENV)/.dev check
-	$(BIN)/python -m pytest -rs -n auto --maxprocesses 4 --dist loadfile
+	$(PYTEST) -m "not full"
+
+# The rest: whole matrices, tests in a browser, the wheel, longer soaks. CI runs both.
+test-all: $(VENV)/.dev
+	$(PYTEST) -m full
 
 # Five minutes of 1,000 streams, broken requests and clients that leave, then schemathesis in full.
 soak: $(VENV)/.dev

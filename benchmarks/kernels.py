@@ -24,8 +24,8 @@ import torch
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
-from strobe.tools.bench.shapes import NAMES, directories
-from strobe.tools.bench.step import random_prompts
+from strobe.tools.bench.engine_step import random_prompts
+from strobe.tools.bench.published_shapes import NAMES, directories
 
 GREEDY = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
 

@@ -23,8 +23,8 @@ from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.server.engine_process.warmup import warm_up
-from strobe.tools.bench.shapes import NAMES, directories
-from strobe.tools.bench.step import random_prompts
+from strobe.tools.bench.engine_step import random_prompts
+from strobe.tools.bench.published_shapes import NAMES, directories
 
 
 def drive(engine: Engine, count: int, sampling: SamplingParams) -> None:

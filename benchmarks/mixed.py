@@ -23,8 +23,8 @@ from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.server.engine_process.warmup import warm_up
-from strobe.tools.bench.shapes import NAMES, directories
-from strobe.tools.bench.step import random_prompts
+from strobe.tools.bench.engine_step import random_prompts
+from strobe.tools.bench.published_shapes import NAMES, directories
 
 FORCED = 6.0
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)

@@ -38,6 +38,8 @@ from urllib.request import Request, urlopen
 
 from soak_requests import COMPLETIONS, Sent, Wrong, bad_body, bad_http, good, half, oversized, read
 
+from strobe.server.settings import TEXT_THREADS
+
 PATIENCE = 240.0
 """Seconds within which a request must have its answer, and an idle server its rest."""
 GROWTH = {"server": 48 << 20, "engine": 96 << 20}
@@ -146,6 +148,19 @@ class Vitals(NamedTuple):
         return found
 
 
+async def baseline(server: Server, fresh: Vitals) -> Vitals:
+    """The vitals of a server at rest, once its last connections are closed. Threads for texts come
+    one by one as they are needed: as many as there may be, beyond those of `fresh`, are no leak."""
+    deadline, found = time.monotonic() + 30, Vitals.of(server)
+    while time.monotonic() < deadline:
+        await asyncio.sleep(0.5)
+        before, found = found, Vitals.of(server)
+        if not before.faults(found):
+            break
+    most = max(found.threads["server"], fresh.threads["server"] + TEXT_THREADS)
+    return found._replace(threads={**found.threads, "server": most})
+
+
 async def settled(server: Server, before: Vitals) -> Vitals:
     """The vitals once they are good, or half a minute later: the last connections take a moment."""
     deadline = time.monotonic() + 30
@@ -251,12 +266,12 @@ async def exchange(port: int, sent: Sent) -> tuple[int, dict[str, str], bytes]:
 
 async def soak(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
     await server.start()
-    before = server.answer()
+    fresh, before = Vitals.of(server), server.answer()
     soak = Soak(server.port, arguments.seed)
     part = arguments.streams, arguments.seconds * 0.2, arguments.requests // 4
     await soak.run(*part, "warm-up")
     await server.rest()
-    vitals, counted = Vitals.of(server), server.metrics()
+    vitals, counted = await baseline(server, fresh), server.metrics()
     began, answered = time.monotonic(), soak.answered
     await soak.run(arguments.streams, arguments.seconds, arguments.requests, "soak")
     seconds = time.monotonic() - began

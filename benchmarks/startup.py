@@ -38,7 +38,7 @@ def write(shapes: str, root: Path) -> tuple[Path, Path]:
     from safetensors.torch import save_file
 
     from strobe.models import load
-    from strobe.tools.bench.shapes import directories
+    from strobe.tools.bench.published_shapes import directories
 
     paths: list[Path] = []
     with directories(shapes) as configs:

@@ -13,13 +13,13 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from strobe.server.openai.protocol.chat import ChatCompletionRequest
+from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import Closed, StreamOptions
-from strobe.server.openai.protocol.completions import CompletionRequest
-from strobe.server.openai.protocol.responses import ResponsesRequest, ResponsesStreamOptions
-from strobe.server.openai.protocol.sampling import Sampling
+from strobe.server.openai.protocol.completion_request import CompletionRequest
+from strobe.server.openai.protocol.responses_request import ResponsesRequest, ResponsesStreamOptions
+from strobe.server.openai.protocol.sampling_fields import Sampling
 from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED, Note
-from strobe.server.openai.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 

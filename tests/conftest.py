@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from full import is_full
 from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,6 +27,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("strobe", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("strobe")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves to `make test-all`."""
+    for item in items:
+        if is_full(item.nodeid):
+            item.add_marker(pytest.mark.full)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """-q hides the header that says how to have the same order again."""
+    if config.getoption("random_order_enabled", False):
+        seed = config.getoption("random_order_seed").removeprefix("default:")
+        terminalreporter.write_line(f"in random order: --random-order --random-order-seed={seed}")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny import (
     VOCAB,
@@ -118,6 +119,25 @@ DRAFTERS = ("dflash", *SCRIPTS)
 OF_FAMILIES = covering(DRAFTERS, tries=400, more=1)
 """The matrix of families of targets beside the first, with the ways of drafting whose blocks tell
 their forwards apart."""
+
+
+def _few(combinations: Sequence[Combination], count: int) -> list[Combination]:
+    """Those in which the most values meet first one another's, greedily."""
+    left, chosen, met = list(combinations), list[Combination](), set[Any]()
+    for _ in range(count):
+        best = max(left, key=lambda c: (c.preempts and not chosen, len(pairs_of(c) - met)))
+        left.remove(best)
+        chosen.append(best)
+        met |= pairs_of(best)
+    return chosen
+
+
+FEW = _few(OF_FAMILIES, 6)
+FAMILY_CASES = [
+    pytest.param(c, id=str(c), marks=[] if c in FEW else [pytest.mark.full]) for c in OF_FAMILIES
+]
+"""The same as parameters: six are in `make test`, where the first family's matrix has scheduling
+covered, and all in `make test-all`."""
 
 
 def prompts() -> list[list[int]]:

@@ -33,9 +33,9 @@ from strobe.models.dflash import DFlash  # noqa: E402
 from strobe.models.load import load_target  # noqa: E402
 from strobe.models.registry import load_target_config  # noqa: E402
 from strobe.models.target import Target  # noqa: E402
+from strobe.tools.train.acceptance import Acceptance, batch_acceptance  # noqa: E402
 from strobe.tools.train.data import Corpus, Sample  # noqa: E402
 from strobe.tools.train.draft import draft_config, find_mask_token, new_draft, save_draft  # noqa: E402
-from strobe.tools.train.evaluate import Acceptance, batch_acceptance  # noqa: E402
 from strobe.tools.train.settings import DraftShape, Objective, Schedule, TrainSettings  # noqa: E402
 from strobe.tools.train.trainer import Trainer  # noqa: E402
 

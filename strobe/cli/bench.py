@@ -28,7 +28,7 @@ class Step:
     engine: OmitArgPrefixes[BenchFlags] = field(default_factory=BenchFlags)
 
     def run(self) -> int:
-        from strobe.tools.bench.step import run_step
+        from strobe.tools.bench.engine_step import run_step
 
         return run_step(StepSettings(**asdict(self.bench)), EngineConfig(**asdict(self.engine)))
 

@@ -19,11 +19,11 @@ from strobe.server.openai.chat import chat
 from strobe.server.openai.completions import completions
 from strobe.server.openai.openapi import Post, describe
 from strobe.server.openai.protocol import response_bodies as answers
-from strobe.server.openai.protocol.chat import ChatCompletionRequest
-from strobe.server.openai.protocol.completions import CompletionRequest
+from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
+from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import error_body
-from strobe.server.openai.protocol.responses import ResponsesRequest
-from strobe.server.openai.protocol.tokens import (
+from strobe.server.openai.protocol.responses_request import ResponsesRequest
+from strobe.server.openai.protocol.token_requests import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,

@@ -1,6 +1,6 @@
 """What a request must pass: the key, a server that is not stopping, the body's limit.
 
-A refusal is OpenAI's error object; who counts refusals is told its status and one fixed word.
+A refusal is OpenAI's error object; whoever counts refusals gets its status and one fixed word.
 """
 
 from __future__ import annotations

@@ -1,34 +1,34 @@
 """The server's numbers in Prometheus' format; docs/metrics.md has a line for each.
 
-Everything here runs on the server's event loop, so counting is plain integers without locks;
-families are made when someone asks for them.
+What the server counts are prometheus_client's own counters, gauges and histograms. A delivery of
+four tokens costs 3.6 us in them and 54 us in the server altogether (one core, CPython 3.11).
 """
 
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
 )
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as TEXT
 from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from strobe.server.engine_process.snapshot import EngineSnapshot
 
 Phase = Literal["thinking", "answer", "tool"]
-Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 PHASES: tuple[Phase, ...] = ("thinking", "answer", "tool")
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k-256k", "256k+")
@@ -77,89 +77,129 @@ TOTALS = (
 IDLE = EngineSnapshot(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, (), 0, 0)
 
 
-class Histogram:
-    """Counts of observations per bucket; an observation on a bound lies below it."""
+class EngineTotals(Collector):
+    """The totals that the engine counts, as its newest snapshot has them."""
 
-    def __init__(self, name: str, help: str, bounds: Sequence[float]):
-        self.name, self.help = name, help
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
+    def __init__(self, model_name: str):
+        self._model_name = model_name
+        self.snapshot = IDLE
 
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count `value` `times` times."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-    def family(self, labels: Sequence[str], values: Sequence[str]) -> HistogramMetricFamily:
-        """The cumulative buckets, as Prometheus wants them."""
-        buckets: list[tuple[str, float]] = []
-        below = 0
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            below += count
-            buckets.append((floatToGoString(bound), below))
-        family = HistogramMetricFamily(self.name, self.help, labels=labels)
-        family.add_metric(values, buckets, self.sum)
-        return family
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        for total in TOTALS:
+            family = CounterMetricFamily(total.name, total.help, labels=["model_name"])
+            family.add_metric([self._model_name], getattr(self.snapshot, total.field))
+            yield family
+        family = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted at each place of the block.",
+            labels=["model_name", "position"],
+        )
+        for position, count in enumerate(self.snapshot.accepted_per_position):
+            family.add_metric([self._model_name, str(position)], count)
+        yield family
 
 
-class ServerMetrics(Collector):
+class ServerMetrics:
     """Counts what the server does and shows the engine's own totals beside it.
 
     Every metric has the label model_name. Names are vLLM's where vLLM has the metric.
     """
 
     def __init__(self, model_name: str):
+        disable_created_metrics()  # the library's series of times of birth, which vLLM has not
         self.model_name = model_name
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-        self._engine = IDLE
+        self._registry = CollectorRegistry()
         self.open_answers: Callable[[], int] = int
-        # Per phase and context bucket: verify steps, tokens drafted, tokens accepted.
-        self._verified = {phase: [[0, 0, 0] for _ in CONTEXTS] for phase in PHASES}
-        self._finished: dict[str, int] = dict.fromkeys(REASONS, 0)
-        self._refused: dict[tuple[str, str], int] = {}
-        self._first_token = Histogram(
+
+        self._running = self._gauge("vllm:num_requests_running", "Requests that run.")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait.")
+        self._kv_used = self._gauge(
+            "vllm:kv_cache_usage_perc", "Share of the K/V pages in use, 0 to 1."
+        )
+        self._gauge("strobe:open_answers", "Answers that clients wait for.").set_function(
+            lambda: self.open_answers()
+        )
+        self._gauge("strobe:server_tasks", "Tasks on the server's event loop.").set_function(_tasks)
+        self._totals = EngineTotals(model_name)
+        self._registry.register(self._totals)
+
+        verified = [
+            self._counter(name, help, "context", "phase")
+            for name, help in (
+                (
+                    "strobe:spec_decode_steps",
+                    "Verify steps that carried drafts, by where they were.",
+                ),
+                ("strobe:spec_decode_draft_tokens", "Tokens drafted, by where they were."),
+                ("strobe:spec_decode_accepted_tokens", "Drafts accepted, by where they were."),
+            )
+        ]
+        self._verified = {
+            phase: [
+                tuple(counter.labels(model_name, context, phase) for counter in verified)
+                for context in CONTEXTS
+            ]
+            for phase in PHASES
+        }
+        """Per phase and context bucket: verify steps, tokens drafted, tokens accepted."""
+        self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds",
             "From a request's arrival to its first token.",
             FIRST_TOKEN_BOUNDS,
         )
-        self._inter_token = Histogram(
+        self._inter_token = self._histogram(
             "vllm:inter_token_latency_seconds",
             "Between one delivery of tokens and the next, however many it brings.",
             TOKEN_BOUNDS,
         )
-        self._per_token = Histogram(
+        self._per_token = self._histogram(
             "strobe:time_per_output_token_seconds",
             "That time divided by the tokens delivered, once for each of them.",
             TOKEN_BOUNDS,
         )
-        self._latency = Histogram(
+        self._latency = self._histogram(
             "vllm:e2e_request_latency_seconds",
             "From a request's arrival to its end.",
             REQUEST_BOUNDS,
         )
-        self._queued = Histogram(
+        self._queued = self._histogram(
             "vllm:request_queue_time_seconds",
             "From a request's arrival to its first step.",
             REQUEST_BOUNDS,
         )
-        self._prompt = Histogram(
+        self._prompt = self._histogram(
             "vllm:request_prompt_tokens", "Prompt tokens of a finished request.", LENGTH_BOUNDS
         )
-        self._generation = Histogram(
+        self._generation = self._histogram(
             "vllm:request_generation_tokens",
             "Tokens generated for a finished request.",
             LENGTH_BOUNDS,
         )
+        self._finished = self._counter("vllm:request_success", "Answers ended.", "finished_reason")
+        for reason in REASONS:
+            self._finished.labels(model_name, reason)
+        self._refused = self._counter(
+            "strobe:http_requests_refused", "Requests answered with an error.", "status", "reason"
+        )
+
+    def _gauge(self, name: str, help: str) -> Gauge:
+        gauge = Gauge(name, help, ["model_name"], registry=self._registry)
+        return gauge.labels(self.model_name)
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(name, help, ["model_name", *labels], registry=self._registry)
+
+    def _histogram(self, name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
+        made = Histogram(name, help, ["model_name"], registry=self._registry, buckets=bounds)
+        return made.labels(self.model_name)
 
     def engine(self, snapshot: EngineSnapshot) -> None:
         """The engine's newest account of itself; its totals are shown as they are."""
-        self._engine = snapshot
+        self._totals.snapshot = snapshot
+        self._running.set(snapshot.running)
+        self._waiting.set(snapshot.waiting)
+        self._kv_used.set(snapshot.kv_used)
 
-    # Once per request and step, tens of thousands a second: measured 0.21 us for verified and
-    # 0.38 us for inter_token, against 1.0 us and 1.6 us through cached children of the client
-    # library's Counter and Histogram (one core, CPython 3.11). A render takes 1.5 ms.
     def verified(self, *, drafted: int, accepted: int, context: int, phase: str) -> None:
         """Count one verify step of one request.
 
@@ -168,10 +208,12 @@ class ServerMetrics(Collector):
         """
         if not drafted:
             return
-        cell = self._verified[phase][bisect_right(CONTEXT_BOUNDS, context)]
-        cell[0] += 1
-        cell[1] += drafted
-        cell[2] += accepted
+        steps, draft_tokens, accepted_tokens = self._verified[phase][
+            bisect_right(CONTEXT_BOUNDS, context)
+        ]
+        steps.inc()
+        draft_tokens.inc(drafted)
+        accepted_tokens.inc(accepted)
 
     def first_token(self, seconds: float) -> None:
         """A request's first token left, `seconds` after the request came."""
@@ -186,7 +228,8 @@ class ServerMetrics(Collector):
         """
         if tokens > 0:
             self._inter_token.observe(seconds)
-            self._per_token.observe(seconds / tokens, tokens)
+            for _ in range(tokens):
+                self._per_token.observe(seconds / tokens)
 
     def finished(
         self,
@@ -198,7 +241,7 @@ class ServerMetrics(Collector):
         generation_tokens: int,
     ) -> None:
         """An answer ended. queue_seconds: None where it never ran."""
-        self._finished[reason] = self._finished.get(reason, 0) + 1
+        self._finished.labels(self.model_name, reason).inc()
         self._latency.observe(seconds)
         if queue_seconds is not None:
             self._queued.observe(queue_seconds)
@@ -208,8 +251,7 @@ class ServerMetrics(Collector):
     def refused(self, status: int, reason: str) -> None:
         """A request was answered with an error. reason: one of a few fixed words, never a text
         that a client sent, for each makes a series of its own."""
-        key = (str(status), reason)
-        self._refused[key] = self._refused.get(key, 0) + 1
+        self._refused.labels(self.model_name, str(status), reason).inc()
 
     def render(self, accept: str | None) -> tuple[bytes, str]:
         """The body and its content type: OpenMetrics or Prometheus' text, whichever an Accept
@@ -223,73 +265,6 @@ class ServerMetrics(Collector):
         if content_type.startswith("application/openmetrics-text"):
             return openmetrics.generate_latest(self._registry, ALLOWUTF8), OPENMETRICS
         return generate_latest(self._registry, ALLOWUTF8), TEXT
-
-    def collect(self) -> Iterator[Family]:
-        """Every metric as it stands; what the registry calls."""
-        engine = self._engine
-        yield self._gauge("vllm:num_requests_running", "Requests that run.", engine.running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", engine.waiting)
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of the K/V pages in use, 0 to 1.", engine.kv_used
-        )
-        yield self._gauge(
-            "strobe:open_answers", "Answers that clients wait for.", self.open_answers()
-        )
-        yield self._gauge("strobe:server_tasks", "Tasks on the server's event loop.", _tasks())
-        for total in TOTALS:
-            family = self._counter(total.name, total.help)
-            family.add_metric([self.model_name], getattr(engine, total.field))
-            yield family
-        family = self._counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted at each place of the block.",
-            "position",
-        )
-        for position, count in enumerate(engine.accepted_per_position):
-            family.add_metric([self.model_name, str(position)], count)
-        yield family
-        yield from self._verify_steps()
-        for histogram in (
-            self._first_token,
-            self._inter_token,
-            self._per_token,
-            self._latency,
-            self._queued,
-            self._prompt,
-            self._generation,
-        ):
-            yield histogram.family(["model_name"], [self.model_name])
-        family = self._counter("vllm:request_success", "Answers ended.", "finished_reason")
-        for reason, count in self._finished.items():
-            family.add_metric([self.model_name, reason], count)
-        yield family
-        family = self._counter(
-            "strobe:http_requests_refused", "Requests answered with an error.", "status", "reason"
-        )
-        for key, count in self._refused.items():
-            family.add_metric([self.model_name, *key], count)
-        yield family
-
-    def _verify_steps(self) -> Iterator[Family]:
-        names = (
-            ("strobe:spec_decode_steps", "Verify steps that carried drafts, by where they were."),
-            ("strobe:spec_decode_draft_tokens", "Tokens drafted, by where they were."),
-            ("strobe:spec_decode_accepted_tokens", "Drafts accepted, by where they were."),
-        )
-        for index, (name, help) in enumerate(names):
-            family = self._counter(name, help, "context", "phase")
-            for phase, cells in self._verified.items():
-                for context, cell in zip(CONTEXTS, cells, strict=True):
-                    family.add_metric([self.model_name, context, phase], cell[index])
-            yield family
-
-    def _gauge(self, name: str, help: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, help, labels=["model_name"])
-        family.add_metric([self.model_name], value)
-        return family
-
-    def _counter(self, name: str, help: str, *labels: str) -> CounterMetricFamily:
-        return CounterMetricFamily(name, help, labels=["model_name", *labels])
 
 
 def _tasks() -> int:

@@ -39,7 +39,7 @@ _origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True)
 class MiddlewareSettings:
-    """What the operator chose. Raises ValueError with the sentence that mends it.
+    """What the operator chose. Raises ValueError with a hint.
 
     api_keys: any of them opens; none: no key is asked for. open_paths: need no key. max_body_bytes:
     of one request. cors_origins: pages of these origins may call; "*" is all, none: CORS is off.
@@ -82,12 +82,12 @@ def wrap(
 
     A refusal has an id, a line in the log and, for a page that may call, its CORS headers.
     """
-    tell: Refused = _untold if refused is None else refused
-    app = BodyLimit(app, settings.max_body_bytes, tell)
+    on_refusal: Refused = _ignored if refused is None else refused
+    app = BodyLimit(app, settings.max_body_bytes, on_refusal)
     if drain is not None:
-        app = Draining(app, drain, tell)
+        app = Draining(app, drain, on_refusal)
     if settings.api_keys:
-        app = ApiKey(app, settings.api_keys, settings.open_paths, tell)
+        app = ApiKey(app, settings.api_keys, settings.open_paths, on_refusal)
     if settings.cors_origins:
         app = CORSMiddleware(
             app,
@@ -101,5 +101,5 @@ def wrap(
     return RequestId(app)
 
 
-def _untold(status: int, reason: str) -> None:
+def _ignored(status: int, reason: str) -> None:
     pass

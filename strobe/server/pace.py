@@ -1,4 +1,4 @@
-"""How fast answers end, to tell a client whom there is no room for when to ask again."""
+"""How fast answers end: when a client that was refused for want of room is to ask again."""
 
 from __future__ import annotations
 

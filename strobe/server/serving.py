@@ -29,7 +29,7 @@ from strobe.server.parsers import (
     ToolFormat,
     detect,
 )
-from strobe.server.settings import ServerConfig
+from strobe.server.settings import TEXT_THREADS, ServerConfig
 from strobe.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -101,7 +101,7 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.metrics.open_answers = lambda: self.client.num_open
-        self._texts = ThreadPoolExecutor(4, thread_name_prefix="strobe-text")
+        self._texts = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="strobe-text")
         self._longest = max(map(len, self.tokenizer.fast.get_vocab()), default=1)
         self.template_reads = _variables(self.chat_template or self.tokenizer.hf.chat_template)
 

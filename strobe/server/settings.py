@@ -9,6 +9,9 @@ from typing import Any
 from strobe.sampling_params import option
 from strobe.server.logs import configure_logging
 
+TEXT_THREADS = 4
+"""Threads that render templates and encode texts, made one by one as they are needed."""
+
 
 @dataclass(frozen=True)
 class LogSettings:
@@ -46,7 +49,7 @@ class ServerConfig:
     reasoning_parser: str = option(
         "auto", "How the model marks its thinking: qwen3, openai_gptoss, none or auto."
     )
-    max_waiting: int = option(256, "Answers that may wait for a place; more are told 429.")
+    max_waiting: int = option(256, "Answers that may wait for a place; more get a 429.")
     request_timeout: float = option(600.0, "Seconds one request may take; 0 is no limit.")
     grace: float = option(30.0, "Seconds that running requests have to finish after SIGTERM.")
     max_body_bytes: int = option(32 << 20, "Largest request body in bytes.")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grimp
 import pytest
+from full import FULL
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "strobe"
@@ -147,3 +148,7 @@ def test_drafting_methods_are_named_only_where_they_are_made_or_chosen():
             named.add(path.relative_to(PACKAGE).as_posix())
     assert named
     assert named <= chosen
+
+
+def test_what_make_test_leaves_out_is_in_files_that_exist():
+    assert [path for path in FULL if not (ROOT / path).is_file()] == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import OF_FAMILIES, Pair, PlainAnswers, compare
+from matrix import FAMILY_CASES, Pair, PlainAnswers, compare
 from parity import GEOMETRY, Case, check_layers, check_text
 from safetensors.torch import load_file, save_file
 from tiny import edit_json, make_draft, make_engine, make_target
@@ -210,12 +210,12 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
     return make_pair(tmp_path_factory.mktemp("sparse"), seed=3, **EXPERTS)
 
 
-@pytest.mark.parametrize("c", OF_FAMILIES, ids=str)
+@pytest.mark.parametrize("c", FAMILY_CASES)
 def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
     compare(c, plain.pair, plain(c.workload))
 
 
-@pytest.mark.parametrize("c", OF_FAMILIES, ids=str)
+@pytest.mark.parametrize("c", FAMILY_CASES)
 def test_outputs_equal_plain_decoding_with_experts(c: Any, sparse: PlainAnswers):
     compare(c, sparse.pair, sparse(c.workload))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import OF_FAMILIES, PlainAnswers, compare, make_pair
+from matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
 from parity import GEOMETRY, Case, check_layers, check_refused, check_text
 from safetensors.torch import load_file, save_file
 from tiny import LAYERS, edit_json, make_draft, make_engine, make_target
@@ -20,7 +20,7 @@ from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.config_readers.mxfp4 import unpack
 from strobe.models.load import check_draft_tensors, check_target_tensors
-from strobe.tools.doctor.checks import memory_bill
+from strobe.tools.doctor.pair_checks import memory_bill
 
 SHAPE: dict[str, Any] = {
     "intermediate_size": 32,
@@ -118,7 +118,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
     return PlainAnswers(make_pair(tmp_path_factory.mktemp("pair"), make))
 
 
-@pytest.mark.parametrize("c", OF_FAMILIES, ids=str)
+@pytest.mark.parametrize("c", FAMILY_CASES)
 def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
     compare(c, plain.pair, plain(c.workload))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import OF_FAMILIES, PlainAnswers, compare, make_pair
+from matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
 from parity import GEOMETRY, LLAMA3, Case, check_layers, check_refused, check_text
 from tiny import edit_json, make_target
 from transformers import LlamaForCausalLM
@@ -65,7 +65,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
     return PlainAnswers(make_pair(root, family=LlamaForCausalLM, rope_parameters=LLAMA3))
 
 
-@pytest.mark.parametrize("c", OF_FAMILIES, ids=str)
+@pytest.mark.parametrize("c", FAMILY_CASES)
 def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
     compare(c, plain.pair, plain(c.workload))
 

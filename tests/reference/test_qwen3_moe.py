@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import OF_FAMILIES, PlainAnswers, compare, make_pair
+from matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
 from parity import GEOMETRY, Case, check_layers, check_refused, check_text
 from safetensors.torch import load_file, save_file
 from tiny import edit_json, join_experts, make_target
@@ -89,7 +89,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
     return PlainAnswers(make_pair(root, family=Qwen3MoeForCausalLM, seed=3, **SHAPE))
 
 
-@pytest.mark.parametrize("c", OF_FAMILIES, ids=str)
+@pytest.mark.parametrize("c", FAMILY_CASES)
 def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
     compare(c, plain.pair, plain(c.workload))
 

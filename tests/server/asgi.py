@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from polling import PATIENCE
+
 Headers = Sequence[tuple[str, str]]
 
 
@@ -93,7 +95,7 @@ def call(
     async def send(message: Any) -> None:
         answer.messages.append(dict(message))
 
-    asyncio.run(asyncio.wait_for(app(scope, receive, send), timeout=20))
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), timeout=PATIENCE))
     return answer
 
 

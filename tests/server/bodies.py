@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from strobe.server.openai.protocol.chat import ChatCompletionRequest
+from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import Closed
-from strobe.server.openai.protocol.completions import CompletionRequest
+from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.protocol.responses import ResponsesRequest
-from strobe.server.openai.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from strobe.server.openai.protocol.responses_request import ResponsesRequest
+from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

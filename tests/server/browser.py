@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE = 20.0  # seconds until a wait is given up; a wait ends as soon as it can
+PATIENCE = 60.0  # seconds until a wait is given up; a wait ends as soon as it can
 FLAGS = (
     "--headless=new",
     "--remote-debugging-pipe",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from strobe.config import BOX, EngineConfig
 from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.messages import Ready, Submit
@@ -50,3 +52,9 @@ def serving(tokenizer: Tokenizer | None = None, **settings: Any) -> Serving:
 
 def event(tokens: Sequence[int], choice: int = 0, **more: Any) -> TokenEvent:
     return TokenEvent(0, choice, list(tokens), context=5)._replace(**more)
+
+
+def samples(metrics: ServerMetrics, name: str) -> list[Any]:
+    """What /metrics shows of a metric: samples with `labels` and a `value`."""
+    shown = text_string_to_metric_families(metrics.render(None)[0].decode())
+    return [sample for family in shown if family.name == name for sample in family.samples]

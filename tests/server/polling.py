@@ -9,7 +9,9 @@ from typing import TypeVar
 
 Found = TypeVar("Found")
 
-PATIENCE = 60.0
+PATIENCE = 120.0
+"""Seconds; only what hangs takes as long, however busy the machine is."""
+
 _PAUSE = threading.Event()  # never set: waiting for it lets others run
 
 

@@ -13,6 +13,8 @@ import urllib.request
 from pathlib import Path
 from typing import IO
 
+from polling import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -32,7 +34,7 @@ class Served:
     does not.
     """
 
-    def __init__(self, *options: str, patience: float = 120.0):
+    def __init__(self, *options: str, patience: float = PATIENCE):
         self.lines: list[str] = []
         self._ready = threading.Event()
         self.url = ""
@@ -71,7 +73,7 @@ class Served:
         self._paused = None
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE) as answer:
             return answer.read().decode()
 
     def metric(self, name: str) -> float:
@@ -80,7 +82,7 @@ class Served:
         assert found, f"there is no metric {name}"
         return sum(map(float, found))
 
-    def stop(self, patience: float = 60.0) -> int:
+    def stop(self, patience: float = PATIENCE) -> int:
         """End it as a supervisor would; the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(patience)

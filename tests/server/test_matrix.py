@@ -148,12 +148,21 @@ class Report:
             line(f"{name:20}" + "".join(shown[:4]) + "      " + "".join(shown[4:]))
 
 
+def ways(cell: Cell) -> list[Way]:
+    return [way for way in WAYS if cell.streams or way.form == "whole"]
+
+
 PAIRS = [
-    pytest.param(cell, way, id=f"{name}-{way}")
-    for name, cell in CELLS.items()
-    for way in WAYS
-    if cell.streams or way.form == "whole"
+    pytest.param(
+        cell,
+        way,
+        id=f"{name}-{way}",
+        marks=[] if number % len(ways(cell)) == index else [pytest.mark.full],
+    )
+    for number, (name, cell) in enumerate(CELLS.items())
+    for index, way in enumerate(ways(cell))
 ]
+"""Each cell in each way; in `make test` in one of them."""
 
 
 @pytest.mark.parametrize(("cell", "way"), PAIRS)

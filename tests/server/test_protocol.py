@@ -17,11 +17,11 @@ from pydantic import ValidationError
 
 from strobe.sampling_params import SamplingParams
 from strobe.server.openai.protocol import response_bodies as answers
-from strobe.server.openai.protocol.chat import ChatCompletionRequest
+from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import Closed
-from strobe.server.openai.protocol.completions import CompletionRequest
+from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import BadField, error_body, explain
-from strobe.server.openai.protocol.responses import ResponsesRequest
+from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
 
 ROOT = Path(__file__).parents[2]
@@ -226,8 +226,8 @@ def test_any_json_is_a_400_or_what_the_engine_takes(model: type[Closed], data: s
 def test_the_room_stands_alone():
     """The schema is imported by tools that have neither the engine nor the web framework."""
     code = (
-        "import sys, strobe.server.openai.protocol.responses, "
-        "strobe.server.openai.protocol.tokens, "
+        "import sys, strobe.server.openai.protocol.responses_request, "
+        "strobe.server.openai.protocol.token_requests, "
         "strobe.server.openai.protocol.response_bodies; print(*sys.modules)"
     )
     done = subprocess.run(

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from bodies import NAMED, TOOL, USER, chat, refusal, respond, tool
 
-from strobe.server.openai.protocol.chat import ChatCompletionRequest
 from strobe.server.openai.protocol.chat_messages import read_messages
+from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import Closed
 from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.protocol.responses import ResponsesRequest
-from strobe.server.openai.protocol.tokens import TokenizeRequest
+from strobe.server.openai.protocol.responses_request import ResponsesRequest
+from strobe.server.openai.protocol.token_requests import TokenizeRequest
 from strobe.server.openai.protocol.tools import ToolChoice
 
 

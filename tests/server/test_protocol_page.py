@@ -23,10 +23,10 @@ from strobe.server.openai.protocol.common import Closed, StreamOptions
 from strobe.server.openai.protocol.errors import ERROR_TYPES
 from strobe.server.openai.protocol.items import EVERY_ITEM, ITEM_FIELDS
 from strobe.server.openai.protocol.response_format import JSON_SCHEMA_FIELDS, KINDS, SINGLE_FIELDS
-from strobe.server.openai.protocol.responses import ResponsesStreamOptions
-from strobe.server.openai.protocol.sampling import Sampling
+from strobe.server.openai.protocol.responses_request import ResponsesStreamOptions
+from strobe.server.openai.protocol.sampling_fields import Sampling
 from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
-from strobe.server.openai.protocol.tokens import DetokenizeResponse, TokenizeResponse
+from strobe.server.openai.protocol.token_requests import DetokenizeResponse, TokenizeResponse
 from strobe.server.openai.protocol.tools import FUNCTION_FIELDS
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import pytest
 from bodies import SCHEMA, TOOL, USER, refusal, respond
 
 from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.protocol.responses import ResponsesRequest
-from strobe.server.openai.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from strobe.server.openai.protocol.responses_request import ResponsesRequest
+from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 
 
 def test_a_response_is_a_chat():

@@ -10,12 +10,12 @@ import pytest
 from bodies import GENERATING, SCHEMA, SMALLEST, chat, complete, refusal, respond
 
 from strobe.sampling_params import SamplingParams, Speculation
-from strobe.server.openai.protocol.chat import ChatCompletionRequest
+from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import Closed
-from strobe.server.openai.protocol.completions import CompletionRequest
+from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.protocol.responses import ResponsesRequest
-from strobe.server.openai.protocol.sampling import SAME_NAME, Sampling
+from strobe.server.openai.protocol.responses_request import ResponsesRequest
+from strobe.server.openai.protocol.sampling_fields import SAME_NAME, Sampling
 
 EVERY_FIELD: dict[str, Any] = {
     "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": -3, "min_tokens": 1,

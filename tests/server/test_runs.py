@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from engineless import START, Said, event, serving
+from engineless import START, Said, event, samples, serving
 
 from strobe.config import BOX
 from strobe.sampling_params import SamplingParams
@@ -26,8 +26,8 @@ def tokenizer() -> Tokenizer:
 
 def ended(metrics: ServerMetrics) -> dict[str, float]:
     """How many answers ended, by why."""
-    (family,) = [f for f in metrics.collect() if f.name == "vllm:request_success"]
-    return {s.labels["finished_reason"]: s.value for s in family.samples if s.value}
+    found = samples(metrics, "vllm:request_success")
+    return {s.labels["finished_reason"]: s.value for s in found if s.value}
 
 
 def test_events_behind_a_stop_string_are_dropped(tokenizer: Tokenizer):

@@ -1,8 +1,8 @@
 """The server against its own OpenAPI document: requests made from it find no fault in the server,
 and answers have the shapes that it promises.
 
-STROBE_SCHEMA_EXAMPLES is how many requests are made for each operation and way of making them;
-benchmarks/schema.py is the long form.
+A few requests are made for each operation and way of making them; in `make test-all` 16, or as many
+as STROBE_SCHEMA_EXAMPLES says. benchmarks/schema.py is the long form.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ schemathesis = pytest.importorskip(
 )
 from schemathesis.config import SchemathesisConfig  # noqa: E402
 
-EXAMPLES = int(os.environ.get("STROBE_SCHEMA_EXAMPLES", 8))
+MANY = int(os.environ.get("STROBE_SCHEMA_EXAMPLES", 16))
+EXAMPLES = [pytest.param(4, id="few"), pytest.param(MANY, id="many", marks=pytest.mark.full)]
 CONFIG = {
     "seed": 1,
     "checks": {
@@ -43,13 +44,15 @@ BASES: dict[str, dict[str, Any]] = {
 ALLOWED = {503, 504}
 """5xx that are not the server's fault; nothing else may be one."""
 
-bounded = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+
+def bounded(examples: int) -> settings:
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @pytest.fixture(scope="session")
@@ -73,18 +76,21 @@ def checked(case: Any) -> int:
         (MODEL, "positive"),  # any text may be a name
     ],
 )
-def test_whatever_is_asked_the_answer_is_as_the_document_says(api: Any, path: str, mode: str):
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_whatever_is_asked_the_answer_is_as_the_document_says(
+    api: Any, path: str, mode: str, examples: int
+):
     """negative: requests that the document does not allow."""
     operation, statuses = api[path]["POST" if path in BASES else "GET"], Counter[int]()
     made = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
 
-    @bounded
+    @bounded(examples)
     @given(made)
     def holds(case: Any) -> None:
         statuses[checked(case)] += 1
 
     holds()
-    assert statuses.total() >= EXAMPLES
+    assert statuses.total() >= examples
     if mode == "negative":
         assert not statuses[200], statuses
 
@@ -95,12 +101,15 @@ def test_what_is_only_read_is_as_the_document_says(api: Any, path: str):
 
 
 @pytest.mark.parametrize("path", BASES)
-def test_some_fields_beside_a_good_request_are_answered_as_the_document_says(api: Any, path: str):
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_some_fields_beside_a_good_request_are_answered_as_the_document_says(
+    api: Any, path: str, examples: int
+):
     """Requests made from the whole schema nearly all end in some 400; these mostly do not."""
     operation, statuses = api[path]["POST"], Counter[int]()
     known = operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE)
 
-    @bounded
+    @bounded(examples)
     @given(known, st.sets(st.integers(0, 200), min_size=1, max_size=3))
     def holds(case: Any, places: set[int]) -> None:
         fields = [item for item in sorted(case.body.items()) if item[1] is not None]
@@ -109,7 +118,7 @@ def test_some_fields_beside_a_good_request_are_answered_as_the_document_says(api
         statuses[checked(case)] += 1
 
     holds()
-    assert statuses[200] >= EXAMPLES / 4, statuses
+    assert statuses[200] >= examples / 4, statuses
 
 
 def test_the_server_has_come_through(server: Served, api: Any):

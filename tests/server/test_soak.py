@@ -1,4 +1,4 @@
-"""The soak in a short form: benchmarks/soak.py with few streams and a count of requests."""
+"""The soak in two short forms: benchmarks/soak.py with few streams and a count of requests."""
 
 from __future__ import annotations
 
@@ -7,27 +7,61 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from served import ENVIRONMENT, ROOT
 
+GOOD = ("chat", "compl", "resp")
 
-def test_a_few_hundred_good_bad_and_broken_requests_leave_the_server_as_it_was(tmp_path: Path):
-    """A queue of eight places makes many of them wait for room."""
-    found = tmp_path / "soak.json"
-    command = [sys.executable, "benchmarks/soak.py", "--streams=40", "--requests=240"]
+
+def soak(found: Path, *options: str) -> tuple[dict[str, int], int]:
+    """What became of the requests, by kind, and how many were asked again; there is no fault."""
     run = subprocess.run(
-        [*command, "--max-waiting=8", f"--json={found}"],
+        [sys.executable, "benchmarks/soak.py", f"--json={found}", *options],
         cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     report = json.loads(found.read_text())
     assert not report["faults"]
-    became = report["requests"]
+    return report["requests"], report["asked_again_after_429"]
+
+
+def count(became: dict[str, int], what: str) -> int:
+    """The well-formed requests of which that became."""
+    return sum(n for kind, n in became.items() if kind.startswith(GOOD) and kind.endswith(what))
+
+
+def test_good_bad_and_broken_requests_leave_the_server_as_it_was(tmp_path: Path):
+    became, _ = soak(tmp_path / "soak.json", "--streams=12", "--requests=60")
+    assert sum(became.values()) >= 75
+    assert count(became, ": answered") > 15
+    assert count(became, ": left") > 3
+
+
+@pytest.mark.full
+def test_a_few_hundred_with_a_short_queue_leave_the_server_as_it_was(tmp_path: Path):
+    """A queue of four places makes many of them wait for room."""
+    options = "--streams=40", "--requests=240", "--max-waiting=4"
+    became, again = soak(tmp_path / "soak.json", *options)
     assert sum(became.values()) >= 300
-    good = {
-        kind: count for kind, count in became.items() if kind.startswith(("chat", "compl", "resp"))
-    }
-    assert sum(count for kind, count in good.items() if kind.endswith(": answered")) > 80
-    assert sum(count for kind, count in good.items() if kind.endswith(": left")) > 20
+    assert count(became, ": answered") > 80
+    assert count(became, ": left") > 20
     for kind in ("bad body: refused", "bad HTTP: refused", "oversized prompt: refused"):
         assert became[kind] > 0
-    assert report["asked_again_after_429"] > 0
+    assert again > 0
+
+
+def test_more_of_anything_than_before_is_a_fault(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from soak import Vitals
+
+    now = {"server": 7, "engine": 4}
+    before = Vitals(now, now, {"server": 0, "engine": 0}, 4)
+    assert before.faults(before) == []
+    for change in (
+        {"descriptors": {**now, "server": 8}},
+        {"threads": {**now, "server": 8}},
+        {"threads": {**now, "engine": 5}},
+        {"memory": {"server": 0, "engine": 100 << 20}},
+        {"tasks": 5},
+    ):
+        assert len(before._replace(**change).faults(before)) == 1, change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -132,8 +133,7 @@ def test_the_engine_leaves_when_the_server_is_killed():
 
 
 def test_while_the_engine_starts_the_server_says_so_and_ends_with_it():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = unused_port()
     url = f"http://127.0.0.1:{port}"
     process = launched(f"--port={port}")
     try:
@@ -166,6 +166,14 @@ def test_told_to_stop_while_the_engine_starts_it_exits_with_0():
         assert "Traceback" not in said
     finally:
         process.kill()
+
+
+def unused_port() -> int:
+    """Below those that the system gives out by itself, to other tests too once this one is free."""
+    for port in random.Random(os.getpid()).sample(range(20000, 30000), 1000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
 
 
 def launched(*options: str) -> subprocess.Popen[str]:

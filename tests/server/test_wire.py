@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
+from polling import PATIENCE
 from starlette.responses import StreamingResponse
 
 from strobe.server.middleware import MiddlewareSettings, wrap
@@ -57,7 +58,7 @@ def serve(app: Any, parser: str, talk: Talk) -> dict[str, Any]:
                 log.setLevel(logging.NOTSET)
         return line
 
-    return asyncio.run(asyncio.wait_for(main(), timeout=30))
+    return asyncio.run(asyncio.wait_for(main(), timeout=PATIENCE))
 
 
 def head(*headers: str) -> bytes:

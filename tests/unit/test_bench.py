@@ -24,7 +24,8 @@ from strobe.engine.engine import Engine
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.sampling_params import SamplingParams
 from strobe.text.tokenizer import Tokenizer
-from strobe.tools.bench import floor, offline, prompts, rates, step, timeline
+from strobe.tools.bench import engine_step as step
+from strobe.tools.bench import floor, offline, prompts, rates, timeline
 from strobe.tools.bench.settings import DECIDED, OfflineSettings, StepSettings, command_line
 
 CPU = torch.device("cpu")

@@ -14,13 +14,13 @@ from strobe.attention.mask import LayerMask
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
 from strobe.models.registry import load_draft_config, load_target_config, make_target
-from strobe.tools.bench import floor, rates, shapes, timeline
+from strobe.tools.bench import floor, published_shapes, rates, timeline
 
 CPU = torch.device("cpu")
 
 
 def pair_of(name: str) -> tuple[TargetConfig, DraftConfig]:
-    with shapes.directories(name) as (target, draft):
+    with published_shapes.directories(name) as (target, draft):
         return load_target_config(Path(target)), load_draft_config(Path(draft))
 
 

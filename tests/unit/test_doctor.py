@@ -19,9 +19,9 @@ from strobe.cli.main import main
 from strobe.config import BOX, EngineConfig
 from strobe.tools.doctor import measure
 from strobe.tools.doctor import run as doctor
-from strobe.tools.doctor.checks import hashes
 from strobe.tools.doctor.findings import Report
 from strobe.tools.doctor.measure import gain
+from strobe.tools.doctor.pair_checks import hashes
 from strobe.tools.doctor.tokenizers import fingerprint
 
 
@@ -154,7 +154,7 @@ def test_nothing_is_wrong_with_the_pair_in_the_box(
 def test_a_large_file_is_told_from_another_of_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("strobe.tools.doctor.checks.HASHED_BYTES", 1 << 20)
+    monkeypatch.setattr("strobe.tools.doctor.pair_checks.HASHED_BYTES", 1 << 20)
     path, content = tmp_path / "model.safetensors", bytearray(3 << 20)
     seen: set[str] = set()
     for place in (0, 1 << 20, (3 << 20) - 1, None):

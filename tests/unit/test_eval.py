@@ -19,7 +19,7 @@ from strobe.cli import eval as eval_command
 from strobe.demo_models.tasks import FAMILIES
 from strobe.outputs import CompletionOutput, SpeculationReport
 from strobe.tools.bench.settings import DECIDED
-from strobe.tools.eval import datasets, measures, plots, sources
+from strobe.tools.eval import datasets, latex, measures, plots, sources
 from strobe.tools.eval.answering import Answering
 from strobe.tools.eval.datasets import Sample
 from strobe.tools.eval.evaluate import Engines
@@ -106,7 +106,7 @@ def test_eval_alone_shows_its_help(main: Callable[..., Any]):
         (["speed", "--dataset=gsm9k"], "dataset is 'gsm9k'; name one of gsm8k, gsm8k-5shot, "),
         (["speed", "--dataset=mbpp,mbpp"], "dataset is 'mbpp,mbpp', which names one twice."),
         (["speed", "--data=/nowhere"], "data is '/nowhere', which is no file; name a file of "),
-        (["speed", "--data=x", "--dataset=box"], "The box's tasks are made by rule; drop --data"),
+        (["speed", "--data=x", "--dataset=box"], "The demo models' tasks are made by rule; drop "),
         (["speed", "--data=x", "--dataset=mbpp,alpaca"], "data is one file, but dataset names 2;"),
         (["speed", "--data=x", "--dataset=gsm8k-5shot"], "gsm8k-5shot with --data needs --shots"),
         (["speed", "--shots=x"], "shots are shown by gsm8k-5shot alone; add --dataset gsm8k-5"),
@@ -120,7 +120,7 @@ def test_eval_alone_shows_its_help(main: Callable[..., Any]):
         (["speed", "--expect-accuracy=90"], "expect_accuracy is 90, but must lie from 0 to 1; "),
         (["speed", "--save-answers"], "save_answers is on, but output is empty; name a directory"),
         (["speed", "--method=none"], "Nothing drafts; name a drafter with --draft, or --method "),
-        (["speed", "--target=/x"], "A target is named but no data set, and the box's tasks suit "),
+        (["speed", "--target=/x"], "A target is named but no data set, and the default one "),
     ],
 )
 def test_what_is_wrong_is_one_sentence(
@@ -213,6 +213,18 @@ def test_parquet_is_read_where_pyarrow_is(tmp_path: Path, monkeypatch: pytest.Mo
     table = __import__("pyarrow").Table.from_pylist([{"turns": ["a", "b"]}])
     parquet.write_table(table, path)
     assert sources.read_rows(path)[0].row == {"turns": ["a", "b"]}
+
+
+def test_without_math_verify_answers_are_made_and_not_graded(
+    lines: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(latex, "find_spec", lambda name: None)
+    settings = EvalSettings(dataset="math500", data=str(lines(ROWS["math500"])))
+    loaded = datasets.load("math500", settings)
+    assert [sample.grade for sample in loaded.samples] == [None]
+    assert loaded.ungraded == (
+        "answers are compared by math-verify; install it with pip install 'strobe[eval]'"
+    )
 
 
 def test_the_hub_is_asked_for_the_wanted_files_alone(

@@ -34,6 +34,17 @@ from strobe.tools.eval import graders, latex, programs
         (r"\text{(B)}", "(B)"),
         ("2^{10}", "1024"),
         (r"\begin{pmatrix} -1/3 \\ 2 \end{pmatrix}", r"\begin{pmatrix}-1/3\\2\end{pmatrix}"),
+        (r"\begin{pmatrix} 0.5 \\ 2 \end{pmatrix}", r"\begin{bmatrix} \frac12 \\ 2 \end{bmatrix}"),
+        (r"(3,\infty)\cup(-\infty,2)", r"(-\infty, 2) \cup (3, \infty)"),
+        (r"\log_2 8", "3"),
+        (r"\binom{5}{2}", "10"),
+        (r"3 \ge x", r"x\le 3"),
+        (r"2 \text{ or } 3", "2,3"),
+        (r"\sin^2 x+\cos^2 x", "1"),
+        (r"\sqrt{2}+\sqrt{3}", r"\sqrt{5+2\sqrt{6}}"),
+        (r"3+4i", "4i+3"),
+        ("2.50", "2.5"),
+        (r"12\_a", r"12\_a"),
     ],
 )
 def test_answers_that_say_the_same_are_the_same(given: str, expected: str):
@@ -57,10 +68,34 @@ def test_answers_that_say_the_same_are_the_same(given: str, expected: str):
         ("10^{999}", "5"),
         ("(" * 500, "1"),
         ("1,2", "1"),
+        ("10_2", "10_3"),
+        ("100000000000000001", "100000000000000000"),
+        ("x>3", "x<3"),
+        (r"x<3", r"x\le3"),
+        ("x", "y"),
+        ("__import__('os')", "1"),
     ],
 )
 def test_answers_that_differ_do_not_pass(given: str, expected: str):
     assert not latex.same(given, expected)
+
+
+def test_a_comparison_that_hangs_is_ended_and_the_next_one_answered():
+    comparer = latex.Comparer(seconds=0.2)
+    try:
+        assert not comparer.same("9999999999!", "1")
+        comparer.seconds = 60
+        assert comparer.same(r"\frac12", "0.5")
+    finally:
+        comparer.close()
+
+
+def test_without_math_verify_only_texts_and_numbers_are_compared(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(latex, "find_spec", lambda name: None)
+    assert latex.same("x + 1", "x+1")
+    assert not latex.same("17", "18")
+    with pytest.raises(ValueError, match=r"^Answers are .* pip install 'strobe\[eval\]'\.$"):
+        latex.same(r"\frac12", "0.5")
 
 
 # texts

@@ -29,7 +29,7 @@ from strobe.models.load import (
 )
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.sampling_params import SamplingParams
-from strobe.tools.doctor.checks import memory_bill
+from strobe.tools.doctor.pair_checks import memory_bill
 
 HOW: dict[str, Any] = {
     "max_positions": 40,

@@ -19,6 +19,7 @@ from strobe.models.registry import load_draft_config, load_target_config, make_t
 from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.tools.train.__main__ import train
+from strobe.tools.train.acceptance import Acceptance, answer_spans, batch_acceptance
 from strobe.tools.train.blocks import (
     context_kv,
     draft_hidden,
@@ -31,7 +32,6 @@ from strobe.tools.train.blocks import (
 from strobe.tools.train.capture import capture, target_choices
 from strobe.tools.train.data import Corpus, Sample, chat_sample, epoch_order, read_samples
 from strobe.tools.train.draft import draft_config, new_draft, save_draft, unfused
-from strobe.tools.train.evaluate import Acceptance, answer_spans, batch_acceptance
 from strobe.tools.train.loss import (
     Accuracy,
     Slots,

@@ -1,4 +1,4 @@
-"""What the engine's process tells the server of itself, a few times a second."""
+"""The state of the engine that its process sends to the server a few times a second."""
 
 from __future__ import annotations
 

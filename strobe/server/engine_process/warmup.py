@@ -1,4 +1,4 @@
-"""What is made on first use, made before the first request: kernels, records of steps, buffers."""
+"""What is made on first use, made before the first request: kernels, captured steps, buffers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Enough(Exception):
 
 
 def warm_up(engine: Engine, seconds: float = _SECONDS) -> None:
-    """Answer a prompt; where steps are recorded, run those that come again and again, greedy and
+    """Answer a prompt; where steps are captured, run those that come again and again, greedy and
     sampled, and the largest prefill. The engine is left as if nothing had run.
 
     seconds: after these no further step is run, and what is missing is made when it is first used.
@@ -47,7 +47,7 @@ def warm_up(engine: Engine, seconds: float = _SECONDS) -> None:
         engine.step()
     engine.forget()
     logger.info(
-        "warmed up in %.1f s, %d steps recorded", time.perf_counter() - began, len(engine.graphs)
+        "warmed up in %.1f s, %d steps captured", time.perf_counter() - began, len(engine.graphs)
     )
 
 
@@ -88,8 +88,8 @@ class _WarmUp:
         self.end(*asked)
 
     def mix(self, buckets: Buckets, sampling: SamplingParams) -> None:
-        """Prompts of every recorded number of rows together: one long and others short, or all
-        alike. To a record, requests that decode beside them are the same."""
+        """Prompts of every captured number of rows together: one long and others short, or all
+        alike. To a captured step, requests that decode beside them are the same."""
         one = sampling.clone(max_tokens=1)
         for count in [1, *[count + 1 for count in buckets.mixed_spans]]:
             if count > self.limits.max_num_seqs:

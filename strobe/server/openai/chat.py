@@ -15,7 +15,7 @@ from starlette.responses import Response
 from strobe.outputs import StreamDelta
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
-from strobe.server.openai.protocol.chat import ChatCompletionRequest
+from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.errors import BadField
 from strobe.server.openai.runs import Choice, Job, Progress, Run, speculation, usage
 from strobe.server.parsers import CallDelta, Parser, Tool, make_parser
@@ -141,7 +141,7 @@ class Calls:
 
     def take(self, deltas: tuple[CallDelta, ...]) -> list[dict[str, Any]]:
         """The same as OpenAI's deltas; without `parallel` there is only the first call."""
-        told: list[dict[str, Any]] = []
+        sent: list[dict[str, Any]] = []
         for delta in deltas:
             if delta.index and not self.parallel:
                 continue
@@ -149,12 +149,12 @@ class Calls:
                 function = {"name": delta.name, "arguments": delta.arguments}
                 call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
                 self.made.append({**call, "function": dict(function)})
-                told.append({"index": delta.index, **call, "function": function})
+                sent.append({"index": delta.index, **call, "function": function})
             else:
                 self.made[delta.index]["function"]["arguments"] += delta.arguments
                 function = {"arguments": delta.arguments}
-                told.append({"index": delta.index, "function": function})
-        return told
+                sent.append({"index": delta.index, "function": function})
+        return sent
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Message:
     begun: bool = False
 
     def take(self, progress: Progress) -> dict[str, Any]:
-        """Take in a step; the delta that tells of it."""
+        """Take in a step; its delta."""
         parsed = progress.parsed
         self.content += parsed.content
         self.reasoning += parsed.reasoning
@@ -275,7 +275,7 @@ class ChatReply:
             yield replies.event(last | {"speculation": speculation([self.run])})
 
     def _chunk(self, progress: Progress) -> dict[str, Any] | None:
-        """A choice of a chunk, None where there is nothing to tell yet."""
+        """A choice of a chunk, None where there is nothing to send yet."""
         request, choice = self.request, progress.choice
         message = self.messages[choice.index]
         begun = message.begun
@@ -295,8 +295,8 @@ class ChatReply:
             entry["token_ids"] = progress.delta.token_ids
         if self.report:
             entry["step"] = step_of(progress.delta)
-        tells = delta or progress.finished or entry["logprobs"] or len(entry) > 4
-        return entry if tells else None
+        filled = delta or progress.finished or entry["logprobs"] or len(entry) > 4
+        return entry if filled else None
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
 from strobe.server.openai.chat import step_of
-from strobe.server.openai.protocol.completions import CompletionRequest
+from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import BadField
 from strobe.server.openai.runs import Choice, Job, Progress, Run, speculation, usage
 from strobe.server.parsers.chain import Plain
@@ -158,27 +158,27 @@ class CompletionReply:
     async def events(self) -> AsyncGenerator[bytes]:
         """The chunks of the stream; several prompts' answers come as they are made."""
         options = self.request.stream_options
-        news: asyncio.Queue[tuple[int, list[Progress]] | Exception | None] = asyncio.Queue()
+        outputs: asyncio.Queue[tuple[int, list[Progress]] | Exception | None] = asyncio.Queue()
 
         async def follow(place: int, run: Run) -> None:
             try:
                 async for steps in run.steps():
-                    news.put_nowait((place, steps))
-                news.put_nowait(None)
+                    outputs.put_nowait((place, steps))
+                outputs.put_nowait(None)
             except Exception as error:
-                news.put_nowait(error)
+                outputs.put_nowait(error)
 
         tasks = [asyncio.ensure_future(follow(i, run)) for i, run in enumerate(self.runs)]
         left = len(tasks)
         try:
             while left:
-                told = await news.get()
-                if told is None:
+                output = await outputs.get()
+                if output is None:
                     left -= 1
-                elif isinstance(told, Exception):
-                    raise told
+                elif isinstance(output, Exception):
+                    raise output
                 else:
-                    out = b"".join(self._chunks(*told))
+                    out = b"".join(self._chunks(*output))
                     if out:
                         yield out
         finally:
@@ -229,8 +229,8 @@ class CompletionReply:
                 chunk["warnings"] = self.warnings
             if options is not None and options.include_usage:
                 chunk["usage"] = usage(self.runs) if options.continuous_usage_stats else None
-            tells = text or progress.finished or entry["logprobs"] or len(entry) > 4 or first
-            if tells:
+            filled = text or progress.finished or entry["logprobs"] or len(entry) > 4 or first
+            if filled:
                 chunks.append(replies.event(chunk))
         return chunks
 

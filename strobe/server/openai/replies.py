@@ -20,7 +20,7 @@ from strobe.request import TokenLogprob
 from strobe.server.access import CLIENT_CLOSED
 from strobe.server.engine_process.client import EngineDead, EngineStopped
 from strobe.server.openai.protocol.errors import BadField, error_body
-from strobe.server.openai.protocol.sampling import Sampling
+from strobe.server.openai.protocol.sampling_fields import Sampling
 from strobe.server.openai.runs import Run, speculation, usage
 from strobe.server.serving import Serving, Unserved
 from strobe.text.tokenizer import Tokenizer
@@ -183,7 +183,7 @@ async def stream(
 
     def at_end() -> None:
         watch.stop()
-        _settle(serving, http, runs, streams=True)
+        _finish(serving, http, runs, streams=True)
 
     def failing(error: Exception) -> bytes:
         status, body, _ = problem(error)
@@ -254,7 +254,7 @@ async def whole(
         return failed(serving, error)
     finally:
         watch.stop()
-        _settle(serving, http, runs, streams=False)
+        _finish(serving, http, runs, streams=False)
 
 
 async def drained(runs: Sequence[Run]) -> None:
@@ -315,7 +315,7 @@ def _close(runs: Sequence[Run]) -> None:
         run.close()
 
 
-def _settle(serving: Serving, http: Request, runs: Sequence[Run], *, streams: bool) -> None:
+def _finish(serving: Serving, http: Request, runs: Sequence[Run], *, streams: bool) -> None:
     """A request's end, however it came: what still runs is given up and counted, and the access log
     learns what became of the answers."""
     _close(runs)
@@ -325,8 +325,8 @@ def _settle(serving: Serving, http: Request, runs: Sequence[Run], *, streams: bo
             choice.count()
     report = speculation(runs)
     length = report["acceptance_length"]
-    told = _log_of(http)
-    told.update(
+    line = _log_of(http)
+    line.update(
         answer_id=runs[0].job.request_id,
         model=serving.names[0],
         stream=streams,
@@ -338,8 +338,8 @@ def _settle(serving: Serving, http: Request, runs: Sequence[Run], *, streams: bo
     if serving.settings.log_prompts:
         prompts = [run.job.prompt_ids for run in runs]
         decode = serving.tokenizer.decode
-        told["prompts"] = [decode(ids, skip_special_tokens=False) for ids in prompts]
-        told["answers"] = [choice.output.text for choice in choices]
+        line["prompts"] = [decode(ids, skip_special_tokens=False) for ids in prompts]
+        line["answers"] = [choice.output.text for choice in choices]
 
 
 def _log_of(http: Request) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The output items of a response, and the events that tell of them as they grow."""
+"""The output items of a response, and the events that are sent as they grow."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Items:
         return [item.item() for item in self._items]
 
     def take(self, segment: Segment, logprobs: Logprobs) -> list[Event]:
-        """Take in a segment; the events that tell of it."""
+        """Take in a segment; its events."""
         if segment.kind == "call" and segment.call and not self._parallel:
             return []
         events: list[Event] = []

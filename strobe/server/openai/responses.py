@@ -15,7 +15,7 @@ from starlette.responses import Response
 from strobe.server.openai import replies
 from strobe.server.openai.chat import Prepared, chat_logprob, prepare
 from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.protocol.responses import ResponsesRequest
+from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.response_items import Event, Items, Logprobs, Status
 from strobe.server.openai.runs import Run, speculation, usage
 from strobe.server.openai.segments import Ordered, Origins, Segment
@@ -121,11 +121,11 @@ class ResponseReply:
     def failed(self, body: dict[str, Any]) -> bytes:
         """The last events of a stream that an error has ended."""
         said = body["error"]
-        told = {"type": "error", **{name: said[name] for name in ("code", "message", "param")}}
+        event = {"type": "error", **{name: said[name] for name in ("code", "message", "param")}}
         self.items.close("incomplete")
         response = self._response("failed")
         response["error"] = {"code": "server_error", "message": said["message"]}
-        return self._event(told) + self._event({"type": "response.failed", "response": response})
+        return self._event(event) + self._event({"type": "response.failed", "response": response})
 
     async def _steps(self) -> AsyncIterator[list[Event]]:
         """The events of each step; the last step's end the output. Raises BadField, Unserved,

@@ -1,6 +1,6 @@
 """An answer's parts in the order in which they were written, and the tokens that wrote each.
 
-A parser tells how much reasoning, content and calls a piece of text held, but not in which order.
+A parser says how much reasoning, content and calls a piece of text held, but not in which order.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from strobe.server.openai import replies
 from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 from strobe.server.serving import Serving
 
 

@@ -4,7 +4,7 @@ import { element, number } from "./dom.js";
 import { Sections } from "./sections.js";
 import { Strip } from "./strip.js";
 
-const OFF = "the request turned speculation off"; // asked for, so no news
+const OFF = "the request turned speculation off"; // asked for, so nothing to report
 
 /** The tokens on the page, for whoever wants to say more about one: span -> {answer, token}. */
 export const tokenOf = new WeakMap();

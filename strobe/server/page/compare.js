@@ -26,7 +26,7 @@ export function verdict(off, on, body, inTurns) {
   return result;
 }
 
-/** The speed-up, null where it cannot be told, and how it was measured. */
+/** The speed-up, null where it is not known, and how it was measured. */
 function rates(off, on) {
   const streamed = [off, on].every(({ times }) => times.last > times.first);
   const whole = ({ numTokens, times }) => (1000 * numTokens) / (times.last - times.started);

@@ -1,4 +1,4 @@
-// Prompts that suit the pair in the box: one of each family of tasks it was trained on.
+// Prompts that suit the demo models: one of each family of tasks they were trained on.
 
 export const BOX = "strobe-demo";
 

@@ -62,7 +62,7 @@ function origin({ own, covered }, step) {
 }
 
 function stepLine(step, index) {
-  if (!step) return "The server told no steps.";
+  if (!step) return "The server sent no steps.";
   if (!step.bar) return "From the prompt’s own forward pass, before any step.";
   if (!step.drafted) return `Step ${index}: nothing was drafted.`;
   return `Step ${index}: ${step.accepted} of ${step.drafted} drafts accepted.`;

@@ -127,10 +127,10 @@ async function stream(answer, body, signal) {
       answer.finish("Stopped.");
       say("Stopped.");
     } else {
-      const told = error instanceof ServerError;
-      answer.finish(told ? error.message : `The page failed: ${error.message}`, "error");
+      const known = error instanceof ServerError;
+      answer.finish(known ? error.message : `The page failed: ${error.message}`, "error");
       if (error.status === 401) answer.notes.append(keyButton());
-      if (!told) console.error(error);
+      if (!known) console.error(error);
     }
   }
   follow(answer);
@@ -223,7 +223,7 @@ function follow(answer) {
 async function loadModel() {
   const note = byId("server-note");
   const key = settings.apiKey();
-  const told = getJson("version", key).catch(() => null);
+  const answered = getJson("version", key).catch(() => null);
   try {
     model = (await getJson("v1/models", key)).data[0];
     note.hidden = true;
@@ -234,7 +234,7 @@ async function loadModel() {
     note.hidden = false;
     if (error.status === 503) setTimeout(loadModel, 400); // it is still starting
   }
-  const version = (await told)?.version;
+  const version = (await answered)?.version;
   const words = [model?.id, version && `Strobe ${version}`];
   if (model?.max_model_len) words.push(`context ${number(model.max_model_len)}`);
   byId("model").textContent = words.filter(Boolean).join(" · ");

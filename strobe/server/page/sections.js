@@ -27,7 +27,7 @@ export class Sections {
     return this.resolve(before);
   }
 
-  /** Text of a server that tells no tokens: one piece of unknown origin. */
+  /** Text of a server that sends no tokens: one piece of unknown origin. */
   pushText(delta) {
     const text = (delta.reasoning_content ?? "") + (delta.content ?? "");
     const before = this.tokens.length;

@@ -116,10 +116,10 @@ class CallText:
 
     def _in_call(self) -> bool:
         call, known = self._call, self._call.begun
-        news = call.push(self._buffer)
+        arguments = call.push(self._buffer)
         self._buffer = ""
         if call.begun:
-            self._give_call(None if known else call.name, news)
+            self._give_call(None if known else call.name, arguments)
         if call.verdict is None:
             return False
         if not call.begun:

@@ -17,7 +17,7 @@ _NAME = re.compile(r"[^\s<>]+")
 class GptOss:
     """`<|channel|>analysis<|message|>` opens thinking, `<|channel|>commentary to=functions.NAME
     <|constrain|>json<|message|>` a call, `<|channel|>final<|message|>` the answer; what a
-    commentary tells nobody in particular belongs to the answer. A call ends the answer, so more
+    commentary addressed to nobody belongs to the answer. A call ends the answer, so more
     than one comes only where `<|call|>` is no end token."""
 
     name: str = "gpt_oss"

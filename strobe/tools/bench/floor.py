@@ -30,7 +30,7 @@ class Work:
 @dataclass(frozen=True)
 class Rates:
     """What this device does, measured in this run: bytes/s of a reduction over a large buffer and
-    of a copy (read and written), operations/s of a square matrix product in the engine's dtype, and
+    of a copy (read and written), operations/s of a square GEMM in the engine's dtype, and
     of one as the linear layers compute it, which is the same unless they are in FP8."""
 
     reduction: float

@@ -1,4 +1,4 @@
-"""Real prompts for `strobe bench offline`: a file of the user's, or held-out tasks of the box."""
+"""Real prompts for `strobe bench offline`: a user's file, or the demo models' held-out tasks."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ import torch
 from strobe.runner.memory import free_memory
 from strobe.tools.bench.floor import Rates
 
-_GPU = (4 << 30, 8192)  # bytes of the buffer, rows of the square product
+_GPU = (4 << 30, 8192)  # bytes of the buffer, rows of the square GEMM
 _CPU = (256 << 20, 1024)
 _REPEATS = 15
 
 
 def measure(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Rates:
-    """The device's rates, the product's with random values of `dtype` and, for linear layers in
+    """The device's rates, the GEMM's with random values of `dtype` and, for linear layers in
     FP8, of e4m3; the buffers are freed."""
     size, side = _GPU if device.type == "cuda" else _CPU
     reduction, copy = _bandwidths(device, min(size, free_memory(device) // 4))
@@ -44,7 +44,7 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
     if dtype == torch.float8_e4m3fn:
         one, columns = torch.ones((), device=device), right.t()
 
-        def product() -> torch.Tensor:
+        def gemm() -> torch.Tensor:
             return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
                 left, columns, scale_a=one, scale_b=one, out_dtype=torch.bfloat16
             )
@@ -52,10 +52,10 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
     else:
         out = torch.empty_like(left)
 
-        def product() -> torch.Tensor:
+        def gemm() -> torch.Tensor:
             return torch.mm(left, right, out=out)
 
-    return 2 * side**3 / median_seconds(product, device)
+    return 2 * side**3 / median_seconds(gemm, device)
 
 
 def median_seconds(call: Callable[[], object], device: torch.device) -> float:

@@ -74,8 +74,8 @@ class OfflineSettings:
     """`strobe bench offline`. `check()` raises ValueError before anything is built."""
 
     data: str = option(
-        "", "JSON lines with prompt, messages or turns; without it, held-out tasks of the pair in "
-        "the box."
+        "", "JSON lines with prompt, messages or turns; without it, held-out tasks of the demo "
+        "models."
     )  # fmt: skip
     prompts: int = option(32, "Prompts to answer, the first of the data.")
     concurrency: str = option("1,8,32", "Requests running at once, with commas between.")

@@ -60,7 +60,7 @@ def accepted(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) 
 
 
 def matched(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[int]:
-    """How many drafts the target's answers would have kept, had a block begun at each of their
+    """How many drafts the target's answers would have accepted, had a block begun at each of their
     tokens: one number for each. The engine is one that keeps none and goes on token by token."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     requests = [engine.add(list(prompt), params) for prompt in prompts]
@@ -107,7 +107,7 @@ def engine_of(
     resolved: Resolved, draft: DraftConfig, target: Target | None, *, keep: bool = True
 ) -> Engine:
     """An engine whose drafter is read as `draft` says. target: weights that are there already.
-    keep: whether drafts are kept; else every step makes one token, the target's own."""
+    keep: whether drafts may be accepted; else every step makes one token, the target's own."""
     resolved = replace(resolved, drafts={"dflash": draft})
     return Engine(
         resolved,

@@ -45,9 +45,9 @@ def show(report: Report) -> None:
     console.print("Findings", style="bold")
     console.print(_findings(report))
     wrong = len(report.faults)
-    told = "Nothing is wrong." if not wrong else f"{wrong} thing{'s' * (wrong > 1)} wrong."
+    result = "Nothing is wrong." if not wrong else f"{wrong} thing{'s' * (wrong > 1)} wrong."
     console.print()
-    console.print(told, style="bold green" if not wrong else "bold red")
+    console.print(result, style="bold green" if not wrong else "bold red")
 
 
 def _findings(report: Report) -> Table:

@@ -1,4 +1,4 @@
-"""`strobe doctor`: look at a pair, run it, try what it may have been meant to be, and tell."""
+"""`strobe doctor`: look at a pair, run it, try what it may have been meant to be, and report."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from strobe.hub.locate import located
 from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.target import Target
 from strobe.text.tokenizer import Tokenizer
-from strobe.tools.doctor.checks import (
+from strobe.tools.doctor.findings import Report
+from strobe.tools.doctor.measure import Acceptance, accepted, engine_of, gain, matched, variants
+from strobe.tools.doctor.pair_checks import (
     attempt,
     check_files,
     check_tokens,
     mask_candidates,
     memory_bill,
 )
-from strobe.tools.doctor.findings import Report
-from strobe.tools.doctor.measure import Acceptance, accepted, engine_of, gain, matched, variants
 from strobe.tools.doctor.prompts import PROMPTS
 from strobe.tools.doctor.report import progress, show
 from strobe.tools.doctor.tokenizers import returning
@@ -152,7 +152,7 @@ def _judge(
         report.fault(
             str(best["kind"]),
             f"With {best['what']} a block brings {best['tokens']:.2f} tokens, as config.json has "
-            f"it {base:.2f}; the drafter was most likely trained that way, so mend its "
+            f"it {base:.2f}; the drafter was most likely trained that way, so correct its "
             "config.json.",
         )
     elif first < WEAK:

@@ -71,10 +71,15 @@ class Answering:
         self._running: dict[Hashable, tuple[Request, Conversation, Answer]] = {}
 
     def run(
-        self, samples: Sequence[Sample], count: int, tell: Callable[[int], None] = lambda _: None
+        self,
+        samples: Sequence[Sample],
+        count: int,
+        on_progress: Callable[[int], None] = lambda _: None,
     ) -> Run:
-        """Have all conversations, `count` in flight, the next as soon as one has ended. tell: is
-        called with the number that have ended."""
+        """Have all conversations, `count` in flight, the next as soon as one has ended.
+
+        on_progress: is called with the number that have ended.
+        """
         run = Run([Conversation(sample, i) for i, sample in enumerate(samples)])
         waiting = deque(run.conversations)
         device = self.engine.resolved.device
@@ -86,7 +91,7 @@ class Answering:
                     self._ask(waiting.popleft())
                 if self._running:
                     self._step()
-                tell(len(samples) - len(waiting) - len(self._running))
+                on_progress(len(samples) - len(waiting) - len(self._running))
         finally:
             self._leave()
         synchronize(device)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from strobe.demo_models.tasks import FAMILIES, Example, check, heldout
-from strobe.tools.eval import graders, programs
+from strobe.tools.eval import graders, latex, programs
 from strobe.tools.eval.settings import EvalSettings
 from strobe.tools.eval.sources import Placed, Row, fetch, read_rows
 
@@ -30,12 +30,13 @@ class Sample:
 
     before: messages in front of the first turn. raw: the turn is a text to be continued, not a
     chat. grade: whether the last answer is right; None where nobody knows. runs_code: `grade` runs
-    what the model wrote.
+    what the model wrote. latex: `grade` compares what is written in LaTeX.
     """
 
     turns: tuple[str, ...]
     grade: Grade | None = None
     runs_code: bool = False
+    latex: bool = False
     before: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     thinking: bool | None = None
@@ -85,6 +86,8 @@ def load(name: str, settings: EvalSettings) -> DataSet:
     ungraded = published.ungraded
     if not ungraded and not any(sample.grade for sample in samples):
         ungraded = "no row has an answer"
+    if any(sample.latex for sample in samples) and (ungraded := latex.missing()):
+        samples = tuple(replace(sample, grade=None) for sample in samples)
     source = str(path) if path is not None else published.repo
     return DataSet(name, samples, source, len(rows), ungraded)
 
@@ -107,8 +110,8 @@ def _made(
         return make(placed.row, seconds)
     except KeyError as error:
         has = ", ".join(placed.row) or "nothing"
-        mend = 'give {"turns": [text, ...]}' if name == "custom" else f"give {name}'s own rows"
-        raise ValueError(f"{placed.where} has no {error.args[0]!r}, only {has}; {mend}.") from None
+        hint = 'give {"turns": [text, ...]}' if name == "custom" else f"give {name}'s own rows"
+        raise ValueError(f"{placed.where} has no {error.args[0]!r}, only {has}; {hint}.") from None
     except ValueError as error:
         raise ValueError(f"{placed.where}: {error}") from None
 
@@ -132,7 +135,7 @@ def _texts(row: Row, name: str) -> tuple[str, ...]:
 
 def _gsm8k(row: Row, seconds: float) -> Sample:
     grade = partial(graders.number, expected=_text(row, "answer"))
-    return Sample((f"{_text(row, 'question')}\n{_REASON}",), grade)
+    return Sample((f"{_text(row, 'question')}\n{_REASON}",), grade, latex=True)
 
 
 def _examples(settings: EvalSettings) -> str:
@@ -159,7 +162,7 @@ def _five_shot(examples: str, row: Row, seconds: float) -> Sample:
 
 def _math(row: Row, seconds: float) -> Sample:
     grade = partial(graders.mathematics, expected=_text(row, "answer"))
-    return Sample((f"{_text(row, 'problem')}\n{_REASON}",), grade)
+    return Sample((f"{_text(row, 'problem')}\n{_REASON}",), grade, latex=True)
 
 
 def _human_eval(row: Row, seconds: float) -> Sample:
@@ -206,11 +209,11 @@ def _custom(row: Row, seconds: float) -> Sample:
         return Sample(turns)
     if not isinstance(expected, str | int | float) or isinstance(expected, bool):
         raise ValueError(f"answer is {reprlib.repr(expected)}, but must be a text or a number.")
-    return Sample(turns, partial(graders.answer, expected=str(expected)))
+    return Sample(turns, partial(graders.answer, expected=str(expected)), latex=True)
 
 
 def _tasks(count: int) -> Iterator[Example]:
-    """Held-out tasks of the pair in the box, the families in turn."""
+    """Held-out tasks of the demo models, the families in turn."""
     each = -(-count // len(FAMILIES))
     pool = heldout(each, seed=1)  # by family
     for i in range(count):

@@ -64,8 +64,8 @@ def _located(settings: EvalSettings, config: EngineConfig) -> EngineConfig:
     config = config.check()
     if config.target not in ("", str(BOX / "target")) and not (settings.dataset or settings.data):
         raise ValueError(
-            "A target is named but no data set, and the box's tasks suit the pair in the box; name "
-            "one with --dataset or --data."
+            "A target is named but no data set, and the default one suits the demo models only; "
+            "name one with --dataset or --data."
         )
     return located(config)
 
@@ -132,15 +132,15 @@ def _fastest(
     runs: list[Run] = []
     for turn in range(settings.repeats):
         text = f"{name}, turn {turn + 1} of {settings.repeats}"
-        told: Callable[[int], None] = partial(_tell, say, text, len(data.samples))
-        runs.append(answering.run(data.samples, count, told))
+        report: Callable[[int], None] = partial(_report, say, text, len(data.samples))
+        runs.append(answering.run(data.samples, count, report))
     best = min(runs, key=lambda run: run.seconds)
     if not best.tokens:
         raise ValueError(f"No prompt of {data.name} could run. {best.conversations[0].error}")
     return best
 
 
-def _tell(say: Say, text: str, of: int, done: int) -> None:
+def _report(say: Say, text: str, of: int, done: int) -> None:
     say(f"{text}: {done} of {of}")
 
 
@@ -178,7 +178,7 @@ def _header(
 def _name(path: str) -> str:
     """A checkpoint's name without this machine's directories, which a report should not carry."""
     if path.startswith(str(BOX)):
-        return f"the box's {Path(path).name}"
+        return f"the demo {Path(path).name}"
     return path if not Path(path).is_absolute() else "/".join(Path(path).parts[-2:])
 
 

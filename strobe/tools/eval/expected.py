@@ -19,8 +19,8 @@ _PAPER_TOKENS = 2048
 
 
 class Facts(NamedTuple):
-    """What tells a pair from others, whatever its directories are called. positions: that the
-    target is good for, and rope_theta: its base, which differ between releases of one size;
+    """What distinguishes a pair from others, whatever its directories are called. positions: those
+    the target is good for, and rope_theta: its base, which differ between releases of one size;
     end_id: ends the answers of a chat, but no text of a base model; the drafter is one in z-lab's
     format."""
 
@@ -145,8 +145,8 @@ PAIRS = (
         "box",
         Facts("Qwen3ForCausalLM", 16, 192, 512, 2048, 1e4, 2, 3, 16),
         (
-            Expected("box", 14.0, 0.979, accuracy_factor=0.97, source="the box's model card"),
-            Expected("box", 13.6, temperature=1.0, source="the box's model card"),
+            Expected("box", 14.0, 0.979, accuracy_factor=0.97, source="the demo models' card"),
+            Expected("box", 13.6, temperature=1.0, source="the demo models' card"),
         ),
     ),
 )  # fmt: skip

@@ -59,7 +59,7 @@ def number(text: str, *, expected: str) -> bool:
     if box is not None and wanted is not None and latex.same(box, str(wanted)):
         return True
     marked = text.rsplit("####", 1)[1] if "####" in text else None
-    for place in (latex.normal(box) if box is not None else None, marked, said(text), text):
+    for place in (latex.plain(box) if box is not None else None, marked, said(text), text):
         if place is not None and (found := last_number(place)) is not None:
             return found == wanted
     return False

@@ -25,7 +25,7 @@ class EvalSettings:
 
     dataset: str = option(
         "", f"Data sets with commas between: {', '.join(DATA_SETS)}; by default box, the held-out "
-        "tasks of the pair in the box."
+        "tasks of the demo models."
     )  # fmt: skip
     data: str = option(
         "", "A local file (.jsonl, .json, .parquet) in place of the hub's; without --dataset, "
@@ -90,7 +90,9 @@ class EvalSettings:
                 f"data is one file, but dataset names {len(names)}; name the one that it holds."
             )
         if self.data and names == ("box",):
-            raise ValueError("The box's tasks are made by rule; drop --data, or --dataset box.")
+            raise ValueError(
+                "The demo models' tasks are made by rule; drop --data, or --dataset box."
+            )
         if self.shots and "gsm8k-5shot" not in names:
             raise ValueError("shots are shown by gsm8k-5shot alone; add --dataset gsm8k-5shot.")
         if self.data and names == ("gsm8k-5shot",) and not self.shots:

@@ -98,17 +98,17 @@ def fetch(repo: str, patterns: Sequence[str], name: str) -> list[Path]:
     or found in the cache. Raises ValueError where they cannot be had."""
     from huggingface_hub import snapshot_download
 
-    mend = f"check the connection, or give a local copy: --dataset {name} --data FILE."
+    hint = f"check the connection, or give a local copy: --dataset {name} --data FILE."
     try:
         folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=list(patterns)))
     except Exception as error:  # the hub's own errors, and those of its HTTP library
         raise ValueError(
-            f"The data set {repo} could not be fetched from the hub ({_line(error)}); {mend}"
+            f"The data set {repo} could not be fetched from the hub ({_line(error)}); {hint}"
         ) from None
     for pattern in patterns:
         if files := sorted(folder.glob(pattern)):
             return files
-    raise ValueError(f"The data set {repo} has no file like {patterns[0]} on the hub; {mend}")
+    raise ValueError(f"The data set {repo} has no file like {patterns[0]} on the hub; {hint}")
 
 
 def _line(error: Exception) -> str:

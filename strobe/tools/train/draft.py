@@ -116,7 +116,7 @@ def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: 
 
 
 def unfused(draft: DFlash) -> dict[str, Tensor]:
-    """The parameters under the names of a checkpoint, one product each."""
+    """The parameters under the names of a checkpoint, one linear layer each."""
     pieces, tensors = pieces_of(draft), dict[str, Tensor]()
     for name, parameter in draft.named_parameters():
         for piece in pieces[name]:

@@ -86,7 +86,7 @@ class Schedule:
     micro_batch: int | None = None
     """Sequences in memory at once, a divisor of batch_size; None takes them all."""
     anchors: int = 512
-    """Blocks drawn per sequence and step."""
+    """Blocks sampled per sequence and step."""
     learning_rate: float = 6e-4
     """The peak, from which a cosine falls to 0."""
     warmup: float = 0.04

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from strobe.models.dflash import DFlash
 from strobe.models.target import Target
+from strobe.tools.train.acceptance import Acceptance, batch_acceptance
 from strobe.tools.train.blocks import (
     Blocks,
     context_kv,
@@ -28,7 +29,6 @@ from strobe.tools.train.blocks import (
 )
 from strobe.tools.train.capture import Captured, capture, target_choices
 from strobe.tools.train.data import Batch, Corpus, Sample, epoch_order
-from strobe.tools.train.evaluate import Acceptance, batch_acceptance
 from strobe.tools.train.loss import Accuracy, block_loss, measure_slots
 from strobe.tools.train.settings import Schedule, TrainSettings
 

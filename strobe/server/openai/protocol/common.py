@@ -71,9 +71,9 @@ def take(given: Any, known: Collection[str], place: str, path: str = "") -> Take
 
 def _unknown(name: str, names: Collection[str], path: str, full: str) -> BadField:
     near = get_close_matches(name[:80], list(names), n=1)
-    mend = f"did you mean {near[0]}?" if near else "leave it out."
+    hint = f"did you mean {near[0]}?" if near else "leave it out."
     return BadField(
-        f"{shown(name)} is no field of {path or 'this endpoint'}; {mend}",
+        f"{shown(name)} is no field of {path or 'this endpoint'}; {hint}",
         full[:200],
         "unknown_parameter",
     )
@@ -162,7 +162,7 @@ class Within:
 
     low: float
     high: float
-    mend: str
+    hint: str
     above: bool = False
 
     def __get_pydantic_core_schema__(
@@ -180,7 +180,7 @@ class Within:
         if not self.low <= value <= self.high or (self.above and value == self.low):
             between = " and at most" if self.above else " to"
             must = f"{'above' if self.above else 'from'} {_plain(self.low)}{between}"
-            raise wrong(info.field_name, value, f"{must} {_plain(self.high)}", self.mend)
+            raise wrong(info.field_name, value, f"{must} {_plain(self.high)}", self.hint)
         return value
 
 
@@ -240,7 +240,7 @@ TokenIds = Annotated[tuple[int, ...], BeforeValidator(_ids_field), WithJsonSchem
 
 
 class StreamOptions(Closed):
-    """What a stream tells beside its text."""
+    """What a stream carries beside its text."""
 
     place: ClassVar[str] = "stream_options"
     path: ClassVar[str] = "stream_options"

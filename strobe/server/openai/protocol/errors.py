@@ -77,9 +77,9 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def wrong(path: str | None, value: Any, must: str, mend: str = "") -> BadField:
+def wrong(path: str | None, value: Any, must: str, hint: str = "") -> BadField:
     """ "PATH is VALUE, but must be MUST; MEND" """
-    tail = f"; {mend}" if mend else ""
+    tail = f"; {hint}" if hint else ""
     return BadField(f"{path or 'The body'} is {shown(value)}, but must be {must}{tail}.", path)
 
 

@@ -125,7 +125,7 @@ _REFUSED: Table = {
     "thinking_token_budget": Note("the length of the reasoning cannot be limited", (-1,)),
     "thinking_budget": Note("the length of the reasoning cannot be limited", (-1,)),
     "enable_thinking": Note(_NO_TEMPLATE_ARGUMENT),
-    "separate_reasoning": Note("reasoning is told apart where the model has a parser", (True,)),
+    "separate_reasoning": Note("reasoning is separated where the model has a parser", (True,)),
     "stream_reasoning": Note("give include_reasoning: false to leave it out", (True,)),
     "cache_salt": Note("the prefix cache is shared by all requests"),
     "kv_transfer_params": Note("there is one engine", ({},)),

@@ -24,6 +24,7 @@ from strobe.hub.locate import located
 from strobe.request import Request, Status
 from strobe.sampling_params import SamplingParams
 from strobe.tools.bench.floor import Rates, Shapes
+from strobe.tools.bench.published_shapes import directories
 from strobe.tools.bench.rates import measure, release, synchronize
 from strobe.tools.bench.report import (
     Figures,
@@ -40,7 +41,6 @@ from strobe.tools.bench.report import (
     write,
 )
 from strobe.tools.bench.settings import StepSettings, command_line
-from strobe.tools.bench.shapes import directories
 from strobe.tools.bench.timeline import Timeline
 
 _PREFILL_TURNS = 3
@@ -136,14 +136,14 @@ def _check_room(settings: StepSettings, setup: Resolved) -> None:
         room = limits.max_model_len - length - 1 - 2 * limits.block
         most = math.floor(room / accepted) - settings.warmup
         if settings.steps > most:
-            mend = (
+            hint = (
                 f"ask for at most {most} steps"
                 if most > 0
                 else "ask for shorter prompts or a smaller warmup"
             )
             raise ValueError(
                 f"{settings.warmup} + {settings.steps} steps of {accepted:g} tokens behind a "
-                f"prompt of {length} do not fit max_model_len {limits.max_model_len}; {mend}."
+                f"prompt of {length} do not fit max_model_len {limits.max_model_len}; {hint}."
             )
     for count, length in settings.prefills:
         if length >= limits.max_model_len:
@@ -191,7 +191,7 @@ def _measure(
 def _row(settings: StepSettings, engine: Engine, rates: Rates, count: int, length: int) -> Figures:
     """The figures of one concurrency and prompt length: timed once undisturbed, and once more with
     a mark at every part of a step. A GPU rehearses before, since kernels are compiled and graphs
-    recorded when a shape is first met."""
+    captured when a shape is first met."""
     prompts = random_prompts(engine, count, length)
     params = SamplingParams(
         temperature=settings.temperature,

@@ -12,7 +12,7 @@ from strobe.sampling_params import MOST_ANSWERS
 from strobe.server.openai.protocol.common import StreamOptions, Whole, Within
 from strobe.server.openai.protocol.conversation import Conversation, Messages
 from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.protocol.sampling import LogprobCount, ObjectField, Sampling
+from strobe.server.openai.protocol.sampling_fields import LogprobCount, ObjectField, Sampling
 from strobe.server.openai.protocol.tools import CHOICE_SCHEMA
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -1,4 +1,4 @@
-"""The fields of every endpoint that generates: how tokens are chosen and when an answer ends."""
+"""The fields of every endpoint that generates: how tokens are sampled and when an answer ends."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ ObjectField = Annotated[Any, WithJsonSchema({"type": "object"})]
 TextField = Annotated[Any, WithJsonSchema({"type": "string"})]
 TextListField = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "string"}})]
 
-LogprobCount = Annotated[Whole, Within(0, 20, "0 tells of the chosen token alone")]
+LogprobCount = Annotated[Whole, Within(0, 20, "0 gives the sampled token alone")]
 Penalty = Annotated[float, Within(-2, 2, "0 is off")]
 
 

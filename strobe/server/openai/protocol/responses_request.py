@@ -8,13 +8,13 @@ from typing import Annotated, Any, ClassVar, get_args
 from pydantic import Field, WithJsonSchema
 
 from strobe.checks import MOST
-from strobe.server.openai.protocol.chat import ChatCompletionRequest, Effort
+from strobe.server.openai.protocol.chat_request import ChatCompletionRequest, Effort
 from strobe.server.openai.protocol.common import Closed, Whole, Within, take
 from strobe.server.openai.protocol.conversation import check_template_options
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
 from strobe.server.openai.protocol.items import ITEM_SCHEMA, read_input
 from strobe.server.openai.protocol.response_format import read_text_format
-from strobe.server.openai.protocol.sampling import LogprobCount, ObjectField, Sampling
+from strobe.server.openai.protocol.sampling_fields import LogprobCount, ObjectField, Sampling
 from strobe.server.openai.protocol.tools import CHOICE_SCHEMA, Toolbox, ToolChoice, read_toolbox
 
 LOGPROBS = "message.output_text.logprobs"

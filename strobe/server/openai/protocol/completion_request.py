@@ -9,7 +9,7 @@ from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from strobe.checks import MOST
 from strobe.sampling_params import MOST_ANSWERS
-from strobe.server.openai.protocol.chat import check_stream, check_truncation
+from strobe.server.openai.protocol.chat_request import check_stream, check_truncation
 from strobe.server.openai.protocol.common import (
     IDS_SCHEMA,
     TEXTS_SCHEMA,
@@ -20,7 +20,7 @@ from strobe.server.openai.protocol.common import (
     token_ids,
 )
 from strobe.server.openai.protocol.errors import BadField, wrong
-from strobe.server.openai.protocol.sampling import LogprobCount, ObjectField, Sampling
+from strobe.server.openai.protocol.sampling_fields import LogprobCount, ObjectField, Sampling
 
 PROMPT_SCHEMA: dict[str, Any] = {
     "anyOf": [*TEXTS_SCHEMA["anyOf"], IDS_SCHEMA, {"type": "array", "items": IDS_SCHEMA}]

@@ -311,7 +311,7 @@ def draft_config(name: str) -> dict[str, Any]:
 
 @contextmanager
 def directories(name: str) -> Generator[tuple[str, str]]:
-    """Directories of a target and a drafter that hold a config.json; of the box, its own ones.
+    """Directories of a target and a drafter that hold a config.json; of box, the demo models' own.
 
     Raises ValueError for a name that there is not.
     """

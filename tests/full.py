@@ -1,0 +1,55 @@
+"""What only `make test-all` runs: by file or by a pattern that the end of a test's id matches.
+
+It is what takes long for what it is likely to find: whatever needs a browser or a second
+installation, repetitions in another size or dtype of what `make test` runs once, and servers that
+are started for one rare way of ending. Matrices mark their own combinations (`pytest.mark.full`).
+"""
+
+from __future__ import annotations
+
+import re
+
+FULL: dict[str, tuple[str, ...]] = {
+    "tests/server/test_openai_client.py": ("test_a_key_is_asked_for",),
+    "tests/server/test_page.py": ("",),
+    "tests/server/test_stopping.py": (
+        "told twice",
+        "test_told_to_stop_while_the_engine_starts",
+        "test_while_the_engine_starts",
+    ),
+    "tests/unit/test_wheel.py": ("",),
+    "tests/unit/test_doctor.py": (
+        r"fault_named\[(?!anchor layout|truncated tensor|other vocabulary)",
+    ),
+    "tests/kernels/test_attention.py": (
+        r"test_heads\[(?!64-2-1).*-False",
+        r"test_windows\[(True-(2|16|200)-|False-(1|45)-)",
+        r"test_divided_blocks\[mask[134]-",
+        r"test_divided_blocks_of_every_size\[(128-128|64-64)",
+        r"test_long_spans\[mask1",
+        r"test_wide_heads\[(1|8)-",
+        r"test_span_sizes\[mask[03]-(2|16)",
+        r"test_sinks\[64-2-8-mask[02]",
+        r"test_half_precision\[.*float16-True",
+        r"test_backend_agrees_with_the_reference\[mask[02]-False",
+    ),
+    "tests/kernels/test_recurrent.py": (
+        r"more than a program's values-torch.bfloat16",
+        r"odd sizes-torch.float32",
+    ),
+    "tests/kernels/test_linear.py": (
+        r"test_any_rows\[\d-(3|16|100)-",
+        r"test_fusions\[.*-64-96-1",
+    ),
+    "tests/kernels/test_sampling.py": (
+        r"test_(how_many_are_kept|top_k_within_a_lane|equal_logits_stay_together|banned_tokens)"
+        r"\[dtype1",
+        r"test_draws_are_those_of_torch\[.*-dtype1",
+    ),
+}
+
+
+def is_full(node_id: str) -> bool:
+    """Whether a test is in the table."""
+    path, _, name = node_id.partition("::")
+    return any(re.search(pattern, name) for pattern in FULL.get(path, ()))
