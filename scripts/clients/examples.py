@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from strobe.config import BOX
+from strobe.config import DEMO_MODELS
 from strobe.demo_models.tasks import Example, heldout
 from strobe.demo_models.tasks.example import last_answer
 
@@ -36,7 +36,7 @@ def write_evaluation(folder: Path, count: int) -> None:
     """answers.jsonl and choices.jsonl of tasks/*.yaml: `count` questions each."""
     examples = questions(count, *ANSWERED)
     pool = questions(max(count, 30), *ANSWERED)
-    tokenizer = AutoTokenizer.from_pretrained(BOX / "target")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODELS / "target")
     rng = random.Random(0)
     answers, choices = [], []
     for example in examples:

@@ -130,7 +130,7 @@ def run_demo(
     config = replace(
         config, method="dflash" if config.target else None, enable_prefix_caching=False
     )
-    config = located(config.check())
+    config = located(config)
     drafting = LLM(**_options(config))
     plain = LLM(**_options(config.plain()))
     asked = prompts_of(drafting, examples)

@@ -34,7 +34,7 @@ from strobe.cli.flags import (
     value,
 )
 from strobe.compat.arguments import separate
-from strobe.config import BOX, EngineConfig
+from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.sampling_params import SamplingParams
 from strobe.server.settings import ServerConfig
 
@@ -209,7 +209,7 @@ class Info:
 
         model, draft = self.model, self.draft
         if not model:
-            model, draft = str(BOX / "target"), draft or str(BOX / "draft")
+            model, draft = str(DEMO_MODELS / "target"), draft or str(DEMO_MODELS / "draft")
         else:
             model, draft = named(model, draft)
         facts = describe(Path(model), Path(draft) if draft is not None else None)

@@ -158,12 +158,13 @@ class Understood:
     def put(self, name: str, value: Any, origin: str, given: Any) -> None:
         if isinstance(value, str):
             value = SAME.get(name, {}).get(value, value)
-        if self.values.setdefault(name, value) != value:
+        if name in self.values and self.values[name] != value:
             first, earlier = self.origins[name]
             raise ValueError(
                 f"{first} is {earlier!r}, but {origin} is {given!r}, and both set {name}; give one "
                 "of them."
             )
+        self.values[name] = value
         self.origins.setdefault(name, (origin, given))
 
 

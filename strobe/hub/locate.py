@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from strobe.config import BOX, EngineConfig
+from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.hub.download import directory, is_hub_name
 from strobe.hub.files import read_json
 from strobe.hub.pairs import published_drafter
@@ -62,10 +62,10 @@ def _own_pair(config: EngineConfig) -> EngineConfig:
             )
     draft = config.draft
     if draft == AUTO or (draft is None and config.method in (None, "dflash")):
-        draft = str(BOX / "draft")
+        draft = str(DEMO_MODELS / "draft")
     elif draft is not None:
         draft = directory(draft, None)
-    return replace(config, target=str(BOX / "target"), draft=draft)
+    return replace(config, target=str(DEMO_MODELS / "target"), draft=draft)
 
 
 def _named_pair(config: EngineConfig) -> EngineConfig:

@@ -41,7 +41,6 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
     """Serve until told to stop; the exit status. Raises ValueError for settings that do not fit."""
     from_environment = [key for key in [os.environ.get("STROBE_API_KEY")] if key]
     settings = replace(settings, api_key=(*settings.api_key, *from_environment))
-    config, settings = config.check(), settings.check()
     settings.logs.configure()
     template = read_template(settings.chat_template)
     names = tuple(settings.served_model_name) or (without_revision(config.target) or BOX_NAME,)

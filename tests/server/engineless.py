@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from strobe.config import BOX, EngineConfig
+from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.messages import AnswerNews, Beginning, Ready, Submit
 from strobe.server.guards import Drain
@@ -37,7 +37,7 @@ def serving(tokenizer: Tokenizer | None = None, **settings: Any) -> Serving:
     return Serving(
         settings=ServerConfig(**settings),
         client=Said(),
-        tokenizer=tokenizer or Tokenizer(BOX / "target"),
+        tokenizer=tokenizer or Tokenizer(DEMO_MODELS / "target"),
         names=("m",),
         root="m",
         chat_template=None,

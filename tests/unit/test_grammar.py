@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from strobe.config import BOX
+from strobe.config import DEMO_MODELS
 from strobe.request import Request
 from strobe.sampling.grammar import Follower, Grammars, source_of
 from strobe.sampling_params import SamplingParams, StructuredOutputs
 from strobe.text.tokenizer import Tokenizer
 
-FILE = BOX / "target" / "tokenizer.json"
+FILE = DEMO_MODELS / "target" / "tokenizer.json"
 VOCAB = 2048
 WORDS = VOCAB // 32
 EOS = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strobe.config import BOX
+from strobe.config import DEMO_MODELS
 from strobe.sampling.grammar import Follower, Grammars
 from strobe.sampling_params import StructuredOutputs
 
@@ -14,7 +14,7 @@ TEXT = "The name is Ann, and that is all there is to say."
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(BOX / "target" / "tokenizer.json", 2048, [END])
+    return Grammars(DEMO_MODELS / "target" / "tokenizer.json", 2048, [END])
 
 
 def follower(grammars: Grammars, **structured: object) -> Follower:

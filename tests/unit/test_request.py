@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import timeit
 from typing import Any
 
 import pytest
@@ -30,22 +31,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": -1}, "max_tokens is -1"),
     ({"min_tokens": -1}, "min_tokens is -1"),
     ({"max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, above max_tokens 3"),
-    ({"stop": ["a", ""]}, "stop holds ''"),
-    ({"stop": [3]}, "stop holds 3"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids is -1"),
+    ({"stop": ["a", ""]}, "stop[1] is '', but must be a text of one"),
+    ({"stop": [3]}, "stop[0] is 3"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0] is -1"),
     ({"stop_token_ids": "12"}, "stop_token_ids"),
     ({"presence_penalty": 2.1}, "presence_penalty is 2.1"),
     ({"frequency_penalty": -2.1}, "frequency_penalty is -2.1"),
     ({"frequency_penalty": math.nan}, "frequency_penalty is nan"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty is 0, but must be above 0"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, but must be above 0"),
     ({"repetition_penalty": -1.0}, "repetition_penalty is -1.0"),
     ({"repetition_penalty": math.inf}, "repetition_penalty is inf"),
-    ({"logit_bias": [5]}, "logit_bias is [5], but must map"),
+    ({"logit_bias": [5]}, "logit_bias is [5], but must be a mapping; map"),
     ({"logit_bias": {"5": 1.0}}, "logit_bias is '5'"),
     ({"logit_bias": {5: 100.5}}, "logit_bias[5] is 100.5"),
     ({"logit_bias": {5: math.nan}}, "logit_bias[5] is nan"),
-    ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
-    ({"allowed_token_ids": [1, -1]}, "allowed_token_ids is -1"),
+    ({"allowed_token_ids": []}, "allowed_token_ids is [], but must hold one or more"),
+    ({"allowed_token_ids": [1, -1]}, "allowed_token_ids[1] is -1"),
     ({"allowed_token_ids": "12"}, "allowed_token_ids is '12'"),
     ({"logprobs": -1}, "logprobs is -1"),
     ({"logprobs": True}, "logprobs is True"),
@@ -61,9 +62,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"grammar": ["a"]}}, "structured_outputs.grammar is ['a']"),
     ({"structured_outputs": {"choice": "abc"}}, "structured_outputs.choice is 'abc'"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice is []"),
-    ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice is ['a', 1]"),
+    ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1] is 1"),
     ({"structured_outputs": {"regex": "a", "after": 5}}, "structured_outputs.after is 5"),
-    ({"structured_outputs": {"regex": "a", "after": ["5"]}}, "structured_outputs.after is '5'"),
+    ({"structured_outputs": {"regex": "a", "after": ["5"]}}, "structured_outputs.after[0] is '5'"),
     ({"structured_outputs": {"regex": "a", "opener": 5}}, "opener is 5, but nothing in after"),
     (
         {"structured_outputs": {"regex": "a", "opener": -5, "after": [1]}},
@@ -153,3 +154,13 @@ def test_speculation_is_counted_by_position():
     assert (counts.steps, counts.drafted, counts.accepted) == (3, 10, 6)
     assert counts.per_position == [2, 1, 1, 1, 1]
     assert counts.acceptance_length == 3.0
+
+
+def test_parameters_are_made_in_less_than_a_tenth_of_a_millisecond():
+    given: dict[str, Any] = {
+        "temperature": 0.6, "top_p": 0.9, "stop": ["a", "b"], "stop_token_ids": [7, 8],
+        "logit_bias": {1: 2.0}, "structured_outputs": {"regex": "a"}, "speculation": {},
+    }  # fmt: skip
+    SamplingParams(**given)  # builds the schema
+    seconds = min(timeit.repeat(lambda: SamplingParams(**given), number=100, repeat=5)) / 100
+    assert seconds < 1e-4  # measured 14 us

@@ -321,7 +321,7 @@ def test_benchmarks_take_them_too_but_not_what_they_decide(main: Main):
     status, _, err = main("bench", "offline", "--spec-model=/nowhere", "--spec-tokens=0")
     assert (status, err) == (
         2,
-        "strobe: num_drafts is 0, but must be a whole number of at least 1.\n",
+        "strobe: num_drafts is 0, but must be at least 1.\n",
     )
 
 
