@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from strobe import LLM, EngineConfig, SamplingParams
-from strobe.cli.demo import Answer, answerer, compare, pick_examples, prompts_of, race
 from strobe.config import DEMO_MODELS
 from strobe.engine.engine import Engine
 from strobe.outputs import CompletionOutput, RequestOutput
+from strobe.tools.demo import Answer, answerer, compare, pick_examples, prompts_of, race
 
 
 class Stopwatch:

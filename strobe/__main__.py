@@ -1,6 +1,8 @@
 """`python -m strobe` is the command line."""
 
+import sys
+
 from strobe.cli.main import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from strobe.answers import Answer, named, receive
-from strobe.compat.aliases import understood
+from strobe.compat.aliases import translate
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
@@ -52,7 +52,7 @@ class LLM:
         if engine is None:
             names = {"target": target, "draft": draft}
             given = {n: str(path) for n, path in names.items() if path is not None}
-            resolved = resolve(EngineConfig().with_(**understood(given | options).values))
+            resolved = resolve(EngineConfig().with_(**translate(given | options).values))
             self.tokenizer = Tokenizer(Path(resolved.config.target))
             engine = Engine(resolved)
         else:

@@ -149,7 +149,7 @@ FLAGS = frozenset({
 
 
 @dataclass
-class Understood:
+class Translated:
     """Settings under our names, and the name and value that each was given by."""
 
     values: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -168,11 +168,11 @@ class Understood:
         self.origins.setdefault(name, (origin, given))
 
 
-def understood(options: Mapping[str, Any]) -> Understood:
+def translate(options: Mapping[str, Any]) -> Translated:
     """Options under our names; those of no engine known stay as they are, and an option that is
     None is one not given. Raises ValueError for what cannot be honoured, and for options that
     contradict each other."""
-    found = Understood()
+    found = Translated()
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if name not in ALIASES:
@@ -219,7 +219,7 @@ def _speculative(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return value
 
 
-def _speculation(found: Understood, entries: list[tuple[str, str, Any]]) -> None:
+def _speculation(found: Translated, entries: list[tuple[str, str, Any]]) -> None:
     """Take in vLLM's keys, each with the name that sentences call it by."""
     keys = {key: value for _, key, value in entries}
     lookup = "ngram" in (keys.get("method"), str(keys.get("model")).strip("[]"))

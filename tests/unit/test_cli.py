@@ -20,10 +20,10 @@ import pytest
 from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
-from strobe.cli import demo
 from strobe.demo_models.tasks import FAMILIES
 from strobe.models.checkpoint import Checkpoint
 from strobe.outputs import CompletionOutput, RequestOutput
+from strobe.tools import demo
 
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-m", "strobe"]
@@ -102,6 +102,12 @@ def test_the_help_names_the_commands(main: Callable[..., Any], arguments: list[s
         assert f"• {command}" in out
 
 
+def test_the_help_names_the_values_of_options_that_take_one_of_a_few(main: Callable[..., Any]):
+    out = main("generate", "--help")[1]
+    assert "--kernels {auto,triton,torch}" in out
+    assert "--method {dflash,ngram,none}" in out
+
+
 def test_the_help_speaks_of_defaults_that_there_are(main: Callable[..., Any]):
     out = re.sub(r"[\s│|]+", " ", main("generate", "--help")[1])
     assert "None)" not in out
@@ -112,7 +118,7 @@ def test_the_help_speaks_of_defaults_that_there_are(main: Callable[..., Any]):
 def test_the_help_loads_no_torch():
     code = (
         "import sys\n"
-        "from strobe import cli\n"
+        "from strobe.cli import main as cli\n"
         "try:\n    cli.main(['generate', '--help'])\n"
         "except SystemExit:\n    pass\n"
         "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'safetensors'}\n"

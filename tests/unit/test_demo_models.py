@@ -1,9 +1,9 @@
 """The pair in the box keeps what its model card promises, on a few prompts it never saw."""
 
 from strobe import LLM, SamplingParams
-from strobe.cli.demo import prompts_of
 from strobe.config import DEMO_MODELS
 from strobe.demo_models.tasks import check, heldout
+from strobe.tools.demo import prompts_of
 
 
 def test_it_answers_right_and_its_drafts_are_accepted():
