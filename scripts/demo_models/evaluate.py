@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from scripts.demo_models.tasks import FAMILIES, Example, check, heldout
 from strobe import LLM, SamplingParams
-from strobe.demo_models.tasks import FAMILIES, Example, check, heldout
 from strobe.outputs import RequestOutput, SpeculationReport
 from strobe.tools.demo import prompts_of
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from strobe.config import EngineConfig
-from strobe.demo_models.tasks import FAMILIES, Example, heldout
+from strobe.demo_models import FAMILIES, Example, read_heldout
 from strobe.hub.locate import located
 from strobe.llm import LLM
 from strobe.outputs import Prompt, RequestOutput
@@ -82,11 +82,11 @@ def pick_examples(count: int) -> list[Example]:
     """Held-out examples, the families in turn; of every 24, half with thinking and half from
     templates that training never saw."""
     _check("prompts", count)
+    read_heldout(count)  # raises where there are fewer
+    pool = read_heldout()  # with and without thinking in pairs of turns
     rounds = range(-(-count // len(FAMILIES)))
-    each = len(rounds) + -len(rounds) % 4
-    pool = heldout(each, seed=1)  # by family; with and without thinking in pairs
     turns = [4 * (n // 4) + (0, 3, 2, 1)[n % 4] for n in rounds]
-    return [pool[f * each + turn] for turn in turns for f in range(len(FAMILIES))][:count]
+    return [pool[turn * len(FAMILIES) + f] for turn in turns for f in range(len(FAMILIES))][:count]
 
 
 def _check(name: str, count: Any) -> None:

@@ -25,8 +25,8 @@ from expected import (
 from outcomes import Said
 from tokenizers import Tokenizer
 
+from scripts.demo_models.tasks import Example, heldout
 from strobe.config import DEMO_MODELS
-from strobe.demo_models.tasks import Example, heldout
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODELS / "target" / "tokenizer.json"))
 _TASKS = {(e.family, i % 24): e for i, e in enumerate(heldout(24, seed=5, thinking=False))}

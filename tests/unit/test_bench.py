@@ -19,7 +19,7 @@ from strobe import EngineConfig
 from strobe.cli import bench as bench_command
 from strobe.cli import main as cli
 from strobe.config import DEMO_MODELS
-from strobe.demo_models.tasks import heldout
+from strobe.demo_models import FAMILIES, read_heldout
 from strobe.engine.engine import Engine
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.sampling_params import SamplingParams
@@ -358,8 +358,8 @@ def test_the_boxes_prompts_are_held_out_ones_of_all_families():
         OfflineSettings(prompts=7, concurrency="1"), DEMO_MODELS / "target"
     )
     tokenizer = Tokenizer(DEMO_MODELS / "target")
-    pool = heldout(2, seed=1)
-    want = [pool[2 * family + turn] for turn in (0, 1) for family in range(6)][:7]
+    want = read_heldout(7)
+    assert {example.family for example in want} == set(FAMILIES)
     assert taken == [
         tokenizer.render_chat(e.messages, tools=e.tools or None, enable_thinking=e.thinking)
         for e in want

@@ -20,7 +20,7 @@ import pytest
 from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
-from strobe.demo_models.tasks import FAMILIES
+from strobe.demo_models import FAMILIES
 from strobe.models.checkpoint import Checkpoint
 from strobe.outputs import CompletionOutput, RequestOutput
 from strobe.tools import demo

@@ -1,8 +1,8 @@
 """The pair in the box keeps what its model card promises, on a few prompts it never saw."""
 
+from scripts.demo_models.tasks import check, heldout
 from strobe import LLM, SamplingParams
 from strobe.config import DEMO_MODELS
-from strobe.demo_models.tasks import check, heldout
 from strobe.tools.demo import prompts_of
 
 

@@ -16,7 +16,7 @@ from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.cli import eval as eval_command
-from strobe.demo_models.tasks import FAMILIES
+from strobe.demo_models import FAMILIES
 from strobe.outputs import CompletionOutput, SpeculationReport
 from strobe.tools.bench.settings import DECIDED
 from strobe.tools.eval import datasets, measures, plots, sources
