@@ -35,7 +35,7 @@ class LLM:
     """A target and, where there is one, its drafter, ready to answer.
 
     target: a directory with a Hugging Face checkpoint, or its name on the hub; without one, the
-    pair in the box. draft: the same of its DFlash drafter, or "auto". The other options are
+    demo models. draft: the same of its DFlash drafter, or "auto". The other options are
     EngineConfig's fields, or vLLM's names for them (`model`, `speculative_config`, ...). Raises
     ValueError with the sentence that mends it, before any weight is read where that is possible.
     """

@@ -176,7 +176,7 @@ class SamplingParams:
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = option(
         None,
         "The same seed gives the same tokens, whatever else runs and however it speculates, "
-        "unless drafts are drawn.",
+        "unless drafts are sampled.",
         "leave it out for the engine's own.",
     )
     max_tokens: Count | None = option(16, "Most tokens to make; None: up to the context's end.")
@@ -238,7 +238,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether sampling drops tokens before it draws."""
+        """Whether some tokens are dropped before one is sampled."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def clone(self, **changes: Any) -> SamplingParams:

@@ -26,7 +26,7 @@ COMMANDS = {
 """Every command's name, which is its module's in this package, and what it does."""
 _ABOUT = (
     "Strobe: LLM inference with DFlash block-diffusion speculation. Without a target, commands use "
-    "the demo models. Options of vLLM and SGLang are understood too."
+    "the demo models. Commands also take the options of vLLM and SGLang."
 )
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG}
 

@@ -17,7 +17,7 @@ from strobe.server.settings import ServerConfig
 @dataclass(frozen=True)
 class Serve:
     """Serve a model through OpenAI's API, with a page to try it; without a model, the demo
-    models. Options of `vllm serve` and SGLang's server are understood too."""
+    models. It also takes the options of `vllm serve` and SGLang's server."""
 
     target: Annotated[
         Positional[str],

@@ -1,4 +1,4 @@
-"""Options as users of vLLM, SGLang and openinfer write them, as settings of our own.
+"""Option aliases: the options of vLLM, SGLang and openinfer, translated to our own.
 
 Every table is by the other engine's name, with underscores; docs/command-line.md lists them.
 """
@@ -139,7 +139,7 @@ ALIASES = frozenset({
     "speculative_algorithm", "trust_remote_code", "tokenizer", "tokenizer_path",
     "tokenizer_revision",
 })  # fmt: skip
-"""Every name understood beside our own."""
+"""Every name that is taken beside our own."""
 FLAGS = frozenset({
     *SWITCHES, "enable_expert_parallel", "enable_lora", "skip_tokenizer_init", "disable_log_stats",
     "enable_auto_tool_choice", "enable_metrics", "disable_chunked_mm_input", "language_model_only",
@@ -275,8 +275,8 @@ def _switch(name: str, value: Any) -> bool:
 
 def _only(name: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
     if not any(value == one and type(value) is type(one) for one in allowed):
-        mend = f"; give {' or '.join(map(repr, allowed))}" if allowed else ""
-        raise ValueError(f"{name} is {value!r}, but {why}{mend or ', so leave it out'}.")
+        hint = f"; give {' or '.join(map(repr, allowed))}" if allowed else ""
+        raise ValueError(f"{name} is {value!r}, but {why}{hint or ', so leave it out'}.")
 
 
 def _tokenizer(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

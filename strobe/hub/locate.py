@@ -1,5 +1,5 @@
-"""Settings as users give them to settings that name directories: the box, hub names, a drafter
-that names its own target, and `auto`."""
+"""Finds the directories of target and drafter: the demo models, hub names, a drafter that names its
+own target, and `auto`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def located(config: EngineConfig) -> EngineConfig:
     """The settings with target and draft as local directories, what is not there downloaded except
     for the weights: `hub.fetch_weights` has them once the configs are known to be good.
 
-    No target is the pair in the box. A target that is a speculators checkpoint gives the target it
+    No target means the demo models. A target that is a speculators checkpoint gives the target it
     was trained for, the method and the drafts per step, and becomes the drafter. Settings that are
     located already come back as they are. Raises ValueError.
     """

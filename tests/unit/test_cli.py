@@ -404,7 +404,7 @@ def test_info_prints_a_table(
     assert "\x1b" not in out
 
 
-def test_info_alone_is_about_the_pair_in_the_box(main: Callable[..., Any], no_weights: None):
+def test_info_alone_is_about_the_demo_models(main: Callable[..., Any], no_weights: None):
     facts = json.loads(main("info", "--json")[1])
     assert facts["path"].endswith("demo_models/target")
     assert facts["draft"]["path"].endswith("demo_models/draft")
@@ -505,7 +505,7 @@ def test_the_demos_prompts_come_from_all_families_held_out():
     assert demo.pick_examples(1)[0] == examples[0]
 
 
-def test_the_demo_of_the_pair_in_the_box_drafts_well(main: Callable[..., Any]):
+def test_the_demo_of_the_demo_models_drafts_well(main: Callable[..., Any]):
     status, out, err = main("demo", "--json", "--prompts=1", "--repeats=1", "--max-tokens=20")
     assert (status, err) == (0, "")
     figures = json.loads(out)

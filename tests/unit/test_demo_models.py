@@ -1,4 +1,4 @@
-"""The pair in the box keeps what its model card promises, on a few prompts it never saw."""
+"""The demo models keep what their model card promises, on a few prompts they never saw."""
 
 from scripts.demo_models.tasks import check, heldout
 from strobe import LLM, SamplingParams

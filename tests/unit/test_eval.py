@@ -120,7 +120,7 @@ def test_eval_alone_shows_its_help(main: Callable[..., Any]):
         (["speed", "--expect-accuracy=90"], "expect_accuracy is 90, but must be at most 1; "),
         (["speed", "--save-answers"], "save_answers is on, but output is empty; name a directory"),
         (["speed", "--method=none"], "Nothing drafts; name a drafter with --draft, or --method "),
-        (["speed", "--target=/x"], "A target is named but no data set, and the box's tasks suit "),
+        (["speed", "--target=/x"], "A target is named but no data set, and the demo tasks suit "),
     ],
 )
 def test_what_is_wrong_is_one_sentence(

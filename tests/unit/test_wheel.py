@@ -1,4 +1,4 @@
-"""A wheel built from the tree carries the pair in the box and runs it."""
+"""A wheel built from the tree carries the demo models and runs them."""
 
 import json
 import os

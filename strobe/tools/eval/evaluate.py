@@ -64,7 +64,7 @@ def _located(settings: EvalSettings, config: EngineConfig) -> EngineConfig:
         settings.dataset or settings.data
     ):
         raise ValueError(
-            "A target is named but no data set, and the box's tasks suit the pair in the box; name "
+            "A target is named but no data set, and the demo tasks suit only the demo models; name "
             "one with --dataset or --data."
         )
     return located(config)

@@ -27,7 +27,7 @@ class EvalSettings:
 
     dataset: str = option(
         "", f"Data sets with commas between: {', '.join(DATA_SETS)}; by default box, the held-out "
-        "tasks of the pair in the box."
+        "tasks of the demo models."
     )  # fmt: skip
     data: str = option(
         "", "A local file (.jsonl, .json, .parquet) in place of the hub's; without --dataset, "
