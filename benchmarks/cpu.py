@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from strobe import LLM, EngineConfig, SamplingParams
-from strobe.cli.demo import Answer, answerer, compare, pick_examples, prompts_of, race
-from strobe.config import BOX
+from strobe.config import DEMO_MODELS
 from strobe.engine.engine import Engine
 from strobe.outputs import CompletionOutput, RequestOutput
+from strobe.tools.demo import Answer, answerer, compare, pick_examples, prompts_of, race
 
 
 class Stopwatch:
@@ -135,8 +135,8 @@ def seconds_of(code: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default=str(BOX / "target"))
-    parser.add_argument("--draft", default=str(BOX / "draft"))
+    parser.add_argument("--target", default=str(DEMO_MODELS / "target"))
+    parser.add_argument("--draft", default=str(DEMO_MODELS / "draft"))
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)

@@ -29,14 +29,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from strobe.demo_models.tasks import heldout
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import strobe
 from strobe import LLM, SamplingParams
 from strobe.cli.demo import prompts_of
-from strobe.config import BOX
-from strobe.demo_models.tasks import heldout
+from strobe.config import DEMO_MODELS
 
 Floats = NDArray[np.float64]
 
@@ -99,7 +99,7 @@ def main() -> None:
     )
     llm = LLM(method="none", device="cpu")
     prompts = prompts_of(llm, heldout(-(-options.prompts // 6), seed=7))[: options.prompts]
-    model = AutoModelForCausalLM.from_pretrained(BOX / "target", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODELS / "target", dtype=torch.float32)
     for temperature in options.temperatures:
         asked = SamplingParams(temperature=temperature, seed=1, max_tokens=options.tokens)
         flips: dict[str, list[tuple[Floats, Floats]]] = {"head": [], "model": []}

@@ -108,7 +108,7 @@ def main() -> int:
                 enable_prefix_caching=False,
             )
             forced = 6.0 if method == "dflash" else None
-            engine = Engine(resolve(config.check()), simulated_acceptance=forced)
+            engine = Engine(resolve(config), simulated_acceptance=forced)
         for count in arguments.concurrency:
             steps = arguments.steps
             found = shares(trace(engine, count, arguments.prompt_len, steps))

@@ -54,7 +54,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
             max_num_seqs=arguments.max_num_seqs,
             enable_prefix_caching=False,
         )
-        resolved = resolve(config.check())
+        resolved = resolve(config)
         before = used(resolved.device)
         engine = Engine(resolved, simulated_acceptance=6.0)
     parts = engine.parts

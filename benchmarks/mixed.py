@@ -61,7 +61,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
             enable_prefix_caching=False,
             max_num_batched_tokens=arguments.max_num_batched_tokens,
         )
-        engine = Engine(resolve(config.check()), simulated_acceptance=FORCED)
+        engine = Engine(resolve(config), simulated_acceptance=FORCED)
     warm_up(engine)
     running = [
         engine.add(prompt, ENDLESS) for prompt in random_prompts(engine, arguments.running, 256)

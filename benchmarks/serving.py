@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from strobe import LLM, SamplingParams
-from strobe.cli.demo import pick_examples, prompts_of
+from strobe.tools.demo import pick_examples, prompts_of
 
 
 class Connection:

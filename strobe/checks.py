@@ -1,30 +1,105 @@
-"""Checks of values that callers give, each a ValueError with the sentence that mends it."""
+"""Settings that are checked when they are made, and the one sentence that says what is wrong.
+
+`settings` makes a class a frozen pydantic dataclass whose fields are checked strictly: nothing is
+converted but whole numbers to floats.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import functools
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field, fields
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
+
+T = TypeVar("T")
 
 MOST = 2**31 - 1
 """The largest count that a field takes."""
 
+_MUST = {
+    "int_type": "be a whole number",
+    "int_from_float": "be a whole number",
+    "float_type": "be a number",
+    "finite_number": "be a finite number",
+    "bool_type": "be True or False",
+    "string_type": "be a text",
+    "string_too_short": "be a text of one character or more",
+    "greater_than_equal": "be at least {ge}",
+    "greater_than": "be above {gt}",
+    "less_than_equal": "be at most {le}",
+    "literal_error": "be {expected}",
+    "dict_type": "be a mapping",
+    "no_list": "be a list",
+    "too_short": "hold one or more",
+}
+"""What a value must do, by the type of pydantic's error."""
 
-def whole(name: str, value: Any, low: int, mend: str, high: int = MOST) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} is {value!r}, but must be a whole number >= {low}; {mend}")
-    if value > high:
-        raise ValueError(f"{name} is {value!r}, but must be at most {high}; {mend}")
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = _shown.maxlong = 100
 
 
-def between(name: str, value: Any, low: float, high: float, mend: str) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not low <= value <= high:
-        raise ValueError(f"{name} is {value!r}, but must lie from {low:g} to {high:g}; {mend}")
+def option(default: Any, help: str, hint: str = "") -> Any:
+    """A field with the sentence that the command line and the docs show, and an error's hint."""
+    return field(default=default, metadata={"help": help, "hint": hint})
 
 
-def listed(name: str, value: Any, of: str) -> tuple[Any, ...]:
-    if value is None:
-        return ()
+@dataclass_transform(frozen_default=True)
+def settings(kind: type[T]) -> type[T]:
+    """A class decorator. The class may have a `prefix` of its fields' names in errors."""
+    strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    made: Any = dataclass(frozen=True, config=strict)(kind)
+    construct: Callable[..., None] = made.__init__
+
+    @functools.wraps(construct)
+    def init(self: Any, *values: Any, **named: Any) -> None:
+        try:
+            construct(self, *values, **named)
+        except ValidationError as error:
+            raise _explained(error, made) from None
+
+    made.__init__ = init
+    return made
+
+
+def _explained(error: ValidationError, kind: Any) -> Exception:
+    """The first of the errors as one sentence: the only place that knows pydantic's form."""
+    first: Any = error.errors(include_url=False)[0]
+    context: dict[str, Any] = first.get("ctx", {})
+    if first["type"] == "value_error":
+        return context["error"]
+    name, *path = first["loc"]
+    if first["type"].startswith("unexpected_"):
+        return TypeError(f"{kind.__name__} has no field {name!r}.")
+    prefix = getattr(kind, "prefix", "")
+    hints = {f.name: f.metadata.get("hint", "") for f in fields(kind)}
+    place = "" if "[key]" in path else "".join(f"[{part!r}]" for part in path)
+    must = _MUST[first["type"]].format_map({key: _number(one) for key, one in context.items()})
+    hint = f"; {hints[name]}" if hints.get(name) else "."
+    return ValueError(f"{prefix}{name}{place} is {shown(first['input'])}, but must {must}{hint}")
+
+
+def _number(limit: Any) -> str:
+    return f"{limit:g}" if isinstance(limit, float) else str(limit)
+
+
+def shown(value: Any) -> str:
+    """A value in a sentence, cut where it is long."""
+    return _shown.repr(value).replace("\n", " ")
+
+
+def as_tuple(value: Any) -> Any:
+    """The items of any iterable, for a field that holds a sequence."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} is {value!r}, but must be a list of {of}.")
+        raise PydanticCustomError("no_list", "no list")
     return tuple(value)
+
+
+Texts = Annotated[Sequence[str], BeforeValidator(as_tuple)]
+Token = Annotated[int, Field(ge=0, le=MOST)]
+Tokens = Annotated[Sequence[Token], BeforeValidator(as_tuple)]
+"""Token ids, from any iterable of them."""

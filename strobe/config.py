@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from strobe.checks import between
-from strobe.sampling_params import METHODS, option
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
-BOX = Path(__file__).parent / "demo_models"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+from strobe.checks import option, settings, shown
+from strobe.sampling_params import Method
+
+DEMO_MODELS = Path(__file__).parent / "demo_models"
 GPU_MIXED_TOKENS = 512
 """The rows up to which a step with prompts is replayed on a GPU; an 8B model takes 13 ms there."""
-CHOICES = {
-    "draft_sample_method": ("greedy", "probabilistic"),
-    "load_format": ("auto", "dummy"),
-    "weight_dtype": ("auto", "fp8"),
-    "kv_cache_dtype": ("auto", "fp8"),
-    "attention_backend": ("auto", "triton", "reference"),
-    "draft_attention_backend": ("auto", "triton", "reference"),
-    "kernels": ("auto", "triton", "torch"),
-}
-"""The values of the options that name one of a few."""
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -35,134 +27,135 @@ def parse_bytes(value: int | str) -> int:
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if isinstance(value, bool) or size < 1:
         raise ValueError(
-            f"kv_cache_memory is {value!r}, but must be a positive size such as 2GiB or 1073741824."
+            f"kv_cache_memory is {shown(value)}, but must be a size such as 2GiB or 1073741824."
         )
     return size
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    """Everything an engine is built from. `check()` raises ValueError before anything is loaded."""
+def _size(value: Any) -> Any:
+    if value is not None:
+        parse_bytes(value)
+    return value
 
-    target: str = option(
-        "", "Directory or hub name of the target model; empty is the pair in the box."
+
+def _path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _named(draft: str) -> str:
+    if not draft:
+        raise ValueError("draft is empty; name the drafter's directory, or leave draft out.")
+    return draft
+
+
+def _device(value: Any) -> str:
+    """A device's name; torch's own devices are taken, too, without importing torch."""
+    name: Any = str(value) if type(value).__module__ == "torch" else value
+    if not isinstance(name, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,9})?", name):
+        raise ValueError(f"device is {shown(value)}; name auto, cpu, cuda or cuda:N.")
+    return name
+
+
+Count = Annotated[int, Field(ge=1)]
+Directory = Annotated[str, BeforeValidator(_path)]
+Attention = Literal["auto", "triton", "reference"]
+
+
+@settings
+class EngineConfig:
+    """Everything an engine is built from. Raises ValueError for what makes no sense by itself."""
+
+    target: Directory = option(
+        "", "Directory or hub name of the target model; empty is the demo model."
     )
-    draft: str | None = option(
+    draft: Annotated[Directory, AfterValidator(_named)] | None = option(
         None, "Directory or hub name of the DFlash drafter; auto takes the published one."
     )
     revision: str | None = option(None, "Branch, tag or commit of the target's hub name.")
     draft_revision: str | None = option(None, "Branch, tag or commit of the drafter's hub name.")
-    method: str | None = option(
+    method: Method | None = option(
         None,
         "How requests draft unless they say: dflash, ngram or none; by default the best there is.",
     )
-    num_drafts: int | None = option(
+    num_drafts: Count | None = option(
         None, "Tokens drafted and verified per step; by default the drafter's block size less one."
     )
-    draft_sample_method: str = option(
+    draft_sample_method: Literal["greedy", "probabilistic"] = option(
         "greedy",
-        "greedy: drafts are the drafter's most probable tokens; probabilistic: they are drawn as "
+        "greedy: drafts are the drafter's most probable tokens; probabilistic: they are sampled as "
         "the request's own tokens are.",
     )
-    max_model_len: int | None = option(
+    max_model_len: Count | None = option(
         None, "Longest prompt plus answer in tokens; by default the model's own limit."
     )
-    max_num_seqs: int = option(32, "Most requests decoding at once.")
-    max_num_batched_tokens: int | None = option(
+    max_num_seqs: Count = option(32, "Most requests decoding at once.")
+    max_num_batched_tokens: Count | None = option(
         None,
         "Most target rows in one step; by default 2048, on a GPU 8192, or what max_num_seqs needs.",
     )
-    kv_cache_memory: int | str | None = option(
+    kv_cache_memory: Annotated[int | str | None, PlainValidator(_size)] = option(
         None, "Bytes for keys and values of target and drafter, such as 2GiB; by default chosen."
     )
-    gpu_memory_utilization: float | None = option(
+    gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1)] | None = option(
         None, "Share of a GPU's memory that may be in use, others' included; by default the rest."
     )
-    page_size: int = option(16, "Tokens per page of the KV cache.")
+    page_size: Count = option(16, "Tokens per page of the KV cache.")
     enable_prefix_caching: bool = option(
         True, "Reuse pages of earlier requests that begin with the same tokens."
     )
-    dtype: str = option("auto", "auto, float32, bfloat16 or float16; auto is float32 on a CPU.")
-    device: str = option("auto", "auto, cpu, cuda or cuda:N; auto takes a GPU where there is one.")
-    overlap: int | None = option(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "auto, float32, bfloat16 or float16; auto is float32 on a CPU."
+    )
+    device: Annotated[str, PlainValidator(_device)] = option(
+        "auto", "auto, cpu, cuda or cuda:N; auto takes a GPU where there is one."
+    )
+    overlap: Annotated[int, Field(ge=1, le=2)] | None = option(
         None,
         "Steps in flight: 1 waits for each, 2 launches the next meanwhile; by default 2 on a GPU.",
     )
-    load_format: str = option(
+    load_format: Literal["auto", "dummy"] = option(
         "auto", "auto reads weights; dummy makes random ones by config.json, to measure speed."
     )
-    weight_dtype: str = option(
-        "auto", "auto keeps weights in dtype; fp8 holds products in FP8, on a GPU that has it."
+    weight_dtype: Literal["auto", "fp8"] = option(
+        "auto", "auto keeps weights in dtype; fp8 holds linear layers in FP8, on a GPU that has it."
     )
-    kv_cache_dtype: str = option("auto", "auto keeps keys and values in dtype; fp8 halves them.")
-    attention_backend: str = option(
+    kv_cache_dtype: Literal["auto", "fp8"] = option(
+        "auto", "auto keeps keys and values in dtype; fp8 halves them."
+    )
+    attention_backend: Attention = option(
         "auto", "auto, triton or reference; auto takes triton where it runs."
     )
-    draft_attention_backend: str | None = option(
+    draft_attention_backend: Attention | None = option(
         None, "The drafter's attention backend; by default the target's."
     )
-    kernels: str = option(
-        "auto", "auto, triton or torch: what runs norms, products and sampling on a GPU."
+    kernels: Literal["auto", "triton", "torch"] = option(
+        "auto", "auto, triton or torch: what runs norms, linear layers and sampling on a GPU."
     )
     cuda_graphs: bool = option(True, "Replay decoding steps from captured graphs on a GPU.")
     seed: int = option(0, "Seeds requests that bring no seed of their own.")
-    ngram_max: int = option(4, "Longest run of tokens that prompt lookup matches.")
-    ngram_min: int = option(2, "Shortest run of tokens that prompt lookup matches.")
+    ngram_max: Annotated[int, Field(ge=1, le=32)] = option(
+        4, "Longest run of tokens that prompt lookup matches."
+    )
+    ngram_min: Count = option(2, "Shortest run of tokens that prompt lookup matches.")
 
-    def check(self) -> EngineConfig:
-        """Itself, if every value makes sense by itself."""
-        if self.draft is not None and not str(self.draft):
-            raise ValueError("draft is empty; name the drafter's directory, or leave draft out.")
-        for name in ("max_num_seqs", "page_size", "ngram_max", "ngram_min"):
-            self._whole(name)
-        for name in ("num_drafts", "max_model_len", "max_num_batched_tokens"):
-            if getattr(self, name) is not None:
-                self._whole(name)
-        if self.kv_cache_memory is not None:
-            parse_bytes(self.kv_cache_memory)
-        share = self.gpu_memory_utilization
-        if share is not None:
-            between("gpu_memory_utilization", share, 0.01, 1, "0.9 leaves a tenth of the GPU free.")
-            if self.kv_cache_memory is not None:
-                raise ValueError(
-                    f"gpu_memory_utilization is {share} and kv_cache_memory is "
-                    f"{self.kv_cache_memory}, but both size the KV cache; give one of them."
-                )
-        if self.method is not None and self.method not in METHODS:
-            raise ValueError(f"method is {self.method!r}; name one of {', '.join(METHODS)}.")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; name one of {', '.join(DTYPES)}.")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,9})?", str(self.device)):
-            raise ValueError(f"device is {self.device!r}; name auto, cpu, cuda or cuda:N.")
-        if self.overlap is not None and (
-            type(self.overlap) is not int or not 1 <= self.overlap <= 2
-        ):
-            raise ValueError(f"overlap is {self.overlap!r}, but must be 1 or 2.")
-        for name, known in CHOICES.items():
-            value = getattr(self, name)
-            if value not in known and not (value is None and name == "draft_attention_backend"):
-                raise ValueError(f"{name} is {value!r}; name one of {', '.join(known)}.")
-        if self.ngram_max > 32:
+    @model_validator(mode="after")
+    def _check_together(self) -> EngineConfig:
+        if self.gpu_memory_utilization is not None and self.kv_cache_memory is not None:
             raise ValueError(
-                f"ngram_max is {self.ngram_max}, but must be at most 32; every run of up to so "
-                "many tokens is remembered."
+                f"gpu_memory_utilization is {self.gpu_memory_utilization} and kv_cache_memory is "
+                f"{self.kv_cache_memory}, but both size the KV cache; give one of them."
+            )
+        if self.method == "none" and self.num_drafts is not None:
+            raise ValueError(
+                f"num_drafts is {self.num_drafts}, but method is 'none', which drafts nothing; "
+                "leave one of them out."
             )
         if self.ngram_min > self.ngram_max:
             raise ValueError(
                 f"ngram_min is {self.ngram_min}, above ngram_max {self.ngram_max}; "
                 "lower the one or raise the other."
             )
-        for name in ("enable_prefix_caching", "cuda_graphs"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}, but must be True or False.")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"seed is {self.seed!r}, but must be a whole number.")
         return self
-
-    def _whole(self, name: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}, but must be a whole number of at least 1.")
 
     def plain(self) -> EngineConfig:
         """Itself without a drafter."""

@@ -13,7 +13,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from strobe.compat.aliases import understood
+from strobe.compat.aliases import translate
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
@@ -29,7 +29,7 @@ class LLM:
     """A target and, where there is one, its drafter, ready to answer.
 
     target: a directory with a Hugging Face checkpoint, or its name on the hub; without one, the
-    pair in the box. draft: the same of its DFlash drafter, or "auto". The other options are
+    demo models. draft: the same of its DFlash drafter, or "auto". The other options are
     EngineConfig's fields, or vLLM's names for them (`model`, `speculative_config`, ...). Raises
     ValueError with the sentence that mends it, before any weight is read where that is possible.
     """
@@ -46,7 +46,7 @@ class LLM:
         if engine is None:
             names = {"target": target, "draft": draft}
             given = {n: str(path) for n, path in names.items() if path is not None}
-            resolved = resolve(EngineConfig().with_(**understood(given | options).values))
+            resolved = resolve(EngineConfig().with_(**translate(given | options).values))
             self.tokenizer = Tokenizer(Path(resolved.config.target))
             engine = Engine(resolved)
         else:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from strobe.checks import between, listed, whole
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
-METHODS = ("dflash", "ngram", "none")
+from strobe.checks import MOST, Texts, Token, Tokens, as_tuple, option, settings, shown
+
+Method = Literal["dflash", "ngram", "none"]
+METHODS: tuple[str, ...] = get_args(Method)
 
 MOST_ANSWERS = 16384
 """The most answers to one prompt, vLLM's own limit."""
@@ -19,8 +21,17 @@ MOST_LOGPROBS = 1000
 
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
+Count = Annotated[int, Field(ge=0, le=MOST)]
+_TOKENS = "name token ids of the model's vocabulary."
 
-@dataclass(frozen=True)
+
+def _schema(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | Mapping):
+        raise ValueError(f"structured_outputs.json is {shown(value)}, but must be a JSON schema.")
+    return value
+
+
+@settings
 class StructuredOutputs:
     """What an answer must look like; exactly one of the first five is given.
 
@@ -34,58 +45,32 @@ class StructuredOutputs:
     place of the constraint, such as that of a tool call.
     """
 
-    json: Mapping[str, Any] | str | None = None
+    prefix: ClassVar[str] = "structured_outputs."
+
+    json: Annotated[Mapping[str, Any] | str | None, PlainValidator(_schema)] = None
     json_object: bool = False
     regex: str | None = None
-    choice: Sequence[str] | None = None
+    choice: Annotated[Texts, Field(min_length=1)] | None = None
     grammar: str | None = None
-    after: Sequence[int] = ()
-    opener: int | None = None
+    after: Tokens = option((), "", _TOKENS)
+    opener: Token | None = option(None, "", _TOKENS)
     lead: str = ""
     instead: str | None = None
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check_together(self) -> StructuredOutputs:
         given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            said = f"gives {' and '.join(given)}" if given else "gives none"
+            found = f"gives {' and '.join(given)}" if given else "gives none"
             raise ValueError(
-                f"structured_outputs {said} of {', '.join(STRUCTURES)}; give exactly one."
+                f"structured_outputs {found} of {', '.join(STRUCTURES)}; give exactly one."
             )
-        if self.json is not None and not isinstance(self.json, str | Mapping):
-            raise ValueError(
-                f"structured_outputs.json is {reprlib.repr(self.json)}, but must be a JSON schema."
-            )
-        if not isinstance(self.json_object, bool):
-            raise ValueError(
-                f"structured_outputs.json_object is {self.json_object!r}, but must be True or "
-                "False."
-            )
-        for name in ("regex", "grammar", "lead", "instead"):
-            if not isinstance(getattr(self, name), str | None):
-                raise ValueError(
-                    f"structured_outputs.{name} is {reprlib.repr(getattr(self, name))}, but must "
-                    "be a text."
-                )
-        if self.choice is not None:
-            choice = listed("structured_outputs.choice", self.choice, "texts")
-            if not choice or not all(isinstance(text, str) for text in choice):
-                raise ValueError(
-                    f"structured_outputs.choice is {reprlib.repr(self.choice)}, but must be a list "
-                    "of one or more texts."
-                )
-            object.__setattr__(self, "choice", choice)
-        mend = "name token ids of the model's vocabulary."
-        after = listed("structured_outputs.after", self.after, "token ids")
-        for token in after:
-            whole("structured_outputs.after", token, 0, mend)
-        object.__setattr__(self, "after", after)
-        for token in self.opener_ids:
-            whole("structured_outputs.opener", token, 0, mend)
-        if self.opener is not None and not after:
+        if self.opener is not None and not self.after:
             raise ValueError(
                 f"structured_outputs.opener is {self.opener}, but nothing in after ends what it "
                 "begins; give both or none."
             )
+        return self
 
     @property
     def opener_ids(self) -> tuple[int, ...]:
@@ -99,7 +84,7 @@ class StructuredOutputs:
             return value
         if not isinstance(value, Mapping):
             raise ValueError(
-                f"structured_outputs is {reprlib.repr(value)}, but must be an object with one of "
+                f"structured_outputs is {shown(value)}, but must be an object with one of "
                 f"{', '.join(STRUCTURES)}."
             )
         known = (*STRUCTURES, "after", "opener", "lead", "instead")
@@ -111,7 +96,7 @@ class StructuredOutputs:
         return StructuredOutputs(**value)
 
 
-@dataclass(frozen=True)
+@settings
 class Speculation:
     """How one request drafts; None leaves the choice to the engine.
 
@@ -119,16 +104,10 @@ class Speculation:
     engine's own.
     """
 
-    method: str | None = None
-    num_drafts: int | None = None
+    prefix: ClassVar[str] = "speculation."
 
-    def __post_init__(self) -> None:
-        if self.method is not None and self.method not in METHODS:
-            raise ValueError(
-                f"speculation.method is {self.method!r}; name one of {', '.join(METHODS)}."
-            )
-        if self.num_drafts is not None:
-            whole("speculation.num_drafts", self.num_drafts, 0, "0 turns drafting off.")
+    method: Method | None = None
+    num_drafts: Count | None = option(None, "", "0 turns drafting off.")
 
     @staticmethod
     def of(value: Any) -> Speculation:
@@ -147,17 +126,30 @@ class Speculation:
                 )
             return Speculation(**value)
         raise ValueError(
-            f"speculation is {value!r}, but must be true, false or an object with method and "
+            f"speculation is {shown(value)}, but must be true, false or an object with method and "
             "num_drafts."
         )
 
 
-def option(default: Any, help: str) -> Any:
-    """A field with the one sentence that the command line and the docs show for it."""
-    return field(default=default, metadata={"help": help})
+Bounded = Annotated[float, Field(ge=-2, le=2)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Logprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 
 
-@dataclass(frozen=True)
+def _stop_texts(value: Any) -> Any:
+    if value is None:
+        return ()
+    return as_tuple([value] if isinstance(value, str) else value)
+
+
+def _none_as_empty(value: Any) -> Any:
+    return () if value is None else value
+
+
+Stops = Annotated[Sequence[Annotated[str, Field(min_length=1)]], BeforeValidator(_stop_texts)]
+
+
+@settings
 class SamplingParams:
     """How to choose tokens and when to stop, with vLLM's names, defaults and meaning.
 
@@ -166,128 +158,77 @@ class SamplingParams:
     Raises ValueError naming a value out of range.
     """
 
-    n: int = option(1, "Answers per prompt, sampled independently even under one seed.")
-    temperature: float = option(
-        1.0, "0 is greedy, and so is all below 1e-6; 1 is the model's own distribution."
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = option(
+        1, "Answers per prompt, sampled independently even under one seed."
     )
-    top_p: float = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
-    top_k: int = option(0, "Keep this many most probable tokens; 0 or -1 is off.")
-    min_p: float = option(0.0, "Drop tokens less probable than this share of the best; 0 is off.")
-    seed: int | None = option(
+    temperature: Annotated[
+        float, Field(ge=0, le=100), AfterValidator(lambda value: value if value >= 1e-6 else 0.0)
+    ] = option(1.0, "0 is greedy, and so is all below 1e-6; 1 is the model's own distribution.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = option(
+        1.0,
+        "Keep the most probable tokens up to this mass; 1 is off.",
+        "1 keeps every token, and temperature 0 is greedy.",
+    )
+    top_k: Annotated[int, Field(ge=-1, le=MOST)] = option(
+        0, "Keep this many most probable tokens; 0 or -1 is off."
+    )
+    min_p: Share = option(0.0, "Drop tokens less probable than this share of the best; 0 is off.")
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = option(
         None,
         "The same seed gives the same tokens, whatever else runs and however it speculates, "
-        "unless drafts are drawn.",
+        "unless drafts are sampled.",
+        "leave it out for the engine's own.",
     )
-    max_tokens: int | None = option(16, "Most tokens to make; None: up to the context's end.")
-    min_tokens: int = option(0, "Nothing ends the answer before so many tokens.")
-    presence_penalty: float = option(
+    max_tokens: Count | None = option(16, "Most tokens to make; None: up to the context's end.")
+    min_tokens: Count = option(0, "Nothing ends the answer before so many tokens.")
+    presence_penalty: Bounded = option(
         0.0, "Taken off the logit of every token the answer has already; -2 to 2."
     )
-    frequency_penalty: float = option(
+    frequency_penalty: Bounded = option(
         0.0, "Taken off a token's logit for each time the answer has it already; -2 to 2."
     )
-    repetition_penalty: float = option(
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = option(
         1.0, "Divides the positive logits of tokens in prompt or answer, multiplies negative ones."
     )
-    logit_bias: Mapping[int, float] | None = option(
-        None, "Added to the logits of these token ids; -100 to 100."
+    logit_bias: Mapping[Token, Annotated[float, Field(ge=-100, le=100)]] | None = option(
+        None, "Added to the logits of these token ids; -100 to 100.", "map token ids to numbers."
     )
-    allowed_token_ids: Sequence[int] | None = option(None, "Only these token ids may be made.")
-    logprobs: int | None = option(
+    allowed_token_ids: Annotated[Tokens, Field(min_length=1)] | None = option(
+        None, "Only these token ids may be made.", "leave it out to allow all."
+    )
+    logprobs: Logprobs | None = option(
         None, "Log probabilities: of each token made, and so many of the most probable."
     )
-    prompt_logprobs: int | None = option(None, "The same of the prompt's tokens.")
-    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = option(
-        None, "What the answer must look like: json, json_object, regex, choice or grammar."
+    prompt_logprobs: Logprobs | None = option(None, "The same of the prompt's tokens.")
+    structured_outputs: Annotated[
+        StructuredOutputs | Mapping[str, Any] | None, PlainValidator(StructuredOutputs.of)
+    ] = option(None, "What the answer must look like: json, json_object, regex, choice or grammar.")
+    stop: Stops = option((), "Texts that end the answer and are cut off it.")
+    stop_token_ids: Annotated[Tokens, BeforeValidator(_none_as_empty)] = option(
+        (), "Token ids that end the answer.", _TOKENS
     )
-    stop: str | Sequence[str] = option((), "Texts that end the answer and are cut off it.")
-    stop_token_ids: Sequence[int] = option((), "Token ids that end the answer.")
     include_stop_str_in_output: bool = option(False, "Leave the stop text in the answer.")
     ignore_eos: bool = option(False, "The model's own end tokens do not end the answer.")
     skip_special_tokens: bool = option(True, "Leave special tokens out of the text.")
-    speculation: Speculation | Mapping[str, Any] | bool | None = option(
-        None, "False, or method and num_drafts for this request; None: the engine's own."
+    speculation: Annotated[
+        Speculation | Mapping[str, Any] | bool | None, PlainValidator(Speculation.of)
+    ] = option(
+        Speculation(), "False, or method and num_drafts for this request; None: the engine's own."
     )
 
-    def __post_init__(self) -> None:
-        texts = [self.stop] if isinstance(self.stop, str) else self.stop
-        stop = listed("stop", texts, "texts, or one text")
-        ids = listed("stop_token_ids", self.stop_token_ids, "token ids")
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", ids)
-        object.__setattr__(self, "speculation", Speculation.of(self.speculation))
-        whole("n", self.n, 1, f"ask for 1 to {MOST_ANSWERS} answers.", MOST_ANSWERS)
-        between("temperature", self.temperature, 0.0, 100.0, "0 is greedy, 1 the model's own.")
-        between("top_p", self.top_p, 0.0, 1.0, "1 keeps every token.")
-        if self.temperature < 1e-6:
-            object.__setattr__(self, "temperature", 0.0)
-        if self.top_p == 0.0:
-            raise ValueError("top_p is 0, which keeps no token; use temperature 0 for greedy.")
-        whole("top_k", self.top_k, -1, "0 or -1 keeps every token.")
-        between("min_p", self.min_p, 0.0, 1.0, "0 keeps every token.")
-        if self.seed is not None:
-            seed: Any = self.seed
-            is_whole = isinstance(seed, int) and not isinstance(seed, bool)
-            if not is_whole or not -(2**63) <= seed < 2**63:
-                raise ValueError(
-                    f"seed is {seed!r}, but must be a whole number of 64 bits; "
-                    "leave it out for the engine's own."
-                )
-        self._check_logit_rules()
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 0, "leave it None for none.", MOST_LOGPROBS)
-        if self.max_tokens is not None:
-            whole("max_tokens", self.max_tokens, 0, "leave it None for up to the context's end.")
-        whole("min_tokens", self.min_tokens, 0, "0 asks for no minimum.")
+    @model_validator(mode="after")
+    def _check_together(self) -> SamplingParams:
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise ValueError(
+                "ignore_eos is True beside structured_outputs, whose end is the answer's end; "
+                "leave one of them out."
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; "
                 "lower the one or raise the other."
             )
-        for text in stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(
-                    f"stop holds {text!r}, but every stop string must be a text of one character "
-                    "or more."
-                )
-        for token in ids:
-            whole("stop_token_ids", token, 0, "list token ids of the model's vocabulary.")
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}, but must be True or False.")
-
-    def _check_logit_rules(self) -> None:
-        structured = StructuredOutputs.of(self.structured_outputs)
-        object.__setattr__(self, "structured_outputs", structured)
-        if structured is not None and self.ignore_eos:
-            raise ValueError(
-                "ignore_eos is True beside structured_outputs, whose end is the answer's end; "
-                "leave one of them out."
-            )
-        between("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is off.")
-        between("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is off.")
-        between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "1 is off.")
-        if self.repetition_penalty == 0.0:
-            raise ValueError("repetition_penalty is 0, but must be above 0; 1 is off.")
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, Mapping):
-                raise ValueError(
-                    f"logit_bias is {reprlib.repr(self.logit_bias)}, but must map token ids to "
-                    "numbers."
-                )
-            for token, value in self.logit_bias.items():
-                whole("logit_bias", token, 0, "name token ids of the model's vocabulary.")
-                between(f"logit_bias[{token}]", value, -100.0, 100.0, "0 changes nothing.")
-        if self.allowed_token_ids is not None:
-            ids = listed("allowed_token_ids", self.allowed_token_ids, "token ids")
-            if not ids:
-                raise ValueError(
-                    "allowed_token_ids is empty, which allows no token; leave it out to allow all."
-                )
-            for token in ids:
-                whole("allowed_token_ids", token, 0, "list ids of the model's vocabulary.")
-            object.__setattr__(self, "allowed_token_ids", ids)
+        return self
 
     @property
     def penalizes(self) -> bool:
@@ -297,7 +238,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether sampling drops tokens before it draws."""
+        """Whether some tokens are dropped before one is sampled."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def clone(self, **changes: Any) -> SamplingParams:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tiny import make_draft, make_target
 
-from strobe.config import BOX
+from strobe.config import DEMO_MODELS
 
 VOCAB = 2048
 MASK_TOKEN = 3
@@ -35,6 +35,6 @@ def make_pair(directory: Path) -> Pair:
     pair = Pair(directory / "target", directory / "draft")
     make_target(pair.target, vocab_size=VOCAB, eos_token_id=EOS_IDS)
     for name in TEXT_FILES:
-        shutil.copy(BOX / "target" / name, pair.target)
+        shutil.copy(DEMO_MODELS / "target" / name, pair.target)
     make_draft(pair.draft, mask_token=MASK_TOKEN, top={"vocab_size": VOCAB})
     return pair

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 
 import strobe
-from strobe.config import BOX
+from strobe.config import DEMO_MODELS
 
 HERE = Path(__file__).parent
 MODEL = "strobe-demo"
-TARGET = BOX / "target"
+TARGET = DEMO_MODELS / "target"
 SPECULATION: dict[str, list[str]] = {"on": [], "off": ["--method", "none"]}
 """Options of the server, with speculation (its default) and without."""
 

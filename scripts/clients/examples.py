@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from strobe.config import BOX
-from strobe.demo_models.tasks import Example, heldout
-from strobe.demo_models.tasks.example import last_answer
+from strobe.config import DEMO_MODELS
+from strobe.demo_models import Example, read_heldout
+from strobe.tools.eval.demo_tasks import last_answer
 
 ANSWERED = ("arithmetic", "lists", "dates")
 """The families that end in a line `Answer: ...`."""
@@ -27,8 +27,11 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def questions(count: int, *families: str) -> list[Example]:
     """`count` examples with one message and no tools, the families in turn."""
-    plain = [e for e in heldout(4 * count) if len(e.messages) == 1 and not e.tools]
+    plain = [e for e in read_heldout() if len(e.messages) == 1 and not e.tools]
     groups = [[e for e in plain if e.family == family] for family in families]
+    most = len(groups) * min(map(len, groups))
+    if count > most:
+        raise ValueError(f"count is {count}, but there are {most} questions; ask for fewer.")
     return [groups[i % len(groups)][i // len(groups)] for i in range(count)]
 
 
@@ -36,7 +39,7 @@ def write_evaluation(folder: Path, count: int) -> None:
     """answers.jsonl and choices.jsonl of tasks/*.yaml: `count` questions each."""
     examples = questions(count, *ANSWERED)
     pool = questions(max(count, 30), *ANSWERED)
-    tokenizer = AutoTokenizer.from_pretrained(BOX / "target")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODELS / "target")
     rng = random.Random(0)
     answers, choices = [], []
     for example in examples:

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from scripts.demo_models.tasks import FAMILIES, Example, check, heldout
 from strobe import LLM, SamplingParams
-from strobe.cli.demo import prompts_of
-from strobe.demo_models.tasks import FAMILIES, Example, check, heldout
 from strobe.outputs import RequestOutput, SpeculationReport
+from strobe.tools.demo import prompts_of
 
 
 def acceptance(outputs: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -27,8 +27,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 from answers import answer, example_prompt, training_prompts, training_samples  # noqa: E402
 
-from strobe.demo_models.tasks import FAMILIES, Example, check, heldout  # noqa: E402
-from strobe.models.config_readers.fields import read_json  # noqa: E402
+from scripts.demo_models.tasks import FAMILIES, Example, check, heldout  # noqa: E402
+from strobe.hub.files import read_json  # noqa: E402
 from strobe.models.dflash import DFlash  # noqa: E402
 from strobe.models.load import load_target  # noqa: E402
 from strobe.models.registry import load_target_config  # noqa: E402

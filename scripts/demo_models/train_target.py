@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 from training_data import IGNORED, Batch, BatchPool, Packing  # noqa: E402
 
-from strobe.demo_models.tasks import HELDOUT_TEMPLATES, check, heldout  # noqa: E402
+from scripts.demo_models.tasks import HELDOUT_TEMPLATES, check, heldout  # noqa: E402
 
 START = time.monotonic()
 HEADS, KV_HEADS, HEAD_DIM, EPS, THETA = 4, 2, 64, 1e-6, 10000.0

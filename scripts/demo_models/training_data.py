@@ -20,7 +20,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from strobe.demo_models.tasks import Example, generate, small_talk, split  # noqa: E402
+from scripts.demo_models.tasks import Example, generate, small_talk, split  # noqa: E402
 
 Message = dict[str, Any]
 WEIGHTS = {"arithmetic": 1.3, "lists": 1.3, "dates": 1.3, "code": 1.0, "json": 1.0, "tool": 0.9}

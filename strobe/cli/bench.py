@@ -35,7 +35,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Offline:
-    """Answer real prompts with a real pair, speculation off and on in turns."""
+    """Answer real prompts with a real target and drafter, speculation off and on in turns."""
 
     bench: OmitArgPrefixes[OfflineFlags] = field(default_factory=OfflineFlags)
     engine: OmitArgPrefixes[BenchFlags] = field(default_factory=BenchFlags)
@@ -54,7 +54,7 @@ if not TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure a pair on this machine: single steps, or whole answers."""
+    """Measure models on this machine: single steps, or whole answers."""
 
     which: OmitArgPrefixes[OmitSubcommandPrefixes[OneBench]]
 

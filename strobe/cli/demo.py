@@ -1,201 +1,34 @@
-"""`strobe demo`: one streamed answer, then plain decoding and DFlash on the same prompts."""
+"""`strobe demo` on the command line; the demo itself is in `tools/demo.py`."""
 
 from __future__ import annotations
 
-import json
-import platform
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
 
-import torch
+from tyro.conf import OmitArgPrefixes, arg
 
+from strobe.cli.flags import Debug, DemoFlags, Json, number
 from strobe.config import EngineConfig
-from strobe.demo_models.tasks import FAMILIES, Example, heldout
-from strobe.hub.locate import located
-from strobe.llm import LLM
-from strobe.outputs import Prompt, RequestOutput
-from strobe.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
-class Run:
-    """One way of answering over the prompts, one at a time."""
+class Demo:
+    """Stream an answer from the demo models, then compare plain decoding with DFlash."""
 
-    outputs: list[RequestOutput]
-    seconds: float
+    prompts: Annotated[Any, arg(help="Held-out prompts to compare on."), number("INT")] = 12
+    max_tokens: Annotated[Any, arg(help="Most tokens per answer."), number("INT")] = 256
+    repeats: Annotated[Any, arg(help="Timed runs; the fastest of each counts."), number("INT")] = 2
+    json: Json = False
+    debug: Debug = False
+    engine: OmitArgPrefixes[DemoFlags] = field(default_factory=DemoFlags)
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(output.outputs[0].token_ids) for output in self.outputs)
+    def run(self) -> int:
+        from strobe.tools.demo import run_demo
 
-    @property
-    def rate(self) -> float:
-        """Tokens made per second, prefill included."""
-        return self.tokens / self.seconds
-
-
-Answer = Callable[[Prompt], RequestOutput]
-
-
-def prompts_of(llm: LLM, examples: Sequence[Example]) -> list[Prompt]:
-    """Token ids of the examples' prompts, through the chat template."""
-    return [
-        llm.tokenizer.render_chat(
-            example.messages, tools=example.tools or None, enable_thinking=example.thinking
+        return run_demo(
+            EngineConfig(**asdict(self.engine)),
+            prompts=self.prompts,
+            max_tokens=self.max_tokens,
+            repeats=self.repeats,
+            as_json=self.json,
         )
-        for example in examples
-    ]
-
-
-def answerer(llm: LLM, params: SamplingParams) -> Answer:
-    """A function that answers one prompt with `llm`; it raises ValueError where that fails."""
-
-    def answer(prompt: Prompt) -> RequestOutput:
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
-        if output.outputs[0].error is not None:
-            raise ValueError(output.outputs[0].error)
-        return output
-
-    return answer
-
-
-def race(answers: Mapping[str, Answer], prompts: Sequence[Prompt], repeats: int) -> dict[str, Run]:
-    """Answer every prompt with every way in turn, so that all of them meet the same machine.
-
-    A prompt's time is the fastest of `repeats`, after one turn that warms up.
-    """
-    seconds = {name: [float("inf")] * len(prompts) for name in answers}
-    outputs: dict[str, list[Any]] = {name: [None] * len(prompts) for name in answers}
-    for turn in range(repeats + 1):
-        for i, prompt in enumerate(prompts if turn else prompts[:1]):
-            for name, answer in answers.items():
-                began = time.perf_counter()
-                outputs[name][i] = answer(prompt)
-                if turn:
-                    seconds[name][i] = min(seconds[name][i], time.perf_counter() - began)
-    return {name: Run(outputs[name], sum(seconds[name])) for name in answers}
-
-
-def pick_examples(count: int) -> list[Example]:
-    """Held-out examples, the families in turn; of every 24, half with thinking and half from
-    templates that training never saw."""
-    _check("prompts", count)
-    rounds = range(-(-count // len(FAMILIES)))
-    each = len(rounds) + -len(rounds) % 4
-    pool = heldout(each, seed=1)  # by family; with and without thinking in pairs
-    turns = [4 * (n // 4) + (0, 3, 2, 1)[n % 4] for n in rounds]
-    return [pool[f * each + turn] for turn in turns for f in range(len(FAMILIES))][:count]
-
-
-def _check(name: str, count: Any) -> None:
-    if not isinstance(count, int) or count < 1:
-        raise ValueError(f"{name} is {count!r}, but must be a whole number of at least 1.")
-
-
-def compare(plain: Run, drafted: Run, llm: LLM) -> dict[str, Any]:
-    """The figures of both runs side by side. acceptance_length: tokens per verify step, that is
-    all but the first one of each answer, which the prompt's own forward made."""
-    reports = [output.outputs[0].speculation for output in drafted.outputs]
-    steps = sum(report.steps for report in reports if report is not None)
-    made = sum(len(output.outputs[0].token_ids) - 1 for output in drafted.outputs)
-    same = [
-        a.outputs[0].token_ids == b.outputs[0].token_ids
-        for a, b in zip(plain.outputs, drafted.outputs, strict=True)
-    ]
-    return {
-        "plain_tokens_per_s": round(plain.rate, 1),
-        "dflash_tokens_per_s": round(drafted.rate, 1),
-        "speedup": round(drafted.rate / plain.rate, 3),
-        "acceptance_length": round(made / steps, 3) if steps else None,
-        "identical": all(same),
-        "prompts": len(same),
-        "tokens": drafted.tokens,
-        "device": str(llm.engine.resolved.device),
-        "dtype": str(llm.engine.resolved.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def run_demo(
-    config: EngineConfig, *, prompts: int, max_tokens: int, repeats: int, as_json: bool
-) -> int:
-    """Run the demo; returns 0 where both ways gave identical tokens, else 1."""
-    examples = pick_examples(prompts)
-    _check("repeats", repeats)
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    config = replace(
-        config, method="dflash" if config.target else None, enable_prefix_caching=False
-    )
-    config = located(config.check())
-    drafting = LLM(**_options(config))
-    plain = LLM(**_options(config.plain()))
-    asked = prompts_of(drafting, examples)
-    if not as_json:
-        _stream(drafting, examples[0], asked[0], params)
-        print("\nComparing plain decoding with DFlash, one request at a time ...", flush=True)
-    ways = {"plain": answerer(plain, params), "dflash": answerer(drafting, params)}
-    runs = race(ways, asked, repeats)
-    figures = compare(runs["plain"], runs["dflash"], drafting)
-    if as_json:
-        print(json.dumps(figures))
-    else:
-        _table(figures)
-    return 0 if figures["identical"] else 1
-
-
-def _options(config: EngineConfig) -> dict[str, Any]:
-    return dict(vars(config))
-
-
-def _stream(llm: LLM, example: Example, prompt: Prompt, params: SamplingParams) -> None:
-    """Print a prompt and its answer as it comes; on a terminal, every other step in bold."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, emoji=False)
-    question = next(m["content"] for m in reversed(example.messages) if m["role"] == "user")
-    asked = Text.assemble(("prompt>", "bold cyan"), " ", question)
-    console.print(asked, soft_wrap=not console.is_terminal)
-    console.print("[bold green]strobe>[/bold green] ", end="")
-    styles, last = ("none", "bold"), None
-    for step, delta in enumerate(llm.stream(prompt, params)):
-        console.out(delta.text, end="", style=styles[step % 2])
-        last = delta
-    console.print()
-    report = last.output.speculation if last is not None else None
-    if last is not None and report is not None and report.used:
-        made = len(last.output.token_ids)
-        weight = " (normal and bold take turns)" if console.is_terminal else ""
-        console.print(
-            f"[dim]{made} tokens in {report.steps} verify steps{weight}, "
-            f"{report.acceptance_length:.2f} per step.[/dim]"
-        )
-
-
-def _table(figures: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for name in ("", "tokens/s", "tokens per step", "speed-up"):
-        table.add_column(name, justify="left" if not name else "right")
-    table.add_row("plain decoding", f"{figures['plain_tokens_per_s']:.1f}", "1.00", "1.00x")
-    length = figures["acceptance_length"]
-    table.add_row(
-        "DFlash",
-        f"{figures['dflash_tokens_per_s']:.1f}",
-        "-" if length is None else f"{length:.2f}",
-        f"{figures['speedup']:.2f}x",
-    )
-    console = Console(highlight=False)
-    console.print(table)
-    same = "identical" if figures["identical"] else "[bold red]NOT identical[/bold red]"
-    console.print(
-        f"{figures['prompts']} held-out prompts, {figures['tokens']} tokens, outputs {same}; "
-        f"{figures['device']}, {figures['dtype']}, torch {figures['torch']}.",
-        soft_wrap=not console.is_terminal,
-    )

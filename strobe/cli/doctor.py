@@ -25,7 +25,7 @@ else:
 @dataclass(frozen=True)
 class Doctor:
     """Say whether a drafter fits its target, measure how much is accepted, and name what is wrong
-    where it is little; without names, of the pair in the box."""
+    where it is little; without names, for the demo models."""
 
     target: Annotated[
         Positional[str],

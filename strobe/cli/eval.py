@@ -33,7 +33,7 @@ class _Evaluation:
 
 @dataclass(frozen=True)
 class Acceptance(_Evaluation):
-    """Acceptance length, rate by position and histogram, against the pair's published figures."""
+    """Acceptance length, rate by position and histogram, against the published figures."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ if not TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Eval:
-    """Measure a pair on data sets: acceptance, accuracy or speed, with a report and plots."""
+    """Measure acceptance, accuracy or speed on data sets, with a report and plots."""
 
     which: OmitArgPrefixes[OmitSubcommandPrefixes[OneEvaluation]]
 

@@ -1,22 +1,70 @@
-"""Command-line flags out of the dataclasses that the API uses: each option stands once."""
+"""Command-line flags out of the dataclasses that the API uses: each option stands once.
+
+tyro reads the commands, but not those dataclasses directly. Tried (tyro 1.0): its errors are boxes
+of 5 to 12 lines, which only a private hook turns into a sentence; it cannot tell a value that was
+given from the same default (--top-k 0 must win over the checkpoint's 20); two classes with a field
+of one name cannot share a command (seed), and no field can be left out for one command. So `flags`
+makes a dataclass of fields as tyro shows them, whose values are checked by the real one.
+"""
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Mapping
-from dataclasses import fields, make_dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, make_dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import tyro
 from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-from strobe.compat.aliases import understood
+from strobe.compat.aliases import translate
 from strobe.compat.arguments import read
 from strobe.config import EngineConfig
 from strobe.sampling_params import SamplingParams
 from strobe.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
+
+Json = FlagCreatePairsOff[
+    Annotated[bool, arg(help="Print one JSON object on standard output.", help_behavior_hint="")]
+]
+Thinking = FlagCreatePairsOff[
+    Annotated[bool, arg(help="Let the model think before it answers.", help_behavior_hint="")]
+]
+Debug = FlagCreatePairsOff[
+    Annotated[bool, arg(help="Log every verify step on standard error.", help_behavior_hint="")]
+]
+System = Annotated[str | None, arg(help="A system message.", metavar="TEXT", help_behavior_hint="")]
+
+
+def parse(kind: Any, name: str, arguments: Sequence[str], options: Mapping[str, Any]) -> Any:
+    """The command of class `kind`, from its arguments and other engines' options. Raises
+    ValueError for what it does not take."""
+    command, unknown = tyro.cli(kind, prog=name, args=arguments, return_unknown_args=True)
+    inner = getattr(command, "which", None)
+    if inner is not None:
+        name = f"{name} {type(inner).__name__.lower()}"
+    if unknown:
+        raise ValueError(_no_option(unknown[0], inner or command, name))
+    if inner is not None:
+        return replace(command, which=adopted(inner, options, name))
+    command = adopted(command, options, name)
+    if getattr(command, "debug", False):
+        logging.basicConfig(format="%(name)s: %(message)s")
+        logging.getLogger("strobe").setLevel(logging.DEBUG)
+    return command
+
+
+def _no_option(given: str, command: Any, name: str) -> str:
+    """The sentence for an argument that the command does not take."""
+    parts = ("sampling", "server", "bench", "settings", "engine")
+    groups = [g for g in (getattr(command, n, None) for n in parts) if g]
+    known = [f"--{f.name.replace('_', '-')}" for g in (command, *groups) for f in fields(g)]
+    close = difflib.get_close_matches(given.split("=")[0].replace("_", "-"), known, 1, 0.7)
+    hint = f"did you mean {close[0]}?" if close else f"{name} --help lists what it takes."
+    return f"{name} takes no {given!r}; {hint}"
 
 
 def adopted(command: Any, options: Mapping[str, Any], name: str) -> Any:
@@ -29,7 +77,7 @@ def adopted(command: Any, options: Mapping[str, Any], name: str) -> Any:
     given = {setting: has[place] or None for setting, place in own.items()}
     for group in groups.values():
         given |= {f.name: v for f in fields(group) if (v := getattr(group, f.name)) != f.default}
-    found = understood(given | dict(options))
+    found = translate(given | dict(options))
     changes: dict[str, dict[str, Any]] = {part: {} for part in groups}
     top: dict[str, Any] = {}
     for setting, new in found.values.items():
@@ -41,16 +89,17 @@ def adopted(command: Any, options: Mapping[str, Any], name: str) -> Any:
         elif not groups and setting in ("method", "num_drafts"):
             logger.warning("%s changes nothing here.", found.origins[setting][0])
         else:
-            raise ValueError(f"strobe {name} takes no {found.origins[setting][0]}; leave it out.")
+            raise ValueError(f"{name} takes no {found.origins[setting][0]}; leave it out.")
     return replace(command, **top, **{p: replace(groups[p], **new) for p, new in changes.items()})
 
 
-def value(metavar: str) -> Any:
-    """How tyro reads one value of a flag."""
+def number(metavar: str) -> Any:
+    """How tyro reads one value: a number where it is one, unless texts are asked for."""
+    numeric = metavar in ("INT", "FLOAT")
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
-        instance_from_str=lambda given: given[0] if metavar == "TEXT" else read(given[0]),
+        instance_from_str=lambda given: read(given[0]) if numeric else given[0],
         is_instance=lambda given: True,
         str_from_instance=lambda given: [str(given)],
     )
@@ -78,16 +127,19 @@ def flags(
             made.append((f.name, kind if default else FlagCreatePairsOff[kind], default))
         elif default == ():
             note = arg(help=f"{text} Repeat it for several.", help_behavior_hint="")
-            one = Annotated[Any, value("INT" if "ids" in f.name else "TEXT")]
+            one = Annotated[Any, number("INT" if "ids" in f.name else "TEXT")]
             made.append((f.name, UseAppendAction[Annotated[tuple[one, ...], note]], default))
         else:
             note = arg(help=text, help_behavior_hint=hint)
-            kind = Annotated[Any, note, value(_metavar(hints[f.name]))]
+            kind = Annotated[Any, note, number(_metavar(hints[f.name]))]
             made.append((f.name, kind, default if defaults is None else None))
     return make_dataclass(name, made, frozen=True)
 
 
 def _metavar(kind: Any) -> str:
+    for choice in (kind, *get_args(kind)):
+        if get_origin(choice) is Literal:
+            return f"{{{','.join(get_args(choice))}}}"
     return "TEXT" if "str" in str(kind) else "FLOAT" if "float" in str(kind) else "INT"
 
 
@@ -117,3 +169,23 @@ else:
     ServerFlags = flags(ServerConfig, "ServerFlags", defaults=None)
     SamplingFlags = flags(SamplingParams, "SamplingFlags", omit=_API_ONLY, defaults=SHOWN)
     ChatFlags = flags(SamplingParams, "ChatFlags", omit=(*_API_ONLY, "n"), defaults=SHOWN)
+
+
+def load(flags: Any) -> Any:
+    """The models that the flags name."""
+    from strobe.llm import LLM
+
+    return LLM(**asdict(flags))
+
+
+def sampling(llm: Any, flags: Any) -> SamplingParams:
+    """The checkpoint's recommended sampling with what was given on the command line."""
+    given = {name: value for name, value in asdict(flags).items() if value not in (None, ())}
+    given.setdefault("max_tokens", SHOWN["max_tokens"])
+    return llm.get_default_sampling_params().clone(**given)
+
+
+def conversation(prompt: str | None, system: str | None) -> list[dict[str, str]]:
+    """The messages that a command begins with."""
+    messages = [{"role": "system", "content": system}] if system else []
+    return messages + ([{"role": "user", "content": prompt}] if prompt is not None else [])

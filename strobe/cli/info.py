@@ -1,142 +1,50 @@
-"""What a checkpoint is, read from its config and tensor headers alone."""
+"""`strobe info` on the command line; what is said is in `tools/info.py`."""
 
 from __future__ import annotations
 
-import math
+import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from strobe.hub.download import fetch_weights
-from strobe.hub.files import read_json
-from strobe.models.checkpoint import Checkpoint
-from strobe.models.config import DecoderConfig, Quantization
-from strobe.models.config_readers.fp8 import SCALE
-from strobe.models.config_readers.methods import method_of
-from strobe.models.config_readers.pair import check_pair
-from strobe.models.load import check_draft_tensors, check_target_tensors
-from strobe.models.registry import load_draft_config, load_target_config
+from tyro.conf import Positional, arg
+
+from strobe.cli.flags import Json
+from strobe.config import DEMO_MODELS
 
 
-def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
-    """Facts of a target or a drafter, and of the pair where a drafter is named.
+@dataclass(frozen=True)
+class Info:
+    """Say what a checkpoint is, what it takes to run, and whether a drafter fits it."""
 
-    Raises ValueError for what is damaged, not supported or does not fit.
-    """
-    if method_of(read_json(model / "config.json")) is not None:
-        if draft is not None:
-            raise ValueError(f"{model} is a drafter itself; name the target first, then --draft.")
-        return _draft_facts(model)
-    config = load_target_config(model)
-    if draft is not None:
-        check_pair(load_draft_config(draft, model), config, draft)
-    fetch_weights(model)
-    check_target_tensors(model, config)
-    facts = {
-        "path": str(model),
-        "kind": "target",
-        "architecture": config.architecture,
-        **_decoder_facts(model, config.decoder),
-        "tie_embeddings": config.tie_embeddings,
-        "dtype": config.dtype,
-        **_quantization(config.quantization, config.decoder),
-        "end_token_ids": list(config.eos_ids),
-        "default_sampling": config.sampling,
-    }
-    if config.states is not None:
-        facts |= {
-            "recurrent_layers": config.states.layers,
-            "recurrent_state_bytes_per_request": 4 * config.states.values,
-            "prefix_caching": "off, since no page holds the state of recurrent layers",
-        }
-    if draft is not None:
-        facts["draft"] = _draft_facts(draft, model)
-        facts["pair"] = "fits"
-    return facts
+    model: Annotated[
+        Positional[str],
+        arg(
+            help="Directory or hub name of a target or a DFlash drafter; without one, the demo "
+            "models.",
+            metavar="NAME",
+            help_behavior_hint="",
+        ),
+    ] = ""
+    draft: Annotated[
+        str | None,
+        arg(
+            help="A drafter to check against the target; auto takes the published one.",
+            metavar="TEXT",
+            help_behavior_hint="",
+        ),
+    ] = None
+    json: Json = False
 
+    def run(self) -> int:
+        from strobe.hub.locate import named
+        from strobe.tools.info import describe, show
 
-def _draft_facts(path: Path, target: Path | None = None) -> dict[str, Any]:
-    config = load_draft_config(path, target)
-    fetch_weights(path)
-    check_draft_tensors(path, config)
-    masks = [
-        f"{'causal' if mask.causal else 'bidirectional'}"
-        + (f", window {mask.window}" if mask.window is not None else "")
-        for mask in config.decoder.masks
-    ]
-    return {
-        "path": str(path),
-        "kind": "dflash drafter",
-        "format": config.format,
-        **_decoder_facts(path, config.decoder),
-        "block_size": config.block_size,
-        "drafts_per_block": f"{config.drafts}, the first slot "
-        + ("predicts too" if config.anchor_first else "holds the newest token"),
-        "draft_vocabulary": config.draft_vocab_size or config.decoder.vocab_size,
-        "mask_token_id": config.mask_token_id,
-        "reads_output_of_target_layers": [k - 1 for k in config.capture],
-        "attention": masks,
-        "dtype": config.dtype,
-    }
-
-
-def _quantization(found: Quantization | None, decoder: DecoderConfig) -> dict[str, str]:
-    if found is None:
-        return {}
-    rows, columns = found.block
-    # Only the kernels that run whole layers multiply in FP8; they have no bias.
-    held = "held in full"
-    biased = decoder.attention_bias or decoder.mlp_bias
-    if found.method == "fp8" and decoder.unfused is None and not biased:
-        held = "held with a scale for each row on a GPU that has FP8, and in full elsewhere"
-    return {"quantization": f"{found.method}, a scale for each {rows} x {columns} values, {held}"}
-
-
-def _decoder_facts(path: Path, decoder: DecoderConfig) -> dict[str, Any]:
-    checkpoint = Checkpoint(path)
-    shapes = {n: s for n, s in checkpoint.shapes().items() if not n.endswith((SCALE, "_scales"))}
-    counts = [math.prod(s) * (2 if n.endswith("_blocks") else 1) for n, s in shapes.items()]
-    heads = map(decoder.shape_of, range(len(decoder.masks)))
-    kv = 2 * sum(shape.num_kv_heads * shape.head_dim for shape in heads)
-    return {
-        "parameters": sum(counts),
-        "bytes_on_disk": sum(map(checkpoint.bytes_of, checkpoint.shapes())),
-        "layers": decoder.num_layers,
-        "hidden_size": decoder.hidden_size,
-        "heads": f"{decoder.num_heads} query, {decoder.num_kv_heads} key-value, "
-        f"{decoder.head_dim} wide",
-        "vocabulary": decoder.vocab_size,
-        "context": decoder.max_position,
-        "kv_bytes_per_token_bf16": 2 * kv,
-    }
-
-
-def show(facts: dict[str, Any]) -> None:
-    """Print facts as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(markup=False, emoji=False, highlight=False)
-    table = Table(show_header=False)
-    for name, value in facts.items():
-        if name not in ("path", "draft"):
-            table.add_row(name.replace("_", " "), _text(value))
-    console.out(facts["path"])
-    console.print(table)
-    if "draft" in facts:
-        show(facts["draft"])
-
-
-def _text(value: Any) -> str:
-    """A fact as people write it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {item}" for name, item in value.items()) or "none"
-    if isinstance(value, list):
-        items: list[Any] = value
-        if len(items) > 1 and len(set(items)) == 1:
-            return f"{items[0]} in all {len(items)} layers"
-        return ", ".join(map(str, items)) or "none"
-    return str(value)
+        model, draft = self.model, self.draft
+        if not model:
+            model, draft = str(DEMO_MODELS / "target"), draft or str(DEMO_MODELS / "draft")
+        else:
+            model, draft = named(model, draft)
+        facts = describe(Path(model), Path(draft) if draft is not None else None)
+        print(json.dumps(facts)) if self.json else show(facts)
+        return 0

@@ -1,4 +1,4 @@
-"""Options as users of vLLM, SGLang and openinfer write them, as settings of our own.
+"""Option aliases: the options of vLLM, SGLang and openinfer, translated to our own.
 
 Every table is by the other engine's name, with underscores; docs/command-line.md lists them.
 """
@@ -139,7 +139,7 @@ ALIASES = frozenset({
     "speculative_algorithm", "trust_remote_code", "tokenizer", "tokenizer_path",
     "tokenizer_revision",
 })  # fmt: skip
-"""Every name understood beside our own."""
+"""Every name that is taken beside our own."""
 FLAGS = frozenset({
     *SWITCHES, "enable_expert_parallel", "enable_lora", "skip_tokenizer_init", "disable_log_stats",
     "enable_auto_tool_choice", "enable_metrics", "disable_chunked_mm_input", "language_model_only",
@@ -149,7 +149,7 @@ FLAGS = frozenset({
 
 
 @dataclass
-class Understood:
+class Translated:
     """Settings under our names, and the name and value that each was given by."""
 
     values: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -158,20 +158,21 @@ class Understood:
     def put(self, name: str, value: Any, origin: str, given: Any) -> None:
         if isinstance(value, str):
             value = SAME.get(name, {}).get(value, value)
-        if self.values.setdefault(name, value) != value:
+        if name in self.values and self.values[name] != value:
             first, earlier = self.origins[name]
             raise ValueError(
                 f"{first} is {earlier!r}, but {origin} is {given!r}, and both set {name}; give one "
                 "of them."
             )
+        self.values[name] = value
         self.origins.setdefault(name, (origin, given))
 
 
-def understood(options: Mapping[str, Any]) -> Understood:
+def translate(options: Mapping[str, Any]) -> Translated:
     """Options under our names; those of no engine known stay as they are, and an option that is
     None is one not given. Raises ValueError for what cannot be honoured, and for options that
     contradict each other."""
-    found = Understood()
+    found = Translated()
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if name not in ALIASES:
@@ -218,7 +219,7 @@ def _speculative(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return value
 
 
-def _speculation(found: Understood, entries: list[tuple[str, str, Any]]) -> None:
+def _speculation(found: Translated, entries: list[tuple[str, str, Any]]) -> None:
     """Take in vLLM's keys, each with the name that sentences call it by."""
     keys = {key: value for _, key, value in entries}
     lookup = "ngram" in (keys.get("method"), str(keys.get("model")).strip("[]"))
@@ -274,8 +275,8 @@ def _switch(name: str, value: Any) -> bool:
 
 def _only(name: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
     if not any(value == one and type(value) is type(one) for one in allowed):
-        mend = f"; give {' or '.join(map(repr, allowed))}" if allowed else ""
-        raise ValueError(f"{name} is {value!r}, but {why}{mend or ', so leave it out'}.")
+        hint = f"; give {' or '.join(map(repr, allowed))}" if allowed else ""
+        raise ValueError(f"{name} is {value!r}, but {why}{hint or ', so leave it out'}.")
 
 
 def _tokenizer(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -41,8 +41,9 @@ def separate(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             value = read(text if equals else words.pop(0))
             if name in FLAGS and str(value).lower() in ("true", "false"):
                 value = str(value).lower() == "true"
-        if found.setdefault(name, value) != value:
+        if name in found and found[name] != value:
             raise ValueError(f"{flag} is given twice, with {found[name]!r} and {value!r}.")
+        found[name] = value
     nested = {name: found.pop(name) for name in list(found) if name.startswith(_NESTED)}
     if nested:
         if "speculative_config" in found:

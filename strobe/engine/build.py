@@ -96,7 +96,7 @@ def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
 
 def resolve(config: EngineConfig) -> Resolved:
     """Read and check configs and tensor headers. Raises ValueError with the sentence to mend it."""
-    config = located(config.check())
+    config = located(config)
     target_path = Path(config.target)
     target = load_target_config(target_path)
     config = _cacheable(config, target)

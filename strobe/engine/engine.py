@@ -82,9 +82,8 @@ class Engine:
         self.state.apply(plan)
         self.sampling.admit(plan.admitted)
         for one in plan.admitted:
-            self.grammars.admit(
-                one.slot, one.sampling.structured_outputs, one.tokens[one.num_prompt :]
-            )
+            structured = StructuredOutputs.of(one.sampling.structured_outputs)
+            self.grammars.admit(one.slot, structured, one.tokens[one.num_prompt :])
         self.mark("start")
         slots = [span.slot for span in plan.spans]
         mode, shape = self.sampling.mode(slots), self.runner.shape_of(plan.spans)

@@ -145,7 +145,7 @@ def _asked(name: str, revision: str | None, download: Callable[[], str]) -> str:
     except errors.RepositoryNotFoundError:
         problem = (
             f"{shown} is neither a directory here nor a model on the Hugging Face hub that you may "
-            "see; check its spelling, or log in with 'hf auth login' if it is private."
+            "see; check the name, or log in with 'hf auth login' if it is private."
         )
     except errors.RevisionNotFoundError:
         problem = f"{name} has no revision {revision!r}; name a branch, tag or commit that it has."

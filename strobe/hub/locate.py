@@ -1,5 +1,5 @@
-"""Settings as users give them to settings that name directories: the box, hub names, a drafter
-that names its own target, and `auto`."""
+"""Finds the directories of target and drafter: the demo models, hub names, a drafter that names its
+own target, and `auto`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from strobe.config import BOX, EngineConfig
+from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.hub.download import directory, is_hub_name
 from strobe.hub.files import read_json
 from strobe.hub.pairs import published_drafter
@@ -24,7 +24,7 @@ def located(config: EngineConfig) -> EngineConfig:
     """The settings with target and draft as local directories, what is not there downloaded except
     for the weights: `hub.fetch_weights` has them once the configs are known to be good.
 
-    No target is the pair in the box. A target that is a speculators checkpoint gives the target it
+    No target means the demo models. A target that is a speculators checkpoint gives the target it
     was trained for, the method and the drafts per step, and becomes the drafter. Settings that are
     located already come back as they are. Raises ValueError.
     """
@@ -62,10 +62,10 @@ def _own_pair(config: EngineConfig) -> EngineConfig:
             )
     draft = config.draft
     if draft == AUTO or (draft is None and config.method in (None, "dflash")):
-        draft = str(BOX / "draft")
+        draft = str(DEMO_MODELS / "draft")
     elif draft is not None:
         draft = directory(draft, None)
-    return replace(config, target=str(BOX / "target"), draft=draft)
+    return replace(config, target=str(DEMO_MODELS / "target"), draft=draft)
 
 
 def _named_pair(config: EngineConfig) -> EngineConfig:

@@ -13,7 +13,9 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Generator
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,6 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
     """Serve until told to stop; the exit status. Raises ValueError for settings that do not fit."""
     from_environment = [key for key in [os.environ.get("STROBE_API_KEY")] if key]
     settings = replace(settings, api_key=(*settings.api_key, *from_environment))
-    config, settings = config.check(), settings.check()
     settings.logs.configure()
     template = read_template(settings.chat_template)
     names = tuple(settings.served_model_name) or (without_revision(config.target) or BOX_NAME,)
@@ -52,6 +53,17 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
         return asyncio.run(Server(config, settings, template, listener).run())
     finally:
         listener.close()
+
+
+@contextlib.contextmanager
+def _blocked(number: signal.Signals) -> Generator[None]:
+    """A process started meanwhile never gets the signal."""
+    resource_tracker.ensure_running()  # which unblocks signals where a process's start starts it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -100,7 +112,8 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_stop)
-        client.start()
+        with _blocked(signal.SIGINT):  # the engine's process is told when to stop
+            client.start()
         http: asyncio.Task[None] | None = None
         try:
             tokenizer = await asyncio.to_thread(Tokenizer, Path(self.config.target))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from strobe.sampling_params import option
+from pydantic import AfterValidator, Field
+
+from strobe.checks import Texts, option, settings
 from strobe.server.logs import configure_logging
 
 TEXT_THREADS = 4
@@ -25,16 +26,28 @@ class LogSettings:
         configure_logging(self.level, as_json=self.as_json, show_text=self.show_text)
 
 
-@dataclass(frozen=True)
+def _visible(names: Texts) -> Texts:
+    if any(not name.strip() for name in names):
+        raise ValueError("served_model_name holds an empty name; give it a visible one.")
+    return names
+
+
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+@settings
 class ServerConfig:
-    """Options of `strobe serve` beside the engine's. `check()` raises ValueError."""
+    """Options of `strobe serve` beside the engine's. Raises ValueError for what makes no sense."""
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is every interface.")
-    port: int = option(8000, "Port to listen on; 0 takes a free one.")
-    api_key: Sequence[str] = option(
+    port: Annotated[int, Field(ge=0, le=65535)] = option(
+        8000, "Port to listen on; 0 takes a free one."
+    )
+    api_key: Texts = option(
         (), "Clients must send one of these keys, or the one in STROBE_API_KEY."
     )
-    served_model_name: Sequence[str] = option(
+    served_model_name: Annotated[Texts, AfterValidator(_visible)] = option(
         (), "Names clients call the model by; the first one is given back."
     )
     chat_template: str | None = option(
@@ -49,32 +62,19 @@ class ServerConfig:
     reasoning_parser: str = option(
         "auto", "How the model marks its thinking: qwen3, openai_gptoss, none or auto."
     )
-    max_waiting: int = option(256, "Answers that may wait for a place; more get a 429.")
-    request_timeout: float = option(600.0, "Seconds one request may take; 0 is no limit.")
-    grace: float = option(30.0, "Seconds that running requests have to finish after SIGTERM.")
-    max_body_bytes: int = option(32 << 20, "Largest request body in bytes.")
-    cors_origin: Sequence[str] = option((), "Origins whose pages may call the API; * is all.")
+    max_waiting: Count = option(256, "Answers that may wait for a place; more are told 429.")
+    request_timeout: Seconds = option(
+        600.0, "Seconds one request may take; 0 is no limit.", "give seconds; 0 is no limit."
+    )
+    grace: Seconds = option(
+        30.0, "Seconds that running requests have to finish after SIGTERM.", "give seconds."
+    )
+    max_body_bytes: Count = option(32 << 20, "Largest request body in bytes.")
+    cors_origin: Texts = option((), "Origins whose pages may call the API; * is all.")
     access_log: bool = option(True, "Write one line per request.")
     log_level: str = option("info", "debug, info, warning or error.")
     log_json: bool = option(False, "Write log lines as JSON objects.")
     log_prompts: bool = option(False, "Let prompts and answers appear in the log.")
-
-    def check(self) -> ServerConfig:
-        """Itself, if every value makes sense by itself."""
-        if not isinstance(self.port, int) or not 0 <= self.port <= 65535:
-            raise ValueError(f"port is {self.port!r}, but must be a whole number from 0 to 65535.")
-        for name in ("max_waiting", "max_body_bytes"):
-            value: Any = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} is {value!r}, but must be a whole number of at least 0.")
-        for name in ("request_timeout", "grace"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise ValueError(f"{name} is {value!r}, but must be seconds of at least 0.")
-        for name in self.served_model_name:
-            if not str(name).strip():
-                raise ValueError("served_model_name holds an empty name; give it a visible one.")
-        return self
 
     @property
     def logs(self) -> LogSettings:

@@ -9,9 +9,9 @@ import torch
 from on_gpu import NEEDS_GPU, check_captured, finish, keys_and_values, steady
 
 from strobe import LLM, EngineConfig, SamplingParams
-from strobe.cli.demo import pick_examples, prompts_of
 from strobe.engine.engine import Engine
 from strobe.server.engine_process.warmup import warm_up
+from strobe.tools.demo import pick_examples, prompts_of
 
 pytestmark = NEEDS_GPU
 

@@ -4,7 +4,7 @@ import pytest
 from on_gpu import NEEDS_GPU
 
 from strobe import LLM, SamplingParams
-from strobe.cli.demo import pick_examples, prompts_of
+from strobe.tools.demo import pick_examples, prompts_of
 
 pytestmark = NEEDS_GPU
 

@@ -15,12 +15,12 @@ from tiny import LAYERS, edit_json, make_draft, make_engine, make_target
 from transformers import GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from strobe.cli.info import describe
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.config_readers.mxfp4 import unpack
 from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.tools.doctor.pair_checks import memory_bill
+from strobe.tools.info import describe
 
 SHAPE: dict[str, Any] = {
     "intermediate_size": 32,

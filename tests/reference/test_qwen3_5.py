@@ -29,12 +29,12 @@ from tiny import (
     wavering,
 )
 
-from strobe.cli.info import describe
 from strobe.config import EngineConfig
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.models.registry import load_target_config
 from strobe.sampling_params import SamplingParams
+from strobe.tools.info import describe
 
 COLD = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 BOUND = 1e-3

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from strobe.config import BOX, EngineConfig
+from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.messages import Ready, Submit
 from strobe.server.guards import Drain
@@ -40,7 +40,7 @@ def serving(tokenizer: Tokenizer | None = None, **settings: Any) -> Serving:
     return Serving(
         settings=ServerConfig(**settings),
         client=Said(),
-        tokenizer=tokenizer or Tokenizer(BOX / "target"),
+        tokenizer=tokenizer or Tokenizer(DEMO_MODELS / "target"),
         names=("m",),
         root="m",
         chat_template=None,

@@ -25,10 +25,10 @@ from expected import (
 from outcomes import Said
 from tokenizers import Tokenizer
 
-from strobe.config import BOX
-from strobe.demo_models.tasks import Example, heldout
+from scripts.demo_models.tasks import Example, heldout
+from strobe.config import DEMO_MODELS
 
-TOKENIZER = Tokenizer.from_file(str(BOX / "target" / "tokenizer.json"))
+TOKENIZER = Tokenizer.from_file(str(DEMO_MODELS / "target" / "tokenizer.json"))
 _TASKS = {(e.family, i % 24): e for i, e in enumerate(heldout(24, seed=5, thinking=False))}
 
 LIST = _TASKS["lists", 12]  # "The list is ..., I put the words ..., Answer: ...", 30 tokens

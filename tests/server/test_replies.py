@@ -12,7 +12,7 @@ import pytest
 from asgi import Answer, call
 from engineless import START, Said, event, samples, serving
 
-from strobe.config import BOX
+from strobe.config import DEMO_MODELS
 from strobe.server.app import make_app
 from strobe.server.engine_process.client import EngineDead, EngineStopped, Generation
 from strobe.server.engine_process.messages import Finish, Submit
@@ -33,7 +33,7 @@ Engine = Callable[[Generation], None]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(BOX / "target")
+    return Tokenizer(DEMO_MODELS / "target")
 
 
 @pytest.fixture

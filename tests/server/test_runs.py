@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engineless import START, Said, event, samples, serving
 
-from strobe.config import BOX
+from strobe.config import DEMO_MODELS
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineDead, EngineStopped, Generation
 from strobe.server.engine_process.messages import Finish, Submit
@@ -21,7 +21,7 @@ from strobe.text.tokenizer import Tokenizer
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(BOX / "target")
+    return Tokenizer(DEMO_MODELS / "target")
 
 
 def ended(metrics: ServerMetrics) -> dict[str, float]:

@@ -23,10 +23,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    from strobe.config import BOX
+    from strobe.config import DEMO_MODELS
     from strobe.text.tokenizer import Tokenizer
 
-    return Tokenizer(BOX / "target")
+    return Tokenizer(DEMO_MODELS / "target")
 
 
 @pytest.fixture

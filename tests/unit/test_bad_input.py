@@ -4,6 +4,7 @@ before any weight is read. In a batch, one bad prompt fails alone."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from strobe.sampling_params import Speculation
 
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture
@@ -501,8 +503,12 @@ def test_a_tokenizer_that_is_missing_or_damaged(
         ({"device": "cuda:999"}, "device is 'cuda:999', but this machine has"),
         ({"device": "cuda:99999999999999"}, "device is 'cuda:99999999999999'; name"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
-        ({"method": "eagle"}, "method is 'eagle'; name one of dflash, ngram, none"),
+        ({"method": "eagle"}, "method is 'eagle', but must be 'dflash', 'ngram' or 'none'"),
         ({"overlap": 3}, "overlap is 3"),
+        ({"gpu_memory_utilization": NAN}, "gpu_memory_utilization is nan, but must be a finite"),
+        ({"mem_fraction_static": NAN}, "gpu_memory_utilization is nan, but must be a finite"),
+        ({"kv_cache_memory": "inf"}, "kv_cache_memory is 'inf'"),
+        ({"method": "none", "num_drafts": 5}, "num_drafts is 5, but method is 'none'"),
         ({"ngram_min": 5}, "ngram_min is 5, above ngram_max 4"),
         ({"ngram_max": 33}, "ngram_max is 33, but must be at most 32"),
     ],
@@ -633,9 +639,6 @@ def test_free_memory_heeds_a_containers_limit(tmp_path: Path):
 # sampling
 
 
-NAN, INF = float("nan"), float("inf")
-
-
 @pytest.mark.parametrize(
     ("field", "values"),
     [
@@ -702,6 +705,7 @@ def test_a_name_that_is_no_sampling_field_is_named():
     [
         "--temperature=-1",
         "--temperature=nan",
+        "--presence-penalty=inf",
         "--temperature=hot",
         "--top-p=2",
         "--top-k=1.5",
@@ -721,7 +725,7 @@ def test_sampling_values_out_of_range_on_the_command_line(
     out, err = capsys.readouterr()
     assert out == ""
     name = flags.split("=")[0].removeprefix("--").replace("-", "_")
-    assert err.startswith(f"strobe: {name} ")
+    assert re.match(rf"strobe: {name}(\[0\])? is ", err)
     assert err.count("\n") == 1
 
 
@@ -931,6 +935,27 @@ def test_arguments_that_cannot_be(
 ):
     assert cli.main(arguments) == 2
     assert capsys.readouterr() == ("", f"strobe: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--grace=nan", "--grace=inf", "--request-timeout=nan", "--request-timeout=-1",
+        "--port=65536", "--port=x", "--max-waiting=-1", "--max-body-bytes=1.5",
+        "--served-model-name=", "--gpu-memory-utilization=nan", "--kv-cache-memory=inf",
+    ],
+)  # fmt: skip
+def test_a_servers_settings_that_cannot_be(capsys: pytest.CaptureFixture[str], flags: str):
+    assert cli.main(["serve", flags]) == 2
+    out, err = capsys.readouterr()
+    name = flags.split("=")[0].removeprefix("--").replace("-", "_")
+    assert out == ""
+    assert re.match(rf"strobe: {name} (is|holds) .*\.\n$", err)
+
+
+def test_a_device_of_torch_is_taken(pair: Pair):
+    llm = LLM(pair.target, device=torch.device("cpu"), max_model_len=64)
+    assert llm.engine.config.device == "cpu"
 
 
 @pytest.mark.parametrize("side", ["target", "draft"])

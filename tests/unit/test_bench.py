@@ -18,8 +18,8 @@ from textpair import Pair
 from strobe import EngineConfig
 from strobe.cli import bench as bench_command
 from strobe.cli import main as cli
-from strobe.config import BOX
-from strobe.demo_models.tasks import heldout
+from strobe.config import DEMO_MODELS
+from strobe.demo_models import FAMILIES, read_heldout
 from strobe.engine.engine import Engine
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.sampling_params import SamplingParams
@@ -83,23 +83,23 @@ def test_bench_alone_shows_its_help(main: Callable[..., Any]):
         ("step", ["--prompt-len=a"], "prompt_len is 'a', but must be whole numbers of at least 1"),
         ("step", ["--prefill=8"], "prefill is '8', but must be prompts x tokens, such as 8x2048."),
         ("step", ["--prefill=2x9000"], "prefill asks for 2 prompts of 9000 tokens, but "),
-        ("step", ["--steps=0"], "steps is 0, but must be a whole number >= 1; "),
+        ("step", ["--steps=0"], "steps is 0, but must be at least 1; "),
         ("step", ["--steps=900"], "20 + 900 steps of 6 tokens behind a prompt of 256 do not fit "
                                   "max_model_len 2048; ask for at most 273 steps."),
         ("step", ["--prompt-len=2040"], "ask for shorter prompts or a smaller warmup."),
         ("step", ["--acceptance-length=17"], "but a step verifies 15 drafts; ask for 1 to 16."),
-        ("step", ["--acceptance-length=0.5"], "acceptance_length is 0.5, but must lie from 1 to"),
+        ("step", ["--acceptance-length=0.5"], "acceptance_length is 0.5, but must be at least 1; "),
         ("step", ["--method=ngram"], "method is 'ngram', but random tokens repeat nothing; "),
         ("step", ["--top-p=2"], "top_p is 2, but must"),
         ("step", ["--kv-cache-memory=100MB"], "tokens need 960 pages, but the KV cache has"),
         ("step", ["--json=/nowhere/x"], "json is '/nowhere/x', but /nowhere is no directory; "),
         ("step", ["--json=/"], "json is '/', but / is a directory; name a file in one that "),
         ("offline", ["--concurrency=40"], "concurrency is 40, but there are 32 prompts; lower it "),
-        ("offline", ["--repeats=0"], "repeats is 0, but must be a whole number >= 1; ask for "),
+        ("offline", ["--repeats=0"], "repeats is 0, but must be at least 1; ask for "),
         ("offline", ["--data=/nowhere"], "data is '/nowhere', which cannot be read ("),
         ("offline", ["--method=none"], "Nothing drafts; name a drafter with --draft, or --method"),
         ("offline", ["--max-model-len=20"], "but max_model_len is 20 with the answer; raise it"),
-        ("offline", ["--temperature=-1"], "temperature is -1, but must lie from 0 to 100"),
+        ("offline", ["--temperature=-1"], "temperature is -1, but must be at least 0"),
     ],
 )  # fmt: skip
 def test_bad_input_is_answered_with_one_sentence(
@@ -172,8 +172,8 @@ def test_step_times_the_boxes_shapes_and_says_what_is_forced(
         assert whole > 0
         assert row["ratio_to_floor"] == pytest.approx(row["ms"] / row["floor"]["ms"], rel=0.01)
         counts = floor.Shapes(
-            load_target_config(BOX / "target"),
-            load_draft_config(BOX / "draft") if method == "dflash" else None,
+            load_target_config(DEMO_MODELS / "target"),
+            load_draft_config(DEMO_MODELS / "draft") if method == "dflash" else None,
             rows=16 if method == "dflash" else 1,
             widths=floor.Widths(4, 4, 4, 4),
         )
@@ -329,17 +329,17 @@ def test_offline_drafts_by_prompt_lookup_too(main: Callable[..., Any], pair: Pai
 
 
 def test_prompts_go_through_the_chat_template(tmp_path: Path):
-    tokenizer = Tokenizer(BOX / "target")
+    tokenizer = Tokenizer(DEMO_MODELS / "target")
     data = tmp_path / "data.jsonl"
     messages = [{"role": "system", "content": "Brief!"}, {"role": "user", "content": "hello"}]
     lines = [{"messages": messages}, {"turns": ["hello", "more"]}, {"prompt": "hello"}]
     data.write_text("\n".join(map(json.dumps, lines)))
     settings = OfflineSettings(data=str(data), prompts=3, concurrency="1")
-    first, second, third = prompts.read_prompts(settings, BOX / "target")
+    first, second, third = prompts.read_prompts(settings, DEMO_MODELS / "target")
     assert first == tokenizer.render_chat(messages, enable_thinking=False)
     assert second == third == tokenizer.render_chat(messages[1:], enable_thinking=False)
     with pytest.raises(ValueError, match="holds 3 prompts, but prompts is 4; ask for at most 3"):
-        prompts.read_prompts(replace(settings, prompts=4), BOX / "target")
+        prompts.read_prompts(replace(settings, prompts=4), DEMO_MODELS / "target")
     for line, wrong in [
         ("{", r"line 1 is '\{', but must be"),
         ("[]", "but must be"),
@@ -349,14 +349,16 @@ def test_prompts_go_through_the_chat_template(tmp_path: Path):
     ]:
         data.write_text(line)
         with pytest.raises(ValueError, match=wrong):
-            prompts.read_prompts(settings, BOX / "target")
+            prompts.read_prompts(settings, DEMO_MODELS / "target")
 
 
 def test_the_boxes_prompts_are_held_out_ones_of_all_families():
-    taken = prompts.read_prompts(OfflineSettings(prompts=7), BOX / "target")
-    tokenizer = Tokenizer(BOX / "target")
-    pool = heldout(2, seed=1)
-    want = [pool[2 * family + turn] for turn in (0, 1) for family in range(6)][:7]
+    taken = prompts.read_prompts(
+        OfflineSettings(prompts=7, concurrency="1"), DEMO_MODELS / "target"
+    )
+    tokenizer = Tokenizer(DEMO_MODELS / "target")
+    want = read_heldout(7)
+    assert {example.family for example in want} == set(FAMILIES)
     assert taken == [
         tokenizer.render_chat(e.messages, tools=e.tools or None, enable_thinking=e.thinking)
         for e in want

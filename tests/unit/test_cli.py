@@ -20,10 +20,10 @@ import pytest
 from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
-from strobe.cli import demo
-from strobe.demo_models.tasks import FAMILIES
+from strobe.demo_models import FAMILIES
 from strobe.models.checkpoint import Checkpoint
 from strobe.outputs import CompletionOutput, RequestOutput
+from strobe.tools import demo
 
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-m", "strobe"]
@@ -100,6 +100,12 @@ def test_the_help_names_the_commands(main: Callable[..., Any], arguments: list[s
     assert (status, err) == (0, "")
     for command in FLAGS:
         assert f"• {command}" in out
+
+
+def test_the_help_names_the_values_of_options_that_take_one_of_a_few(main: Callable[..., Any]):
+    out = main("generate", "--help")[1]
+    assert "--kernels {auto,triton,torch}" in out
+    assert "--method {dflash,ngram,none}" in out
 
 
 def test_the_help_speaks_of_defaults_that_there_are(main: Callable[..., Any]):
@@ -398,7 +404,7 @@ def test_info_prints_a_table(
     assert "\x1b" not in out
 
 
-def test_info_alone_is_about_the_pair_in_the_box(main: Callable[..., Any], no_weights: None):
+def test_info_alone_is_about_the_demo_models(main: Callable[..., Any], no_weights: None):
     facts = json.loads(main("info", "--json")[1])
     assert facts["path"].endswith("demo_models/target")
     assert facts["draft"]["path"].endswith("demo_models/draft")
@@ -499,7 +505,7 @@ def test_the_demos_prompts_come_from_all_families_held_out():
     assert demo.pick_examples(1)[0] == examples[0]
 
 
-def test_the_demo_of_the_pair_in_the_box_drafts_well(main: Callable[..., Any]):
+def test_the_demo_of_the_demo_models_drafts_well(main: Callable[..., Any]):
     status, out, err = main("demo", "--json", "--prompts=1", "--repeats=1", "--max-tokens=20")
     assert (status, err) == (0, "")
     figures = json.loads(out)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
+import torch
 
 from strobe.config import EngineConfig, Limits, parse_bytes, resolve_limits
 
@@ -39,11 +41,6 @@ def test_what_is_no_positive_size_is_refused_and_named(text: object):
     assert repr(text) in str(caught.value)
 
 
-def test_the_defaults_are_sound():
-    config = EngineConfig()
-    assert config.check() is config
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -56,7 +53,7 @@ def test_the_defaults_are_sound():
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
         ({"kv_cache_memory": "much"}, "kv_cache_memory is 'much'"),
         ({"method": "eagle"}, "method is 'eagle'"),
-        ({"gpu_memory_utilization": 90}, "gpu_memory_utilization is 90, but must lie from 0.01 to"),
+        ({"gpu_memory_utilization": 90}, "gpu_memory_utilization is 90, but must be at most 1"),
         ({"gpu_memory_utilization": 0.9, "kv_cache_memory": "1GiB"}, "both size the KV cache"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"device": "tpu"}, "device is 'tpu'"),
@@ -68,18 +65,43 @@ def test_the_defaults_are_sound():
         ({"seed": "7"}, "seed is '7'"),
         ({"seed": True}, "seed is True"),
         ({"cuda_graphs": 1}, "cuda_graphs is 1, but must be True or False"),
-        ({"load_format": "gguf"}, "load_format is 'gguf'; name one of auto, dummy"),
-        ({"weight_dtype": "int4"}, "weight_dtype is 'int4'; name one of auto, fp8"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8'; name one of auto, fp8"),
-        ({"attention_backend": "flash"}, "attention_backend is 'flash'; name one of auto, triton"),
+        ({"load_format": "gguf"}, "load_format is 'gguf', but must be 'auto' or 'dummy'"),
+        ({"weight_dtype": "int4"}, "weight_dtype is 'int4', but must be 'auto' or 'fp8'"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8', but must be 'auto' or 'fp8'"),
+        (
+            {"attention_backend": "flash"},
+            "attention_backend is 'flash', but must be 'auto', 'triton'",
+        ),
         ({"attention_backend": None}, "attention_backend is None"),
         ({"draft_attention_backend": "flash"}, "draft_attention_backend is 'flash'"),
-        ({"kernels": "cuda"}, "kernels is 'cuda'; name one of auto, triton, torch"),
+        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization is nan, but must be a"),
+        ({"gpu_memory_utilization": float("inf")}, "gpu_memory_utilization is inf, but must be a"),
+        ({"kv_cache_memory": float("nan")}, "kv_cache_memory is nan"),
+        ({"kv_cache_memory": float("inf")}, "kv_cache_memory is inf"),
+        ({"method": "none", "num_drafts": 5}, "num_drafts is 5, but method is 'none'"),
+        ({"kernels": "cuda"}, "kernels is 'cuda', but must be 'auto', 'triton' or 'torch'"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_and_named(changes: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
-        EngineConfig().with_(**changes).check()
+        EngineConfig().with_(**changes)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "cuda:0", "cuda:1"])
+def test_torchs_own_devices_become_their_names(name: str):
+    assert EngineConfig(device=torch.device(name)).device == name  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="device is device\\(type='meta'\\); name auto, cpu, cuda"):
+        EngineConfig(device=torch.device("meta"))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_directory_may_be_a_path():
+    config = EngineConfig(target=Path("a/b"), draft=Path("c"))  # pyright: ignore[reportArgumentType]
+    assert (config.target, config.draft) == ("a/b", "c")
+
+
+def test_a_name_that_is_no_field_is_named():
+    with pytest.raises(TypeError, match=r"EngineConfig has no field 'page_sise'\.$"):
+        EngineConfig(page_sise=3)  # pyright: ignore[reportCallIssue]
 
 
 def test_a_name_that_is_no_option_is_refused_with_the_options():

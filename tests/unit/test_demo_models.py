@@ -1,9 +1,9 @@
-"""The pair in the box keeps what its model card promises, on a few prompts it never saw."""
+"""The demo models keep what their model card promises, on a few prompts they never saw."""
 
+from scripts.demo_models.tasks import check, heldout
 from strobe import LLM, SamplingParams
-from strobe.cli.demo import prompts_of
-from strobe.config import BOX
-from strobe.demo_models.tasks import check, heldout
+from strobe.config import DEMO_MODELS
+from strobe.tools.demo import prompts_of
 
 
 def test_it_answers_right_and_its_drafts_are_accepted():
@@ -36,7 +36,9 @@ def test_sampled_or_greedy_it_gives_the_tokens_of_plain_decoding():
 
 
 def test_its_files_are_small():
-    sizes = [p.stat().st_size for part in ("target", "draft") for p in (BOX / part).iterdir()]
+    sizes = [
+        p.stat().st_size for part in ("target", "draft") for p in (DEMO_MODELS / part).iterdir()
+    ]
     assert max(sizes) < 16 * 2**20
     assert sum(sizes) <= 25 * 10**6
 

@@ -9,8 +9,11 @@ from collections import Counter
 
 import pytest
 
-from strobe.demo_models.tasks import FAMILIES, Example, check, generate, heldout, split, training
-from strobe.demo_models.tasks.example import prompt_key
+from scripts.demo_models.tasks import FAMILIES, Example, check, generate, heldout, split, training
+from scripts.demo_models.tasks.example import prompt_key
+from scripts.demo_models.write_heldout import lines
+from strobe.demo_models import HELDOUT, read_heldout
+from strobe.tools.demo import pick_examples
 
 
 def full_text(example: Example) -> str:
@@ -65,7 +68,7 @@ def test_a_checker_never_raises(family: str):
 
 def test_checker_refuses_harmful_code():
     example = generate(random.Random(5), family="code")
-    name = example.reference.name
+    name = example.reference["name"]
     for body in (
         "while True: pass",
         "return ().__class__",
@@ -108,6 +111,26 @@ def test_same_seed_same_tasks():
     assert list(training(50, seed=9)) == list(training(50, seed=9))
     assert heldout(6, seed=1) == heldout(6, seed=1)
     assert prompts(heldout(6, seed=1)) != prompts(heldout(6, seed=2))
+
+
+def test_the_shipped_examples_are_what_the_generators_give():
+    assert HELDOUT.read_text(encoding="utf-8").splitlines() == lines()
+    assert HELDOUT.stat().st_size < 200_000
+    pool = heldout(40, seed=1)
+    assert read_heldout() == [pool[40 * family + i] for i in range(40) for family in range(6)]
+
+
+def test_the_shipped_answers_pass_their_graders():
+    for example in read_heldout():
+        assert check(example, full_text(example))
+        assert not check(example, damaged(example))
+
+
+def test_more_examples_than_there_are_is_said():
+    assert len(read_heldout(240)) == len(pick_examples(240)) == 240
+    for ask in (read_heldout, pick_examples):
+        with pytest.raises(ValueError, match=r"prompts is 241, but .* at most 240"):
+            ask(241)
 
 
 def test_reasoning_only_with_thinking():

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny import edit_json
 
 from strobe.cli.main import main
-from strobe.config import BOX, EngineConfig
+from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.tools.doctor import measure
 from strobe.tools.doctor import run as doctor
 from strobe.tools.doctor.findings import Report
@@ -50,7 +50,7 @@ class Copies:
 @pytest.fixture
 def copies(tmp_path: Path) -> Copies:
     for part in ("target", "draft"):
-        shutil.copytree(BOX / part, tmp_path / part)
+        shutil.copytree(DEMO_MODELS / part, tmp_path / part)
     return Copies(tmp_path / "target", tmp_path / "draft")
 
 

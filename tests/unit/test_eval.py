@@ -16,7 +16,7 @@ from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.cli import eval as eval_command
-from strobe.demo_models.tasks import FAMILIES
+from strobe.demo_models import FAMILIES
 from strobe.outputs import CompletionOutput, SpeculationReport
 from strobe.tools.bench.settings import DECIDED
 from strobe.tools.eval import datasets, latex, measures, plots, sources
@@ -112,15 +112,15 @@ def test_eval_alone_shows_its_help(main: Callable[..., Any]):
         (["speed", "--shots=x"], "shots are shown by gsm8k-5shot alone; add --dataset gsm8k-5"),
         (["speed", "--concurrency=0"], "concurrency is '0', but must be whole numbers of at "),
         (["speed", "--prompts=4", "--concurrency=9"], "concurrency is 9, but a data set has 4 "),
-        (["speed", "--prompts=-1"], "prompts is -1, but must be a whole number >= 0; ask for "),
+        (["speed", "--prompts=-1"], "prompts is -1, but must be at least 0; "),
         (["speed", "--expect=foo"], "expect is 'foo'; name one of qwen3-4b-dflash-b16, "),
         (["speed", '--expect={"gsm8k"'], "expect is '{\"gsm8k\"', which is no JSON ("),
         (["speed", '--expect={"gsm8k": {"acc": 1}}'], "expect's 'gsm8k' holds 'acc'; it takes "),
         (["speed", '--expect={"gsm": {"accuracy": 1}}'], "expect holds 'gsm'; name one of gsm8k"),
-        (["speed", "--expect-accuracy=90"], "expect_accuracy is 90, but must lie from 0 to 1; "),
+        (["speed", "--expect-accuracy=90"], "expect_accuracy is 90, but must be at most 1; "),
         (["speed", "--save-answers"], "save_answers is on, but output is empty; name a directory"),
         (["speed", "--method=none"], "Nothing drafts; name a drafter with --draft, or --method "),
-        (["speed", "--target=/x"], "A target is named but no data set, and the default one "),
+        (["speed", "--target=/x"], "A target is named but no data set, and the demo tasks suit "),
     ],
 )
 def test_what_is_wrong_is_one_sentence(

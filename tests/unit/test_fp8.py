@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tiny import make_draft, make_engine, make_target, run
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
-from strobe.cli.info import describe
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.config_readers.fp8 import dequantized
@@ -30,6 +29,7 @@ from strobe.models.load import (
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.sampling_params import SamplingParams
 from strobe.tools.doctor.pair_checks import memory_bill
+from strobe.tools.info import describe
 
 HOW: dict[str, Any] = {
     "max_positions": 40,

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from strobe.config import BOX
+from strobe.config import DEMO_MODELS
 from strobe.sampling.grammar import GrammarState
 from strobe.sampling.grammar_compiler import GrammarCompiler, source_of
 from strobe.sampling_params import StructuredOutputs
 from strobe.text.tokenizer import Tokenizer
 
-FILE = BOX / "target" / "tokenizer.json"
+FILE = DEMO_MODELS / "target" / "tokenizer.json"
 VOCAB = 2048
 WORDS = VOCAB // 32
 EOS = 2

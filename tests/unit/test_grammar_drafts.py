@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strobe.config import BOX
+from strobe.config import DEMO_MODELS
 from strobe.sampling.grammar import GrammarState
 from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling_params import StructuredOutputs
@@ -16,7 +16,7 @@ TEXT = "The name is Ann, and that is all there is to say."
 
 @pytest.fixture(scope="module")
 def grammars() -> GrammarCompiler:
-    return GrammarCompiler(BOX / "target" / "tokenizer.json", 2048, [END])
+    return GrammarCompiler(DEMO_MODELS / "target" / "tokenizer.json", 2048, [END])
 
 
 class Walker:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from strobe.config import BOX
+from strobe.config import DEMO_MODELS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -85,7 +85,7 @@ if __name__ == "__main__":
 
 def test_a_script_for_vllm_runs_and_finds_its_acceptance_length(tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    names = [f"--model={BOX / 'target'}", f"--draft={BOX / 'draft'}"]
+    names = [f"--model={DEMO_MODELS / 'target'}", f"--draft={DEMO_MODELS / 'draft'}"]
     run = subprocess.run(
         [sys.executable, str(tmp_path / "script.py"), *names, "--num-spec-tokens=7"],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""A wheel built from the tree carries the pair in the box and runs it."""
+"""A wheel built from the tree carries the demo models and runs them."""
 
 import json
 import os
@@ -21,10 +21,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_it_holds_the_pair_and_no_tests(wheel: Path):
+def test_it_holds_the_models_and_examples_but_no_generators_or_tests(wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
-    for name in ("target/model.safetensors", "target/chat_template.jinja", "draft/config.json"):
+    models = ("target/model.safetensors", "target/chat_template.jinja", "draft/config.json")
+    for name in (*models, "heldout.jsonl"):
         assert f"strobe/demo_models/{name}" in names
+    assert not [name for name in names if name.startswith("strobe/demo_models/tasks")]
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "scripts/"))]
 
 

@@ -65,7 +65,6 @@ class Window:
 def run_step(settings: StepSettings, config: EngineConfig) -> int:
     """Measure, print tables, write the file; returns 0. Raises ValueError, before anything is
     measured, for what cannot run."""
-    settings.check()
     command = command_line("step", settings, config)
     with _located(settings, config) as config, progress() as say:
         ways = {name: resolve(way) for name, way in _ways(settings, config).items()}
@@ -97,7 +96,7 @@ def _located(settings: StepSettings, config: EngineConfig) -> Generator[EngineCo
             "--draft."
         )
     if config.target:
-        yield located(config.check())
+        yield located(config)
     elif config.draft is not None:
         raise ValueError("A drafter is named but no target; give --target as well, or --shapes.")
     else:
@@ -113,9 +112,7 @@ def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfi
             "for both."
         )
     most = max([*settings.requests, *(count for count, _ in settings.prefills)])
-    config = replace(
-        config, load_format="dummy", max_num_seqs=most, enable_prefix_caching=False
-    ).check()
+    config = replace(config, load_format="dummy", max_num_seqs=most, enable_prefix_caching=False)
     ways = {"plain": config.plain(), "dflash": replace(config, method="dflash")}
     wanted = {"none": ["plain"], "dflash": ["dflash"]}.get(config.method or "")
     if wanted is None:

@@ -67,11 +67,10 @@ class Turn:
 def run_offline(settings: OfflineSettings, config: EngineConfig) -> int:
     """Measure, print tables, write the file. Returns 0, or 1 where answers in fp32 differ. Raises
     ValueError, before anything is measured, for what cannot run."""
-    settings.check()
     command = command_line("offline", settings, config)
     with progress() as say:
         say("reading prompts")
-        config = located(config.check())
+        config = located(config)
         prompts = read_prompts(settings, Path(config.target))
         config = _fitted(settings, config, max(map(len, prompts)))
         ways = {name: resolve(way) for name, way in ways_of(config).items()}

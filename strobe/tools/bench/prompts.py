@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from strobe.demo_models.tasks import FAMILIES, heldout
+from strobe.demo_models import read_heldout
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.bench.settings import OfflineSettings
 
@@ -26,7 +26,7 @@ def read_prompts(settings: OfflineSettings, target: Path) -> list[list[int]]:
             tokenizer.render_chat(
                 example.messages, tools=example.tools or None, enable_thinking=example.thinking
             )
-            for example in _tasks(settings.prompts)
+            for example in read_heldout(settings.prompts)
         ]
     found: list[list[int]] = []
     for where, messages in _conversations(Path(settings.data)):
@@ -42,14 +42,6 @@ def read_prompts(settings: OfflineSettings, target: Path) -> list[list[int]]:
         if found
         else f"{settings.data} holds no prompt; give lines of {_FORMS}."
     )
-
-
-def _tasks(count: int) -> Iterator[Any]:
-    """Held-out examples, the families in turn."""
-    each = -(-count // len(FAMILIES))
-    pool = heldout(each, seed=1)  # by family
-    turns = [pool[family * each + i] for i in range(each) for family in range(len(FAMILIES))]
-    yield from turns[:count]
 
 
 def _conversations(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:

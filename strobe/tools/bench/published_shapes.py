@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from strobe.config import BOX
+from strobe.config import DEMO_MODELS
 from strobe.models.config import default_capture_layers
 
 DRAFT_LAYERS, DRAFT_BLOCK = 5, 16
@@ -321,7 +321,7 @@ def directories(name: str) -> Generator[tuple[str, str]]:
             "--target and --draft."
         )
     if name == "box":
-        yield str(BOX / "target"), str(BOX / "draft")
+        yield str(DEMO_MODELS / "target"), str(DEMO_MODELS / "draft")
         return
     with TemporaryDirectory(prefix="strobe-shapes-") as directory:
         parts = {"target": target_config(name), "draft": draft_config(name)}

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from strobe.checks import between, whole
+from pydantic import Field as Bounds
+from pydantic import model_validator
+
+from strobe.checks import MOST, option, settings
 from strobe.config import EngineConfig
-from strobe.sampling_params import SamplingParams, option
 
 DECIDED = ("load_format", "max_num_seqs", "enable_prefix_caching")
 """Engine settings that a benchmark decides itself: no prompt may be found in the cache."""
 
 
-@dataclass(frozen=True)
+Positive = Annotated[int, Bounds(ge=1, le=MOST)]
+Temperature = Annotated[float, Bounds(ge=0, le=100)]
+TopP = Annotated[float, Bounds(gt=0, le=1)]
+_MORE = "ask for one or more."
+
+
+@settings
 class StepSettings:
-    """`strobe bench step`. `check()` raises ValueError before anything is built."""
+    """`strobe bench step`. Raises ValueError for what makes no sense by itself."""
 
     shapes: str = option(
         "", "Shapes by name: box (the default), qwen3-0.6b, qwen3-4b, qwen3-8b, llama-3.1-8b, "
@@ -26,24 +34,24 @@ class StepSettings:
     )  # fmt: skip
     concurrency: str = option("1,8,32", "Requests decoding at once, with commas between.")
     prompt_len: str = option("256", "Tokens per prompt, with commas between.")
-    acceptance_length: float = option(
-        6.0, "Tokens that each verify step is made to accept on average; 1 is no draft."
+    acceptance_length: Annotated[float, Bounds(ge=1, le=10**6)] = option(
+        6.0,
+        "Tokens that each verify step is made to accept on average; 1 is no draft.",
+        "1 is no draft accepted.",
     )
-    steps: int = option(200, "Steps that are timed.")
-    warmup: int = option(20, "Steps before them.")
-    temperature: float = option(0.0, "0 is greedy.")
-    top_p: float = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
+    steps: Positive = option(200, "Steps that are timed.", "200 give a steady mean.")
+    warmup: Annotated[int, Bounds(ge=0, le=MOST)] = option(
+        20, "Steps before them.", "0 times the first steps, too."
+    )
+    temperature: Temperature = option(0.0, "0 is greedy.")
+    top_p: TopP = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
     prefill: str = option("", "Prefills to time, prompts x tokens, such as 8x2048,1x32000.")
     json: str = option("", "File to write every figure to.")
 
-    def check(self) -> StepSettings:
-        """Itself, if every value makes sense by itself."""
+    @model_validator(mode="after")
+    def _check_together(self) -> StepSettings:
         for name in ("requests", "prompt_lens", "prefills"):
             getattr(self, name)  # raises where it cannot be read
-        whole("steps", self.steps, 1, "200 give a steady mean.")
-        whole("warmup", self.warmup, 0, "0 times the first steps, too.")
-        SamplingParams(temperature=self.temperature, top_p=self.top_p)
-        between("acceptance_length", self.acceptance_length, 1, 10**6, "1 is no draft accepted.")
         check_file(self.json)
         return self
 
@@ -69,29 +77,26 @@ class StepSettings:
         return tuple(found)
 
 
-@dataclass(frozen=True)
+@settings
 class OfflineSettings:
-    """`strobe bench offline`. `check()` raises ValueError before anything is built."""
+    """`strobe bench offline`. Raises ValueError for what makes no sense by itself."""
 
     data: str = option(
         "", "JSON lines with prompt, messages or turns; without it, held-out tasks of the demo "
         "models."
     )  # fmt: skip
-    prompts: int = option(32, "Prompts to answer, the first of the data.")
+    prompts: Positive = option(32, "Prompts to answer, the first of the data.", _MORE)
     concurrency: str = option("1,8,32", "Requests running at once, with commas between.")
-    max_tokens: int = option(256, "Most tokens per answer.")
-    repeats: int = option(2, "Timed turns; the fastest of each way counts.")
-    temperature: float = option(0.0, "0 is greedy.")
-    top_p: float = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
+    max_tokens: Positive = option(256, "Most tokens per answer.", _MORE)
+    repeats: Positive = option(2, "Timed turns; the fastest of each way counts.", _MORE)
+    temperature: Temperature = option(0.0, "0 is greedy.")
+    top_p: TopP = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
     ignore_eos: bool = option(False, "The model's own end tokens do not end the answer.")
     thinking: bool = option(False, "Let the model think before it answers a prompt of --data.")
     json: str = option("", "File to write every figure to.")
 
-    def check(self) -> OfflineSettings:
-        """Itself, if every value makes sense by itself."""
-        for name in ("prompts", "max_tokens", "repeats"):
-            whole(name, getattr(self, name), 1, "ask for one or more.")
-        SamplingParams(temperature=self.temperature, top_p=self.top_p)
+    @model_validator(mode="after")
+    def _check_together(self) -> OfflineSettings:
         most = max(self.requests)
         if most > self.prompts:
             raise ValueError(

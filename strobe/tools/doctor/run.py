@@ -42,7 +42,7 @@ the second it is what weak acceptance is laid to."""
 def run_doctor(config: EngineConfig, *, as_json: bool = False) -> int:
     """Print the report of a pair; 1 where something is wrong with it. Raises ValueError where no
     pair is named."""
-    config = located(config.check())
+    config = located(config)
     if config.draft is None:
         raise ValueError("strobe doctor looks at a pair, but no drafter is named; add one.")
     with progress(quiet=as_json) as say:

@@ -7,14 +7,15 @@ be compared; mbpp-tests shows the tests as well, without which no answer can hav
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from strobe.demo_models.tasks import FAMILIES, Example, check, heldout
+from strobe.demo_models import Example, read_heldout
 from strobe.tools.eval import graders, latex, programs
+from strobe.tools.eval.demo_tasks import check
 from strobe.tools.eval.settings import EvalSettings
 from strobe.tools.eval.sources import Placed, Row, fetch, read_rows
 
@@ -68,9 +69,9 @@ class Published:
 def load(name: str, settings: EvalSettings) -> DataSet:
     """Raises ValueError for a file or row that is not what the data set needs."""
     if name == "box":
-        count = settings.prompts or 200
-        samples = tuple(_box(example) for example in _tasks(count))
-        return DataSet(name, samples, "held-out tasks made by rule", count)
+        pool = read_heldout()
+        samples = tuple(_demo(example) for example in pool[: settings.prompts or None])
+        return DataSet(name, samples, "held-out tasks made by rule", len(pool))
     path = Path(settings.data) if settings.data else None
     if name == "custom":
         assert path is not None, "a file is what makes a data set custom"
@@ -212,15 +213,7 @@ def _custom(row: Row, seconds: float) -> Sample:
     return Sample(turns, partial(graders.answer, expected=str(expected)), latex=True)
 
 
-def _tasks(count: int) -> Iterator[Example]:
-    """Held-out tasks of the demo models, the families in turn."""
-    each = -(-count // len(FAMILIES))
-    pool = heldout(each, seed=1)  # by family
-    for i in range(count):
-        yield pool[(i % len(FAMILIES)) * each + i // len(FAMILIES)]
-
-
-def _box(example: Example) -> Sample:
+def _demo(example: Example) -> Sample:
     *before, last = example.messages
     return Sample(
         (last["content"],),

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from strobe.config import BOX, EngineConfig
+from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.engine.build import Resolved, resolve
 from strobe.hub.locate import located
 from strobe.llm import LLM
@@ -33,7 +33,6 @@ def evaluate(what: str, settings: EvalSettings, config: EngineConfig) -> int:
     Returns 0, or 1 where a figure is below what is expected, or answers in fp32 differ with
     speculation. Raises ValueError, before anything is measured, for what cannot run.
     """
-    settings.check()
     pair = expected.chosen(settings)
     command = command_line(what, settings, config)
     with progress() as say:
@@ -61,11 +60,12 @@ def evaluate(what: str, settings: EvalSettings, config: EngineConfig) -> int:
 
 
 def _located(settings: EvalSettings, config: EngineConfig) -> EngineConfig:
-    config = config.check()
-    if config.target not in ("", str(BOX / "target")) and not (settings.dataset or settings.data):
+    if config.target not in ("", str(DEMO_MODELS / "target")) and not (
+        settings.dataset or settings.data
+    ):
         raise ValueError(
-            "A target is named but no data set, and the default one suits the demo models only; "
-            "name one with --dataset or --data."
+            "A target is named but no data set, and the demo tasks suit only the demo models; name "
+            "one with --dataset or --data."
         )
     return located(config)
 
@@ -177,7 +177,7 @@ def _header(
 
 def _name(path: str) -> str:
     """A checkpoint's name without this machine's directories, which a report should not carry."""
-    if path.startswith(str(BOX)):
+    if path.startswith(str(DEMO_MODELS)):
         return f"the demo {Path(path).name}"
     return path if not Path(path).is_absolute() else "/".join(Path(path).parts[-2:])
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from strobe.checks import between
 from strobe.engine.build import Resolved
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.tools.bench.report import Figures
@@ -196,8 +195,12 @@ def _read(name: str, given: Any) -> Expected:
         if key not in allowed:
             raise ValueError(f"expect's {name!r} holds {key!r}; it takes {', '.join(allowed)}.")
         for one in value if isinstance(value, list) else [value]:
-            if key != "mean_of_answers":
-                between(f"expect's {name} {key}", one, 0, 10**6, "give the published figure.")
+            number = isinstance(one, int | float) and not isinstance(one, bool)
+            if key != "mean_of_answers" and not (number and 0 <= one <= 10**6):
+                raise ValueError(
+                    f"expect's {name} {key} is {one!r}, but must lie from 0 to 1e+06; give the "
+                    "published figure."
+                )
     by_position = tuple(given.get("by_position", ()))
     return replace(Expected(name), **{**given, "by_position": by_position})
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Annotated
 
-from strobe.checks import between, whole
+from pydantic import Field, model_validator
+
+from strobe.checks import MOST, option, settings
 from strobe.config import EngineConfig
-from strobe.sampling_params import SamplingParams, option
-from strobe.tools.bench.settings import DECIDED, whole_numbers
+from strobe.tools.bench.settings import DECIDED, Positive, Temperature, TopP, whole_numbers
 
 DATA_SETS = (
     "gsm8k", "gsm8k-5shot", "math500", "humaneval", "mbpp", "mbpp-tests", "mt-bench", "alpaca",
@@ -19,9 +21,9 @@ CONCURRENCY = {"acceptance": "1", "accuracy": "32", "speed": "1,8,32"}
 """Requests in flight unless the user says otherwise, by what is evaluated."""
 
 
-@dataclass(frozen=True)
+@settings
 class EvalSettings:
-    """`strobe eval`. `check()` raises ValueError before anything is built or fetched."""
+    """`strobe eval`. Raises ValueError for what makes no sense by itself."""
 
     dataset: str = option(
         "", f"Data sets with commas between: {', '.join(DATA_SETS)}; by default box, the held-out "
@@ -34,45 +36,44 @@ class EvalSettings:
     shots: str = option(
         "", "A local file of GSM8K's training questions, whose first five gsm8k-5shot shows."
     )
-    prompts: int = option(200, "Prompts of each data set, spread evenly over it; 0 takes all.")
+    prompts: Annotated[int, Field(ge=0, le=MOST)] = option(
+        200, "Prompts of each data set, spread evenly over it; 0 takes all.", "0 takes all."
+    )
     concurrency: str = option(
         "", "Requests in flight, with commas between; by default 1 for acceptance, 32 for "
         "accuracy and 1,8,32 for speed."
     )  # fmt: skip
-    max_tokens: int = option(2048, "Most tokens per answer.")
-    repeats: int = option(1, "Timed turns; the fastest of each way counts.")
-    temperature: float = option(0.0, "0 is greedy.")
-    top_p: float = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
+    max_tokens: Positive = option(2048, "Most tokens per answer.", "ask for one or more.")
+    repeats: Positive = option(
+        1, "Timed turns; the fastest of each way counts.", "ask for one or more."
+    )
+    temperature: Temperature = option(0.0, "0 is greedy.")
+    top_p: TopP = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
     thinking: bool = option(False, "Let the model think before it answers.")
     allow_code_execution: bool = option(
         False, "Run the code that the model writes against its tests, with limits of time and "
         "memory but in no sandbox."
     )  # fmt: skip
-    code_seconds: float = option(10.0, "Longest run of one program.")
+    code_seconds: Annotated[float, Field(ge=0.1, le=3600)] = option(
+        10.0, "Longest run of one program.", "10 suits most tests."
+    )
     expect: str = option(
         "", "Published figures to reach: a name, a JSON object or file such as "
         '{"gsm8k": {"acceptance_length": 6.2}}, or none; by default those of the pair.'
     )  # fmt: skip
-    expect_acceptance_length: float | None = option(
-        None, "Fail below this acceptance length, for each data set."
+    expect_acceptance_length: Annotated[float, Field(ge=1, le=10**6)] | None = option(
+        None, "Fail below this acceptance length, for each data set.", "1 is no draft accepted."
     )
-    expect_accuracy: float | None = option(
-        None, "Fail below this share of right answers, 0 to 1, for each data set."
+    expect_accuracy: Annotated[float, Field(ge=0, le=1)] | None = option(
+        None,
+        "Fail below this share of right answers, 0 to 1, for each data set.",
+        "0.9 is nine of ten.",
     )
     output: str = option("", "Directory for report.json, report.md and plots; made where missing.")
     save_answers: bool = option(False, "Write every answer to answers.jsonl there, too.")
 
-    def check(self) -> EvalSettings:
-        """Itself, if every value makes sense by itself."""
-        for name, least in (("prompts", 0), ("max_tokens", 1), ("repeats", 1)):
-            whole(name, getattr(self, name), least, "ask for more.")
-        SamplingParams(temperature=self.temperature, top_p=self.top_p)
-        between("code_seconds", self.code_seconds, 0.1, 3600.0, "10 suits most tests.")
-        if self.expect_acceptance_length is not None:
-            name = "expect_acceptance_length"
-            between(name, self.expect_acceptance_length, 1, 10**6, "1 is no draft accepted.")
-        if self.expect_accuracy is not None:
-            between("expect_accuracy", self.expect_accuracy, 0, 1, "it is a share.")
+    @model_validator(mode="after")
+    def _check_together(self) -> EvalSettings:
         self._check_data()
         if self.concurrency:
             whole_numbers("concurrency", self.concurrency)

@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from strobe.demo_models.tasks.example import Example, chat, last_answer
-from strobe.demo_models.tasks.wording import THINGS, person, pick, say, wordings
+from scripts.demo_models.tasks.example import chat
+from scripts.demo_models.tasks.wording import THINGS, person, pick, say, wordings
+from strobe.demo_models import Example
 
 FAMILY = "arithmetic"
 Numbers = dict[str, int]
@@ -371,9 +372,3 @@ def make(rng: random.Random, thinking: bool, heldout: bool) -> Example:
         answer="\n".join([*lines, f"Answer: {result}"]),
         reference=result,
     )
-
-
-def check(example: Example, text: str) -> bool:
-    """Whether the last line names the right number."""
-    answer = last_answer(text)
-    return answer is not None and answer == str(example.reference)

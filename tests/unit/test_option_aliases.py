@@ -13,8 +13,8 @@ import pytest
 from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
-from strobe.compat import aliases as spellings
-from strobe.compat.aliases import understood
+from strobe.compat import aliases
+from strobe.compat.aliases import translate
 from strobe.compat.arguments import separate
 from strobe.hub.pairs import PAIRS
 from strobe.outputs import CompletionOutput, RequestOutput
@@ -262,7 +262,7 @@ def test_options_without_effect_are_accepted_and_said(caplog: pytest.LogCaptureF
         "seed": 0,
     }  # fmt: skip
     with caplog.at_level(logging.INFO, "strobe"):
-        assert understood(given).values == {"seed": 0}
+        assert translate(given).values == {"seed": 0}
     said = [record.getMessage().split()[0] for record in caplog.records]
     assert said == [
         "trust_remote_code", "limit_mm_per_prompt", "swap_space", "enable_chunked_prefill",
@@ -321,7 +321,7 @@ def test_benchmarks_take_them_too_but_not_what_they_decide(main: Main):
     status, _, err = main("bench", "offline", "--spec-model=/nowhere", "--spec-tokens=0")
     assert (status, err) == (
         2,
-        "strobe: num_drafts is 0, but must be a whole number of at least 1.\n",
+        "strobe: num_drafts is 0, but must be at least 1.\n",
     )
 
 
@@ -346,12 +346,12 @@ def test_the_api_takes_them_too(pair: Pair):
 
 def test_the_tables_lead_to_settings_and_stand_in_the_docs():
     known = {f.name for config in (EngineConfig, ServerConfig) for f in fields(config)}
-    targets = {*spellings.RENAMED.values(), *(entry[0] for entry in spellings.SWITCHES.values())}
+    targets = {*aliases.RENAMED.values(), *(entry[0] for entry in aliases.SWITCHES.values())}
     assert targets <= known
-    assert not spellings.ALIASES & {f.name for f in fields(EngineConfig)}
-    assert spellings.FLAGS <= spellings.ALIASES
+    assert not aliases.ALIASES & {f.name for f in fields(EngineConfig)}
+    assert aliases.FLAGS <= aliases.ALIASES
     docs = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
-    names = {*spellings.ALIASES, *spellings.SPECULATIVE, *spellings.SPECULATIVE_ONLY}
+    names = {*aliases.ALIASES, *aliases.SPECULATIVE, *aliases.SPECULATIVE_ONLY}
     for target, drafter in PAIRS.items():
         assert f"| `{target}` | `{drafter}` |" in docs
     missing = {

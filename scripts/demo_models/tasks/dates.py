@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable, Mapping
 from datetime import date, timedelta
 
-from strobe.demo_models.tasks.example import Example, chat, last_answer
-from strobe.demo_models.tasks.wording import Wording, pick, say, wordings
+from scripts.demo_models.tasks.example import chat
+from scripts.demo_models.tasks.wording import Wording, pick, say, wordings
+from strobe.demo_models import Example
 
 FAMILY = "dates"
 MONTHS = (
@@ -268,9 +269,3 @@ def make(rng: random.Random, thinking: bool, heldout: bool) -> Example:
         answer=f"{lines}\nAnswer: {result}",
         reference=result,
     )
-
-
-def check(example: Example, text: str) -> bool:
-    """Whether the last line names the right date, weekday or number of days."""
-    answer = last_answer(text)
-    return answer is not None and answer.removesuffix(" days") == example.reference

@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from strobe.demo_models.tasks.example import Example, chat, last_answer
-from strobe.demo_models.tasks.wording import WORDS, joined, pick, say, wordings
+from scripts.demo_models.tasks.example import chat
+from scripts.demo_models.tasks.wording import WORDS, joined, pick, say, wordings
+from strobe.demo_models import Example
 
 FAMILY = "lists"
 Items = list[str]
@@ -347,13 +348,5 @@ def make(rng: random.Random, thinking: bool, heldout: bool) -> Example:
         thinking=thinking,
         reasoning=reasoning if thinking else "",
         answer=f"The list is {listed}.\n{done}\nAnswer: {', '.join(drawn.result)}",
-        reference=tuple(drawn.result),
+        reference=list(drawn.result),
     )
-
-
-def check(example: Example, text: str) -> bool:
-    """Whether the last line has the right items in the right order."""
-    answer = last_answer(text)
-    if answer is None:
-        return False
-    return tuple(item.strip() for item in answer.strip("[]()").split(",")) == example.reference

@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from strobe.demo_models.tasks import arithmetic, dates, functions, json_fields, lists, tool_calls
-from strobe.demo_models.tasks.example import Example, prompt_key
+from scripts.demo_models.tasks import arithmetic, dates, functions, json_fields, lists, tool_calls
+from scripts.demo_models.tasks.example import prompt_key
+from strobe.demo_models import FAMILIES, Example
+from strobe.tools.eval.demo_tasks import check
 
 __all__ = [
     "FAMILIES",
@@ -27,7 +29,7 @@ _MODULES = {
     module.FAMILY: module
     for module in (arithmetic, lists, dates, functions, json_fields, tool_calls)
 }
-FAMILIES: tuple[str, ...] = tuple(_MODULES)
+assert tuple(_MODULES) == FAMILIES
 HELDOUT_TEMPLATES = frozenset[str]().union(*(module.HELDOUT for module in _MODULES.values()))
 _HELDOUT_SHARE = 20  # one prompt in so many
 
@@ -47,11 +49,6 @@ def generate(
     if family not in _MODULES:
         raise ValueError(f"There is no family {family!r}; choose one of {', '.join(FAMILIES)}.")
     return _MODULES[family].make(rng, thinking, heldout_template)
-
-
-def check(example: Example, text: str) -> bool:
-    """Whether the model's full output `text` (thinking part allowed) solves the task."""
-    return _MODULES[example.family].check(example, text)
 
 
 def split(example: Example) -> str:

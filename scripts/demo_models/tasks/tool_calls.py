@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from strobe.demo_models.tasks.example import Example, answer_part, chat
-from strobe.demo_models.tasks.wording import (
+from scripts.demo_models.tasks.example import chat
+from scripts.demo_models.tasks.wording import (
     THINGS,
     city,
     joined,
@@ -18,6 +18,7 @@ from strobe.demo_models.tasks.wording import (
     wordings,
     words,
 )
+from strobe.demo_models import Example
 
 FAMILY = "tool"
 
@@ -339,16 +340,3 @@ def make(rng: random.Random, thinking: bool, heldout: bool) -> Example:
         answer=f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>",
         reference=call,
     )
-
-
-def check(example: Example, text: str) -> bool:
-    """Whether the answer is exactly one call with the right name and arguments."""
-    answer = answer_part(text)
-    start, end = "<tool_call>", "</tool_call>"
-    if answer.count(start) != 1 or not answer.startswith(start) or not answer.endswith(end):
-        return False
-    try:
-        call = json.loads(answer.removeprefix(start).removesuffix(end))
-    except (ValueError, RecursionError):
-        return False
-    return json.dumps(call, sort_keys=True) == json.dumps(example.reference, sort_keys=True)

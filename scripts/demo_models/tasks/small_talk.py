@@ -9,8 +9,8 @@ import json
 import random
 from typing import Any
 
-from strobe.demo_models.tasks.tool_calls import TOOLS, offer, values
-from strobe.demo_models.tasks.wording import city, invented, person, say
+from scripts.demo_models.tasks.tool_calls import TOOLS, offer, values
+from scripts.demo_models.tasks.wording import city, invented, person, say
 
 SKILLS = (
     "I can solve worded arithmetic, sort and filter lists, count with dates, write small Python "

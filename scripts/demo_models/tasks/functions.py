@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from strobe.demo_models.tasks.code_check import run_function, same_behaviour
-from strobe.demo_models.tasks.example import Example, answer_part, chat
-from strobe.demo_models.tasks.function_specs import INPUTS, PARAMETERS, SPECS, Spec
-from strobe.demo_models.tasks.wording import invented, pick, say, wordings, words
+from scripts.demo_models.tasks.example import chat
+from scripts.demo_models.tasks.function_specs import INPUTS, PARAMETERS, SPECS, Spec
+from scripts.demo_models.tasks.wording import invented, pick, say, wordings, words
+from strobe.demo_models import Example
+from strobe.tools.eval.demo_code import run_function
 
 FAMILY = "code"
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What the checker needs: the name asked for, a solution, and the inputs to compare on."""
-
-    name: str
-    solution: str
-    inputs: tuple[tuple[Any, ...], ...]
 
 
 _TAKES = {
@@ -119,14 +110,5 @@ def make(rng: random.Random, thinking: bool, heldout: bool) -> Example:
         thinking=thinking,
         reasoning=reasoning if thinking else "",
         answer=f"```python\ndef {name}({parameters}):\n{body}\n```\nThe function {canonical}.",
-        reference=Reference(name, solution, inputs),
+        reference={"name": name, "solution": solution, "inputs": [list(one) for one in inputs]},
     )
-
-
-def check(example: Example, text: str) -> bool:
-    """Whether the function in the answer returns what the reference solution returns."""
-    code = answer_part(text)
-    if "```" in code:
-        code = code.split("```")[1].removeprefix("python")
-    wanted: Reference = example.reference
-    return same_behaviour(code, wanted.name, wanted.solution, wanted.inputs)

@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from strobe.demo_models.tasks.example import Example, answer_part, chat
-from strobe.demo_models.tasks.wording import (
+from scripts.demo_models.tasks.example import chat
+from scripts.demo_models.tasks.wording import (
     THINGS,
     city,
     invented,
@@ -19,6 +19,7 @@ from strobe.demo_models.tasks.wording import (
     wordings,
     words,
 )
+from strobe.demo_models import Example
 
 FAMILY = "json"
 
@@ -241,13 +242,3 @@ def make(rng: random.Random, thinking: bool, heldout: bool) -> Example:
         answer=json.dumps(result, indent=2, ensure_ascii=False),
         reference=result,
     )
-
-
-def check(example: Example, text: str) -> bool:
-    """Whether the answer is JSON equal to the record, true and 1 being different."""
-    try:
-        found = json.loads(answer_part(text))
-    except (ValueError, RecursionError):
-        return False
-    same = json.dumps(found, sort_keys=True) == json.dumps(example.reference, sort_keys=True)
-    return isinstance(found, dict) and same

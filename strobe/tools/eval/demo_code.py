@@ -12,14 +12,12 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from strobe.demo_models.tasks.wording import words
-
 _LONGEST = 64
 _MAX_CODE = 2000
-_ALLOWED = words(
-    "abs all any bool dict enumerate float int len list max min range reversed round set sorted "
-    "str sum tuple zip"
-)
+_ALLOWED = (
+    "abs", "all", "any", "bool", "dict", "enumerate", "float", "int", "len", "list", "max", "min",
+    "range", "reversed", "round", "set", "sorted", "str", "sum", "tuple", "zip",
+)  # fmt: skip
 _REFUSED = (
     ast.Import,
     ast.ImportFrom,
@@ -85,9 +83,7 @@ def run_function(name: str, code: str, inputs: Iterable[Sequence[Any]]) -> list[
     return [namespace[name](*copy.deepcopy(list(arguments))) for arguments in inputs]
 
 
-def same_behaviour(
-    code: str, name: str, solution: str, inputs: tuple[tuple[Any, ...], ...]
-) -> bool:
+def same_behaviour(code: str, name: str, solution: str, inputs: Sequence[Sequence[Any]]) -> bool:
     """Whether `code` defines `name` and it agrees with `solution` on all inputs."""
     wanted: list[Any] = []
     for arguments in inputs:

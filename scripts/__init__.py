@@ -1,0 +1,1 @@
+"""Scripts that make what ships with Strobe; tests import from them, too."""

@@ -1,0 +1,78 @@
+"""`strobe generate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+from tyro.conf import OmitArgPrefixes, Positional, arg
+
+from strobe.cli.flags import (
+    Debug,
+    EngineFlags,
+    Json,
+    SamplingFlags,
+    System,
+    Thinking,
+    conversation,
+    load,
+    sampling,
+)
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Answer prompts and print the answers."""
+
+    prompts: Annotated[
+        Positional[tuple[str, ...]],
+        arg(help="One or more prompts.", metavar="PROMPT ...", help_behavior_hint=""),
+    ]
+    chat: Annotated[bool, arg(help="Put the prompts through the chat template.")] = True
+    thinking: Thinking = False
+    system: System = None
+    json: Json = False
+    debug: Debug = False
+    sampling: OmitArgPrefixes[SamplingFlags] = field(default_factory=SamplingFlags)
+    engine: OmitArgPrefixes[EngineFlags] = field(default_factory=EngineFlags)
+
+    def run(self) -> int:
+        if not self.prompts:
+            raise ValueError("No prompt was given; name one or more: strobe generate 'PROMPT'.")
+        if not self.chat and (self.thinking or self.system):
+            raise ValueError("--thinking and --system need the chat template; drop --no-chat.")
+        llm = load(self.engine)
+        params = sampling(llm, self.sampling)
+        if self.chat:
+            outputs = llm.chat(
+                [conversation(prompt, self.system) for prompt in self.prompts],
+                params,
+                use_tqdm=False,
+                chat_template_kwargs={"enable_thinking": self.thinking},
+            )
+        else:
+            outputs = llm.generate(list(self.prompts), params, use_tqdm=False)
+        if self.json:
+            print(json.dumps({"outputs": [asdict(output) for output in outputs]}))
+        else:
+            _print_answers(self.prompts, outputs)
+        errors = [output.outputs[0].error for output in outputs]
+        for number, error in enumerate(errors, start=1):
+            if error is not None:
+                which = f"prompt {number}: " if len(outputs) > 1 else ""
+                print(f"strobe: {which}{error}", file=sys.stderr)
+        return 1 if any(errors) else 0
+
+
+def _print_answers(prompts: tuple[str, ...], outputs: list[Any]) -> None:
+    """The answers; several are told apart by their prompts and numbers."""
+    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        if len(outputs) > 1:
+            print(f"{chr(10) if number else ''}> {prompt}")
+        for answer in output.outputs:
+            if len(output.outputs) > 1:
+                print(f"[{answer.index + 1}]")
+            if answer.error is None:
+                print(answer.text)

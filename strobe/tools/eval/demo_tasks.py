@@ -1,0 +1,92 @@
+"""Whether a model's answer to one of the demo models' tasks is right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from strobe.demo_models import Example
+from strobe.tools.eval.demo_code import same_behaviour
+from strobe.tools.eval.graders import THINK_END
+
+
+def check(example: Example, text: str) -> bool:
+    """Whether the model's full output `text` (thinking part allowed) solves the task."""
+    return _CHECKS[example.family](example.reference, text)
+
+
+def answer_part(text: str) -> str:
+    """What follows the thinking part of a full output, without its end mark."""
+    return text.rsplit(THINK_END, 1)[-1].replace("<|im_end|>", "").strip()
+
+
+def last_answer(text: str) -> str | None:
+    """The text behind the last `Answer:` on a line of its own, or None."""
+    for line in reversed(answer_part(text).splitlines()):
+        if line.startswith("Answer:"):
+            return line.removeprefix("Answer:").strip().rstrip(".")
+    return None
+
+
+def _number(wanted: int, text: str) -> bool:
+    """Whether the last line names the right number."""
+    return last_answer(text) == str(wanted)
+
+
+def _items(wanted: list[str], text: str) -> bool:
+    """Whether the last line has the right items in the right order."""
+    answer = last_answer(text)
+    if answer is None:
+        return False
+    return [item.strip() for item in answer.strip("[]()").split(",")] == list(wanted)
+
+
+def _date(wanted: str, text: str) -> bool:
+    """Whether the last line names the right date, weekday or number of days."""
+    answer = last_answer(text)
+    return answer is not None and answer.removesuffix(" days") == wanted
+
+
+def _function(wanted: dict[str, Any], text: str) -> bool:
+    """Whether the function in the answer returns what the reference solution returns."""
+    code = answer_part(text)
+    if "```" in code:
+        code = code.split("```")[1].removeprefix("python")
+    return same_behaviour(code, wanted["name"], wanted["solution"], wanted["inputs"])
+
+
+def _record(wanted: dict[str, Any], text: str) -> bool:
+    """Whether the answer is JSON equal to the record, true and 1 being different."""
+    found = _json(answer_part(text))
+    return isinstance(found, dict) and _text(found) == _text(wanted)
+
+
+def _call(wanted: dict[str, Any], text: str) -> bool:
+    """Whether the answer is exactly one call with the right name and arguments."""
+    answer = answer_part(text)
+    start, end = "<tool_call>", "</tool_call>"
+    if answer.count(start) != 1 or not answer.startswith(start) or not answer.endswith(end):
+        return False
+    return _text(_json(answer.removeprefix(start).removesuffix(end))) == _text(wanted)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+_CHECKS: dict[str, Callable[[Any, str], bool]] = {
+    "arithmetic": _number,
+    "lists": _items,
+    "dates": _date,
+    "code": _function,
+    "json": _record,
+    "tool": _call,
+}

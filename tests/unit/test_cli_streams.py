@@ -1,0 +1,103 @@
+"""The command line where standard files are closed or full, and where Ctrl-C comes early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strobe.cli import main as cli
+
+ROOT = Path(__file__).parents[2]
+PROCESSES = Path("/proc")
+
+
+def shell(arguments: str) -> subprocess.CompletedProcess[str]:
+    """`strobe ARGUMENTS` in a shell, which may redirect what it reads and writes."""
+    return subprocess.run(
+        f"{sys.executable} -m strobe {arguments}",
+        shell=True, cwd=ROOT, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        ("chat <&-", 2, "Standard input is closed, and a chat reads there; leave it open."),
+        ("generate hi >&-", 2, "Standard output is closed, and answers go there; leave it open."),
+        ("--help >/dev/full", 1, "Standard output cannot be written: No space left on device."),
+        ("info >/dev/full", 1, "Standard output cannot be written: No space left on device."),
+        (
+            "generate hi --max-tokens=1 --device=cpu >/dev/full",
+            1,
+            "Standard output cannot be written: No space left on device.",
+        ),
+    ],
+)
+def test_a_closed_or_full_standard_file_is_one_sentence(arguments: str, status: int, sentence: str):
+    run = shell(arguments)
+    assert (run.returncode, run.stdout, run.stderr) == (status, "", f"strobe: {sentence}\n")
+
+
+def test_a_command_that_does_not_need_a_closed_file_runs():
+    assert shell("info --json <&-").returncode == 0
+    assert shell("generate 2>&-").returncode == 2
+
+
+def test_a_chat_of_no_input_ends_quietly():
+    run = shell("chat --device=cpu --max-tokens=1 </dev/null")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+def test_control_c_while_a_command_is_imported_is_quiet(
+    main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert main("serve") == (130, "", "")
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [
+            int(child) for child in (PROCESSES / f"{pid}/task/{pid}/children").read_text().split()
+        ]
+    except OSError:
+        return []
+
+
+def starts_engine(pid: int) -> bool:
+    return b"spawn_main" in (PROCESSES / str(pid) / "cmdline").read_bytes()
+
+
+@pytest.mark.skipif(not PROCESSES.exists(), reason="needs /proc")
+def test_control_c_while_a_server_loads_is_quiet():
+    """The whole process group gets it, as in a terminal: the engine's process, too."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "strobe", "serve", "--port=0", "--device=cpu"],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + 60
+        while not any(map(starts_engine, children(server.pid))):
+            assert server.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        time.sleep(0.2)  # it imports torch, which takes seconds
+        os.killpg(server.pid, signal.SIGINT)
+        error = server.communicate(timeout=60)[1]
+    finally:
+        server.kill()
+        server.wait()
+    assert server.returncode == 0
+    assert "Traceback" not in error
+    assert "KeyboardInterrupt" not in error
