@@ -7,13 +7,13 @@ and value heads, Dk / Dv their sizes, G spans of a rectangle of Q rows each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strobe.attention.base import AttentionBackend, AttentionInputs, AttentionPlan
+from strobe.attention.base import AttentionBackend, AttentionInputs, AttentionPlan, PagedPlan
 from strobe.attention.mask import LayerMask
 from strobe.kv.states import StateSpec, StateStore
 from strobe.kv.store import KVStore
@@ -61,18 +61,18 @@ class RecurrentPlan:
 
     def __init__(self, attend: AttentionPlan, inputs: AttentionInputs, states: StateStore):
         self.attend, self.inputs, self.states = attend, inputs, states
-        self.slots, start, sizes = inputs.table_rows, inputs.starts[:, 0], inputs.sizes
+        self.state_slots, start, sizes = inputs.table_rows, inputs.starts[:, 0], inputs.sizes
         self.fresh = start == 0
-        behind = start - states.length.index_select(0, self.slots)
+        behind = start - states.length.index_select(0, self.state_slots)
         self.accepted = behind.clamp(0, states.pending).masked_fill(self.fresh, 0)
         length = torch.where(sizes > states.pending, start + sizes, start)
-        states.length.index_copy_(0, self.slots, length)
+        states.length.index_copy_(0, self.state_slots, length)
         self._lay_out()
 
     def _lay_out(self) -> None:
         inputs = self.inputs
         self.parts: list[_Rectangle] = []
-        every = torch.arange(len(self.slots), device=self.slots.device)
+        every = torch.arange(len(self.state_slots), device=self.state_slots.device)
         for spans in [group.spans for group in inputs.groups] or [every]:
             sizes = inputs.sizes[spans]
             longest = inputs.longest
@@ -82,7 +82,7 @@ class RecurrentPlan:
             rows = inputs.row_starts[spans][:, None] + offset
             self.parts.append(
                 _Rectangle(
-                    self.slots[spans],
+                    self.state_slots[spans],
                     sizes,
                     self.accepted[spans],
                     self.fresh[spans],
@@ -141,16 +141,26 @@ class RecurrentPlan:
 
 
 class KernelPlan(RecurrentPlan):
-    """The same by triton's kernels: nothing is padded or gathered."""
+    """The same by triton's kernels, beside triton's attention: nothing is padded or gathered."""
 
     def _lay_out(self) -> None:
         pass
+
+    @property
+    def slots(self) -> Tensor:
+        return self.inputs.slots
+
+    def kv(self, layer: int) -> Tensor:
+        return cast(PagedPlan, self.attend).kv(layer)
+
+    def over(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return cast(PagedPlan, self.attend).over(layer, q, sinks)
 
     def mix(self, layer: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor) -> Tensor:
         from strobe.kernels.recurrent import mix
 
         inputs, store = self.inputs, self.states
-        spans = self.slots, inputs.row_starts, inputs.sizes, self.accepted, self.fresh
+        spans = self.state_slots, inputs.row_starts, inputs.sizes, self.accepted, self.fresh
         held = store.state[layer], store.window[layer], store.gates[layer]
         return mix(x, decay, rate, weight, spans, held, inputs.longest, store.spec)
 

@@ -27,6 +27,7 @@ from strobe.models.load import (
     load_target,
     weight_bytes,
 )
+from strobe.models.ops import make_ops
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.models.target import Target
 from strobe.runner.graphs import CUDARecorder, Eager, Graphs
@@ -204,8 +205,9 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
     drafter = None
     if resolved.draft is not None:
         drafter = load_draft(Path(config.draft or ""), resolved.draft, target, **how)
-    if choice.kernels:
-        fuse(target, drafter, device, dtype)
+    ops = make_ops(device, dtype, kernels=choice.kernels)
+    for model in filter(None, (target, drafter)):
+        model.ops = ops
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left over counts as free
     taken = {"states": state_bytes(resolved.target, limits, dtype), "scratch": resolved.scratch}
@@ -266,16 +268,3 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
         shapes=shapes,
     )
     return Parts(runner, held, state, picking, graphs, pool, stores, states)
-
-
-def fuse(target: Target, drafter: DFlash | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Have the models run by kernels, where these know their layers, that share one workspace."""
-    from strobe.kernels.linear import Products
-
-    products = Products(device, dtype)
-    if target.config.decoder.unfused is None:
-        target.fuse(products)
-    else:
-        logger.info("The target's layers run by plain torch: %s.", target.config.decoder.unfused)
-    if drafter is not None:
-        drafter.fuse(products)

@@ -105,29 +105,12 @@ def _angle(
 
 @triton.jit
 def _qk_kernel(
-    qkv_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ptr,
-    slot_ptr,
-    kv_ptr,
-    qkv_stride,
-    cos_stride,
-    sin_stride,
-    eps,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NORM_Q: tl.constexpr,
-    NORM_K: tl.constexpr,
-    NORM_V: tl.constexpr,
-    OWN_V: tl.constexpr,
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, kv_ptr,
+    qkv_stride, cos_stride, sin_stride, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    NORM_Q: tl.constexpr, NORM_K: tl.constexpr, NORM_V: tl.constexpr, OWN_V: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     position = tl.load(position_ptr + row)
@@ -169,25 +152,11 @@ def _qk_kernel(
 
 @triton.jit
 def _context_kernel(
-    rows_ptr,
-    weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ptr,
-    slot_ptr,
-    data_ptr,
-    rows_stride,
-    cos_stride,
-    sin_stride,
-    layer_stride,
-    eps,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    rows_ptr, weight_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, data_ptr,
+    rows_stride, cos_stride, sin_stride, layer_stride, eps,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(2)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     position = tl.load(position_ptr + row)

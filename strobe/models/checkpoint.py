@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from strobe.hub.files import weight_files
-from strobe.models.weight_mapping import Piece, copy
+from strobe.models.weight_mapping import WeightPart, copy
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """What tensors' names may begin with, and are known without."""
@@ -132,13 +132,13 @@ class Checkpoint:
             data = data.clone()
         return data.view(dtype).view(entry.shape)
 
-    def fill(self, out: Tensor, piece: Piece) -> None:
+    def fill(self, out: Tensor, part: WeightPart) -> None:
         """Fill one part of a parameter. Pages are let go as soon as they were read, so that the
         host holds no second copy of the weights."""
-        names = list(piece.sources)
+        names = list(part.sources)
         tensors = [self.read(name) for name in names]
-        if piece.fill is not copy or out.ndim == 0:
-            piece.fill(out, *tensors)
+        if part.fill is not copy or out.ndim == 0:
+            part.fill(out, *tensors)
             for name in names:
                 entry = self._entries[name]
                 entry.file.release(entry.start, entry.end)

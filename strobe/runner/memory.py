@@ -159,7 +159,9 @@ def scratch_bytes(
     wanted = limits.max_num_seqs * (1 + limits.num_drafts)
     inner, experts = 3 * decoder.intermediate_size, decoder.experts
     if experts is not None:
-        inner = max(inner, 3 * experts.chosen * (decoder.hidden_size + experts.size))
+        inner = max(
+            inner, 3 * experts.top_k * (decoder.hidden_size + experts.moe_intermediate_size)
+        )
     per_row = (3 + features) * decoder.hidden_size + inner
     logits = wanted * decoder.vocab_size * (dtype.itemsize + 4 + drawn * (3 + 7) * 4)
     return (rows + max(wanted, REPLAYED_ROWS)) * per_row * dtype.itemsize + 2 * logits

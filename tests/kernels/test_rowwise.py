@@ -9,7 +9,7 @@ from torch import Tensor
 
 from strobe.kernels import reference_rowwise as twin
 from strobe.kernels import rowwise
-from strobe.models.layers import RotaryTable, rotate
+from strobe.models.modules import RotaryTable, rotate
 from strobe.models.rope import RopeConfig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from strobe.models.config_readers.rope import read_rope
-from strobe.models.layers import RotaryTable
+from strobe.models.modules import RotaryTable
 from strobe.models.rope import RopeConfig
 
 HERE = Path("config.json")
@@ -54,7 +54,7 @@ def test_angles_are_those_of_transformers(name: str):
     else:
         speeds, scale = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
     torch.testing.assert_close(
-        torch.tensor(rope.speeds(head_dim)), speeds.float(), rtol=2e-6, atol=0.0
+        torch.tensor(rope.inverse_frequencies(head_dim)), speeds.float(), rtol=2e-6, atol=0.0
     )
     assert rope.scale == pytest.approx(scale, rel=1e-6)
     table = RotaryTable(head_dim, rope, 40)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from strobe.models.config import Quantization
 from strobe.models.config_readers.fields import MEND, Fields
-from strobe.models.weight_mapping import FLOATS, Fill, Piece, Pieces
+from strobe.models.weight_mapping import FLOATS, Fill, WeightMapping, WeightPart
 
 STORED = "F8_E4M3"
 MEND_OTHER = "use a checkpoint in FP8 with scales by blocks, or an unquantized one."
 SCALE = "_scale_inv"
 WHOLE = "whole"
-"""Attribute of a product that a checkpoint in FP8 has unquantized, and that stays so."""
+"""Attribute of a linear layer that is not quantized in FP8 checkpoints, and not held in FP8."""
 _ROWS = 1024
 
 
@@ -54,42 +54,44 @@ def read_quantization(fields: Fields) -> Quantization | None:
 
 def with_scales(
     module: nn.Module,
-    pieces: Pieces,
+    mapping: WeightMapping,
     dtypes: Mapping[str, str],
     quantization: Quantization | None,
-) -> Pieces:
-    """The same pieces, each of whose sources is first multiplied with its scales where it is stored
-    in FP8; products with a part that is not are marked as `WHOLE`. dtypes: of the checkpoint's
-    tensors."""
+) -> WeightMapping:
+    """The same mapping, in which tensors stored in FP8 are first multiplied with their scales;
+    linear layers with a part that is not stored so are marked as `WHOLE`. dtypes: of the
+    checkpoint's tensors."""
     if quantization is None or quantization.method != "fp8":
-        return pieces
+        return mapping
     made = partial(_with_scales, dtypes=dtypes, block=quantization.block)
-    found = {name: [made(piece) for piece in parts] for name, parts in pieces.items()}
-    for path, part in module.named_modules():
-        if isinstance(part, nn.Linear):
-            sources = chain.from_iterable(piece.sources for piece in pieces[f"{path}.weight"])
+    found = {name: [made(part) for part in parts] for name, parts in mapping.items()}
+    for path, linear in module.named_modules():
+        if isinstance(linear, nn.Linear):
+            sources = chain.from_iterable(part.sources for part in mapping[f"{path}.weight"])
             if any(dtypes.get(name) != STORED for name in sources):
-                setattr(part, WHOLE, True)
+                setattr(linear, WHOLE, True)
     return found
 
 
-def _with_scales(piece: Piece, *, dtypes: Mapping[str, str], block: tuple[int, int]) -> Piece:
-    stored = [dtypes.get(name) == STORED and len(piece.sources[name]) > 1 for name in piece.sources]
+def _with_scales(
+    part: WeightPart, *, dtypes: Mapping[str, str], block: tuple[int, int]
+) -> WeightPart:
+    stored = [dtypes.get(name) == STORED and len(part.sources[name]) > 1 for name in part.sources]
     if not any(stored):
-        return piece
-    sources = dict(piece.sources)
-    for (name, shape), scaled in zip(piece.sources.items(), stored, strict=True):
+        return part
+    sources = dict(part.sources)
+    for (name, shape), scaled in zip(part.sources.items(), stored, strict=True):
         if scaled:
             blocks = [-(-size // of) for size, of in zip(shape[-2:], block, strict=True)]
             sources[name + SCALE] = (*shape[:-2], *blocks)
-    fill = partial(_fill, fill=piece.fill, stored=stored, block=block)
-    return piece._replace(sources=sources, fill=fill, dtypes=(*FLOATS, STORED))
+    fill = partial(_fill, fill=part.fill, stored=stored, block=block)
+    return part._replace(sources=sources, fill=fill, dtypes=(*FLOATS, STORED))
 
 
 def _fill(
     out: Tensor, *tensors: Tensor, fill: Fill, stored: Sequence[bool], block: tuple[int, int]
 ) -> None:
-    """Multiply and hand on: the stored ones' scales stand behind all of a piece's own sources."""
+    """Multiply and hand on: the stored ones' scales stand behind all of the part's own sources."""
     scales = iter(tensors[len(stored) :])
     values = [
         dequantized(value.to(out.device), next(scales).to(out.device), block, out.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from strobe.models.config import DraftConfig, LayerMask, TargetConfig, default_capture_layers
 from strobe.models.dflash import DFlash
 from strobe.models.target import Target
-from strobe.models.weight_mapping import pieces_of
+from strobe.models.weight_mapping import mapping_of
 from strobe.tools.train.settings import DraftShape
 
 MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>")
@@ -117,11 +117,11 @@ def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: 
 
 def unfused(draft: DFlash) -> dict[str, Tensor]:
     """The parameters under the names of a checkpoint, one product each."""
-    pieces, tensors = pieces_of(draft), dict[str, Tensor]()
+    mapping, tensors = mapping_of(draft), dict[str, Tensor]()
     for name, parameter in draft.named_parameters():
-        for piece in pieces[name]:
-            (source,) = piece.sources
-            tensors[source] = parameter.detach()[piece.at]
+        for part in mapping[name]:
+            (source,) = part.sources
+            tensors[source] = parameter.detach()[part.at]
     return tensors
 
 
