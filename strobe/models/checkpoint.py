@@ -14,11 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from strobe.hub.files import weight_files
+from strobe.models.config_readers.tensors import own_name
 from strobe.models.weight_mapping import WeightPart, copy
-
-PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-"""What tensors' names may begin with, and are known without."""
-
 
 TORCH = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -30,19 +27,6 @@ TORCH = {
 
 AT_ONCE = 8 << 20
 """Bytes that are copied before their pages are let go."""
-
-ALIASES = {
-    "midlayer.": "layers.0.",
-    "encoder.fc.": "fc.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-}
-"""What names of drafters' tensors may begin with, and what that means."""
-
-
-def own_name(key: str) -> str:
-    own = next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), key)
-    alias = next((a for a in ALIASES if own.startswith(a)), "")
-    return ALIASES.get(alias, "") + own.removeprefix(alias)
 
 
 class _Entry(NamedTuple):

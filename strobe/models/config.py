@@ -151,10 +151,3 @@ class DraftConfig:
     def drafts(self) -> int:
         """Tokens that a block proposes."""
         return self.block_size - (not self.anchor_first)
-
-
-def default_capture_layers(num_target_layers: int, count: int) -> list[int]:
-    """z-lab's rule for `target_layer_ids` when a config lists none (0-based layer outputs)."""
-    if count == 1:
-        return [num_target_layers // 2]
-    return [round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count)]

@@ -91,12 +91,12 @@ class DFlash(Decoder):
         first = self._attentions[0].first_key
         norms = [a.k_norm for a in self._attentions if a.k_norm is not None]
         scales = [scale[first:] for scale in map(scale_of, linears) if scale is not None]
-        folded = [norm.folded or (norm.gain, None) for norm in norms]
+        folded = [norm.folded or (norm.weight, None) for norm in norms]
         return ContextWeights(
             torch.cat([linear.weight[first:] for linear in linears]),
             torch.cat([x.bias[first:] for x in linears]) if decoder.attention_bias else None,
             torch.cat(scales) if scales else None,
-            torch.stack([norm.gain for norm in norms]),
+            torch.stack([norm.weight for norm in norms]),
             (torch.stack([gain for gain, _ in folded]), folded[0][1]),
             decoder.rms_norm_eps,
         )

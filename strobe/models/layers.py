@@ -83,7 +83,7 @@ class Decoder(nn.Module):
         self.rope = nn.ModuleList(tables.values())
         self.tables = [tables[shape.head_dim, shape.rope] for shape in shapes]
         norms = [cast(RMSNorm, layer.input_layernorm) for layer in layers[1:]]
-        self._norms = [*norms, None]  # behind each layer; in a list, or they would count twice
+        self._next_norms = [*norms, None]  # in a list, or they would count twice
         self.skipped: tuple[str, ...] = ()
 
     def run(
@@ -92,8 +92,9 @@ class Decoder(nn.Module):
         """Embedded rows x [T, H] through all layers."""
         ops, stream = self.ops, self.ops.residual(x, capture)
         rows = Rows(positions, attend, self.tables)
-        for done, (layer, norm) in enumerate(zip(self.layers, self._norms, strict=True), start=1):
-            stream.begin(done, norm)
+        pairs = zip(self.layers, self._next_norms, strict=True)
+        for done, (layer, norm) in enumerate(pairs, start=1):
+            stream.begin(done, None if norm is None else norm.weight)
             layer(ops, stream, rows)
             stream.end(done)
         return stream.value, stream.features()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DraftConfig, TargetConfig
-from strobe.models.config_readers.fp8 import WHOLE, with_scales
+from strobe.models.config_readers.fp8 import fp8_rows, in_fp8, with_scales
 from strobe.models.config_readers.tensors import draft_parts, read_target_ids
 from strobe.models.dflash import DFlash
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
@@ -252,11 +252,6 @@ def _load(
     return module
 
 
-def in_fp8(path: str, part: nn.Module) -> bool:
-    """Whether weights in FP8 hold the module's so: linear layers but the head and `WHOLE` ones."""
-    return isinstance(part, nn.Linear) and path != "lm_head" and not hasattr(part, WHOLE)
-
-
 def _head_in_fp8(draft: DFlash) -> bool:
     """Whether a drafter, which decides no answer, gets a copy of its target's head in FP8: where it
     needs but the largest logit and cuBLAS takes as many rows (a multiple of 16)."""
@@ -279,15 +274,3 @@ def weight_bytes(module: Target | DFlash, dtype: torch.dtype, *, fp8: bool) -> i
     if fp8 and isinstance(module, DFlash) and _head_in_fp8(module):
         total += _head_rows(module) * (decoder.hidden_size + 4)
     return total
-
-
-def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [N, K] -> rows in FP8 (e4m3, Micikevicius et al., arXiv 2209.05433) and a scale for
-    each, [N] float32: the largest value of a row becomes 448, the largest there is."""
-    largest = torch.cat([some.abs().amax(1) for some in weight.split(4096)]).float()
-    scale = torch.where(largest > 0, largest / 448.0, 1.0)
-    rows = [
-        (some.float() / of[:, None]).to(torch.float8_e4m3fn)
-        for some, of in zip(weight.split(4096), scale.split(4096), strict=True)
-    ]
-    return torch.cat(rows), scale

@@ -5,13 +5,15 @@ Legend: T rows, H hidden size, Hq / Hkv query and key-value heads, D head size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.models.config import DecoderConfig
 from strobe.models.rope import RopeConfig
-from strobe.models.weight_mapping import WeightMapping, copy, stacked
+from strobe.models.weight_mapping import WeightMapping, stacked
 
 Rope = tuple[Tensor, Tensor]
 """(cos, sin) [T, 1, D] of the rows' positions, the first half of sin negated; see `rotate`."""
@@ -29,37 +31,30 @@ def unit_rms(x: Tensor, eps: float, floor: Tensor | None) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * gain (Zhang and Sennrich, 2019); gain is offset + weight.
-
-    An offset, as Qwen3.5 has one, keeps the gain in fp32 and is added by `fold`, after loading.
-    """
+    """x / rms(x) * weight (Zhang and Sennrich, 2019). offset: what is added to the weights read,
+    by `fold` and in fp32, as Qwen3.5 has it."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps, self.offset = eps, offset
         self.folded: tuple[Tensor, Tensor] | None = None
-        self._sum: Tensor | None = None
 
-    @property
-    def gain(self) -> Tensor:
-        """[n], what each value is multiplied with once the row has a root mean square of 1."""
-        if not self.offset:
-            return self.weight
-        return self.offset + self.weight.float() if self._sum is None else self._sum
-
-    def fold(self) -> None:
-        """After loading: keep the gain and, on a CPU in fp32, sqrt(n) * gain and sqrt(n eps)."""
-        self._sum = self.gain if self.offset else None
+    def fold(self, scale: float = 1.0) -> None:
+        """After loading: add the offset, multiply by `scale`, and on a CPU in fp32 keep sqrt(n) *
+        weight and sqrt(n eps)."""
+        if self.offset or scale != 1.0:
+            weight = (self.offset + self.weight.data.float()) * scale
+            self.weight.data, self.offset = weight, 0.0
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
             size = self.weight.shape[0]
-            self.folded = self.gain * size**0.5, torch.tensor((size * self.eps) ** 0.5)
+            self.folded = self.weight * size**0.5, torch.tensor((size * self.eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.weight.dtype:
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
         if self.folded is not None:
             return unit_rms(x, self.eps, self.folded[1]).mul_(self.folded[0])
-        if self.offset:
-            return F.rms_norm(x.float(), self.weight.shape, self.gain, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -76,10 +71,9 @@ class RotaryTable(nn.Module):
 
     def __init__(self, head_dim: int, rope: RopeConfig, positions: int):
         super().__init__()
-        frequencies = torch.tensor(
-            rope.inverse_frequencies(head_dim), dtype=torch.float64, device="cpu"
-        )
-        angle = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), frequencies)
+        exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+        frequencies = torch.tensor(rope.inverse_frequencies(head_dim), **exact)
+        angle = torch.outer(torch.arange(positions, **exact), frequencies)
         scale = (frequencies > 0).double() * (rope.scale - 1.0) + 1.0
         cos, sin = angle.cos() * scale, angle.sin() * scale
         self.register_buffer("cos", torch.cat([cos, cos], -1).float(), persistent=False)
@@ -101,8 +95,8 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; q, k and v are one linear layer. Behind the query and key heads of
-    its output come the values, and before them the gate's, where the config has an output gate."""
+    """Grouped-query attention; q, k and v are one linear layer. Where the config has an output
+    gate, its heads come before the queries."""
 
     def __init__(
         self,
@@ -112,8 +106,8 @@ class Attention(nn.Module):
         query_scale: float = 1.0,
         value_norm: bool = False,
     ):
-        """layer: counts layers with attention only. query_scale: what normed queries are multiplied
-        with; value_norm: whether values are divided by their root mean square."""
+        """layer: counts layers with attention only. query_scale: what queries are multiplied with
+        behind their norm; value_norm: whether values are divided by their root mean square."""
         super().__init__()
         shape, bias = config.shape_of(layer), config.attention_bias
         self.layer, self.eps = layer, config.rms_norm_eps
@@ -121,8 +115,9 @@ class Attention(nn.Module):
         self.head_dim, self.own_values = shape.head_dim, shape.own_values
         self.gate_heads = config.num_heads if config.output_gate else 0
         self.query_scale, self.value_norm = query_scale, value_norm
-        heads = self.gate_heads + self.q_heads + (1 + shape.own_values) * self.kv_heads
-        self.qkv_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
+        self.first_key = (self.gate_heads + self.q_heads) * self.head_dim  # row of qkv_proj
+        size = self.first_key + (1 + shape.own_values) * self.kv_heads * self.head_dim
+        self.qkv_proj = nn.Linear(config.hidden_size, size, bias=bias)
         self.o_proj = nn.Linear(self.q_heads * self.head_dim, config.hidden_size, bias=bias)
         norm = self.head_dim, self.eps, config.norm_offset
         self.q_norm = RMSNorm(*norm) if config.qk_norm else None
@@ -131,28 +126,17 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
         self.folded: tuple[Tensor, Tensor | None] | None = None
 
-    @property
-    def first_key(self) -> int:
-        """The row of qkv_proj's weight with which the keys begin."""
-        return (self.gate_heads + self.q_heads) * self.head_dim
-
     def weight_mapping(self) -> WeightMapping:
-        """Checkpoints have a linear layer each for q, with the gate, for k and for v."""
+        """Checkpoints have a linear layer each for q, k and v."""
         kv = self.kv_heads * self.head_dim
         rows = {"q_proj": self.first_key, "k_proj": kv}
         if self.own_values:
             rows["v_proj"] = kv
-        fills = {"q_proj": self._fill_gated} if self.gate_heads else {}
-        return stacked("qkv_proj", self.qkv_proj, rows, **fills)
-
-    def _fill_gated(self, out: Tensor, value: Tensor) -> None:
-        """A checkpoint has each head's query and then its gate; here all gates come first."""
-        heads = value.unflatten(0, (-1, 2, self.head_dim))
-        copy(out, heads.transpose(0, 1).flip(0).flatten(0, 2))
+        return stacked("qkv_proj", self.qkv_proj, rows)
 
     def fold(self) -> None:
-        """After loading, and after the norms' own: put the heads of queries and keys in rope's
-        order, values' scale into their weights, and the two norms side by side."""
+        """After loading: put the heads of queries and keys in rope's
+        order, scales into weights, and the two norms side by side."""
         heads = slice(self.gate_heads, self.gate_heads + self.q_heads + self.kv_heads)
         weight, scale = self.qkv_proj.weight, scale_of(self.qkv_proj)
         for value in [weight, self.qkv_proj.bias, scale]:
@@ -164,11 +148,11 @@ class Attention(nn.Module):
                 moved[heads] = moved[heads, self.order]
             if self.value_scale != 1.0 and (scale is None or value is not weight):
                 rows[heads.stop :] *= self.value_scale
-        for norm in (self.q_norm, self.k_norm):
+        for norm, by in ((self.q_norm, self.query_scale), (self.k_norm, 1.0)):
             if norm is not None:
                 if self.order is not None:
                     norm.weight.data = norm.weight.data[self.order]
-                norm.fold()
+                norm.fold(by)
         self.folded = self.norms()
 
     def norms(self) -> tuple[Tensor, Tensor | None] | None:
@@ -176,12 +160,5 @@ class Attention(nn.Module):
         if self.folded is not None or self.q_norm is None or self.k_norm is None:
             return self.folded
         q, k = self.q_norm, self.k_norm
-        (of_q, floor), (of_k, _) = (n.folded or (n.gain, None) for n in (q, k))
-        of_q = of_q * self.query_scale
-        rows = [of_q.expand(self.q_heads, -1), of_k.expand(self.kv_heads, -1)]
-        return torch.cat(rows).to(q.weight.dtype), floor
-
-    def query_gain(self) -> Tensor | None:
-        """[D]; its scale included."""
-        gain = None if self.q_norm is None else self.q_norm.gain
-        return gain if gain is None or self.query_scale == 1.0 else gain.float() * self.query_scale
+        (of_q, floor), (of_k, _) = (norm.folded or (norm.weight, None) for norm in (q, k))
+        return torch.cat([of_q.expand(self.q_heads, -1), of_k.expand(self.kv_heads, -1)]), floor

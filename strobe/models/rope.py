@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -33,21 +32,6 @@ class RopeConfig:
     def reach(self) -> int:
         """Positions that a stretched context is good for; 0 where config.json's own are."""
         return int(self.original * self.factor) if self.kind in ("linear", "yarn") else 0
-
-    def parameters(self) -> dict[str, Any] | None:
-        """As `rope_scaling` of a config.json, beside `rope_theta`; None for plain rope."""
-        if self.kind == "default":
-            return None
-        found: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
-        if self.kind == "proportional":
-            return found | {"partial_rotary_factor": self.share}
-        found["original_max_position_embeddings"] = self.original
-        if self.kind == "llama3":
-            found |= {"low_freq_factor": self.low, "high_freq_factor": self.high}
-        if self.kind == "yarn":
-            found |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
-            found |= {"truncate": self.truncate, "attention_factor": self.scale}
-        return found
 
     def inverse_frequencies(self, head_dim: int) -> list[float]:
         """Radians per position of each of the head's D / 2 pairs; 0 for those not rotated."""

@@ -46,16 +46,15 @@ WeightMapping = dict[str, list[WeightPart]]
 relative to that module; a parameter that no module maps is the one tensor of its own name."""
 
 
-def stacked(name: str, linear: nn.Linear, rows: Mapping[str, int], **fills: Fill) -> WeightMapping:
-    """A linear layer `name` whose rows are those of several in the checkpoint, one after another.
-    rows: their names, and how many each has; fills: how one is written, unless it is copied."""
+def stacked(name: str, linear: nn.Linear, rows: Mapping[str, int]) -> WeightMapping:
+    """A linear layer `name` whose rows are those of several in the checkpoint, one after another:
+    their names, and how many each has."""
     found: WeightMapping = {}
     for leaf, parameter in linear.named_parameters():
         start, parts = 0, found.setdefault(f"{name}.{leaf}", [])
         for source, count in rows.items():
-            shapes = {f"{source}.{leaf}": (count, *parameter.shape[1:])}
-            fill = fills.get(source, copy)
-            parts.append(WeightPart(shapes, (slice(start, start + count),), fill))
+            shape = (count, *parameter.shape[1:])
+            parts.append(WeightPart({f"{source}.{leaf}": shape}, (slice(start, start + count),)))
             start += count
     return found
 

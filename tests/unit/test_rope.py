@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from strobe.models.config_readers.rope import read_rope
+from strobe.models.config_readers.rope import read_rope, rope_scaling
 from strobe.models.modules import RotaryTable
 from strobe.models.rope import RopeConfig
 
@@ -67,7 +67,7 @@ def test_angles_are_those_of_transformers(name: str):
 def test_a_rope_is_written_as_it_is_read(name: str):
     _, theta, longest, parameters = PUBLISHED[name]
     rope = read_rope(parameters, theta, longest, HERE)
-    assert read_rope(rope.parameters() or {}, theta, 1, HERE) == rope
+    assert read_rope(rope_scaling(rope) or {}, theta, 1, HERE) == rope
 
 
 def test_a_stretched_context_reaches_further():

@@ -3,7 +3,8 @@ of a weight, `X.weight` beside `X.weight_scale_inv`.
 
 config.json says so in quantization_config: `{"quant_method": "fp8", "fmt": "e4m3",
 "activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": [...]}`.
-Which weights are stored so is seen by their dtype; the others stay as they were trained.
+Which weights are stored so is seen by their dtype; the others stay as they were trained. In memory
+FP8 has a scale for each row.
 """
 
 from __future__ import annotations
@@ -120,3 +121,20 @@ def dequantized(
         torch.mul(some.float(), both, out=both)
         into.copy_(both)
     return out
+
+
+def in_fp8(path: str, part: nn.Module) -> bool:
+    """Whether weights in FP8 hold the module's so: linear layers but the head and `WHOLE` ones."""
+    return isinstance(part, nn.Linear) and path != "lm_head" and not hasattr(part, WHOLE)
+
+
+def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> rows in FP8 (e4m3, Micikevicius et al., arXiv 2209.05433) and a scale for
+    each, [N] float32: the largest value of a row becomes 448, the largest there is."""
+    largest = torch.cat([some.abs().amax(1) for some in weight.split(4096)]).float()
+    scale = torch.where(largest > 0, largest / 448.0, 1.0)
+    rows = [
+        (some.float() / of[:, None]).to(torch.float8_e4m3fn)
+        for some, of in zip(weight.split(4096), scale.split(4096), strict=True)
+    ]
+    return torch.cat(rows), scale

@@ -29,11 +29,12 @@ from strobe.models.config_readers.fp8 import read_quantization
 from strobe.models.config_readers.rope import read_rope
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import MLP, DecoderLayer
-from strobe.models.modules import RMSNorm
+from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.forward import Residual, Rows
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
+from strobe.models.weight_mapping import WeightMapping, copy
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +218,36 @@ class SharedMLP(SparseMLP):
         x.value = x.value + ops.experts(rows, self.router(rows), self.experts, every)
 
 
+class GatedAttention(Attention):
+    """A checkpoint has each head's query and then its gate; here all gates come first."""
+
+    def weight_mapping(self) -> WeightMapping:
+        mapping = super().weight_mapping()
+        for parts in mapping.values():
+            parts[0] = parts[0]._replace(fill=self._fill)
+        return mapping
+
+    def _fill(self, out: Tensor, value: Tensor) -> None:
+        heads = value.unflatten(0, (-1, 2, self.head_dim))
+        copy(out, heads.transpose(0, 1).flip(0).flatten(0, 2))
+
+
+class GatedLayer(DecoderLayer):
+    """With attention whose output is multiplied by a gate. layer: counts such layers only."""
+
+    def __init__(self, config: DecoderConfig, layer: int, mlp: nn.Module | None):
+        super().__init__(config, layer, mlp)
+        self.self_attn = GatedAttention(config, layer)
+
+    def forward(self, ops: TorchOps, x: Residual, rows: Rows) -> None:
+        attention = self.self_attn
+        qkv = ops.norm_linear(x, self.input_layernorm, attention.qkv_proj)
+        gate, qkv = qkv.tensor_split([attention.gate_heads * attention.head_dim], 1)
+        mixed = ops.attention(qkv, attention, rows) * gate.sigmoid()
+        ops.add_linear(x, mixed, attention.o_proj, then=self.post_attention_layernorm)
+        self.mlp(ops, x, self.post_attention_layernorm)
+
+
 class RecurrentLayer(nn.Module):
     """layer: counts recurrent layers only."""
 
@@ -243,7 +274,7 @@ def make(config: TargetConfig, max_positions: int) -> Target:
         index = types[:i].count(kind)  # among layers of the same type
         mlp = None if decoder.experts is None else SharedMLP(decoder, decoder.experts)
         if kind == "full_attention":
-            layers.append(DecoderLayer(decoder, index, mlp))
+            layers.append(GatedLayer(decoder, index, mlp))
         else:
             layers.append(RecurrentLayer(config, index, mlp))
     target = Target(config, layers, max_positions)

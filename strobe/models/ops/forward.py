@@ -6,12 +6,11 @@ Legend: T rows, H hidden size, Hq / Hkv query and key-value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from strobe.models.modules import RMSNorm, Rope, RotaryTable
+from strobe.models.modules import Rope, RotaryTable
 
 Attend = Callable[..., Tensor]
 """(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]; sinks [Hq] come fifth, to
@@ -41,27 +40,18 @@ class Rows:
         return found
 
 
-class Residual:
+class Residual(Protocol):
     """The residual stream of one forward, `value` [T, H], and the features captured from it.
+    Layers add to it through ops, or put a sum in its place."""
 
-    Layers add to it through ops only. capture: counts of layers done, in the features' order.
-    """
+    value: Tensor
 
-    __slots__ = ("_captured", "capture", "value")
-
-    def __init__(self, value: Tensor, capture: tuple[int, ...] = ()):
-        self.value, self.capture = value, capture
-        self._captured = {0: value} if 0 in capture else {}
-
-    def begin(self, done: int, norm: RMSNorm | None) -> None:
-        """Before the layer with which `done` are done. norm: what reads the stream behind it; None
-        behind the last."""
+    def begin(self, done: int, then: Tensor | None) -> None:
+        """Before the layer with which `done` are done. then: the weight of the norm that reads the
+        stream behind it; None behind the last."""
 
     def end(self, done: int) -> None:
         """After that layer."""
-        if done in self.capture:
-            self._captured[done] = self.value
 
     def features(self) -> Tensor | None:
-        """[T, len(capture) * H], side by side; None where nothing is captured."""
-        return torch.cat([self._captured[k] for k in self.capture], -1) if self.capture else None
+        """[T, n * H], side by side; None where nothing is captured."""

@@ -46,6 +46,24 @@ class ContextWeights(NamedTuple):
 Linear = nn.Linear | ContextWeights
 
 
+class Stream:
+    """A residual stream of which nothing is overwritten."""
+
+    def __init__(self, value: Tensor, capture: tuple[int, ...]):
+        self.value, self.capture = value, capture
+        self._captured = {0: value} if 0 in capture else {}
+
+    def begin(self, done: int, then: Tensor | None) -> None:
+        pass
+
+    def end(self, done: int) -> None:
+        if done in self.capture:
+            self._captured[done] = self.value
+
+    def features(self) -> Tensor | None:
+        return torch.cat([self._captured[k] for k in self.capture], -1) if self.capture else None
+
+
 class TorchOps:
     """Stateless. Linear layers and norms are given as the modules that hold their parameters."""
 
@@ -54,8 +72,9 @@ class TorchOps:
         return F.embedding(ids, weight)
 
     def residual(self, x: Tensor, capture: tuple[int, ...] = ()) -> Residual:
-        """x [T, H], which belongs to the stream from here on."""
-        return Residual(x, capture)
+        """x [T, H], which is given up to the stream. capture: counts of layers done, in the
+        features' order."""
+        return Stream(x, capture)
 
     def norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x [T, H] -> [T, H]."""
@@ -89,19 +108,16 @@ class TorchOps:
 
     def attention(self, qkv: Tensor, of: Attention, rows: Rows) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) D], as the layer's linear leaves it -> [T, Hq * D]: norm and rotate
-        the heads, store keys and values, attend; gate."""
-        qkv, heads, gate = qkv.view(len(qkv), -1, of.head_dim), of.q_heads + of.kv_heads, None
-        if of.gate_heads:
-            gate, qkv = qkv[:, : of.gate_heads], qkv[:, of.gate_heads :]
+        the heads, store keys and values, attend."""
+        qkv, heads = qkv.view(len(qkv), -1, of.head_dim), of.q_heads + of.kv_heads
         qk, v = qkv[:, :heads], qkv[:, -of.kv_heads :]  # the keys once more without own values
         if (norms := of.norms()) is not None:
-            qk = unit_rms(qk, of.eps, norms[1]) * norms[0]
+            qk = (unit_rms(qk, of.eps, norms[1]) * norms[0]).to(qk.dtype)
         qk = rotate(qk, rows.angles(of.layer))
         if of.value_norm:
             v = unit_rms(v, of.eps, None)
         sinks = () if of.sinks is None else (of.sinks,)
-        out = rows.attend(of.layer, qk[:, : of.q_heads], qk[:, of.q_heads :], v, *sinks)
-        return out if gate is None else out * gate.flatten(1).sigmoid()
+        return rows.attend(of.layer, qk[:, : of.q_heads], qk[:, of.q_heads :], v, *sinks)
 
     def experts(self, x: Tensor, routed: Routed, experts: nn.Module, residual: Tensor) -> Tensor:
         """x, residual [T, H] -> residual + the weighted results of the experts, which hold their
