@@ -25,7 +25,7 @@ from strobe.models.config_readers.decoder import (
     read_target,
 )
 from strobe.models.config_readers.fields import MEND, Fields, positive
-from strobe.models.config_readers.fp8 import read_quantization
+from strobe.models.config_readers.fp8 import WHOLE, read_quantization
 from strobe.models.config_readers.rope import read_rope
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import MLP, DecoderLayer
@@ -183,6 +183,8 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z = nn.Linear(hidden, width, bias=False)
         self.in_proj_b = nn.Linear(hidden, spec.heads, bias=False)
         self.in_proj_a = nn.Linear(hidden, spec.heads, bias=False)
+        for gate in (self.in_proj_b, self.in_proj_a):
+            setattr(gate, WHOLE, True)  # small, and what they decide is fed back
         self.conv1d = nn.Conv1d(
             spec.channels, spec.channels, spec.kernel, groups=spec.channels, bias=False
         )
