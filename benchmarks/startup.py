@@ -49,7 +49,7 @@ def write(shapes: str, root: Path) -> tuple[Path, Path]:
             paths.append(path)
     device = torch.device("cuda")
     from strobe.models.registry import load_draft_config, load_target_config
-    from strobe.models.weight_mapping import pieces_of
+    from strobe.models.weight_mapping import mapping_of
 
     target = load_target_config(paths[0])
     how = {"max_positions": 1, "dtype": torch.bfloat16, "device": device, "load_format": "dummy"}
@@ -57,11 +57,11 @@ def write(shapes: str, root: Path) -> tuple[Path, Path]:
     drafter = load.load_draft(paths[1], load_draft_config(paths[1]), model, **how)  # type: ignore[arg-type]
     for module, path in ((model, paths[0]), (drafter, paths[1])):
         tensors: dict[str, torch.Tensor] = {}
-        pieces = pieces_of(module)
+        mapping = mapping_of(module)
         for key, value in module.named_parameters():
-            for piece in pieces[key]:
-                (source,) = piece.sources
-                tensors[source] = value[piece.at].contiguous().cpu()
+            for part in mapping[key]:
+                (source,) = part.sources
+                tensors[source] = value[part.at].contiguous().cpu()
         save_file(tensors, path / "model.safetensors")
     return paths[0], paths[1]
 

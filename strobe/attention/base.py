@@ -51,6 +51,21 @@ class AttentionPlan(Protocol):
         ...
 
 
+class PagedPlan(AttentionPlan, Protocol):
+    """A plan whose cache is within reach of a kernel that stores keys and values itself.
+
+    kv(layer): the layer's [slots, 2, Hkv, D]; slots [T]: where the rows go in it; over(layer, q [T,
+    Hq, D], sinks [Hq] or None) -> [T, Hq * D]: attend, the rows' K/V being stored already.
+    """
+
+    @property
+    def slots(self) -> Tensor: ...
+
+    def kv(self, layer: int) -> Tensor: ...
+
+    def over(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor: ...
+
+
 class AttentionBackend(Protocol):
     """graph_safe: it asks nothing of the host, so that a step can be captured."""
 

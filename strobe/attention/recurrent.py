@@ -7,13 +7,13 @@ and value heads, Dk / Dv their sizes, G spans of a rectangle of Q rows each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strobe.attention.base import AttentionBackend, AttentionPlan, Batch
+from strobe.attention.base import AttentionBackend, AttentionPlan, Batch, PagedPlan
 from strobe.attention.groups import groups_of
 from strobe.attention.mask import LayerMask
 from strobe.kv.states import StateSpec, StateStore
@@ -60,17 +60,17 @@ class RecurrentPlan:
 
     def __init__(self, attend: AttentionPlan, batch: Batch, states: StateStore):
         self.attend, self.batch, self.states = attend, batch, states
-        self.slots, start, sizes = batch.slots, batch.starts, batch.sizes
+        self.state_slots, start, sizes = batch.slots, batch.starts, batch.sizes
         self.fresh = start == 0
-        behind = start - states.length.index_select(0, self.slots)
+        behind = start - states.length.index_select(0, self.state_slots)
         self.accepted = behind.clamp(0, states.pending).masked_fill(self.fresh, 0)
         length = torch.where(sizes > states.pending, start + sizes, start)
-        states.length.index_copy_(0, self.slots, length)
+        states.length.index_copy_(0, self.state_slots, length)
         self._lay_out()
 
     def _lay_out(self) -> None:
-        batch, device = self.batch, self.slots.device
-        found = [(torch.arange(len(self.slots), device=device), batch.longest)]
+        batch, device = self.batch, self.state_slots.device
+        found = [(torch.arange(len(self.state_slots), device=device), batch.longest)]
         if batch.row_counts:
             groups = groups_of(tuple(batch.row_counts), device)
             found = [(group.spans, group.rows.shape[1]) for group in groups]
@@ -81,7 +81,7 @@ class RecurrentPlan:
             rows = batch.row_starts[spans][:, None] + offset
             self.parts.append(
                 _Rectangle(
-                    self.slots[spans],
+                    self.state_slots[spans],
                     sizes,
                     self.accepted[spans],
                     self.fresh[spans],
@@ -140,16 +140,26 @@ class RecurrentPlan:
 
 
 class KernelPlan(RecurrentPlan):
-    """The same by triton's kernels: nothing is padded or gathered."""
+    """The same by triton's kernels, beside triton's attention: nothing is padded or gathered."""
 
     def _lay_out(self) -> None:
         pass
+
+    @property
+    def slots(self) -> Tensor:
+        return self.batch.slots
+
+    def kv(self, layer: int) -> Tensor:
+        return cast(PagedPlan, self.attend).kv(layer)
+
+    def over(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return cast(PagedPlan, self.attend).over(layer, q, sinks)
 
     def mix(self, layer: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor) -> Tensor:
         from strobe.kernels.recurrent import mix
 
         batch, store = self.batch, self.states
-        spans = self.slots, batch.row_starts, batch.sizes, self.accepted, self.fresh
+        spans = self.state_slots, batch.row_starts, batch.sizes, self.accepted, self.fresh
         held = store.state[layer], store.window[layer], store.gates[layer]
         return mix(x, decay, rate, weight, spans, held, batch.longest, store.spec)
 

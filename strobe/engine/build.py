@@ -21,6 +21,7 @@ from strobe.kv.store import KVSpec, KVStore
 from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
 from strobe.models.load import check_target_tensors, load_target, weight_bytes
+from strobe.models.ops import make_ops
 from strobe.models.registry import load_target_config
 from strobe.models.target import Target
 from strobe.runner.buckets import Buckets
@@ -196,8 +197,9 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
         name: REGISTRY[name].load(config, draft, target, **how)
         for name, draft in resolved.drafts.items()
     }
-    if choice.kernels:
-        fuse(target, next(iter(drafters.values()), None), device, dtype)
+    ops = make_ops(device, dtype, kernels=choice.kernels)
+    for model in (target, *drafters.values()):
+        model.ops = ops
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left over counts as free
     taken = {"states": state_bytes(resolved.target, limits, dtype), "scratch": resolved.scratch}
@@ -248,16 +250,3 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
     )
     pool = PagePool(pages, limits.page_size)
     return Parts(runner, proposers, state, sampling, grammars, graphs, pool, stores, states)
-
-
-def fuse(target: Target, drafter: DFlash | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Have the models run by kernels, where these know their layers, that share one workspace."""
-    from strobe.kernels.linear import Products
-
-    products = Products(device, dtype)
-    if target.config.decoder.unfused is None:
-        target.fuse(products)
-    else:
-        logger.info("The target's layers run by plain torch: %s.", target.config.decoder.unfused)
-    if drafter is not None:
-        drafter.fuse(products)

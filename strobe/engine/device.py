@@ -16,9 +16,9 @@ FP8 = torch.float8_e4m3fn
 
 
 class Choice(NamedTuple):
-    """attention, draft_attention: "triton" or "reference"; kernels: whether triton's run norms,
-    products and sampling; graphs: whether steps are captured; overlap: steps in flight; kv_dtype:
-    of keys and values; fp8: whether products are in FP8."""
+    """attention, draft_attention: "triton" or "reference"; kernels: whether triton's run the
+    models' operations and sampling; graphs: whether steps are captured; overlap: steps in flight;
+    kv_dtype: of keys and values; fp8: whether linear layers are in FP8."""
 
     attention: str
     draft_attention: str
@@ -48,17 +48,14 @@ def choose(
         wanted, option = config.draft_attention_backend, "draft_attention_backend"
     draft_attention = _pick(option, wanted, drafter, device, dtype)
     lacking = _lacking(target, device, dtype)
-    for decoder in (target, drafter):
-        bias = decoder.attention_bias or decoder.mlp_bias
-        if lacking is None and decoder.unfused is None and bias:
-            lacking = "the kernels have no bias in a layer's products"
     if lacking is None and "reference" in (attention, draft_attention):
         lacking = "the kernels need attention_backend triton"
     kernels = config.kernels != "torch" and lacking is None
-    lacking = lacking or target.unfused
     if config.kernels == "triton" and lacking is not None:
         raise ValueError(f"kernels is 'triton', but {lacking}; use kernels auto.")
     lacking = lacking or (None if kernels else "kernels is 'torch'")
+    if lacking is None and target.experts is not None:
+        lacking = "experts have no GEMM in FP8"
     if lacking is None and torch.cuda.get_device_capability(device) < (8, 9):
         lacking = "this GPU has no FP8 (compute capability 8.9 or above)"
     if config.weight_dtype == "fp8" and lacking is not None:

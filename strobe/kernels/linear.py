@@ -56,16 +56,18 @@ class Products:
         *,
         norm: tuple[Tensor, float] | None = None,
         scaled: Scaled | None = None,
+        bias: Tensor | None = None,
         residual: Tensor | None = None,
         gated: bool = False,
+        gelu: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """x [M, K], weight [N, K] -> [M, N]: residual + act(norm(x) Wᵀ), rounded once.
+        """x [M, K], weight [N, K] -> [M, N]: residual + act(norm(x) Wᵀ + bias), rounded once.
 
-        norm: RMSNorm's weight [K] and epsilon. scaled: what `add` gave along with x, for that
-        norm. gated: weight [2I, K], gate rows then up rows; act(gate, up) = silu(gate) * up, the
-        result is [M, I]. out: where to put the result, which may be residual itself. x, residual
-        and out may have a row stride.
+        norm: RMSNorm's weight [K], of any dtype, and epsilon. scaled: what `add` gave along with x,
+        for that norm. bias: [N]. gated: weight [2I, K], gate rows then up rows; act(gate, up) =
+        silu(gate) * up, or with gelu in its tanh form for silu; the result is [M, I]. out: where to
+        put the result, which may be residual itself. x, residual and out may have a row stride.
         """
         # The kernel of a scaled x is that of a product without norm.
         chosen = norm if scaled is None else None
@@ -73,10 +75,11 @@ class Products:
             x, weight, chosen, gated=gated, residual=residual is not None
         )
         if config.kernel == "cublas":
-            return self._in_parts(x, weight, norm, residual, gated, out)
+            return self._in_parts(x, weight, norm, residual, gated, out, bias, gelu)
         if out is None:
             out = x.new_empty(x.shape[0], product.outputs)
-        self._launch(config, product, x, weight, norm, residual, out, scaled=scaled)
+        around = {"bias": bias, "gelu": gelu}
+        self._launch(config, product, x, weight, norm, residual, out, scaled=scaled, **around)
         return out
 
     def add(
@@ -86,21 +89,24 @@ class Products:
         residual: Tensor,
         *,
         then: Tensor,
+        bias: Tensor | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Scaled | None]:
-        """residual + x Wᵀ [M, N], and that again as the norm of weight `then` [N] wants it.
+        """residual + x Wᵀ + bias [M, N], and that again as the norm of weight `then` [N] wants it.
 
         The latter costs nothing here and saves the next product its norm: hand it on as `scaled`
         with the result as x. None where that is not to be had: then the next product does it all.
         """
         config, product = self._choose(x, weight, None, residual=True)
         if config.kernel == "cublas":
-            return self._in_parts(x, weight, None, residual, False, out), None
+            return self._in_parts(x, weight, None, residual, False, out, bias), None
         if out is None:
             out = x.new_empty(x.shape[0], product.outputs)
         # fp16 has no room for a row that is not yet divided by its root mean square.
         wanted = None if self.dtype == torch.float16 else then
-        return out, self._launch(config, product, x, weight, None, residual, out, then=wanted)
+        return out, self._launch(
+            config, product, x, weight, None, residual, out, then=wanted, bias=bias
+        )
 
     def head_argmax(
         self,
@@ -155,6 +161,8 @@ class Products:
         *,
         scaled: Scaled | None = None,
         then: Tensor | None = None,
+        bias: Tensor | None = None,
+        gelu: bool = False,
     ) -> Scaled | None:
         x_scale = None
         rows = product.fp8 and not config.groups
@@ -178,6 +186,8 @@ class Products:
             residual=residual,
             then=then,
             x_scale=x_scale,
+            bias=bias,
+            gelu=gelu,
         )
 
     def _in_parts(
@@ -188,18 +198,26 @@ class Products:
         residual: Tensor | None,
         gated: bool,
         out: Tensor | None,
+        bias: Tensor | None = None,
+        gelu: bool = False,
     ) -> Tensor:
         """The norm, cuBLAS, and what comes behind, one kernel each."""
         if norm is not None:
             x = rms_norm(x, *norm)
         if weight.scale is not None:
             y = _fp8_product(x, weight.data, weight.scale)
+            y = y if bias is None else y.add_(bias)
         elif residual is None or gated:
-            y = torch.mm(x, weight.data.t(), out=None if gated else out)
+            into = None if gated else out
+            if bias is None:
+                y = torch.mm(x, weight.data.t(), out=into)
+            else:
+                y = torch.addmm(bias, x, weight.data.t(), out=into)
         else:
-            return torch.addmm(residual, x, weight.data.t(), out=out)
+            y = torch.addmm(residual, x, weight.data.t(), out=out)
+            return y if bias is None else y.add_(bias)
         if gated:
-            y = silu_mul(y)
+            y = silu_mul(y, gelu=gelu)
         if residual is not None:
             return torch.add(residual, y, out=out)
         return y if out is None or out is y else out.copy_(y)

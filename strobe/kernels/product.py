@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from strobe.kernels.dependent import dependent
-from strobe.kernels.rowwise import round_to
+from strobe.kernels.rowwise import gated, round_to
 from strobe.kernels.table import GROUP, Config, Product, Weight, block_m, bucket_of
 from strobe.kernels.workspace import LEAST, Scaled, Workspace
 
@@ -74,6 +74,7 @@ def _product(
     weight,  # [N, K], gated [2N, K]
     descriptor,  # of weight, for TMA; or None
     weight_scale,  # [N] fp32, gated [2N]; or None
+    bias,  # [N], gated [2N]; or None
     norm_weight,  # [K]; or None
     sums,  # fp32 [M, PARTS], of squares: x is not yet divided by its root mean square; or None
     residual,  # [M, N]; or None
@@ -96,6 +97,7 @@ def _product(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     ARGMAX: tl.constexpr,
     DTYPE: tl.constexpr,  # of the model
     PARTS: tl.constexpr,
@@ -237,6 +239,8 @@ def _product(
             total *= tl.load(weight_scale + sources)[:, None]
             if not GROUPS:
                 total *= tl.load(x_scale + ms, mask=live, other=0.0)[None, :]
+        if bias is not None:
+            total += tl.load(bias + sources).to(tl.float32)[:, None]
         if ARGMAX:
             logits = round_to(total, DTYPE)
             keys = tl.where((ns < N)[:, None], _keys(logits.to(tl.float32), ns[:, None]), LEAST)
@@ -252,7 +256,7 @@ def _product(
             out = tl.trans(total)
             if GATED:
                 gate, up = tl.split(tl.permute(tl.reshape(out, [BLOCK_M, 2, COLUMNS]), [0, 2, 1]))
-                out = gate / (1.0 + tl.exp(-gate)) * up
+                out = gated(gate, up, GELU)
             if residual is not None:
                 if not EARLY:
                     lines = residual + ms[:, None] * residual_stride + columns[None, :]
@@ -285,12 +289,14 @@ def launch(
     residual: Tensor | None = None,
     then: Tensor | None = None,
     x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    gelu: bool = False,
     warmup: bool = False,
 ) -> Scaled | None:
     """The kernel with `config`, which must be one of triton's; `warmup` compiles it only.
 
     scaled: x as the product before left it. then: the weight of the norm behind, for which the
-    result is left.
+    result is left. gelu: a gate's activation is gelu in its tanh form, not silu.
     """
     bucket = block_m(bucket_of(x.shape[0]))
     tiles = config.tiles(product)
@@ -329,6 +335,7 @@ def launch(
         data,
         descriptor,
         weight.scale,
+        bias,
         None if norm is None else norm[0],
         None if scaled is None else scaled.sums,
         residual,
@@ -351,6 +358,7 @@ def launch(
         BLOCK_K=config.block_k,
         SPLIT=split,
         GATED=product.gated,
+        GELU=gelu,
         ARGMAX=product.argmax,
         DTYPE=DTYPES[product.dtype],
         PARTS=parts,

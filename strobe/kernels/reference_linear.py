@@ -28,19 +28,23 @@ def linear(
     weight: Weight,
     *,
     norm: tuple[Tensor, float] | None = None,
+    bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    gelu: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K], weight [N, K] -> [M, N]: residual + act(norm(x) Wᵀ); see `Products.linear`."""
+    """x [M, K], weight [N, K] -> [M, N]: residual + act(norm(x) Wᵀ + bias); `Products.linear`."""
     if norm is not None:
         x = rms_norm(x, *norm)
     wide = x.float() if weight.scale is None else _quantized(x)
     y = wide @ weight.data.float().t()
     if weight.scale is not None:
         y *= weight.scale
+    if bias is not None:
+        y += bias.float()
     if gated:
-        y = silu_mul(y.to(x.dtype))
+        y = silu_mul(y.to(x.dtype), gelu=gelu)
     if residual is not None:
         y = residual.float() + y
     y = y.to(x.dtype)

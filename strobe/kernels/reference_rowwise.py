@@ -50,14 +50,18 @@ def qk_norm_rope_store(
     kv: Tensor,
     q_heads: int,
     kv_heads: int,
+    *,
+    own_values: bool = True,
+    value_norm: bool = False,
 ) -> Tensor:
     """qkv [T, (Hq + 2 Hkv) D] -> q [T, Hq, D], written into qkv; k and v to kv [slots, 2, Hkv, D].
 
     cos, sin [P, D] as `RotaryTable` has them or [P, D / 2] with sin as it is.
     """
     width = kv.shape[-1]
-    heads = qkv.view(qkv.shape[0], q_heads + 2 * kv_heads, width)
-    q, k, v = heads.split([q_heads, kv_heads, kv_heads], 1)
+    heads = qkv.unflatten(1, (-1, width))
+    q, k, v = heads[:, :q_heads], heads[:, q_heads : q_heads + kv_heads], heads[:, -kv_heads:]
+    v = F.rms_norm(v.float(), (width,), None, eps) if value_norm else v.float()
     parts: list[Tensor] = []
     for part, weight in ((q, q_weight), (k, k_weight)):
         x = part.float()
@@ -65,7 +69,7 @@ def qk_norm_rope_store(
             x = F.rms_norm(x, weight.shape, weight.float(), eps)
         parts.append(_turn(x, cos, sin, positions))
     q.copy_(parts[0])
-    kv[slots] = torch.stack([_cast(parts[1], kv.dtype), _cast(v.float(), kv.dtype)], 1)
+    kv[slots] = torch.stack([_cast(parts[1], kv.dtype), _cast(v, kv.dtype)], 1)
     return q
 
 
@@ -89,10 +93,12 @@ def context_store(
     data[:, slots] = _cast(torch.stack([keys, rows[:, :, 1]], 2).transpose(0, 1), data.dtype)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of gate_up [T, 2 I], gates first -> [T, I]."""
+def silu_mul(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
+    """silu(gate) * up of gate_up [T, 2 I], gates first -> [T, I]; gelu: its tanh form instead."""
     gate, up = gate_up.float().chunk(2, -1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    # In fp32 the sum 1 + tanh has no digits left far below 0.
+    gate = F.gelu(gate.double(), approximate="tanh").float() if gelu else F.silu(gate)
+    return (gate * up).to(gate_up.dtype)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,16 @@ def round_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up, GELU: tl.constexpr):
+    """silu(gate) * up, in fp32; or with gelu in its tanh form, which is x sigmoid(2 y) with y =
+    sqrt(2 / pi) (x + 0.044715 x^3)."""
+    inner = gate
+    if GELU:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-inner)) * up
+
+
+@triton.jit
 def _norm_kernel(
     x_ptr,
     residual_ptr,
@@ -95,27 +105,12 @@ def _angle(
 
 @triton.jit
 def _qk_kernel(
-    qkv_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ptr,
-    slot_ptr,
-    kv_ptr,
-    qkv_stride,
-    cos_stride,
-    sin_stride,
-    eps,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NORM_Q: tl.constexpr,
-    NORM_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, kv_ptr,
+    qkv_stride, cos_stride, sin_stride, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    NORM_Q: tl.constexpr, NORM_K: tl.constexpr, NORM_V: tl.constexpr, OWN_V: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     position = tl.load(position_ptr + row)
@@ -128,11 +123,15 @@ def _qk_kernel(
     at = head[:, None] * D + half[None, :]
     inside = (head < Q_HEADS + 2 * KV_HEADS)[:, None]
     ptr = qkv_ptr + row * qkv_stride + at
+    if not OWN_V:
+        ptr -= tl.where(is_v, KV_HEADS * D, 0)  # the keys once more
     x1 = tl.load(ptr, inside, other=0.0).to(tl.float32)
     x2 = tl.load(ptr + D // 2, inside, other=0.0).to(tl.float32)
     y1, y2 = x1, x2
-    if NORM_Q or NORM_K:
+    if NORM_Q or NORM_K or NORM_V:
         unit = _unit(x1, x2, eps, D)
+        if NORM_V:
+            x1, x2 = tl.where(is_v, x1 * unit, x1), tl.where(is_v, x2 * unit, x2)
         if NORM_Q:
             w1 = tl.load(q_weight_ptr + half).to(tl.float32)[None, :]
             w2 = tl.load(q_weight_ptr + D // 2 + half).to(tl.float32)[None, :]
@@ -153,25 +152,11 @@ def _qk_kernel(
 
 @triton.jit
 def _context_kernel(
-    rows_ptr,
-    weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ptr,
-    slot_ptr,
-    data_ptr,
-    rows_stride,
-    cos_stride,
-    sin_stride,
-    layer_stride,
-    eps,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    rows_ptr, weight_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, data_ptr,
+    rows_stride, cos_stride, sin_stride, layer_stride, eps,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(2)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     position = tl.load(position_ptr + row)
@@ -199,15 +184,16 @@ def _context_kernel(
 
 @triton.jit
 def _silu_mul_kernel(
-    x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    x_ptr, out_ptr, x_stride,
+    SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
     gate = tl.load(x_ptr + row * x_stride + at, inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + SIZE + at, inside, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    y = gated(gate, up, GELU)
     tl.store(out_ptr + row * SIZE + at, round_to(y, out_ptr.dtype.element_ty), inside)
 
 
@@ -272,14 +258,19 @@ def qk_norm_rope_store(
     kv: Tensor,
     q_heads: int,
     kv_heads: int,
+    *,
+    own_values: bool = True,
+    value_norm: bool = False,
 ) -> Tensor:
     """Per-head norms and rotary embedding of q and k; keys and values to their slots. One launch.
 
     qkv [T, (Hq + 2 Hkv) D]; weights [D] or None for no norm; cos, sin [P, D] as `RotaryTable` has
     them, or [P, D / 2] with sin as it is; positions, slots [T] int64; kv [slots, 2, Hkv, D],
     contiguous, of any float dtype (float8_e4m3fn saturates). Returns q [T, Hq, D], which overwrote
-    the q part of qkv; its k part is left as it was. Of rows that share a slot any may win.
-    positions and slots may not be what the kernel launched just before writes.
+    the q part of qkv; its k part is left as it was. own_values: otherwise qkv has no v part, and
+    the values are the keys before norm and rope. value_norm: values / rms(values). Of rows
+    that share a slot any may win. positions and slots may not be what the kernel launched just
+    before writes.
     """
     rows, width = qkv.shape[0], kv.shape[-1]
     few = rows <= FEW_ROWS
@@ -304,6 +295,8 @@ def qk_norm_rope_store(
         WIDTH=sin.shape[1],
         NORM_Q=q_weight is not None,
         NORM_K=k_weight is not None,
+        NORM_V=value_norm,
+        OWN_V=own_values,
         GROUP=group,
         num_warps=1 if few else 4,
         PDL=pdl,
@@ -356,8 +349,9 @@ def context_store(
     )
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of gate_up [T, 2 I], gates first -> [T, I]; torch rounds silu(gate) too."""
+def silu_mul(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
+    """silu(gate) * up of gate_up [T, 2 I], gates first -> [T, I]; torch rounds silu(gate) too.
+    gelu: in its tanh form, in silu's place."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024 if rows <= FEW_ROWS else 4096, triton.next_power_of_2(size))
@@ -367,6 +361,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         out,
         gate_up.stride(0),
         SIZE=size,
+        GELU=gelu,
         BLOCK=block,
         num_warps=4 if block <= 1024 else 8,
         PDL=pdl,

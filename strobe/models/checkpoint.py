@@ -14,11 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from strobe.hub.files import weight_files
-from strobe.models.weight_mapping import Piece, copy
-
-PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-"""What tensors' names may begin with, and are known without."""
-
+from strobe.models.config_readers.tensors import own_name
+from strobe.models.weight_mapping import WeightPart, copy
 
 TORCH = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -30,19 +27,6 @@ TORCH = {
 
 AT_ONCE = 8 << 20
 """Bytes that are copied before their pages are let go."""
-
-ALIASES = {
-    "midlayer.": "layers.0.",
-    "encoder.fc.": "fc.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-}
-"""What names of drafters' tensors may begin with, and what that means."""
-
-
-def own_name(key: str) -> str:
-    own = next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), key)
-    alias = next((a for a in ALIASES if own.startswith(a)), "")
-    return ALIASES.get(alias, "") + own.removeprefix(alias)
 
 
 class _Entry(NamedTuple):
@@ -132,13 +116,13 @@ class Checkpoint:
             data = data.clone()
         return data.view(dtype).view(entry.shape)
 
-    def fill(self, out: Tensor, piece: Piece) -> None:
+    def fill(self, out: Tensor, part: WeightPart) -> None:
         """Fill one part of a parameter. Pages are let go as soon as they were read, so that the
         host holds no second copy of the weights."""
-        names = list(piece.sources)
+        names = list(part.sources)
         tensors = [self.read(name) for name in names]
-        if piece.fill is not copy or out.ndim == 0:
-            piece.fill(out, *tensors)
+        if part.fill is not copy or out.ndim == 0:
+            part.fill(out, *tensors)
             for name in names:
                 entry = self._entries[name]
                 entry.file.release(entry.start, entry.end)

@@ -12,8 +12,8 @@ from strobe.models.rope import RopeConfig
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer's heads, where not all layers have the same. own_values: whether values are a product
-    of their own, and not the keys before norm and rope."""
+    """A layer's heads, where not all layers have the same. own_values: whether values have a linear
+    layer of their own; otherwise they are the keys before norm and rope."""
 
     num_kv_heads: int
     head_dim: int
@@ -23,14 +23,14 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Experts in the place of MLPs. count: of a layer; chosen: that a row goes through; size: their
-    inner size; layers: whether each layer has some, and not just an MLP; normalized: whether the
-    chosen ones' weights add up to 1; bias: whether their products have one; limit: where inputs of
-    a clamped activation end; shared: inner size of an MLP beside them for every row; 0 is none."""
+    """Experts in the place of MLPs. count: of a layer; top_k: that a row is routed to; layers:
+    whether each layer has experts, and not just an MLP; normalized: whether the top k's weights add
+    up to 1; bias: whether their linear layers have one; limit: where inputs of a clamped activation
+    end; shared: intermediate size of an MLP beside them for every row; 0 is none."""
 
     count: int
-    chosen: int
-    size: int
+    top_k: int
+    moe_intermediate_size: int
     layers: tuple[bool, ...]
     normalized: bool = True
     bias: bool = False
@@ -42,9 +42,9 @@ class ExpertShape:
 class DecoderConfig:
     """The shape of a stack of decoder layers, shared by targets and drafters. masks: one for each
     layer that has attention. qk_norm: whether queries and keys have norms of their own, as Qwen3's;
-    value_scale: what values are multiplied with; output_gate: whether attention's answer is gated.
-    layer_shapes: of each layer, where they differ. unfused: what keeps kernels from running whole
-    layers, if anything does. sinks: whether all layers' heads have a logit beside their keys'."""
+    value_scale: what values are multiplied with; output_gate: whether attention's output is gated.
+    layer_shapes: of each layer, where they differ. sinks: whether all layers' heads have a logit
+    beside their keys'. norm_offset: what is added to the weights of all RMS norms."""
 
     hidden_size: int
     intermediate_size: int
@@ -63,8 +63,8 @@ class DecoderConfig:
     value_scale: float = 1.0
     output_gate: bool = False
     layer_shapes: tuple[LayerShape, ...] = ()
-    unfused: str | None = None
     sinks: bool = False
+    norm_offset: float = 0.0
     experts: ExpertShape | None = None
 
     def shape_of(self, layer: int) -> LayerShape:
@@ -80,7 +80,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint's products are stored. method: "fp8"; block: the rows and columns of a
+    """How a checkpoint's linear layers are stored. method: "fp8"; block: the rows and columns of a
     weight that share a scale."""
 
     method: str
@@ -94,7 +94,7 @@ class TargetConfig:
     dtype: the checkpoint's own ("bfloat16", ...). eos_ids: every id that ends an answer, from
     generation_config.json where there is one. sampling: the default sampling values found there.
     embedding_scale: what embeddings are multiplied with; logit_softcap: logits become
-    cap * tanh(logits / cap). quantization: how products are stored; None is as they were trained.
+    cap * tanh(logits / cap). quantization: how weights are stored; None is as they were trained.
     states: of its recurrent layers, where it has any.
     """
 
@@ -151,10 +151,3 @@ class DraftConfig:
     def drafts(self) -> int:
         """Tokens that a block proposes."""
         return self.block_size - (not self.anchor_first)
-
-
-def default_capture_layers(num_target_layers: int, count: int) -> list[int]:
-    """z-lab's rule for `target_layer_ids` when a config lists none (0-based layer outputs)."""
-    if count == 1:
-        return [num_target_layers // 2]
-    return [round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count)]

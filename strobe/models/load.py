@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DraftConfig, TargetConfig
-from strobe.models.config_readers.fp8 import WHOLE, with_scales
+from strobe.models.config_readers.fp8 import fp8_rows, in_fp8, with_scales
 from strobe.models.config_readers.tensors import draft_parts, read_target_ids
 from strobe.models.dflash import DFlash
-from strobe.models.layers import Attention, RMSNorm, RotaryTable
+from strobe.models.modules import Attention, RMSNorm, RotaryTable
 from strobe.models.progress import progress
 from strobe.models.registry import make_target
 from strobe.models.target import Target
-from strobe.models.weight_mapping import Pieces, pieces_of
+from strobe.models.weight_mapping import WeightMapping, mapping_of
 
 HARMLESS = ("rotary_emb.inv_freq",)
 """Endings of tensors that older exporters wrote and that carry no learned value."""
@@ -28,14 +28,14 @@ HARMLESS = ("rotary_emb.inv_freq",)
 Model = TypeVar("Model", Target, DFlash)
 
 
-def _check(module: Target | DFlash, checkpoint: Checkpoint) -> Pieces:
+def _check(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMapping:
     """What the module's parameters are made of. Raises ValueError for a tensor that is missing, of
     another shape or dtype, or that nothing is made of."""
     shapes, dtypes, where = checkpoint.shapes(), checkpoint.dtypes(), checkpoint.directory
-    pieces = with_scales(module, pieces_of(module, shapes), dtypes, module.config.quantization)
+    mapping = with_scales(module, mapping_of(module, shapes), dtypes, module.config.quantization)
     used = set[str]()
-    for piece in chain.from_iterable(pieces.values()):
-        for name, shape in piece.sources.items():
+    for part in chain.from_iterable(mapping.values()):
+        for name, shape in part.sources.items():
             if name not in shapes:
                 raise ValueError(
                     f"{where}: tensor {name} is missing; download or save the checkpoint again."
@@ -45,10 +45,10 @@ def _check(module: Target | DFlash, checkpoint: Checkpoint) -> Pieces:
                     f"{where}: tensor {name} has shape {list(shapes[name])}, config.json asks for "
                     f"{list(shape)}; weights and config.json must come from one checkpoint."
                 )
-            if dtypes[name] not in piece.dtypes:
+            if dtypes[name] not in part.dtypes:
                 raise ValueError(
                     f"{where}: tensor {name} holds {dtypes[name]} values, but only "
-                    f"{', '.join(piece.dtypes)} are supported; use an unquantized checkpoint."
+                    f"{', '.join(part.dtypes)} are supported; use an unquantized checkpoint."
                 )
             if name in used:
                 raise RuntimeError(f"{name} would be used twice; this is an error in Strobe.")
@@ -60,20 +60,20 @@ def _check(module: Target | DFlash, checkpoint: Checkpoint) -> Pieces:
             f"{where}: tensor {extra[0]} is not part of this architecture ({len(extra)} such "
             "tensors); loading without it would change the model's mathematics."
         )
-    return pieces
+    return mapping
 
 
 Make = Callable[[str, Tensor], None]
 """(parameter name, its memory on the device) -> its values are there."""
 
 
-def _from(checkpoint: Checkpoint, pieces: Pieces, told: Callable[[int], object]) -> Make:
+def _from(checkpoint: Checkpoint, mapping: WeightMapping, told: Callable[[int], object]) -> Make:
     """The checkpoint's tensors; told: how many bytes were read."""
 
     def make(name: str, value: Tensor) -> None:
-        for piece in pieces[name]:
-            checkpoint.fill(value[piece.at], piece)
-            told(sum(map(checkpoint.bytes_of, piece.sources)))
+        for part in mapping[name]:
+            checkpoint.fill(value[part.at], part)
+            told(sum(map(checkpoint.bytes_of, part.sources)))
 
     return make
 
@@ -93,7 +93,7 @@ def _at_random(device: torch.device) -> Make:
 
 def _memory(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for a parameter. On a CPU weights with more outputs than inputs are stored column by
-    column: the values are the same, and a product of one row reads them up to three times as fast
+    column: the values are the same, and a GEMM of one row reads them up to three times as fast
     (head of 2,048 x 192: 58 us against 171)."""
     shape, kind = parameter.shape, dtype if parameter.is_floating_point() else parameter.dtype
     if device.type == "cpu" and len(shape) == 2 and shape[0] > shape[1]:
@@ -110,7 +110,7 @@ def _fill(
     fp8: bool,
 ) -> None:
     """Give the parameters of a module made on the meta device their weights, one after another;
-    products that are to be in FP8 are turned into it before the next is read."""
+    linear layers that are to be in FP8 are converted before the next is read."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
@@ -123,23 +123,18 @@ def _fill(
 
 
 def _finish(module: nn.Module, device: torch.device, dtype: torch.dtype, fp8: bool) -> None:
-    """Fuse what is fused, and freeze."""
+    """Fold what is computed once, and freeze."""
     module.to(device)
     module.requires_grad_(False)
     for part in module.modules():
         if isinstance(part, RotaryTable):
             part.dtype = dtype
-        if isinstance(part, Attention):
+        if isinstance(part, RMSNorm | Attention):
             part.fold()
-        if isinstance(part, RMSNorm):
-            part.fuse()
-    for part in module.modules():
-        if isinstance(part, Attention):
-            part.fuse()
-        if isinstance(part, DFlash) and not fp8:
-            part.join()
-        if isinstance(part, DFlash) and fp8 and _head_in_fp8(part):
-            part.fp8_head = fp8_rows(part.head_weight)
+    if isinstance(module, DFlash):
+        module.join()
+        if fp8 and _head_in_fp8(module):
+            module.fp8_head = fp8_rows(module.head_weight)
 
 
 def _meta_target(config: TargetConfig, max_positions: int) -> Target:
@@ -187,8 +182,8 @@ def _checked(module: Model, directory: Path, load_format: str) -> Model:
 
 
 class Place(TypedDict):
-    """Where and how weights are held. load_format: "dummy" for random ones; fp8: products in
-    FP8."""
+    """Where and how weights are held. load_format: "dummy" for random ones; fp8: linear
+    layers in FP8."""
 
     dtype: torch.dtype
     device: torch.device
@@ -245,21 +240,16 @@ def _load(
 ) -> Model:
     how = dtype, device, fp8
     if load_format == "dummy":
-        _fill(module, pieces_of(module), _at_random(device), *how)
+        _fill(module, mapping_of(module), _at_random(device), *how)
     else:
         checkpoint = Checkpoint(directory)
-        pieces = _check(module, checkpoint)
+        mapping = _check(module, checkpoint)
         place = {name: i for i, name in enumerate(checkpoint.shapes())}
-        order = sorted(pieces, key=lambda name: place[next(iter(pieces[name][0].sources))])
+        order = sorted(mapping, key=lambda name: place[next(iter(mapping[name][0].sources))])
         with progress(directory, sum(map(checkpoint.bytes_of, place))) as told:
-            _fill(module, order, _from(checkpoint, pieces, told), *how)
+            _fill(module, order, _from(checkpoint, mapping, told), *how)
     _finish(module, device, dtype, fp8)
     return module
-
-
-def in_fp8(path: str, part: nn.Module) -> bool:
-    """Whether weights in FP8 hold the module's so: every product but the head and `WHOLE` ones."""
-    return isinstance(part, nn.Linear) and path != "lm_head" and not hasattr(part, WHOLE)
 
 
 def _head_in_fp8(draft: DFlash) -> bool:
@@ -284,15 +274,3 @@ def weight_bytes(module: Target | DFlash, dtype: torch.dtype, *, fp8: bool) -> i
     if fp8 and isinstance(module, DFlash) and _head_in_fp8(module):
         total += _head_rows(module) * (decoder.hidden_size + 4)
     return total
-
-
-def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [N, K] -> rows in FP8 (e4m3, Micikevicius et al., arXiv 2209.05433) and a scale for
-    each, [N] float32: the largest value of a row becomes 448, the largest there is."""
-    largest = torch.cat([some.abs().amax(1) for some in weight.split(4096)]).float()
-    scale = torch.where(largest > 0, largest / 448.0, 1.0)
-    rows = [
-        (some.float() / of[:, None]).to(torch.float8_e4m3fn)
-        for some, of in zip(weight.split(4096), scale.split(4096), strict=True)
-    ]
-    return torch.cat(rows), scale

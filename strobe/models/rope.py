@@ -1,10 +1,9 @@
-"""Rotary position embedding: how fast each pair of a head turns, by what config.json says."""
+"""Rotary position embedding: the inverse frequencies that config.json asks for."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -12,8 +11,8 @@ class RopeConfig:
     """How positions become angles. theta: the base. The rest as transformers names it: factor
     stretches the context beyond `original`, the longest of training; low and high: llama3's
     frequency factors; beta_fast and beta_slow bound yarn's ramp, whose ends `truncate` rounds;
-    scale: what yarn multiplies cosines and sines with. share: of each head that turns, its first
-    part, and of a proportional rope's pairs those that turn, the others standing still;
+    scale: what yarn multiplies cosines and sines with. share: the part of each head, from its first
+    value, that is rotated; of a proportional rope the share of pairs with a frequency above 0;
     interleaved: whether pairs are neighbours, not a half of that part from each other."""
 
     theta: float
@@ -34,65 +33,50 @@ class RopeConfig:
         """Positions that a stretched context is good for; 0 where config.json's own are."""
         return int(self.original * self.factor) if self.kind in ("linear", "yarn") else 0
 
-    def parameters(self) -> dict[str, Any] | None:
-        """As `rope_scaling` of a config.json, beside `rope_theta`; None for plain rope."""
-        if self.kind == "default":
-            return None
-        found: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
-        if self.kind == "proportional":
-            return found | {"partial_rotary_factor": self.share}
-        found["original_max_position_embeddings"] = self.original
-        if self.kind == "llama3":
-            found |= {"low_freq_factor": self.low, "high_freq_factor": self.high}
-        if self.kind == "yarn":
-            found |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
-            found |= {"truncate": self.truncate, "attention_factor": self.scale}
-        return found
-
-    def speeds(self, head_dim: int) -> list[float]:
-        """Radians per position of each of the head's D / 2 pairs; those that do not turn have 0."""
-        turning = self._turning(head_dim)
-        return self._speeds(turning) + [0.0] * ((head_dim - turning) // 2)
+    def inverse_frequencies(self, head_dim: int) -> list[float]:
+        """Radians per position of each of the head's D / 2 pairs; 0 for those not rotated."""
+        rotated = self._rotated(head_dim)
+        return self._inverse_frequencies(rotated) + [0.0] * ((head_dim - rotated) // 2)
 
     def order(self, head_dim: int) -> list[int] | None:
         """Where in a checkpoint's head each of its D values lies in order that pairs be (i, i + D /
         2); None: they are. Heads of queries and keys may be put in any order, as long as both are.
         """
-        turning = self._turning(head_dim)
-        if turning == head_dim and not self.interleaved:
+        rotated = self._rotated(head_dim)
+        if rotated == head_dim and not self.interleaved:
             return None
-        half, rest = turning // 2, list(range(turning, head_dim))
+        half, rest = rotated // 2, list(range(rotated, head_dim))
         pairs = [(2 * i, 2 * i + 1) if self.interleaved else (i, i + half) for i in range(half)]
         still = len(rest) // 2
         first, second = [a for a, _ in pairs], [b for _, b in pairs]
         return [*first, *rest[:still], *second, *rest[still:]]
 
-    def _turning(self, head_dim: int) -> int:
+    def _rotated(self, head_dim: int) -> int:
         """Values of a head that belong to a pair of their own."""
         return head_dim if self.kind == "proportional" else int(head_dim * self.share)
 
-    def _speeds(self, head_dim: int) -> list[float]:
+    def _inverse_frequencies(self, head_dim: int) -> list[float]:
         plain = [self.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
         if self.kind == "linear":  # Chen et al., arXiv 2306.15595
-            return [speed / self.factor for speed in plain]
+            return [frequency / self.factor for frequency in plain]
         if self.kind == "proportional":  # transformers, modeling_rope_utils.py
-            turning = int(self.share * head_dim // 2)
-            return [s / self.factor if i < turning else 0.0 for i, s in enumerate(plain)]
+            rotated = int(self.share * head_dim // 2)
+            return [s / self.factor if i < rotated else 0.0 for i, s in enumerate(plain)]
         if self.kind == "llama3":
-            return [self._llama3(speed) for speed in plain]
+            return [self._llama3(frequency) for frequency in plain]
         if self.kind == "yarn":
             return self._yarn(plain, head_dim)
         return plain
 
-    def _llama3(self, speed: float) -> float:
+    def _llama3(self, frequency: float) -> float:
         """Llama 3.1's model card: slow pairs are stretched, fast ones not, others in between."""
-        turns = self.original * speed / (2 * math.pi)
+        turns = self.original * frequency / (2 * math.pi)
         if turns < self.low:
-            return speed / self.factor
+            return frequency / self.factor
         if turns > self.high:
-            return speed
+            return frequency
         share = (turns - self.low) / (self.high - self.low)
-        return (1 - share) * speed / self.factor + share * speed
+        return (1 - share) * frequency / self.factor + share * frequency
 
     def _yarn(self, plain: list[float], head_dim: int) -> list[float]:
         """Peng et al., arXiv 2309.00071: a linear ramp over pairs between two numbers of turns."""
@@ -102,9 +86,9 @@ class RopeConfig:
         low, high = max(ends[0], 0), min(ends[1], head_dim - 1)
         width = max(high - low, 0.001)
         found: list[float] = []
-        for i, speed in enumerate(plain):
+        for i, frequency in enumerate(plain):
             stretched = min(max((i - low) / width, 0.0), 1.0)
-            found.append(speed / self.factor * stretched + speed * (1 - stretched))
+            found.append(frequency / self.factor * stretched + frequency * (1 - stretched))
         return found
 
     def _pair_of(self, turns: float, head_dim: int) -> float:

@@ -24,12 +24,12 @@ def copy(out: Tensor, value: Tensor) -> None:
         out.copy_(value)
 
 
-class Piece(NamedTuple):
-    """A part of a parameter, and the tensors that make it.
+class WeightPart(NamedTuple):
+    """A part of a parameter, and the checkpoint's tensors that it is made of.
 
-    sources: their names, with the shapes they must have. at: where the part is, as an index into
-    the parameter. fill: gets the tensors on the CPU, as they are stored, in the order of `sources`;
-    they last no longer than the call. dtypes: those that they may have.
+    sources: their names, with the shapes they must have. at: where the part lies, as an index into
+    the parameter. fill: writes it, given the tensors on the CPU as they are stored, in the order of
+    `sources`; they last no longer than the call. dtypes: those that the tensors may have.
     """
 
     sources: Mapping[str, tuple[int, ...]]
@@ -37,41 +37,41 @@ class Piece(NamedTuple):
     fill: Fill = copy
     dtypes: tuple[str, ...] = FLOATS
 
-    def under(self, prefix: str) -> Piece:
+    def under(self, prefix: str) -> WeightPart:
         return self._replace(sources={prefix + n: shape for n, shape in self.sources.items()})
 
 
-Pieces = dict[str, list[Piece]]
-"""Of each parameter. What a module's method `pieces()` returns names parameters and sources as seen
-from that module; a parameter that no module speaks of is the one tensor of its name."""
+WeightMapping = dict[str, list[WeightPart]]
+"""The parts of each parameter. A module's method `weight_mapping()` names parameters and tensors
+relative to that module; a parameter that no module maps is the one tensor of its own name."""
 
 
-def stacked(name: str, linear: nn.Linear, rows: Mapping[str, int]) -> Pieces:
-    """A product `name` whose rows are those of several, one after another: their names, and how
-    many each has."""
-    found: Pieces = {}
+def stacked(name: str, linear: nn.Linear, rows: Mapping[str, int]) -> WeightMapping:
+    """A linear layer `name` whose rows are those of several in the checkpoint, one after another:
+    their names, and how many each has."""
+    found: WeightMapping = {}
     for leaf, parameter in linear.named_parameters():
         start, parts = 0, found.setdefault(f"{name}.{leaf}", [])
         for source, count in rows.items():
             shape = (count, *parameter.shape[1:])
-            parts.append(Piece({f"{source}.{leaf}": shape}, (slice(start, start + count),)))
+            parts.append(WeightPart({f"{source}.{leaf}": shape}, (slice(start, start + count),)))
             start += count
     return found
 
 
-def pieces_of(module: nn.Module, names: Collection[str] = ()) -> Pieces:
-    """Of every parameter: what the outermost module says of it that says anything. One of `names`,
-    which are a checkpoint's, that is a parameter's own is taken as it is, parts joined already."""
-    said: Pieces = {}
-    for path, part in module.named_modules():
+def mapping_of(module: nn.Module, names: Collection[str] = ()) -> WeightMapping:
+    """The parts of every parameter, by the outermost module that maps it. Where a parameter's own
+    name is one of `names`, a checkpoint's tensors, it is read whole: its parts come stacked."""
+    mapped: WeightMapping = {}
+    for path, submodule in module.named_modules():
         prefix = f"{path}." if path else ""
-        own: Callable[[], Pieces] = getattr(part, "pieces", dict)
-        for name, pieces in own().items():
-            said.setdefault(prefix + name, [piece.under(prefix) for piece in pieces])
-    found: Pieces = {}
+        own: Callable[[], WeightMapping] = getattr(submodule, "weight_mapping", dict)
+        for name, parts in own().items():
+            mapped.setdefault(prefix + name, [part.under(prefix) for part in parts])
+    found: WeightMapping = {}
     for name, parameter in module.named_parameters():
-        whole = [Piece({name: tuple(parameter.shape)})]
-        parts = said.get(name, whole)
-        joined = name in names and not any(name in piece.sources for piece in parts)
-        found[name] = whole if joined else parts
+        whole = [WeightPart({name: tuple(parameter.shape)})]
+        parts = mapped.get(name, whole)
+        stacked_there = name in names and not any(name in part.sources for part in parts)
+        found[name] = whole if stacked_there else parts
     return found

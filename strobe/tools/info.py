@@ -83,10 +83,8 @@ def _quantization(found: Quantization | None, decoder: DecoderConfig) -> dict[st
     if found is None:
         return {}
     rows, columns = found.block
-    # Only the kernels that run whole layers multiply in FP8; they have no bias.
     held = "held in full"
-    biased = decoder.attention_bias or decoder.mlp_bias
-    if found.method == "fp8" and decoder.unfused is None and not biased:
+    if found.method == "fp8" and decoder.experts is None:  # whose GEMMs are not in FP8
         held = "held with a scale for each row on a GPU that has FP8, and in full elsewhere"
     return {"quantization": f"{found.method}, a scale for each {rows} x {columns} values, {held}"}
 

@@ -30,7 +30,7 @@ from transformers import (
 
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
-from strobe.models.families.experts import blocked_product, grouped_product
+from strobe.models.families.experts import blocked_gemm, grouped_gemm
 
 pytestmark = NEEDS_GPU
 
@@ -116,7 +116,7 @@ def test_a_gpu_decodes_in_fp32_what_a_cpu_does(pair: Pair):
 
 
 @pytest.mark.parametrize("rows", [1, 24, 700])
-def test_both_grouped_products_agree_in_bf16(rows: int):
+def test_both_grouped_gemms_agree_in_bf16(rows: int):
     noise = torch.Generator("cuda").manual_seed(1)
     weights = torch.randn(8, 48, 64, generator=noise, device="cuda").bfloat16()
     x = torch.randn(rows, 64, generator=noise, device="cuda").bfloat16()
@@ -124,5 +124,5 @@ def test_both_grouped_products_agree_in_bf16(rows: int):
     every = torch.arange(8, device="cuda")
     ends = torch.searchsorted(owner, every, right=True, out_int32=True)
     wanted = torch.bmm(weights[owner].float(), x.float()[:, :, None])[:, :, 0]
-    for product in (grouped_product, blocked_product):
+    for product in (grouped_gemm, blocked_gemm):
         torch.testing.assert_close(product(x, weights, ends).float(), wanted, atol=0.1, rtol=0.02)

@@ -103,6 +103,46 @@ def test_fusions(
     assert error(got, reference.linear(x, weight, **fused)) < bound
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("around", ["plain", "residual", "gated", "cublas"])
+def test_bias_and_the_gates_activation(
+    device: torch.device, fp8: bool, gelu: bool, around: str
+) -> None:
+    """A bias comes before the activation; cublas: the same in parts, one kernel each."""
+    x = draw(0, 5, 136, dtype=BF16, device=device)
+    weight = make(144, 136, BF16, device, fp8)
+    gated = gelu or around == "gated"
+    fused = {
+        "bias": draw(4, 144, dtype=BF16, device=device) * 3,
+        "residual": draw(3, 5, 144, dtype=BF16, device=device) if around == "residual" else None,
+        "gated": gated,
+        "gelu": gelu,
+    }
+    if gated:
+        fused["residual"] = None
+    config = {"kernel": "cublas"} if around == "cublas" else {"split_k": 2, "block_k": 128}
+    got = products(device, BF16, **config).linear(x, weight, **fused)
+    want = reference.linear(x, weight, **fused)
+    assert error(got, want) < (BOUND_FP8[around != "cublas"] if fp8 else BOUNDS[BF16])
+
+
+def test_a_sum_has_a_bias_and_is_left_for_the_next_norm(device: torch.device) -> None:
+    x, residual = (draw(i, 5, 96, dtype=torch.float32, device=device) for i in (0, 3))
+    weight = make(96, 96, torch.float32, device)
+    bias, gain = (draw(i, 96, dtype=torch.float32, device=device) for i in (4, 5))
+    want = reference.linear(x, weight, bias=bias, residual=residual)
+    for config in ({}, {"kernel": "cublas"}):
+        fused = products(device, torch.float32, **config)
+        got, scaled = fused.add(x, weight, residual, then=gain, bias=bias)
+        assert error(got, want) < BOUNDS[torch.float32]
+        assert (scaled is None) is bool(config)
+        norm = gain, 1e-6
+        again = fused.linear(got, weight, norm=norm, scaled=scaled)
+        wanted = reference.linear(want, weight, norm=norm)
+        assert error(again, wanted) < BOUNDS[torch.float32]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_fusions_in_other_dtypes(device: torch.device, dtype: torch.dtype) -> None:
     x = draw(0, 5, 96, dtype=dtype, device=device)

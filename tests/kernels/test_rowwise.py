@@ -9,7 +9,7 @@ from torch import Tensor
 
 from strobe.kernels import reference_rowwise as twin
 from strobe.kernels import rowwise
-from strobe.models.layers import RotaryTable, rotate
+from strobe.models.modules import RotaryTable, rotate
 from strobe.models.rope import RopeConfig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -80,7 +80,8 @@ def test_norm_of_zeros_is_zero(device) -> None:
 def test_silu_mul(draw, monkeypatch, dtype, rows, size, few) -> None:
     monkeypatch.setattr(rowwise, "FEW_ROWS", few)
     x = draw(rows, 2 * size, dtype)
-    close(rowwise.silu_mul(x), twin.silu_mul(x))
+    for gelu in (False, True):
+        close(rowwise.silu_mul(x, gelu=gelu), twin.silu_mul(x, gelu=gelu))
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -168,6 +169,32 @@ def test_qk_norm_rope_store(draw, device, monkeypatch, shape, few) -> None:
     untouched = torch.ones(kv.shape[0], dtype=torch.bool)
     untouched[slots.cpu()] = False
     assert (kv.float()[untouched.to(device)] == 0).all()
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.float32, FP8), (torch.bfloat16,) * 2])
+def test_values_may_be_normed_and_may_be_the_keys(
+    draw, device, own: bool, normed: bool, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Rows may be a part of wider ones, and norms' weights are of another dtype than the rows."""
+    rows, q_heads, kv_heads, width = 3, 3, 2, 64
+    wide = draw(rows, (1 + q_heads + (1 + own) * kv_heads) * width, dtype, spare=0)
+    weights = draw(2, width, torch.float32)
+    cos, sin = tables("full", width, device)
+    positions, slots = torch.tensor([3, 9, 4], device=device), torch.arange(rows, device=device)
+    found: list[tuple[Tensor, Tensor]] = []
+    for kernels in (twin, rowwise):
+        own_rows = wide.clone()
+        kv = torch.zeros(rows, 2, kv_heads, width, device=device).to(kv_dtype)
+        q = kernels.qk_norm_rope_store(
+            own_rows[:, width:], *weights, EPS, cos, sin, positions, slots, kv, q_heads, kv_heads,
+            own_values=own, value_norm=normed,
+        )  # fmt: skip
+        assert torch.equal(own_rows[:, :width], wide[:, :width])
+        found.append((q, kv.float().to(kv_dtype)))
+    for got, want in zip(*found, strict=True):
+        close(got, want)
 
 
 def test_queries_and_keys_are_the_models(draw, device) -> None:

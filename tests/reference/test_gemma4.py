@@ -249,7 +249,7 @@ def test_what_the_bench_counts_is_what_its_products_have(plain: PlainAnswers):
 def test_the_bench_counts_experts_and_the_mlp_beside_them(sparse: PlainAnswers):
     config, held = products(sparse)
     assert floor.linear_values(config.decoder) == held
-    chosen = floor.linear_values(config.decoder, floor.chosen_experts(config.decoder))
+    chosen = floor.linear_values(config.decoder, floor.active_experts(config.decoder))
     assert held - chosen == 5 * (8 - 3) * 3 * 24 * 32
 
 
@@ -259,7 +259,7 @@ def test_half_precision_rounds_the_embedding_scale_as_transformers_does(tmp_path
     engine = make_engine(EngineConfig(target=str(tmp_path), dtype="bfloat16", max_model_len=64))
     engine.add([3, 1, 4], SamplingParams(temperature=0, max_tokens=2))
     model, seen = engine.parts.runner.model, list[torch.Tensor]()
-    model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1].value))
     engine.step()
     ids = torch.tensor([3, 1, 4])
     assert torch.equal(seen[0], hf.model.embed_tokens(ids))

@@ -89,7 +89,7 @@ def test_experts_are_counted_as_the_model_cards_do(name: str, billions: float, a
     tables = table * (1 if target.tie_embeddings else 2)
     total = floor.linear_values(decoder) + floor.small_values(decoder) + tables
     assert total / 1e9 == pytest.approx(billions, abs=0.05)
-    chosen = floor.linear_values(decoder, floor.chosen_experts(decoder)) + table
+    chosen = floor.linear_values(decoder, floor.active_experts(decoder)) + table
     chosen += table if name.startswith("qwen3") else 0
     assert chosen / 1e9 == pytest.approx(active, abs=0.1)
 

@@ -17,7 +17,7 @@ from tiny import LAYERS, VOCAB, edit_json, make_draft
 from strobe.attention.mask import LayerMask
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
-from strobe.models.config import default_capture_layers
+from strobe.models.config_readers.zlab import default_capture_layers
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.models.rope import RopeConfig
 

@@ -21,7 +21,7 @@ from strobe.models.config_readers.tensors import read_target_ids
 from strobe.models.dflash import DFlash
 from strobe.models.load import check_draft_tensors
 from strobe.models.registry import load_draft_config
-from strobe.models.weight_mapping import pieces_of
+from strobe.models.weight_mapping import mapping_of
 
 PARAMETERS = 1_048_626_432
 
@@ -71,8 +71,8 @@ def test_the_published_8b_drafter_has_the_modules_tensors_and_size(tmp_path: Pat
     assert len(shapes) == 58
     assert (path / "model.safetensors").stat().st_size == 2_097_259_104, "as it is published"
     module = check_draft_tensors(path, load_draft_config(path))
-    pieces = [piece for parts in pieces_of(module, shapes).values() for piece in parts]
-    assert {k: v for piece in pieces for k, v in piece.sources.items()} == shapes
+    mapping = [part for parts in mapping_of(module, shapes).values() for part in parts]
+    assert {k: v for part in mapping for k, v in part.sources.items()} == shapes
     assert sum(p.numel() for p in module.parameters()) == PARAMETERS
     assert {p.device.type for p in module.parameters()} == {"meta"}
     assert (module.embed_tokens, module.lm_head) == (None, None)
@@ -122,8 +122,8 @@ SINKS = ("layers.0.self_attn.attention_sink_bias", "layers.1.self_attn.attention
 def test_every_layer_has_the_sinks_that_the_config_speaks_of(tmp_path: Path):
     path = make_draft(tmp_path, sinks=True)
     module = check(path)
-    pieces = [piece for parts in pieces_of(module).values() for piece in parts]
-    sources = {k: v for piece in pieces for k, v in piece.sources.items()}
+    mapping = [part for parts in mapping_of(module).values() for part in parts]
+    sources = {k: v for part in mapping for k, v in part.sources.items()}
     assert [sources[name] for name in SINKS] == [(4,), (4,)]
     change(path, lambda tensors: {k: v for k, v in tensors.items() if k != SINKS[1]})
     with pytest.raises(ValueError, match=f"tensor {SINKS[1]} is missing"):

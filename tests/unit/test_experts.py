@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from strobe.models.config import ExpertShape
 from strobe.models.families import experts
-from strobe.models.families.experts import Experts, Router, block_rows, blocked_product
+from strobe.models.families.experts import Experts, Router, block_rows, blocked_gemm
 
 COUNTS = {
     "even": [3, 3, 3, 3],
@@ -32,7 +32,7 @@ def test_products_are_those_of_each_row_with_its_experts_matrix(
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     ends = torch.tensor(counts).cumsum(0).int()
     wanted = torch.stack([weights[e] @ row for e, row in zip(owner, x, strict=True)])
-    for product in (blocked_product, experts.grouped_product):
+    for product in (blocked_gemm, experts.grouped_gemm):
         torch.testing.assert_close(product(x, weights, ends), wanted)
 
 

@@ -18,7 +18,7 @@ from strobe.models import load
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.load import check_target_tensors, load_target
 from strobe.models.registry import load_target_config
-from strobe.models.weight_mapping import pieces_of
+from strobe.models.weight_mapping import mapping_of
 
 LOGGER = "strobe.models.progress"
 HOW: dict[str, Any] = {
@@ -36,8 +36,8 @@ def test_each_tensor_of_a_sharded_checkpoint_is_used_exactly_once(tmp_path: Path
     hf = make_target(tmp_path, shards="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     config = load_target_config(tmp_path)
-    pieces = pieces_of(check_target_tensors(tmp_path, config))
-    used = [name for parts in pieces.values() for piece in parts for name in piece.sources]
+    mapping = mapping_of(check_target_tensors(tmp_path, config))
+    used = [name for parts in mapping.values() for part in parts for name in part.sources]
     assert sorted(used) == sorted(name.removeprefix("model.") for name in hf.state_dict())
     target = loaded(tmp_path)
     attention = hf.model.layers[1].self_attn
@@ -140,10 +140,10 @@ def test_a_tensor_that_two_parameters_are_made_of_is_said(
     make_target(tmp_path)
 
     def wrong(*given: Any) -> Any:
-        pieces = pieces_of(*given)
-        return pieces | {"lm_head.weight": pieces["embed_tokens.weight"]}
+        mapping = mapping_of(*given)
+        return mapping | {"lm_head.weight": mapping["embed_tokens.weight"]}
 
-    monkeypatch.setattr(load, "pieces_of", wrong)
+    monkeypatch.setattr(load, "mapping_of", wrong)
     with pytest.raises(RuntimeError, match=r"embed_tokens\.weight would be used twice"):
         check_target_tensors(tmp_path, load_target_config(tmp_path))
 

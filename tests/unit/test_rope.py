@@ -10,8 +10,8 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from strobe.models.config_readers.rope import read_rope
-from strobe.models.layers import RotaryTable
+from strobe.models.config_readers.rope import read_rope, rope_scaling
+from strobe.models.modules import RotaryTable
 from strobe.models.rope import RopeConfig
 
 HERE = Path("config.json")
@@ -54,7 +54,7 @@ def test_angles_are_those_of_transformers(name: str):
     else:
         speeds, scale = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
     torch.testing.assert_close(
-        torch.tensor(rope.speeds(head_dim)), speeds.float(), rtol=2e-6, atol=0.0
+        torch.tensor(rope.inverse_frequencies(head_dim)), speeds.float(), rtol=2e-6, atol=0.0
     )
     assert rope.scale == pytest.approx(scale, rel=1e-6)
     table = RotaryTable(head_dim, rope, 40)
@@ -67,7 +67,7 @@ def test_angles_are_those_of_transformers(name: str):
 def test_a_rope_is_written_as_it_is_read(name: str):
     _, theta, longest, parameters = PUBLISHED[name]
     rope = read_rope(parameters, theta, longest, HERE)
-    assert read_rope(rope.parameters() or {}, theta, 1, HERE) == rope
+    assert read_rope(rope_scaling(rope) or {}, theta, 1, HERE) == rope
 
 
 def test_a_stretched_context_reaches_further():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strobe.models.layers import RotaryTable, rotate
+from strobe.models.modules import RotaryTable, rotate
 from strobe.models.rope import RopeConfig
 
 WIDTH = 16

@@ -3,7 +3,8 @@ of a weight, `X.weight` beside `X.weight_scale_inv`.
 
 config.json says so in quantization_config: `{"quant_method": "fp8", "fmt": "e4m3",
 "activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": [...]}`.
-Which weights are stored so is seen by their dtype; the others stay as they were trained.
+Which weights are stored so is seen by their dtype; the others stay as they were trained. In memory
+FP8 has a scale for each row.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch import Tensor, nn
 
 from strobe.models.config import Quantization
 from strobe.models.config_readers.fields import MEND, Fields
-from strobe.models.weight_mapping import FLOATS, Fill, Piece, Pieces
+from strobe.models.weight_mapping import FLOATS, Fill, WeightMapping, WeightPart
 
 STORED = "F8_E4M3"
 MEND_OTHER = "use a checkpoint in FP8 with scales by blocks, or an unquantized one."
 SCALE = "_scale_inv"
 WHOLE = "whole"
-"""Attribute of a product that a checkpoint in FP8 has unquantized, and that stays so."""
+"""Attribute of a linear layer that is not quantized in FP8 checkpoints, and not held in FP8."""
 _ROWS = 1024
 
 
@@ -54,42 +55,44 @@ def read_quantization(fields: Fields) -> Quantization | None:
 
 def with_scales(
     module: nn.Module,
-    pieces: Pieces,
+    mapping: WeightMapping,
     dtypes: Mapping[str, str],
     quantization: Quantization | None,
-) -> Pieces:
-    """The same pieces, each of whose sources is first multiplied with its scales where it is stored
-    in FP8; products with a part that is not are marked as `WHOLE`. dtypes: of the checkpoint's
-    tensors."""
+) -> WeightMapping:
+    """The same mapping, in which tensors stored in FP8 are first multiplied with their scales;
+    linear layers with a part that is not stored so are marked as `WHOLE`. dtypes: of the
+    checkpoint's tensors."""
     if quantization is None or quantization.method != "fp8":
-        return pieces
+        return mapping
     made = partial(_with_scales, dtypes=dtypes, block=quantization.block)
-    found = {name: [made(piece) for piece in parts] for name, parts in pieces.items()}
-    for path, part in module.named_modules():
-        if isinstance(part, nn.Linear):
-            sources = chain.from_iterable(piece.sources for piece in pieces[f"{path}.weight"])
+    found = {name: [made(part) for part in parts] for name, parts in mapping.items()}
+    for path, linear in module.named_modules():
+        if isinstance(linear, nn.Linear):
+            sources = chain.from_iterable(part.sources for part in mapping[f"{path}.weight"])
             if any(dtypes.get(name) != STORED for name in sources):
-                setattr(part, WHOLE, True)
+                setattr(linear, WHOLE, True)
     return found
 
 
-def _with_scales(piece: Piece, *, dtypes: Mapping[str, str], block: tuple[int, int]) -> Piece:
-    stored = [dtypes.get(name) == STORED and len(piece.sources[name]) > 1 for name in piece.sources]
+def _with_scales(
+    part: WeightPart, *, dtypes: Mapping[str, str], block: tuple[int, int]
+) -> WeightPart:
+    stored = [dtypes.get(name) == STORED and len(part.sources[name]) > 1 for name in part.sources]
     if not any(stored):
-        return piece
-    sources = dict(piece.sources)
-    for (name, shape), scaled in zip(piece.sources.items(), stored, strict=True):
+        return part
+    sources = dict(part.sources)
+    for (name, shape), scaled in zip(part.sources.items(), stored, strict=True):
         if scaled:
             blocks = [-(-size // of) for size, of in zip(shape[-2:], block, strict=True)]
             sources[name + SCALE] = (*shape[:-2], *blocks)
-    fill = partial(_fill, fill=piece.fill, stored=stored, block=block)
-    return piece._replace(sources=sources, fill=fill, dtypes=(*FLOATS, STORED))
+    fill = partial(_fill, fill=part.fill, stored=stored, block=block)
+    return part._replace(sources=sources, fill=fill, dtypes=(*FLOATS, STORED))
 
 
 def _fill(
     out: Tensor, *tensors: Tensor, fill: Fill, stored: Sequence[bool], block: tuple[int, int]
 ) -> None:
-    """Multiply and hand on: the stored ones' scales stand behind all of a piece's own sources."""
+    """Multiply and hand on: the stored ones' scales stand behind all of the part's own sources."""
     scales = iter(tensors[len(stored) :])
     values = [
         dequantized(value.to(out.device), next(scales).to(out.device), block, out.dtype)
@@ -118,3 +121,20 @@ def dequantized(
         torch.mul(some.float(), both, out=both)
         into.copy_(both)
     return out
+
+
+def in_fp8(path: str, part: nn.Module) -> bool:
+    """Whether weights in FP8 hold the module's so: linear layers but the head and `WHOLE` ones."""
+    return isinstance(part, nn.Linear) and path != "lm_head" and not hasattr(part, WHOLE)
+
+
+def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> rows in FP8 (e4m3, Micikevicius et al., arXiv 2209.05433) and a scale for
+    each, [N] float32: the largest value of a row becomes 448, the largest there is."""
+    largest = torch.cat([some.abs().amax(1) for some in weight.split(4096)]).float()
+    scale = torch.where(largest > 0, largest / 448.0, 1.0)
+    rows = [
+        (some.float() / of[:, None]).to(torch.float8_e4m3fn)
+        for some, of in zip(weight.split(4096), scale.split(4096), strict=True)
+    ]
+    return torch.cat(rows), scale

@@ -112,3 +112,19 @@ def read_rope(
 def _mscale(factor: float, weight: float) -> float:
     """Yarn's attention temperature, equation 22."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    """What config.json says of it, beside `rope_theta`; None for plain rope."""
+    if rope.kind == "default":
+        return None
+    found: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind == "proportional":
+        return found | {"partial_rotary_factor": rope.share}
+    found["original_max_position_embeddings"] = rope.original
+    if rope.kind == "llama3":
+        found |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
+    if rope.kind == "yarn":
+        found |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        found |= {"truncate": rope.truncate, "attention_factor": rope.scale}
+    return found

@@ -1,5 +1,5 @@
-"""What a drafter's tensors must be beside what its module says: fc's width, and which tokens a
-reduced head knows."""
+"""How files name tensors; and what a drafter's must be beside what its module says: fc's width, and
+which tokens a reduced head knows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,23 @@ VOCABULARY = ("d2t", "t2d")
 """The tensors of a reduced vocabulary: what to add to a row's number to get its token, [V'] int64;
 and whether a token has a row, [V] bool, which says the same once more."""
 MEND = "weights and config.json must come from one checkpoint."
+
+
+PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+"""What tensors' names may begin with, and are known without."""
+ALIASES = {
+    "midlayer.": "layers.0.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+}
+"""What names of drafters' tensors may begin with, and what that means."""
+
+
+def own_name(key: str) -> str:
+    """A tensor's name in a file -> as a module of its own would call it."""
+    own = next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), key)
+    alias = next((a for a in ALIASES if own.startswith(a)), "")
+    return ALIASES.get(alias, "") + own.removeprefix(alias)
 
 
 def draft_parts(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from strobe.attention.mask import LayerMask
-from strobe.models.config import DraftConfig, default_capture_layers
+from strobe.models.config import DraftConfig
 from strobe.models.config_readers.decoder import (
     plain_products,
     read_decoder,
@@ -156,3 +156,10 @@ def read(config: dict[str, Any], path: Path, target: Path | None = None) -> Draf
     # Beside the other keys it may be DeepSpec's, whose first slot predicts.
     harmless = {"num_anchors"} & set(config.get("dflash_config") or ())
     return read_flat(fields, target, harmless)
+
+
+def default_capture_layers(num_target_layers: int, count: int) -> list[int]:
+    """z-lab's rule for `target_layer_ids` when a config lists none (0-based layer outputs)."""
+    if count == 1:
+        return [num_target_layers // 2]
+    return [round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count)]

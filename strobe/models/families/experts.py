@@ -1,7 +1,7 @@
-"""Experts: rows that each go through a few of many MLPs, as grouped products.
+"""Experts: rows that each go through a few of many MLPs, as grouped GEMMs.
 
-Legend: T rows, H hidden size, E experts of inner size I, k of them chosen per row, P = T k pairs of
-a row and an expert, sorted by expert.
+Legend: T rows, H hidden size, E experts of inner size I, each row routed to k of them, P = T k
+pairs of a row and an expert, sorted by expert.
 """
 
 from __future__ import annotations
@@ -14,33 +14,35 @@ from torch import Tensor, nn
 
 from strobe.models.config import ExpertShape
 from strobe.models.config_readers.fields import MEND, Fields
-from strobe.models.weight_mapping import Piece, Pieces
+from strobe.models.modules import RMSNorm
+from strobe.models.ops.forward import Residual
+from strobe.models.ops.torch_ops import TorchOps
+from strobe.models.weight_mapping import WeightMapping, WeightPart
 
-UNFUSED = "the kernels have no experts"
 GATHERED = 1 << 26
-"""Weights that a product over gathered blocks holds at once."""
+"""Weights that a GEMM over gathered blocks holds at once."""
 
 Activate = Callable[[Tensor], Tensor]
-"""[..., 2 I] as the first product leaves it -> [..., I]."""
+"""[..., 2 I] as the first GEMM leaves it -> [..., I]."""
 
 
 def read_counts(
     fields: Fields,
     count: int | None = None,
-    chosen: int | None = None,
+    top_k: int | None = None,
     *,
     called: str = "num_experts_per_tok",
 ) -> tuple[int, int]:
-    """How many experts a layer has, and how many of them a row goes through, which is `called` so;
-    count, chosen: where config.json names none. Raises ValueError."""
+    """How many experts a layer has, and how many of them a row is routed to, which is `called` so;
+    count, top_k: where config.json names none. Raises ValueError."""
     count = fields.integer("num_experts", fields.get("num_local_experts", count))
     fields.only("num_local_experts", count, why="it must be num_experts'.")
-    chosen = fields.integer(called, chosen)
-    if chosen > count:
+    top_k = fields.integer(called, top_k)
+    if top_k > count:
         raise ValueError(
-            f"{fields.path}: {called} is {chosen}, but there are {count} experts; {MEND}"
+            f"{fields.path}: {called} is {top_k}, but there are {count} experts; {MEND}"
         )
-    return count, chosen
+    return count, top_k
 
 
 def gated_silu(x: Tensor) -> Tensor:
@@ -50,11 +52,11 @@ def gated_silu(x: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """Which experts a row goes through, and what each of their results weighs."""
+    """Which experts a row is routed to, and what each of their results weighs."""
 
     def __init__(self, hidden_size: int, shape: ExpertShape, *, bias: bool = False):
         super().__init__()
-        self.chosen, self.normalized = shape.chosen, shape.normalized
+        self.top_k, self.normalized = shape.top_k, shape.normalized
         self.weight = nn.Parameter(torch.empty(shape.count, hidden_size))
         self.bias = nn.Parameter(torch.empty(shape.count)) if bias else None
 
@@ -65,14 +67,14 @@ class Router(nn.Module):
         which is the softmax over the k largest logits.
         """
         logits = F.linear(x, self.weight, self.bias).float()
-        top, experts = logits.topk(self.chosen, dim=-1)
+        top, experts = logits.topk(self.top_k, dim=-1)
         among = top if self.normalized else logits
         weights = torch.exp(top - among.logsumexp(-1, keepdim=True))
         return weights.to(x.dtype), experts
 
 
 class Experts(nn.Module):
-    """All experts' weights, and their products over rows sorted by expert."""
+    """All experts' weights, and their grouped GEMMs in plain torch."""
 
     def __init__(
         self,
@@ -83,72 +85,76 @@ class Experts(nn.Module):
         bias: bool = False,
     ):
         super().__init__()
-        count, size = shape.count, shape.size
+        count, size = shape.count, shape.moe_intermediate_size
         self.activate = activate
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(count, hidden_size, size))
         self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * size)) if bias else None
         self.down_proj_bias = nn.Parameter(torch.empty(count, hidden_size)) if bias else None
 
-    def pieces(self) -> Pieces:
-        """Each expert's own three products, as most checkpoints have them."""
+    def weight_mapping(self) -> WeightMapping:
+        """Most checkpoints have three linear layers of each expert."""
         count, both, hidden = self.gate_up_proj.shape
-        found: Pieces = {"gate_up_proj": [], "down_proj": []}
+        found: WeightMapping = {"gate_up_proj": [], "down_proj": []}
         for e in range(count):
             for i, name in enumerate(("gate_proj", "up_proj")):
                 at = e, slice(i * both // 2, (i + 1) * both // 2)
-                found["gate_up_proj"].append(Piece({f"{e}.{name}.weight": (both // 2, hidden)}, at))
-            found["down_proj"].append(Piece({f"{e}.down_proj.weight": (hidden, both // 2)}, (e,)))
+                found["gate_up_proj"].append(
+                    WeightPart({f"{e}.{name}.weight": (both // 2, hidden)}, at)
+                )
+            found["down_proj"].append(
+                WeightPart({f"{e}.down_proj.weight": (hidden, both // 2)}, (e,))
+            )
         return found
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, residual: Tensor) -> Tensor:
         """x, residual [T, H], weights and experts [T, k] -> residual + the weighted results."""
-        rows, chosen = experts.shape
+        rows, top_k = experts.shape
         of_pair, order = experts.flatten().sort(stable=True)
         every = torch.arange(self.gate_up_proj.shape[0], device=x.device)
         ends = torch.searchsorted(of_pair, every, right=True, out_int32=True)
-        inner = grouped_product(x.index_select(0, order // chosen), self.gate_up_proj, ends)
+        inner = grouped_gemm(x.index_select(0, order // top_k), self.gate_up_proj, ends)
         if self.gate_up_proj_bias is not None:
             inner = inner + self.gate_up_proj_bias.index_select(0, of_pair)
-        pairs = grouped_product(self.activate(inner), self.down_proj, ends)
+        pairs = grouped_gemm(self.activate(inner), self.down_proj, ends)
         if self.down_proj_bias is not None:
             pairs = pairs + self.down_proj_bias.index_select(0, of_pair)
         # Back in the rows' order, so that each row adds up its own results, always alike.
-        own = torch.empty_like(pairs).index_copy_(0, order, pairs).view(rows, chosen, -1)
+        own = torch.empty_like(pairs).index_copy_(0, order, pairs).view(rows, top_k, -1)
         return torch.baddbmm(residual[:, None], weights[:, None], own)[:, 0]
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts, in a decoder layer's place for an MLP. called: the router's name in
-    a checkpoint."""
+    """A router and its experts, in the place of an MLP. called: the router's name in a
+    checkpoint."""
 
     def __init__(self, router: Router, experts: Experts, *, called: str = "router"):
         super().__init__()
         self.router, self.experts, self.called = router, experts, called
 
-    def pieces(self) -> Pieces:
+    def weight_mapping(self) -> WeightMapping:
         return {
-            f"router.{name}": [Piece({f"{self.called}.{name}": tuple(parameter.shape)})]
+            f"router.{name}": [WeightPart({f"{self.called}.{name}": tuple(parameter.shape)})]
             for name, parameter in self.router.named_parameters()
         }
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual [T, H] -> residual + mlp(x)."""
-        return self.experts(x, *self.router(x), residual)
+    def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm) -> None:
+        rows = ops.norm(x.value, norm)
+        x.value = ops.experts(rows, self.router(rows), self.experts, x.value)
 
 
-def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def grouped_gemm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """x [P, K], weights [E, N, K] -> [P, N]: rows ends[e - 1] .. ends[e] times weights[e].
 
     ends [E] int32, on x's device: nothing is asked of the host on a GPU.
     """
     if _has_grouped(x):
         return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
-    return blocked_product(x, weights, ends)
+    return blocked_gemm(x, weights, ends)
 
 
 def _has_grouped(x: Tensor) -> bool:
-    """Whether torch has a grouped product that suits: on a GPU its own is one for bfloat16 on
+    """Whether torch has a grouped GEMM that suits: on a GPU its own is one for bfloat16 on
     compute capability 9.0 and 10.x, and elsewhere a loop that waits for the device."""
     if x.shape[1] * x.element_size() % 16:  # rows must begin at such addresses
         return False
@@ -158,8 +164,8 @@ def _has_grouped(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and capability[0] in (9, 10)
 
 
-def blocked_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_product` in operations that every device and dtype has: rows laid out in blocks that
+def blocked_gemm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_gemm` in operations that every device and dtype has: rows laid out in blocks that
     belong to one expert each, the last of an expert's filled up, times gathered weights.
 
     There are at most as many blocks as rows, and at most P / B + E (B - 1) / B of B rows each,

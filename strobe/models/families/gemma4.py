@@ -21,10 +21,13 @@ from strobe.models.config_readers.decoder import (
 from strobe.models.config_readers.fields import MEND, Fields
 from strobe.models.config_readers.rope import read_rope
 from strobe.models.families.experts import Experts, read_counts
-from strobe.models.layers import MLP, Attend, RMSNorm, Rope, RotaryTable, rotate, unit_rms
+from strobe.models.layers import MLP
+from strobe.models.modules import Attention, RMSNorm
+from strobe.models.ops.forward import Residual, Rows
+from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
-from strobe.models.weight_mapping import Piece, Pieces, stacked
+from strobe.models.weight_mapping import WeightMapping, WeightPart
 
 logger = logging.getLogger(__name__)
 
@@ -134,11 +137,11 @@ def read_experts(fields: Fields) -> ExpertShape | None:
             fields.get(key)  # means nothing without experts
         return None
     fields.only("expert_intermediate_size", size, why="it must be moe_intermediate_size's.")
-    count, chosen = read_counts(fields, called="top_k_experts")
+    count, top_k = read_counts(fields, called="top_k_experts")
     layers = (True,) * fields.integer("num_hidden_layers")
     shared = fields.integer("intermediate_size")
     return ExpertShape(
-        count, chosen, fields.integer("moe_intermediate_size", size), layers, shared=shared
+        count, top_k, fields.integer("moe_intermediate_size", size), layers, shared=shared
     )
 
 
@@ -189,7 +192,6 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         kv_heads=4,
         rope=shapes[-1].rope,
         layer_shapes=shapes,
-        unfused="its layers have norms and heads that the kernels do not know",
         experts=read_experts(fields),
     )
     capped = fields.get("final_logit_softcapping") is not None
@@ -210,7 +212,7 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
 def make(config: TargetConfig, max_positions: int) -> Target:
     decoder = config.decoder
     layers = [make_layer(decoder, i) for i in range(decoder.num_layers)]
-    target = Target(config, layers, max_positions, Ropes(decoder, max_positions))
+    target = Target(config, layers, max_positions)
     target.skipped = (*target.skipped, *TOWERS)
     return target
 
@@ -221,64 +223,10 @@ def make_layer(decoder: DecoderConfig, layer: int) -> nn.Module:
     return Gemma4SparseLayer(decoder, layer, decoder.experts)
 
 
-class Ropes(nn.Module):
-    """One table for each rope and head size that there is."""
-
-    def __init__(self, config: DecoderConfig, positions: int):
-        super().__init__()
-        kinds = list(dict.fromkeys((s.head_dim, s.rope) for s in config.layer_shapes))
-        self.tables = nn.ModuleList([RotaryTable(*kind, positions) for kind in kinds])
-        self.table_of = [kinds.index((s.head_dim, s.rope)) for s in config.layer_shapes]
-
-    def forward(self, positions: Tensor) -> list[Rope]:
-        """positions [T] -> the angles for each layer."""
-        angles: list[Rope] = [table(positions) for table in self.tables]
-        return [angles[i] for i in self.table_of]
-
-
-class Gemma4Attention(nn.Module):
-    """Grouped-query attention with norms of queries, keys and values, not scaled by head size."""
-
-    def __init__(self, config: DecoderConfig, layer: int):
-        super().__init__()
-        shape = config.shape_of(layer)
-        self.layer, self.eps = layer, config.rms_norm_eps
-        self.q_heads, self.kv_heads = config.num_heads, shape.num_kv_heads
-        self.head_dim, self.own_values = shape.head_dim, shape.own_values
-        heads = self.q_heads + (2 if shape.own_values else 1) * self.kv_heads
-        bias = config.attention_bias
-        self.qkv_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.q_heads * self.head_dim, config.hidden_size, bias=bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-
-    def pieces(self) -> Pieces:
-        q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
-        values = {"v_proj": kv} if self.own_values else {}
-        return stacked("qkv_proj", self.qkv_proj, {"q_proj": q, "k_proj": kv, **values})
-
-    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """x [T, H] -> attention(x) [T, H]."""
-        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        q, k = qkv[:, : self.q_heads], qkv[:, self.q_heads : self.q_heads + self.kv_heads]
-        v = qkv[:, -self.kv_heads :]  # the keys once more where there are no values
-        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
-        # Attention divides by the root of the head size.
-        out = attend(self.layer, q * self.head_dim**0.5, k, unit_rms(v, self.eps, None))
-        return self.o_proj(out)
-
-
 def gated_gelu(x: Tensor) -> Tensor:
     """gelu(gate) * up, the gates before the ups; gelu in its tanh form."""
     gate, up = x.chunk(2, -1)
     return F.gelu(gate, approximate="tanh") * up
-
-
-class Gemma4MLP(MLP):
-    """down(gelu(gate(x)) * up(x)), gelu in its tanh form; without the residual."""
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self.down_proj(gated_gelu(self.gate_up_proj(x)))
 
 
 class Gemma4Router(nn.Module):
@@ -287,46 +235,52 @@ class Gemma4Router(nn.Module):
 
     def __init__(self, hidden_size: int, shape: ExpertShape, eps: float):
         super().__init__()
-        self.chosen, self.eps = shape.chosen, eps
+        self.top_k, self.eps = shape.top_k, eps
         self.scale = nn.Parameter(torch.ones(hidden_size))
         self.weight = nn.Parameter(torch.empty(shape.count, hidden_size))
         self.per_expert_scale = nn.Parameter(torch.ones(shape.count))
 
-    def pieces(self) -> Pieces:
-        return {"weight": [Piece({"proj.weight": tuple(self.weight.shape)})]}
+    def weight_mapping(self) -> WeightMapping:
+        return {"weight": [WeightPart({"proj.weight": tuple(self.weight.shape)})]}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> weights [T, k] in x's dtype, experts [T, k]."""
         size = x.shape[1:]
         normed = F.rms_norm(x, size, self.scale, self.eps) * size.numel() ** -0.5
-        top, experts = F.linear(normed, self.weight).float().topk(self.chosen, dim=-1)
+        top, experts = F.linear(normed, self.weight).float().topk(self.top_k, dim=-1)
         own = self.per_expert_scale.index_select(0, experts.flatten()).view_as(top)
         return (top.softmax(-1) * own).to(x.dtype), experts
 
 
 class Gemma4Layer(nn.Module):
-    """Norms before and behind attention and MLP; what leaves the layer is scaled by a number."""
+    """Norms before and behind attention and MLP; what leaves the layer is scaled by a number.
+    Attention norms values, too, and does not divide by the root of the head size."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.layer = layer
-        self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = Gemma4Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.pre_feedforward_layernorm = RMSNorm(size, eps)
-        self.mlp = Gemma4MLP(config)
-        self.post_feedforward_layernorm = RMSNorm(size, eps)
+        norm = config.hidden_size, config.rms_norm_eps
+        scale = config.shape_of(layer).head_dim ** 0.5
+        self.input_layernorm = RMSNorm(*norm)
+        self.self_attn = Attention(config, layer, query_scale=scale, value_norm=True)
+        self.post_attention_layernorm = RMSNorm(*norm)
+        self.pre_feedforward_layernorm = RMSNorm(*norm)
+        self.mlp = MLP(config)
+        self.post_feedforward_layernorm = RMSNorm(*norm)
         self.layer_scalar = nn.Parameter(torch.ones(1))
 
-    def feed(self, x: Tensor) -> Tensor:
-        """The residual stream behind attention, x [T, H] -> what is normed and added to it."""
-        return self.mlp(self.pre_feedforward_layernorm(x))
+    def feed(self, ops: TorchOps, x: Residual) -> Tensor:
+        """The residual stream behind attention -> what is normed and added to it [T, H]."""
+        mlp = self.mlp
+        inner = ops.norm_linear(x, self.pre_feedforward_layernorm, mlp.gate_up_proj, "gelu_tanh")
+        return ops.linear(inner, mlp.down_proj)
 
-    def forward(self, x: Tensor, ropes: list[Rope], attend: Attend) -> Tensor:
-        mixed = self.self_attn(self.input_layernorm(x), ropes[self.layer], attend)
-        x = x + self.post_attention_layernorm(mixed)
-        return (x + self.post_feedforward_layernorm(self.feed(x))) * self.layer_scalar
+    def forward(self, ops: TorchOps, x: Residual, rows: Rows) -> None:
+        attention = self.self_attn
+        qkv = ops.norm_linear(x, self.input_layernorm, attention.qkv_proj)
+        mixed = ops.linear(ops.attention(qkv, attention, rows), attention.o_proj)
+        ops.add_norm(x, mixed, self.post_attention_layernorm)
+        fed = self.feed(ops, x)
+        ops.add_norm(x, fed, self.post_feedforward_layernorm, scale=self.layer_scalar)
 
 
 class Gemma4SparseLayer(Gemma4Layer):
@@ -342,8 +296,8 @@ class Gemma4SparseLayer(Gemma4Layer):
         self.pre_feedforward_layernorm_2 = RMSNorm(size, eps)
         self.post_feedforward_layernorm_2 = RMSNorm(size, eps)
 
-    def feed(self, x: Tensor) -> Tensor:
-        every = self.post_feedforward_layernorm_1(super().feed(x))
-        rows = self.pre_feedforward_layernorm_2(x)
-        few = self.experts(rows, *self.router(x), torch.zeros_like(rows))
-        return every + self.post_feedforward_layernorm_2(few)
+    def feed(self, ops: TorchOps, x: Residual) -> Tensor:
+        every = ops.norm(super().feed(ops, x), self.post_feedforward_layernorm_1)
+        rows = ops.norm(x.value, self.pre_feedforward_layernorm_2)
+        few = ops.experts(rows, self.router(x.value), self.experts, torch.zeros_like(rows))
+        return every + ops.norm(few, self.post_feedforward_layernorm_2)

@@ -19,10 +19,10 @@ from strobe.models.config_readers.decoder import (
 )
 from strobe.models.config_readers.fields import MEND, Fields
 from strobe.models.config_readers.mxfp4 import BLOCK, unpack
-from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP, read_counts
+from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import DecoderLayer
 from strobe.models.target import Target
-from strobe.models.weight_mapping import Piece, Pieces
+from strobe.models.weight_mapping import WeightMapping, WeightPart
 
 ALPHA, LIMIT = 1.702, 7.0
 """Of the experts' activation: how steep its sigmoid is, and where its inputs end."""
@@ -41,25 +41,25 @@ def transposed(out: Tensor, value: Tensor) -> None:
 
 
 class GptOssExperts(Experts):
-    """packed: whether the checkpoint has the products in MXFP4, which are held in full."""
+    """packed: whether the checkpoint has them in MXFP4, which is unpacked."""
 
     packed = False
 
-    def pieces(self) -> Pieces:
-        found: Pieces = {}
+    def weight_mapping(self) -> WeightMapping:
+        found: WeightMapping = {}
         for name in ("gate_up_proj", "down_proj"):
             count, rows, inner = self.get_parameter(name).shape
             if self.packed:
                 parts = count, rows, inner // BLOCK
                 shapes = {f"{name}_blocks": (*parts, BLOCK // 2), f"{name}_scales": parts}
-                found[name] = [Piece(shapes, fill=unpack, dtypes=("U8",))]
+                found[name] = [WeightPart(shapes, fill=unpack, dtypes=("U8",))]
             else:
-                found[name] = [Piece({name: (count, inner, rows)}, fill=transposed)]
+                found[name] = [WeightPart({name: (count, inner, rows)}, fill=transposed)]
         return found
 
 
 def read_packing(fields: Fields, *sizes: int) -> Quantization | None:
-    """sizes: the products' inner ones, whole blocks where they are packed."""
+    """sizes: of the dimensions that are packed, in whole blocks."""
     packing = fields.object("quantization_config")
     if not packing:
         return None
@@ -78,12 +78,12 @@ def read_packing(fields: Fields, *sizes: int) -> Quantization | None:
 
 
 def read_shape(fields: Fields) -> ExpertShape:
-    count, chosen = read_counts(fields, 128, 4)
-    fields.only("experts_per_token", chosen, why="it must be num_experts_per_tok's.")
+    count, top_k = read_counts(fields, 128, 4)
+    fields.only("experts_per_token", top_k, why="it must be num_experts_per_tok's.")
     layers = (True,) * fields.integer("num_hidden_layers")
     size = fields.integer("intermediate_size")
     limit = fields.number("swiglu_limit", LIMIT)
-    return ExpertShape(count, chosen, size, layers, bias=True, limit=limit)
+    return ExpertShape(count, top_k, size, layers, bias=True, limit=limit)
 
 
 def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
@@ -113,7 +113,6 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         rope=read_ropes(fields, masks, 150000.0, longest),
         attention_bias=True,
         qk_norm=False,
-        unfused=UNFUSED,
         sinks=True,
         experts=read_shape(fields),
     )

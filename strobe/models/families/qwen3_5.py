@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,16 @@ from strobe.models.config_readers.decoder import (
     read_target,
 )
 from strobe.models.config_readers.fields import MEND, Fields, positive
-from strobe.models.config_readers.fp8 import read_quantization
+from strobe.models.config_readers.fp8 import WHOLE, read_quantization
 from strobe.models.config_readers.rope import read_rope
-from strobe.models.families.experts import Experts, Router, SparseMLP, gated_silu, read_counts
-from strobe.models.layers import MLP, RMSNorm, Rope, RotaryTable, add_linear, rotate
+from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
+from strobe.models.layers import MLP, DecoderLayer
+from strobe.models.modules import Attention, RMSNorm
+from strobe.models.ops.forward import Residual, Rows
+from strobe.models.ops.torch_ops import TorchOps
+from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
+from strobe.models.weight_mapping import WeightMapping, copy
 
 logger = logging.getLogger(__name__)
 
@@ -49,21 +54,9 @@ SPARSE = ("qwen3_5_moe", "qwen3_5_moe_text")
 
 @dataclass(frozen=True)
 class Qwen35Config(TargetConfig):
-    """layer_types: of every layer; rotary_dim: how much of a head is turned."""
+    """layer_types: of every layer."""
 
     layer_types: tuple[str, ...] = ()
-    rotary_dim: int = 0
-
-
-class Mix(Protocol):
-    """What layers are called with: attention and, for those that have none, `mix`."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-    def mix(self, layer: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor) -> Tensor:
-        """x [T, C]: queries, keys and values before the convolution of weight [C, kernel]; decay
-        (its logarithm) and rate [T, Hv] -> [T, Hv, Dv]. layer: counts recurrent ones only."""
-        ...
 
 
 def read(fields: Fields, directory: Path) -> TargetConfig:
@@ -83,7 +76,6 @@ def _read_text(fields: Fields, directory: Path, names: Any, *, sparse: bool) -> 
     fields.only("output_gate_type", "swish", "silu", why=why)
     fields.only("mamba_ssm_dtype", "float32", why=why)
     types = _layer_types(fields)
-    rope, rotary_dim = _read_rope(fields)
     full = types.count("full_attention")
     decoder = read_decoder(
         fields,
@@ -92,9 +84,9 @@ def _read_text(fields: Fields, directory: Path, names: Any, *, sparse: bool) -> 
         head_dim=256,
         kv_heads=2 if experts else 4,
         intermediate_size=experts.shared if experts else None,
-        rope=rope,
+        rope=_read_rope(fields),
         output_gate=True,
-        unfused="no kernels run layers of this family whole",
+        norm_offset=1.0,
         experts=experts,
     )
     return read_target(
@@ -107,7 +99,6 @@ def _read_text(fields: Fields, directory: Path, names: Any, *, sparse: bool) -> 
         quantization=read_quantization(fields),
         states=_read_states(fields, len(types) - full),
         layer_types=tuple(types),
-        rotary_dim=rotary_dim,
     )
 
 
@@ -116,11 +107,11 @@ def _read_experts(fields: Fields) -> ExpertShape:
     fields.only("mlp_only_layers", [], why=why)
     fields.only("decoder_sparse_step", 1, why=why)
     fields.only("norm_topk_prob", True, why=why)
-    count, chosen = read_counts(fields, 256, 8)
+    count, top_k = read_counts(fields, 256, 8)
     layers = (True,) * fields.integer("num_hidden_layers")
     size = fields.integer("moe_intermediate_size", 512)
     shared = fields.integer("shared_expert_intermediate_size", 512)
-    return ExpertShape(count, chosen, size, layers, shared=shared)
+    return ExpertShape(count, top_k, size, layers, shared=shared)
 
 
 def _layer_types(fields: Fields) -> list[str]:
@@ -150,8 +141,8 @@ def _read_states(fields: Fields, layers: int) -> StateSpec:
     return spec
 
 
-def _read_rope(fields: Fields) -> tuple[Any, int]:
-    """The rope, and how much of a head it turns. Text stands on one line: the three positions of
+def _read_rope(fields: Fields) -> RopeConfig:
+    """The rope, over a share of each head. Text stands on one line: the three positions of
     multimodal rope are one, so that how they share the head means nothing."""
     parameters = fields.object("rope_parameters") or fields.object("rope_scaling")
     fields.object("rope_scaling")
@@ -165,18 +156,8 @@ def _read_rope(fields: Fields) -> tuple[Any, int]:
         )
     longest = fields.integer("max_position_embeddings", 32768)
     theta = positive(theta, "rope_theta", fields.path)
-    return read_rope(parameters, theta, longest, fields.path, drafter=True), int(size)
-
-
-class Norm(RMSNorm):
-    """x / rms(x) * (1 + weight), in fp32."""
-
-    def fuse(self) -> None:
-        """After loading: keep 1 + weight."""
-        self.scale = 1.0 + self.weight.float()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.scale.shape, self.scale, self.eps).to(x.dtype)
+    rope = read_rope(parameters, theta, longest, fields.path, drafter=True)
+    return replace(rope, share=size / fields.integer("head_dim", 256))
 
 
 class GatedNorm(nn.Module):
@@ -192,38 +173,6 @@ class GatedNorm(nn.Module):
         return (x * F.silu(gate.float())).to(gate.dtype)
 
 
-class GatedAttention(nn.Module):
-    """Attention whose answer is multiplied with a gate of its own; a part of each head is turned.
-    layer: counts layers with attention only."""
-
-    def __init__(self, config: DecoderConfig, layer: int):
-        super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
-        hidden, bias = config.hidden_size, config.attention_bias
-        width, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(hidden, 2 * width, bias=bias)  # per head: the query, then the gate
-        self.k_proj = nn.Linear(hidden, kv, bias=bias)
-        self.v_proj = nn.Linear(hidden, kv, bias=bias)
-        self.o_proj = nn.Linear(width, hidden, bias=bias)
-        self.q_norm = Norm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = Norm(config.head_dim, config.rms_norm_eps)
-
-    def forward(self, x: Tensor, residual: Tensor, rope: Rope, attend: Mix) -> Tensor:
-        """x, residual [T, H] -> residual + attention(x)."""
-        rows, size = x.shape[0], self.head_dim
-        q, gate = self.q_proj(x).view(rows, -1, 2 * size).split(size, -1)
-        k, v = (product(x).view(rows, -1, size) for product in (self.k_proj, self.v_proj))
-        q, k = (_turn(norm(y), rope) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
-        out = attend(self.layer, q, k, v)
-        return add_linear(residual, out * gate.reshape(rows, -1).sigmoid(), self.o_proj)
-
-
-def _turn(x: Tensor, rope: Rope) -> Tensor:
-    """x [T, heads, D]: the first of each head's numbers, as many as rope has, are turned."""
-    size = rope[0].shape[-1]
-    return torch.cat([rotate(x[..., :size], rope), x[..., size:]], -1)
-
-
 class GatedDeltaNet(nn.Module):
     """layer: counts recurrent layers only."""
 
@@ -234,6 +183,8 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z = nn.Linear(hidden, width, bias=False)
         self.in_proj_b = nn.Linear(hidden, spec.heads, bias=False)
         self.in_proj_a = nn.Linear(hidden, spec.heads, bias=False)
+        for gate in (self.in_proj_b, self.in_proj_a):
+            setattr(gate, WHOLE, True)  # small, and what they decide is fed back
         self.conv1d = nn.Conv1d(
             spec.channels, spec.channels, spec.kernel, groups=spec.channels, bias=False
         )
@@ -242,13 +193,14 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedNorm(spec.value_dim, config.rms_norm_eps)
         self.out_proj = nn.Linear(width, hidden, bias=False)
 
-    def forward(self, x: Tensor, residual: Tensor, attend: Mix) -> Tensor:
-        """x, residual [T, H] -> residual + what the state answers."""
-        time = F.softplus(self.in_proj_a(x).float() + self.dt_bias)
-        decay, rate = -self.A_log.float().exp() * time, self.in_proj_b(x).sigmoid().float()
-        out = attend.mix(self.layer, self.in_proj_qkv(x), decay, rate, self.conv1d.weight[:, 0])
-        out = self.norm(out, self.in_proj_z(x).view(out.shape))
-        return add_linear(residual, out.flatten(1), self.out_proj)
+    def forward(self, ops: TorchOps, x: Tensor, rows: Rows) -> Tensor:
+        """x [T, H] -> what the states answer, gated [T, Hv * Dv]."""
+        time = F.softplus(ops.linear(x, self.in_proj_a).float() + self.dt_bias)
+        decay = -self.A_log.float().exp() * time
+        rate = ops.linear(x, self.in_proj_b).sigmoid().float()
+        qkv, conv = ops.linear(x, self.in_proj_qkv), self.conv1d.weight[:, 0]
+        out = ops.delta_rule(qkv, decay, rate, conv, self.layer, rows)
+        return self.norm(out, ops.linear(x, self.in_proj_z).view(out.shape)).flatten(1)
 
 
 class SharedMLP(SparseMLP):
@@ -260,46 +212,73 @@ class SharedMLP(SparseMLP):
         self.shared_expert = MLP(replace(config, intermediate_size=shape.shared))
         self.shared_expert_gate = nn.Linear(size, 1, bias=False)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual [T, H] -> residual + mlp(x). What is added up is small beside the residual
-        stream, so that this comes last."""
-        inner = gated_silu(self.shared_expert.gate_up_proj(x))
-        gate = self.shared_expert_gate(x).sigmoid()
-        return residual + super().forward(x, gate * self.shared_expert.down_proj(inner))
+    def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm) -> None:
+        """What is added up is small beside the residual stream, so that this comes last."""
+        rows, shared = ops.norm(x.value, norm), self.shared_expert
+        inner = ops.linear(rows, shared.gate_up_proj, "silu")
+        every = ops.linear(inner, shared.down_proj) * self.shared_expert_gate(rows).sigmoid()
+        x.value = x.value + ops.experts(rows, self.router(rows), self.experts, every)
 
 
-class Layer(nn.Module):
-    """index: counts layers of the same type."""
+class GatedAttention(Attention):
+    """A checkpoint has each head's query and then its gate; here all gates come first."""
 
-    def __init__(self, config: Qwen35Config, kind: str, index: int):
+    def weight_mapping(self) -> WeightMapping:
+        mapping = super().weight_mapping()
+        for parts in mapping.values():
+            parts[0] = parts[0]._replace(fill=self._fill)
+        return mapping
+
+    def _fill(self, out: Tensor, value: Tensor) -> None:
+        heads = value.unflatten(0, (-1, 2, self.head_dim))
+        copy(out, heads.transpose(0, 1).flip(0).flatten(0, 2))
+
+
+class GatedLayer(DecoderLayer):
+    """With attention whose output is multiplied by a gate. layer: counts such layers only."""
+
+    def __init__(self, config: DecoderConfig, layer: int, mlp: nn.Module | None):
+        super().__init__(config, layer, mlp)
+        self.self_attn = GatedAttention(config, layer)
+
+    def forward(self, ops: TorchOps, x: Residual, rows: Rows) -> None:
+        attention = self.self_attn
+        qkv = ops.norm_linear(x, self.input_layernorm, attention.qkv_proj)
+        gate, qkv = qkv.tensor_split([attention.gate_heads * attention.head_dim], 1)
+        mixed = ops.attention(qkv, attention, rows) * gate.sigmoid()
+        ops.add_linear(x, mixed, attention.o_proj, then=self.post_attention_layernorm)
+        self.mlp(ops, x, self.post_attention_layernorm)
+
+
+class RecurrentLayer(nn.Module):
+    """layer: counts recurrent layers only."""
+
+    def __init__(self, config: Qwen35Config, layer: int, mlp: nn.Module | None):
         super().__init__()
         decoder = config.decoder
-        self.input_layernorm = Norm(decoder.hidden_size, decoder.rms_norm_eps)
-        if kind == "full_attention":
-            self.self_attn = GatedAttention(decoder, index)
-        else:
-            assert config.states is not None
-            self.linear_attn = GatedDeltaNet(decoder, config.states, index)
-        self.recurrent = kind != "full_attention"
-        self.post_attention_layernorm = Norm(decoder.hidden_size, decoder.rms_norm_eps)
-        experts = decoder.experts
-        self.mlp = MLP(decoder) if experts is None else SharedMLP(decoder, experts)
+        assert config.states is not None
+        norm = decoder.hidden_size, decoder.rms_norm_eps, decoder.norm_offset
+        self.input_layernorm = RMSNorm(*norm)
+        self.linear_attn = GatedDeltaNet(decoder, config.states, layer)
+        self.post_attention_layernorm = RMSNorm(*norm)
+        self.mlp = mlp or MLP(decoder)
 
-    def forward(self, x: Tensor, rope: Rope, attend: Mix) -> Tensor:
-        normed = self.input_layernorm(x)
-        if self.recurrent:
-            x = self.linear_attn(normed, x, attend)
-        else:
-            x = self.self_attn(normed, x, rope, attend)
-        return self.mlp(self.post_attention_layernorm(x), x)
+    def forward(self, ops: TorchOps, x: Residual, rows: Rows) -> None:
+        mixed = self.linear_attn(ops, ops.norm(x.value, self.input_layernorm), rows)
+        ops.add_linear(x, mixed, self.linear_attn.out_proj, then=self.post_attention_layernorm)
+        self.mlp(ops, x, self.post_attention_layernorm)
 
 
 def make(config: TargetConfig, max_positions: int) -> Target:
     assert isinstance(config, Qwen35Config)
-    decoder, types = config.decoder, config.layer_types
-    layers = [Layer(config, kind, types[:i].count(kind)) for i, kind in enumerate(types)]
+    decoder, types, layers = config.decoder, config.layer_types, list[nn.Module]()
+    for i, kind in enumerate(types):
+        index = types[:i].count(kind)  # among layers of the same type
+        mlp = None if decoder.experts is None else SharedMLP(decoder, decoder.experts)
+        if kind == "full_attention":
+            layers.append(GatedLayer(decoder, index, mlp))
+        else:
+            layers.append(RecurrentLayer(config, index, mlp))
     target = Target(config, layers, max_positions)
-    target.norm = Norm(decoder.hidden_size, decoder.rms_norm_eps)
     target.skipped += ("visual.", "model.visual.", "mtp.")
-    target.rope = RotaryTable(config.rotary_dim, decoder.rope, max_positions)
     return target

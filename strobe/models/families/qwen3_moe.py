@@ -14,7 +14,7 @@ from strobe.models.config_readers.decoder import (
 )
 from strobe.models.config_readers.fields import MEND, Fields
 from strobe.models.config_readers.fp8 import read_quantization
-from strobe.models.families.experts import UNFUSED, Experts, Router, SparseMLP, read_counts
+from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import DecoderLayer
 from strobe.models.target import Target
 
@@ -22,7 +22,7 @@ from strobe.models.target import Target
 def read_experts(fields: Fields) -> ExpertShape:
     """What stands in the layers' MLPs' place, and in which: those of every decoder_sparse_step-th
     layer that mlp_only_layers does not name."""
-    count, chosen = read_counts(fields, 128, 8)
+    count, top_k = read_counts(fields, 128, 8)
     step, dense = fields.integer("decoder_sparse_step", 1), fields.ids("mlp_only_layers") or []
     layers = range(fields.integer("num_hidden_layers"))
     if unknown := [i for i in dense if i not in layers]:
@@ -32,7 +32,7 @@ def read_experts(fields: Fields) -> ExpertShape:
         )
     return ExpertShape(
         count,
-        chosen,
+        top_k,
         fields.integer("moe_intermediate_size", 768),
         tuple(i not in dense and (i + 1) % step == 0 for i in layers),
         normalized=fields.flag("norm_topk_prob"),
@@ -61,7 +61,6 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         theta=10000.0,
         head_dim=None,
         kv_heads=4,
-        unfused=UNFUSED,
         experts=read_experts(fields),
     )
     quantization = read_quantization(fields)

@@ -84,7 +84,7 @@ class Shapes:
         """
         decoder, rows = self.target.decoder, requests * self.rows
         read, small = layer_values(self.target, touched_experts(decoder, rows))
-        values, _ = layer_values(self.target, chosen_experts(decoder))
+        values, _ = layer_values(self.target, active_experts(decoder))
         taken = 0 if self.target.states is None else self.target.states.values
         # States are in fp32, read and written once, and a row's products with them are four.
         stored = rows * kv_values(decoder) * self.widths.kv + requests * 8 * taken
@@ -133,7 +133,7 @@ class Shapes:
         """Operations of the linear layers over whole prompts: 2 T linear of every token, the head
         of each prompt's last one only, and with a drafter fc and its context products."""
         decoder = self.target.decoder
-        values, _ = layer_values(self.target, chosen_experts(decoder))
+        values, _ = layer_values(self.target, active_experts(decoder))
         if self.draft is not None:
             values += observe_values(self.draft)
         return 2.0 * prompts * (tokens * values + head_values(decoder))
@@ -165,13 +165,15 @@ def linear_values(decoder: DecoderConfig, experts: float | None = None) -> float
         values += heads * layer.head_dim
     if shape is not None:
         counted = shape.count if experts is None else experts
-        values += sparse * (shape.count + 3 * shape.shared + 3 * shape.size * counted)
+        values += sparse * (
+            shape.count + 3 * shape.shared + 3 * shape.moe_intermediate_size * counted
+        )
     return values * decoder.hidden_size
 
 
-def chosen_experts(decoder: DecoderConfig) -> int:
+def active_experts(decoder: DecoderConfig) -> int:
     """That a row goes through."""
-    return 0 if decoder.experts is None else decoder.experts.chosen
+    return 0 if decoder.experts is None else decoder.experts.top_k
 
 
 def touched_experts(decoder: DecoderConfig, rows: float) -> float:
@@ -181,7 +183,7 @@ def touched_experts(decoder: DecoderConfig, rows: float) -> float:
     shape = decoder.experts
     if shape is None:
         return 0.0
-    return shape.count * (1 - (1 - shape.chosen / shape.count) ** rows)
+    return shape.count * (1 - (1 - shape.top_k / shape.count) ** rows)
 
 
 def layer_values(target: TargetConfig, experts: float | None = None) -> tuple[float, int]:
@@ -211,7 +213,9 @@ def small_values(decoder: DecoderConfig) -> int:
     if decoder.sinks:
         each += decoder.num_heads
     if (shape := decoder.experts) is not None and shape.bias:
-        each += shape.count * (1 + 2 * shape.size + decoder.hidden_size)  # every layer has experts
+        each += shape.count * (
+            1 + 2 * shape.moe_intermediate_size + decoder.hidden_size
+        )  # every layer has experts
     return decoder.num_layers * each + heads + decoder.hidden_size
 
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from strobe.config import DEMO_MODELS
-from strobe.models.config import default_capture_layers
+from strobe.models.config_readers.zlab import default_capture_layers
 
 DRAFT_LAYERS, DRAFT_BLOCK = 5, 16
 _MASK_TOKEN = 151669

@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from strobe.models.config import DraftConfig, LayerMask, TargetConfig, default_capture_layers
+from strobe.models.config import DraftConfig, LayerMask, TargetConfig
+from strobe.models.config_readers.rope import rope_scaling
+from strobe.models.config_readers.zlab import default_capture_layers
 from strobe.models.dflash import DFlash
 from strobe.models.target import Target
-from strobe.models.weight_mapping import pieces_of
+from strobe.models.weight_mapping import mapping_of
 from strobe.tools.train.settings import DraftShape
 
 MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>")
@@ -117,11 +119,11 @@ def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: 
 
 def unfused(draft: DFlash) -> dict[str, Tensor]:
     """The parameters under the names of a checkpoint, one linear layer each."""
-    pieces, tensors = pieces_of(draft), dict[str, Tensor]()
+    mapping, tensors = mapping_of(draft), dict[str, Tensor]()
     for name, parameter in draft.named_parameters():
-        for piece in pieces[name]:
-            (source,) = piece.sources
-            tensors[source] = parameter.detach()[piece.at]
+        for part in mapping[name]:
+            (source,) = part.sources
+            tensors[source] = parameter.detach()[part.at]
     return tensors
 
 
@@ -151,7 +153,7 @@ def checkpoint_config(draft: DraftConfig, target: dict[str, Any]) -> dict[str, A
         "hidden_act": "silu",
         "rms_norm_eps": decoder.rms_norm_eps,
         "rope_theta": decoder.rope.theta,
-        "rope_scaling": decoder.rope.parameters(),
+        "rope_scaling": rope_scaling(decoder.rope),
         "max_position_embeddings": decoder.max_position,
         "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
         "sliding_window": window,

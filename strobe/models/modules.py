@@ -1,0 +1,164 @@
+"""The parameters that decoder layers are made of; `strobe.models.ops` computes with them.
+
+Legend: T rows, H hidden size, Hq / Hkv query and key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strobe.models.config import DecoderConfig
+from strobe.models.rope import RopeConfig
+from strobe.models.weight_mapping import WeightMapping, stacked
+
+Rope = tuple[Tensor, Tensor]
+"""(cos, sin) [T, 1, D] of the rows' positions, the first half of sin negated; see `rotate`."""
+
+
+def unit_rms(x: Tensor, eps: float, floor: Tensor | None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension of size n.
+
+    With floor = sqrt(n eps) it is x / sqrt(|x|^2 + floor^2), and the caller multiplies by sqrt(n):
+    the same in half the operations, without the fp32 sums that lower precisions need.
+    """
+    if floor is None:
+        return F.rms_norm(x, x.shape[-1:], None, eps)
+    return x / torch.linalg.vector_norm(x, 2, -1, True).hypot_(floor)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (Zhang and Sennrich, 2019). offset: what is added to the weights read,
+    by `fold` and in fp32, as Qwen3.5 has it."""
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps, self.offset = eps, offset
+        self.folded: tuple[Tensor, Tensor] | None = None
+
+    def fold(self, scale: float = 1.0) -> None:
+        """After loading: add the offset, multiply by `scale`, and on a CPU in fp32 keep sqrt(n) *
+        weight and sqrt(n eps)."""
+        if self.offset or scale != 1.0:
+            weight = (self.offset + self.weight.data.float()) * scale
+            self.weight.data, self.offset = weight, 0.0
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
+            size = self.weight.shape[0]
+            self.folded = self.weight * size**0.5, torch.tensor((size * self.eps) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.weight.dtype:
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        if self.folded is not None:
+            return unit_rms(x, self.eps, self.folded[1]).mul_(self.folded[0])
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def scale_of(linear: object) -> Tensor | None:
+    """Of a linear layer in FP8: each row's scale [N]; None otherwise."""
+    return getattr(linear, "scale", None)
+
+
+class RotaryTable(nn.Module):
+    """Rotary position embedding of pairs half a head apart (Su et al., 2021)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, rope: RopeConfig, positions: int):
+        super().__init__()
+        exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+        frequencies = torch.tensor(rope.inverse_frequencies(head_dim), **exact)
+        angle = torch.outer(torch.arange(positions, **exact), frequencies)
+        scale = (frequencies > 0).double() * (rope.scale - 1.0) + 1.0
+        cos, sin = angle.cos() * scale, angle.sin() * scale
+        self.register_buffer("cos", torch.cat([cos, cos], -1).float(), persistent=False)
+        self.register_buffer("sin", torch.cat([-sin, sin], -1).float(), persistent=False)
+        self.dtype = torch.float32
+
+    def forward(self, positions: Tensor) -> Rope:
+        """positions [T] int64, each below the table's length -> angles in `dtype`."""
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        if self.dtype != torch.float32:
+            cos, sin = cos.to(self.dtype), sin.to(self.dtype)
+        return cos[:, None], sin[:, None]
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotate each pair (x_i, x_{i + D/2}) by its angle. x [T, heads, D]."""
+    cos, sin = rope
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; q, k and v are one linear layer. Where the config has an output
+    gate, its heads come before the queries."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        *,
+        query_scale: float = 1.0,
+        value_norm: bool = False,
+    ):
+        """layer: counts layers with attention only. query_scale: what queries are multiplied with
+        behind their norm; value_norm: whether values are divided by their root mean square."""
+        super().__init__()
+        shape, bias = config.shape_of(layer), config.attention_bias
+        self.layer, self.eps = layer, config.rms_norm_eps
+        self.q_heads, self.kv_heads = config.num_heads, shape.num_kv_heads
+        self.head_dim, self.own_values = shape.head_dim, shape.own_values
+        self.gate_heads = config.num_heads if config.output_gate else 0
+        self.query_scale, self.value_norm = query_scale, value_norm
+        self.first_key = (self.gate_heads + self.q_heads) * self.head_dim  # row of qkv_proj
+        size = self.first_key + (1 + shape.own_values) * self.kv_heads * self.head_dim
+        self.qkv_proj = nn.Linear(config.hidden_size, size, bias=bias)
+        self.o_proj = nn.Linear(self.q_heads * self.head_dim, config.hidden_size, bias=bias)
+        norm = self.head_dim, self.eps, config.norm_offset
+        self.q_norm = RMSNorm(*norm) if config.qk_norm else None
+        self.k_norm = RMSNorm(*norm) if config.qk_norm else None
+        self.order, self.value_scale = shape.rope.order(self.head_dim), config.value_scale
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
+        self.folded: tuple[Tensor, Tensor | None] | None = None
+
+    def weight_mapping(self) -> WeightMapping:
+        """Checkpoints have a linear layer each for q, k and v."""
+        kv = self.kv_heads * self.head_dim
+        rows = {"q_proj": self.first_key, "k_proj": kv}
+        if self.own_values:
+            rows["v_proj"] = kv
+        return stacked("qkv_proj", self.qkv_proj, rows)
+
+    def fold(self) -> None:
+        """After loading: put the heads of queries and keys in rope's
+        order, scales into weights, and the two norms side by side."""
+        heads = slice(self.gate_heads, self.gate_heads + self.q_heads + self.kv_heads)
+        weight, scale = self.qkv_proj.weight, scale_of(self.qkv_proj)
+        for value in [weight, self.qkv_proj.bias, scale]:
+            if value is None:
+                continue
+            rows = value.data.unflatten(0, (-1, self.head_dim))
+            if self.order is not None:  # FP8 is moved as bytes
+                moved = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+                moved[heads] = moved[heads, self.order]
+            if self.value_scale != 1.0 and (scale is None or value is not weight):
+                rows[heads.stop :] *= self.value_scale
+        for norm, by in ((self.q_norm, self.query_scale), (self.k_norm, 1.0)):
+            if norm is not None:
+                if self.order is not None:
+                    norm.weight.data = norm.weight.data[self.order]
+                norm.fold(by)
+        self.folded = self.norms()
+
+    def norms(self) -> tuple[Tensor, Tensor | None] | None:
+        """What each head of q and k is multiplied with [Hq + Hkv, D], and the norms' floor."""
+        if self.folded is not None or self.q_norm is None or self.k_norm is None:
+            return self.folded
+        q, k = self.q_norm, self.k_norm
+        (of_q, floor), (of_k, _) = (norm.folded or (norm.weight, None) for norm in (q, k))
+        return torch.cat([of_q.expand(self.q_heads, -1), of_k.expand(self.kv_heads, -1)]), floor

@@ -1,0 +1,57 @@
+"""What one forward carries from layer to layer: the residual stream, and what its rows are.
+
+Legend: T rows, H hidden size, Hq / Hkv query and key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from strobe.models.modules import Rope, RotaryTable
+
+Attend = Callable[..., Tensor]
+"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]; sinks [Hq] come fifth, to
+layers that have some.
+
+Stores the rows' keys and values and attends over what each row may see. Models know nothing else
+about caches, masks or batches: the engine passes one of these, training passes another.
+"""
+
+
+class Rows:
+    """The rows of one forward. tables: the rotary table of each layer with attention; attend: any
+    `Attend`, with more methods where recurrent layers or kernels need them."""
+
+    __slots__ = ("_angles", "attend", "positions", "tables")
+
+    def __init__(self, positions: Tensor, attend: Any, tables: Sequence[RotaryTable]):
+        self.positions, self.attend, self.tables = positions, attend, tables
+        self._angles: dict[RotaryTable, Rope] = {}
+
+    def angles(self, layer: int) -> Rope:
+        """By which the layer rotates; computed once for all layers of one table."""
+        table = self.tables[layer]
+        found = self._angles.get(table)
+        if found is None:
+            found = self._angles[table] = table(self.positions)
+        return found
+
+
+class Residual(Protocol):
+    """The residual stream of one forward, `value` [T, H], and the features captured from it.
+    Layers add to it through ops, or put a sum in its place."""
+
+    value: Tensor
+
+    def begin(self, done: int, then: Tensor | None) -> None:
+        """Before the layer with which `done` are done. then: the weight of the norm that reads the
+        stream behind it; None behind the last."""
+
+    def end(self, done: int) -> None:
+        """After that layer."""
+
+    def features(self) -> Tensor | None:
+        """[T, n * H], side by side; None where nothing is captured."""

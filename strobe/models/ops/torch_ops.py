@@ -1,0 +1,159 @@
+"""Every operation in plain torch: the definition of right, and what gradients flow through.
+
+Legend: T rows, H hidden size, I intermediate size, V vocabulary, Hq / Hkv query and key-value
+heads, D head size, L layers; of a gated delta rule Hv value heads of Dv, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strobe.kv.store import KVStore
+from strobe.models.modules import Attention, RMSNorm, rotate, unit_rms
+from strobe.models.ops.forward import Residual, Rows
+from strobe.sampling.sampler import argmax
+
+Activation = Literal["silu", "gelu_tanh"]
+"""Of a gated linear layer, whose output is [gate | up]: activation(gate) * up."""
+
+Routed = tuple[Tensor, Tensor]
+"""(weights, expert ids) [T, top_k], a router's."""
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class ContextWeights(NamedTuple):
+    """Every layer's key rows and then its value rows, as one linear layer [L * 2 * Hkv * D, H],
+    and the key norms' gains [L, D], also as `unit_rms` wants them: gains and floor."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+    gains: Tensor
+    folded: tuple[Tensor, Tensor | None]
+    eps: float
+
+
+Linear = nn.Linear | ContextWeights
+
+
+class Stream:
+    """A residual stream of which nothing is overwritten."""
+
+    def __init__(self, value: Tensor, capture: tuple[int, ...]):
+        self.value, self.capture = value, capture
+        self._captured = {0: value} if 0 in capture else {}
+
+    def begin(self, done: int, then: Tensor | None) -> None:
+        pass
+
+    def end(self, done: int) -> None:
+        if done in self.capture:
+            self._captured[done] = self.value
+
+    def features(self) -> Tensor | None:
+        return torch.cat([self._captured[k] for k in self.capture], -1) if self.capture else None
+
+
+class TorchOps:
+    """Stateless. Linear layers and norms are given as the modules that hold their parameters."""
+
+    def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """ids [T], weight [V, H] -> [T, H]."""
+        return F.embedding(ids, weight)
+
+    def residual(self, x: Tensor, capture: tuple[int, ...] = ()) -> Residual:
+        """x [T, H], which is given up to the stream. capture: counts of layers done, in the
+        features' order."""
+        return Stream(x, capture)
+
+    def norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        return norm(x)
+
+    def linear(self, x: Tensor, linear: Linear, activation: Activation | None = None) -> Tensor:
+        """x [T, K] -> [T, N], or [T, N / 2] behind an activation."""
+        y = F.linear(x, linear.weight, linear.bias)
+        if activation is None:
+            return y
+        gate, up = y.chunk(2, -1)
+        return ACTIVATIONS[activation](gate) * up
+
+    def norm_linear(
+        self, x: Residual, norm: RMSNorm, linear: Linear, activation: Activation | None = None
+    ) -> Tensor:
+        """linear(norm(x))."""
+        return self.linear(self.norm(x.value, norm), linear, activation)
+
+    def add_linear(
+        self, x: Residual, y: Tensor, linear: Linear, then: RMSNorm | None = None
+    ) -> None:
+        """x += linear(y), y [T, K]. then: the norm that reads x next; None where the layer ends."""
+        out = torch.addmm(x.value, y, linear.weight.t())
+        x.value = out if linear.bias is None else out + linear.bias
+
+    def add_norm(self, x: Residual, y: Tensor, norm: RMSNorm, scale: Tensor | None = None) -> None:
+        """x = (x + norm(y)) * scale, y [T, H], scale [1]."""
+        value = x.value + self.norm(y, norm)
+        x.value = value if scale is None else value * scale
+
+    def attention(self, qkv: Tensor, of: Attention, rows: Rows) -> Tensor:
+        """qkv [T, (Hq + 2 Hkv) D], as the layer's linear leaves it -> [T, Hq * D]: norm and rotate
+        the heads, store keys and values, attend."""
+        qkv, heads = qkv.view(len(qkv), -1, of.head_dim), of.q_heads + of.kv_heads
+        qk, v = qkv[:, :heads], qkv[:, -of.kv_heads :]  # the keys once more without own values
+        if (norms := of.norms()) is not None:
+            qk = (unit_rms(qk, of.eps, norms[1]) * norms[0]).to(qk.dtype)
+        qk = rotate(qk, rows.angles(of.layer))
+        if of.value_norm:
+            v = unit_rms(v, of.eps, None)
+        sinks = () if of.sinks is None else (of.sinks,)
+        return rows.attend(of.layer, qk[:, : of.q_heads], qk[:, of.q_heads :], v, *sinks)
+
+    def experts(self, x: Tensor, routed: Routed, experts: nn.Module, residual: Tensor) -> Tensor:
+        """x, residual [T, H] -> residual + the weighted results of the experts, which hold their
+        parameters and this form of it."""
+        return experts(x, *routed, residual)
+
+    def delta_rule(
+        self, qkv: Tensor, decay: Tensor, rate: Tensor, conv: Tensor, layer: int, rows: Rows
+    ) -> Tensor:
+        """The gated delta rule behind a convolution, over the sequences' states (Yang et al., arXiv
+        2412.06464): qkv [T, C], decay (its logarithm) and rate [T, Hv] in fp32, conv [C, kernel] ->
+        [T, Hv, Dv]. layer: counts recurrent ones only."""
+        return rows.attend.mix(layer, qkv, decay, rate, conv)
+
+    def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
+        """Residual stream [R, H], weight [V, H] -> logits [R, V]."""
+        return F.linear(norm(x), weight)
+
+    def argmax(
+        self, x: Tensor, norm: RMSNorm, weight: Tensor, fp8: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Residual stream [R, H], weight [V, H] -> the ids of the largest logits [R]. fp8: the same
+        weight in FP8 with its rows' scales, which kernels prefer."""
+        return argmax(self.head(x, norm, weight))
+
+    def context_kv(self, kv: Tensor, of: ContextWeights, rows: Rows) -> tuple[Tensor, Tensor]:
+        """A drafter's kv [T, L * 2 * Hkv * D], as its context weights leave it -> keys, normed and
+        rotated, and values [T, L, Hkv, D]."""
+        layers, width = of.gains.shape
+        keys, values = kv.view(len(kv), layers, 2, -1, width).unbind(2)
+        (gains, floor), (cos, sin) = of.folded, rows.angles(0)
+        keys = unit_rms(keys, of.eps, floor) * gains[:, None]
+        return rotate(keys, (cos[:, None], sin[:, None])), values
+
+    def store_context(
+        self, kv: Tensor, of: ContextWeights, rows: Rows, slots: Tensor, store: KVStore
+    ) -> None:
+        """`context_kv` to slots [T] of every layer."""
+        store.write_all(slots, *self.context_kv(kv, of, rows))

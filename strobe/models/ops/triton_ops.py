@@ -1,0 +1,104 @@
+"""The operations through triton's kernels, for a GPU; what these do not serve is plain torch.
+
+Per layer of Qwen3: norm and q, k, v in one launch; their norms, rotation and the K/V store;
+attention; o_proj onto the residual stream; norm, gate, up and activation; down_proj onto the
+residual stream. Legend as in `torch_ops.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strobe.kernels.linear import Products, Weight
+from strobe.kernels.residual import FusedResidual
+from strobe.kernels.rowwise import context_store, qk_norm_rope_store, rms_norm
+from strobe.kernels.steps import gather_rows
+from strobe.kv.store import KVStore
+from strobe.models.modules import Attention, RMSNorm, scale_of
+from strobe.models.ops.forward import Residual, Rows
+from strobe.models.ops.torch_ops import Activation, ContextWeights, Linear, TorchOps
+
+
+class TritonOps(TorchOps):
+    """Of models in `dtype` on one stream; they share a workspace."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.products = Products(device, dtype)
+        self._weights: dict[Linear, tuple[Weight, Tensor | None]] = {}
+
+    def _weight(self, linear: Linear) -> tuple[Weight, Tensor | None]:
+        """The layer's weight, with its rows' scales if it is in FP8, and its bias."""
+        found = self._weights.get(linear)
+        if found is None:
+            weight = Weight(linear.weight, scale_of(linear))
+            found = self._weights[linear] = weight, linear.bias
+        return found
+
+    def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
+        return gather_rows(weight, ids)
+
+    def residual(self, x: Tensor, capture: tuple[int, ...] = ()) -> Residual:
+        return FusedResidual(x, capture)
+
+    def norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return rms_norm(x, norm.weight, norm.eps)
+
+    def linear(
+        self, x: Tensor, linear: Linear, activation: Activation | None = None, **norm: Any
+    ) -> Tensor:
+        (weight, bias), gated = self._weight(linear), activation is not None
+        gelu = activation == "gelu_tanh"
+        return self.products.linear(x, weight, bias=bias, gated=gated, gelu=gelu, **norm)
+
+    def norm_linear(
+        self, x: Residual, norm: RMSNorm, linear: Linear, activation: Activation | None = None
+    ) -> Tensor:
+        assert isinstance(x, FusedResidual)
+        how = {"norm": (norm.weight, norm.eps), "scaled": x.scaled(norm.weight)}
+        return self.linear(x.value, linear, activation, **how)
+
+    def add_linear(
+        self, x: Residual, y: Tensor, linear: Linear, then: RMSNorm | None = None
+    ) -> None:
+        assert isinstance(x, FusedResidual)
+        weight, bias = self._weight(linear)
+        x.add_linear(self.products, y, weight, bias, None if then is None else then.weight)
+
+    def attention(self, qkv: Tensor, of: Attention, rows: Rows) -> Tensor:
+        attend = rows.attend
+        if not hasattr(attend, "over"):  # keys and values are not within reach
+            return super().attention(qkv, of, rows)
+        table = rows.tables[of.layer]
+        q = qk_norm_rope_store(
+            qkv,
+            None if of.q_norm is None else of.q_norm.weight,
+            None if of.k_norm is None else of.k_norm.weight,
+            of.eps,
+            table.cos,
+            table.sin,
+            rows.positions,
+            attend.slots,
+            attend.kv(of.layer),
+            of.q_heads,
+            of.kv_heads,
+            own_values=of.own_values,
+            value_norm=of.value_norm,
+        )
+        return attend.over(of.layer, q, of.sinks)
+
+    def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
+        return self.products.linear(self.norm(x, norm), Weight(weight))
+
+    def argmax(
+        self, x: Tensor, norm: RMSNorm, weight: Tensor, fp8: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        return self.products.head_argmax(self.norm(x, norm), Weight(*(fp8 or (weight,))))
+
+    def store_context(
+        self, kv: Tensor, of: ContextWeights, rows: Rows, slots: Tensor, store: KVStore
+    ) -> None:
+        cos, sin = rows.tables[0].cos, rows.tables[0].sin
+        context_store(kv, of.gains, of.eps, cos, sin, rows.positions, slots, store.data)
