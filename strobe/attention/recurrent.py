@@ -147,7 +147,7 @@ class KernelPlan(RecurrentPlan):
 
     @property
     def slots(self) -> Tensor:
-        return self.batch.slots
+        return self.batch.kv_slots
 
     def kv(self, layer: int) -> Tensor:
         return cast(PagedPlan, self.attend).kv(layer)
