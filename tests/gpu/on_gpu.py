@@ -48,7 +48,7 @@ def check_captured(
     for graphs in (True, False):
         engine = make()
         if not graphs:
-            engine.graphs.run = lambda key, inputs, body: body(inputs)  # type: ignore[method-assign]
+            engine.graphs.run = lambda key, body, *inputs: body(*inputs)  # type: ignore[method-assign]
             engine.proposers["dflash"].graphs = engine.graphs  # type: ignore[attr-defined]
         told = answers(engine)
         assert bool(len(engine.graphs)) is graphs

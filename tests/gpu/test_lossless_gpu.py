@@ -61,7 +61,7 @@ def test_a_drafters_sinks_are_the_same_to_the_kernels_and_to_plain_torch(
         engine = make_engine(config)
         assert engine.resolved.choice.kernels is not bool(off)
         run(engine, prompts(), params)
-        left.append(engine.parts.stores["draft"].data[:, 16:].float())
+        left.append(engine.parts.stores["dflash"].data[:, 16:].float())
     size = min(store.shape[1] for store in left)  # graphs have one page more, for padding
     ours, theirs = (store[:, :size] for store in left)
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from strobe.attention.base import AttentionInputs
+from strobe.attention.base import Batch
 from strobe.attention.recurrent import KernelPlan, RecurrentPlan
 from strobe.kernels import linear
 from strobe.kv.states import StateStore
@@ -75,21 +75,21 @@ def cache(config: TargetConfig, device: torch.device, *, kernels: bool) -> Cache
         return Cache(config.decoder, device)
     nothing: Any = None
     one = torch.zeros(1, dtype=torch.int64, device=device)
-    inputs = AttentionInputs(
+    batch = Batch(
+        ids=nothing,
         positions=torch.arange(ROWS, device=device),
-        slots=nothing,
-        starts=one[:, None],
+        kv_slots=nothing,
+        slots=one,
+        starts=one,
         sizes=one + ROWS,
         row_starts=one,
         longest=ROWS,
+        draft_lengths=one,
         tables=nothing,
-        table_rows=one,
         page_size=1,
-        groups=[],
-        bounds=[],
     )
     states = StateStore(config.states, 1, 2, torch.float32, device)
-    plan = (KernelPlan if kernels else RecurrentPlan)(nothing, inputs, states)
+    plan = (KernelPlan if kernels else RecurrentPlan)(nothing, batch, states)
     return Cache(config.decoder, device, plan.mix)
 
 

@@ -8,8 +8,7 @@ import random
 import pytest
 import torch
 
-from strobe.sampling.logprobs import joined, score
-from strobe.step import Scores
+from strobe.sampling.logprobs import Scores, joined, score
 
 
 def slow(row: list[float], token: int, top: int) -> tuple[float, int, list[int], list[float]]:
