@@ -95,8 +95,8 @@ def main() -> None:
     counts = [int(count) for count in arguments.concurrency.split(",")]
     result: dict[str, Any] = {}
     with directories(arguments.shapes) as (target, draft):
-        size = json.loads((target / "config.json").read_text())["vocab_size"]
-        write_tokenizer(target, size)
+        size = json.loads((Path(target) / "config.json").read_text())["vocab_size"]
+        write_tokenizer(Path(target), size)
         config = EngineConfig(
             str(target), draft=str(draft), load_format="dummy", max_model_len=2048,
             enable_prefix_caching=False, max_num_seqs=max(counts),

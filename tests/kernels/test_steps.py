@@ -111,7 +111,7 @@ def test_drafts_are_accepted_and_the_cursor_moves_as_in_torch(
         for one, batch in zip(states, batches, strict=True)
     ]
     assert found[1].tolist() == found[0].tolist()
-    assert torch.equal(states[1].cursor, states[0].cursor)
+    assert torch.equal(states[1].cursor[:-1], states[0].cursor[:-1])  # the last is padding's
     if simulated is None:
         kept = [min(right, n) for n in batches[0].draft_lengths.tolist()]
         assert found[1].tolist() == kept
