@@ -255,6 +255,11 @@ class Engine:
         self.scheduler.outcomes.stats = EngineStats()
         self.parts.pool.forget()
 
+    def check_device(self) -> None:
+        """Raises where a GPU can do nothing more, as after an illegal access."""
+        if self.resolved.device.type == "cuda":
+            torch.cuda.synchronize(self.resolved.device)
+
     def check(self) -> None:
         """Raises AssertionError where bookkeeping disagrees, also between host and device."""
         self.scheduler.check()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from strobe.config import Limits
 from strobe.engine.outcomes import Outcomes
 from strobe.engine.stats import EngineStats
+from strobe.engine.suspects import Suspects
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
@@ -31,11 +32,6 @@ if TYPE_CHECKING:
 
 _LOOKED_AT = 64
 """Waiting requests that one plan looks at, at most."""
-_ALONE = 4
-"""Steps that each request of a failed step runs alone from there on, so that the one at fault is
-found."""
-_PATIENCE = 3
-"""Steps that fail with one request alone before it is ended, unless _ALONE go well between them."""
 
 
 @dataclass(eq=False)
@@ -86,7 +82,7 @@ class Scheduler:
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._flying: deque[list[Record]] = deque()
         self._prefilling: dict[bytes, Record] = {}
-        self._suspects: dict[Request, int] = {}
+        self._suspects = Suspects()
 
     @property
     def stats(self) -> EngineStats:
@@ -113,7 +109,7 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Choose this step's spans and reserve their pages, all or nothing."""
-        alone = self._suspect()
+        alone = self._suspects.first()
         running = [r for r in self.running if alone is None or r.request is alone]
         chosen = self._decode_spans([r for r in running if r.decoding and self._ready(r)])
         taken = sum([span.num_rows for _, span in chosen])
@@ -158,7 +154,7 @@ class Scheduler:
             if record.draining:
                 self._release_if_landed(record)
                 continue
-            self._passed(record)
+            self._suspects.passed(request, record.lease.length)
             if span.scored:
                 request.prompt_logprobs[span.start + 1 :] = result.prompt_logprobs[i]
             if span.logits or i in result.errors:
@@ -190,12 +186,8 @@ class Scheduler:
         for record in records:
             if record.draining and record in self._draining:
                 self._release_if_landed(record)
-        self._suspects = {record.request: _ALONE for record in back}
-        if len(back) != 1:
-            return []
-        request = back[0].request
-        request.failures += 1
-        if request.failures < _PATIENCE:
+        request = self._suspects.failed([record.request for record in back])
+        if request is None:
             return []
         request.error = f"The step failed {request.failures} times with this request alone: {error}"
         self.finish(request, "error")
@@ -214,25 +206,6 @@ class Scheduler:
             assert record.lease.num_open == record.in_flight
             if record.decoding and not record.in_flight and not record.draining:
                 assert record.lease.length == record.start == len(record.request.tokens) - 1
-
-    def _suspect(self) -> Request | None:
-        """The request that runs alone since a step of several failed, if one does."""
-        while self._suspects:
-            request = next(iter(self._suspects))
-            if request.status is not Status.FINISHED:
-                return request
-            del self._suspects[request]
-        return None
-
-    def _passed(self, record: Record) -> None:
-        """Note that a request has got through a step. What it repeats of what it had done before
-        its step failed says nothing."""
-        request = record.request
-        if request in self._suspects and record.lease.length > request.failed_at:
-            self._suspects[request] -= 1
-            if not self._suspects[request]:
-                del self._suspects[request]
-                request.failures = 0
 
     def _ready(self, record: Record) -> bool:
         """Whether its next step may be planned while results of it are on their way."""

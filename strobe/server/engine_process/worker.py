@@ -33,6 +33,7 @@ from strobe.server.engine_process.messages import (
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.engine_process.warmup import warm_up
 from strobe.server.settings import LogSettings
+from strobe.step import TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Worker:
         threading.Thread(target=self._listen, daemon=True, name="strobe-inbox").start()
         threading.Thread(target=self._compile, daemon=True, name="strobe-grammars").start()
         while self._take_in():
-            events = self.engine.step()
+            events = self._step()
             idle = not self.engine.has_work
             now = time.monotonic()
             due = idle or now - self.last_snapshot >= _SNAPSHOT_EVERY
@@ -111,6 +112,16 @@ class Worker:
                     if event.finish_reason is not None:
                         del self.requests[event.key, event.choice]
                 tell(self.pipe, Step(wanted, self.snapshot() if due else None))
+
+    def _step(self) -> list[TokenEvent]:
+        """One engine step. Where it fails its requests are tried again, alone for a while, unless
+        the device itself has failed, which ends the process."""
+        try:
+            return self.engine.step()
+        except Exception:
+            logger.exception("an engine step failed; its requests are tried again, one by one")
+            self.engine.check_device()
+            return []
 
     def snapshot(self) -> EngineSnapshot:
         stats, scheduler = self.engine.stats, self.engine.scheduler

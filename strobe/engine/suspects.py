@@ -1,0 +1,47 @@
+"""Requests of a failed step run alone until the one at fault is found. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from strobe.request import Request, Status
+
+ALONE = 4
+"""Steps that each request of a failed step runs alone."""
+PATIENCE = 3
+"""Steps that fail with one request alone before it is ended, unless ALONE go well between them."""
+
+
+class Suspects:
+    """steps: how many each has yet to run alone, in the order in which they do."""
+
+    def __init__(self) -> None:
+        self._steps: dict[Request, int] = {}
+
+    def first(self) -> Request | None:
+        """The request that runs alone now, if one does."""
+        for request in list(self._steps):
+            if request.status is not Status.FINISHED:
+                return request
+            del self._steps[request]
+        return None
+
+    def clear(self) -> None:
+        self._steps.clear()
+
+    def failed(self, requests: Sequence[Request]) -> Request | None:
+        """Note that a step of these failed; returns the one that is at fault, once that is sure."""
+        self._steps = dict.fromkeys(requests, ALONE)
+        if len(requests) != 1:
+            return None
+        requests[0].failures += 1
+        return requests[0] if requests[0].failures >= PATIENCE else None
+
+    def passed(self, request: Request, length: int) -> None:
+        """Note that a request got through a step, after which `length` positions have K/V. What it
+        repeats of what it had done before its step failed says nothing."""
+        if request in self._steps and length > request.failed_at:
+            self._steps[request] -= 1
+            if not self._steps[request]:
+                del self._steps[request]
+                request.failures = 0
