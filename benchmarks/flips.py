@@ -29,14 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from strobe.demo_models.tasks import heldout
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import strobe
 from strobe import LLM, SamplingParams
-from strobe.cli.demo import prompts_of
 from strobe.config import DEMO_MODELS
+from strobe.tools.demo import pick_examples, prompts_of
 
 Floats = NDArray[np.float64]
 
@@ -98,7 +97,7 @@ def main() -> None:
         f"cores, strobe {strobe.__version__}, torch {torch.__version__}, numpy {np.__version__}"
     )
     llm = LLM(method="none", device="cpu")
-    prompts = prompts_of(llm, heldout(-(-options.prompts // 6), seed=7))[: options.prompts]
+    prompts = prompts_of(llm, pick_examples(options.prompts))
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODELS / "target", dtype=torch.float32)
     for temperature in options.temperatures:
         asked = SamplingParams(temperature=temperature, seed=1, max_tokens=options.tokens)

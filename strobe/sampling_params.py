@@ -175,8 +175,7 @@ class SamplingParams:
     min_p: Share = option(0.0, "Drop tokens less probable than this share of the best; 0 is off.")
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = option(
         None,
-        "The same seed gives the same tokens, whatever else runs and however it speculates, "
-        "unless drafts are sampled.",
+        "The same seed gives the same tokens, whatever else runs and however it speculates.",
         "leave it out for the engine's own.",
     )
     max_tokens: Count | None = option(16, "Most tokens to make; None: up to the context's end.")

@@ -77,21 +77,22 @@ def record(engine: Engine) -> dict[tuple[Request, int], torch.Tensor]:
     runner = engine.parts.runner
     runner.capture = tuple(range(len(runner.model.layers) + 1))
     seen: dict[tuple[Request, int], torch.Tensor] = {}
-    arrange, forward = runner.arrange, runner.forward
-    plans: list[Any] = []
+    forward = runner.forward
 
-    def arranging(plan: Any, proposal: Any) -> Any:
-        plans.append(plan)
-        return arrange(plan, proposal)
-
-    def forwarding(batch: Any, greedy: bool) -> Any:
-        out = forward(batch, greedy=greedy)
-        owners = [plans[-1].spans[i].request for i in batch.layout.span_of_row.tolist()]
-        for i, key in enumerate(zip(owners, batch.places.positions.tolist(), strict=True)):
+    def forwarding(batch: Any) -> Any:
+        out = forward(batch)
+        running = {record.slot: record.request for record in engine.scheduler.running}
+        owners = [running[slot] for slot in batch.slots.tolist()]
+        of_row = [
+            owner
+            for owner, size in zip(owners, batch.sizes.tolist(), strict=True)
+            for _ in range(size)
+        ]
+        for i, key in enumerate(zip(of_row, batch.positions.tolist(), strict=True)):
             seen[key] = out.hidden[i]
         return out
 
-    runner.arrange, runner.forward = arranging, forwarding
+    runner.forward = forwarding
     return seen
 
 

@@ -58,6 +58,7 @@ class Engine:
         self.mark: Callable[[str], None] = lambda name: None
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
         self._pending: deque[PendingStep] = deque()
+        self._masks: Tensor | None = None
         self._numbers = itertools.count()
 
     def step(self) -> list[TokenEvent]:
@@ -135,29 +136,36 @@ class Engine:
         for pending in self._pending:
             self._land(pending)
         spans = list(plan.spans)
-        found = [i for i, s in enumerate(spans) if s.logits and s.slot in self.grammars]
-        made = drafts.tolist() if drafts is not None else []
+        made: list[list[int]] = drafts.tolist() if drafts is not None else []
         given = [
-            list(s.tokens[1:]) if s.method is None else made[i][: s.drafts]
-            for i, s in ((i, spans[i]) for i in found)
+            (made[i][: s.drafts] if s.method is not None else list(s.tokens[1:]))
+            if s.drafts and s.slot in self.grammars
+            else []
+            for i, s in enumerate(spans)
         ]
-        given = [some if spans[i].drafts else [] for i, some in zip(found, given, strict=True)]
-        walked = self.grammars.walk([spans[i].slot for i in found], given)
-        for i, before, now in zip(found, given, walked.drafts, strict=True):
-            if before != now and spans[i].method is None:
-                spans[i] = spans[i]._replace(tokens=(spans[i].tokens[0], *now))
-            elif before != now and drafts is not None:
-                made[i][: len(now)] = now
-        if drafts is not None:
+        masks = self._room_for_masks(shape)
+        # A chunk in the middle of a prompt gives no token, and its rows stay free.
+        slots = [span.slot if span.logits else -1 for span in spans]
+        forced, errors = self.grammars.walk(slots, given, masks.numpy())
+        changed = [i for i, tokens in enumerate(forced) if tokens != given[i]]
+        for i in changed:
+            if spans[i].method is None:
+                spans[i] = spans[i]._replace(tokens=(spans[i].tokens[0], *forced[i]))
+            else:
+                made[i][: len(forced[i])] = forced[i]
+        if changed and drafts is not None:
             drafts = upload(made, self.state.device)
-        words = walked.masks.shape[-1]
-        masks = torch.zeros(
-            shape.spans, shape.logits, words, dtype=torch.int32, device=self.state.device
-        )
-        own = upload(walked.masks, self.state.device, torch.int32)
-        masks[upload(found, self.state.device), : own.shape[1]] = own
-        errors = {found[i]: error for i, error in walked.errors.items()}
-        return plan._replace(spans=tuple(spans)), drafts, masks.flatten(0, 1), errors
+        masks = masks.to(self.state.device, non_blocking=True).flatten(0, 1)
+        return plan._replace(spans=tuple(spans)), drafts, masks, errors
+
+    def _room_for_masks(self, shape: Shape) -> Tensor:
+        """[S, W, words] int32 on the host; on a GPU's in memory that it copies from by itself. By
+        the time of the next walk, which waits for drafts behind it, the copy is made."""
+        words, count = self.grammars.compiler.words, shape.spans * shape.logits
+        if self._masks is None or len(self._masks) < count:
+            pinned = self.state.device.type == "cuda"
+            self._masks = torch.zeros(count, words, dtype=torch.int32, pin_memory=pinned)
+        return self._masks[:count].view(shape.spans, shape.logits, words)
 
     def _land(self, pending: PendingStep) -> StepResult:
         """Wait for a step, and have grammars follow its tokens, once."""

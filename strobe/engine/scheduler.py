@@ -55,6 +55,12 @@ class Record:
     def decoding(self) -> bool:
         return self.start >= self.goal
 
+    @property
+    def got_further(self) -> bool:
+        """Whether it has got through a step that it did not repeat since one of its steps failed:
+        one that decodes, or a later chunk of its tokens."""
+        return self.start > (self.goal if self.decoding else self.request.failed_at)
+
 
 class Scheduler:
     """Continuous batching over leases. plan() and commit() alternate, up to `overlap` apart."""
@@ -177,7 +183,9 @@ class Scheduler:
             record.in_flight -= 1
             record.lease.rollback()
             record.start -= span.num_certain
-            record.request.failed_at = span.start
+            if record.got_further:
+                record.request.failures = 0
+            record.request.failed_at = record.start
         back = [record for record in records if not record.draining]
         for record in reversed(back):
             record.request.status = Status.WAITING

@@ -9,7 +9,7 @@ from strobe.request import Request, Status
 ALONE = 4
 """Steps that each request of a failed step runs alone."""
 PATIENCE = 3
-"""Steps that fail with one request alone before it is ended, unless ALONE go well between them."""
+"""Steps that fail with one request alone, none getting further, before it is ended."""
 
 
 class Suspects:
@@ -44,4 +44,3 @@ class Suspects:
             self._steps[request] -= 1
             if not self._steps[request]:
                 del self._steps[request]
-                request.failures = 0

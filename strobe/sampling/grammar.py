@@ -29,12 +29,10 @@ Masks = NDArray[np.int32]
 
 
 class GrammarStep(NamedTuple):
-    """drafts: as they came, but for forced tokens; masks [n, K + 1, words] int32: what may follow
-    the committed tokens, and each draft; rows that are free have -1. errors: what ails a request's
-    grammar, by its place among the n; its rows are free."""
+    """drafts: as they came, but for forced tokens. errors: what ails a request's grammar, by its
+    place among the n; its rows are free."""
 
     drafts: list[list[int]]
-    masks: Masks
     errors: dict[int, str]
 
 
@@ -148,18 +146,21 @@ class GrammarState:
         follower = self._followers.get(slot)
         return None if follower is None else follower.advance(tokens)
 
-    def walk(self, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> GrammarStep:
-        """Walk along the drafts of n slots; one that follows no grammar is free."""
+    def walk(
+        self, slots: Sequence[int], drafts: Sequence[Sequence[int]], masks: Masks
+    ) -> GrammarStep:
+        """Walk along the drafts of n slots, and write their masks [n or more, K + 1 or more,
+        words]; those of slots that follow no grammar are left as they are."""
         found = [list(tokens) for tokens in drafts]
-        width = 1 + max(map(len, found), default=0)
-        masks = np.full((len(found), width, self.compiler.words), -1, dtype=np.int32)
+        width = masks.shape[1]
         followed = [(i, f) for i, s in enumerate(slots) if (f := self._followers.get(s))]
         jobs: list[Job] = []
         for i, follower in followed:
+            masks[i] = -1
             if follower.error is None:
                 made = follower.walk(found[i], masks[i], self._ended)
                 jobs += [job._replace(row=i * width + job.row) for job in made]
-        where = masks.ctypes.data, masks.strides[1], len(found) * width
+        where = masks.ctypes.data, masks.strides[1], masks.shape[0] * width
         if paths := [(job.matcher, job.row, job.tokens) for job in jobs if job.tokens]:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(paths, *where)
         if places := [(job.matcher, job.row) for job in jobs if not job.tokens]:
@@ -172,7 +173,7 @@ class GrammarState:
                 errors[i], masks[i] = follower.error, -1
             elif follower.opener is not None and not follower.made:
                 masks[i, 0] |= _bits([follower.opener], self.compiler.words)
-        return GrammarStep(found, masks, errors)
+        return GrammarStep(found, errors)
 
     @cached_property
     def _executor(self) -> LLExecutor:

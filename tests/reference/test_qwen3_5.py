@@ -188,7 +188,7 @@ def test_replayed_steps_give_what_plain_steps_give(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """By a drafter that guesses, and by one that is right up to a place that varies."""
-    monkeypatch.setattr("strobe.runner.collect.download", torch.clone)
+    monkeypatch.setattr("strobe.runner.pending.download", torch.clone)
     path = request.getfixturevalue(target)[1]
     texts, cold = TEXTS[:4], COLD.clone(max_tokens=16)
     wanted = run(make_engine(config(path)), texts, cold)

@@ -316,6 +316,28 @@ def test_a_refused_grammar_that_nobody_waits_for_leaves_nothing_behind(
         assert not desk.refused
 
 
+def test_a_step_that_fails_ends_the_request_at_fault_and_no_other(pair: Pair):
+    """Whatever fails wherever it runs; the others are answered as if nothing had been."""
+    with working(pair) as desk:
+        launch, engine = desk.engine.launch, desk.engine
+
+        def failing(plan: Any) -> Any:
+            running = {record.slot: record.request for record in engine.scheduler.running}
+            if any(running[span.slot].key == 1 for span in plan.spans):
+                raise RuntimeError("not this one")
+            return launch(plan)
+
+        engine.launch = failing
+        desk.send(*[Submit(key, PROMPT, SHORT, f"r{key}") for key in (0, 1, 2)])
+        desk.allow(FREE)
+        desk.hear(lambda: all(desk.reasons(key) for key in (0, 1, 2)), "all three have ended")
+        ends = {e.key: e for e in desk.events if e.finish_reason is not None}
+        assert {key: event.finish_reason for key, event in ends.items()} == {
+            0: "length", 1: "error", 2: "length"
+        }  # fmt: skip
+        assert "not this one" in str(ends[1].error)
+
+
 @pytest.mark.parametrize("busy", [False, True])
 def test_the_engine_leaves_when_the_server_has_gone(pair: Pair, busy: bool):
     with working(pair) as desk:

