@@ -49,6 +49,7 @@ class Watched(Scripted):
         return Sampled(argmax(self._last), None)
 
     def propose(self, spans: Sequence[Span]) -> Tensor:
+        self.num_drafts = self.engine.limits.num_drafts
         cursors = [cursor(self.state, span.slot) for span in spans]
         drafts = self.inner.propose(spans)
         logits = self._last.clone().view(len(spans), -1, self._last.shape[-1])
