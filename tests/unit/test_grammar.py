@@ -324,8 +324,8 @@ def test_a_request_that_left_its_grammar_ends_alone(grammars: GrammarCompiler):
 def test_a_slot_without_a_grammar_is_free(grammars: GrammarCompiler):
     state = GrammarState(grammars)
     state.admit(1, KINDS["choice"])
-    state.drop(1)
-    state.drop(1)
+    state.admit(1, None)
+    state.admit(1, None)
     assert state.advance(1, [5]) is None
     step = walk_along(state, [0, 1], [[5], [6]])
     assert step.drafts == [[5], [6]]
