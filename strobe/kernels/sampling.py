@@ -1,13 +1,12 @@
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 """Logits to tokens: the first maximum, and a race behind top-k, top-p and min-p without a sort.
 
-`sample_rows` reads its row several times, one program a row: for the row's maximum; for the least
-logit that the filters keep, found by bisection over the floats in their order, each reading taking
-count or mass above three of them; and for the race of what is kept, by the noise of
-`strobe.sampling.noise`. A row of 150,000 tokens in bfloat16 is 304 KB, so that the rows of all SMs
-stay in the L2 cache, and a reading is bound by arithmetic: 7 to 13 instructions a token, and about
-60 in the race. The first bounds are tight enough for about 5 readings between the first and the
-last.
+`sample_rows` reads its row several times, one program a row: for the row's maximum, and for the
+least logit that the filters keep, found by bisection over the floats in their order, each reading
+taking count or mass above three of them. Then `strobe.kernels.race` has many programs a row. A row
+of 150,000 tokens in bfloat16 is 304 KB, so that the rows of all SMs stay in the L2 cache, and a
+reading is bound by arithmetic: 7 to 13 instructions a token. The first bounds are tight enough for
+about 5 readings behind the first.
 
 A row lies before a program as SEGMENTS runs of SEGMENT tokens, read side by side:
 
@@ -25,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strobe.kernels.race import LOG2E, key_of, race, read, take_best, word_of
+
 SEGMENTS: tl.constexpr = tl.constexpr(32)
 WIDTH: tl.constexpr = tl.constexpr(256)
 ARGMAX_BLOCK = 8192
@@ -33,26 +34,11 @@ NOTHING = tl.constexpr(-0x7F800000)
 """The key of -inf, below that of every other number."""
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
-LOW_WORD = tl.constexpr(0xFFFFFFFF)
-LOG2E = tl.constexpr(1.4426950408889634)
-
-GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-MIX1 = tl.constexpr(0xBF58476D1CE4E5B9)
-MIX2 = tl.constexpr(0x94D049BB133111EB)
-ROUND1 = tl.constexpr(0xED5AD4BB)
-ROUND2 = tl.constexpr(0xAC4C1B51)
-ROUND3 = tl.constexpr(0x31848BAB)
-UNIT = tl.constexpr(2.0**-32 * (1 - 2.0**-23))
+LEAST = tl.constexpr(-3.4028234663852886e38)
+"""The least finite float32."""
 
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """So many low bits of a logit in float32 are 0, and are left out of its key."""
-
-
-@triton.jit
-def _key(x):
-    """An int32 for each float32, in the same order; both zeros have 0. Its own inverse on bits."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
 @triton.jit
@@ -63,40 +49,12 @@ def _value(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _row_word(key, position):
-    """uint64: see `strobe.sampling.noise.row_words`."""
-    x = key.to(tl.uint64, bitcast=True) + position.to(tl.uint64, bitcast=True) * GOLDEN
-    x = (x ^ (x >> 30)) * MIX1
-    x = (x ^ (x >> 27)) * MIX2
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _gumbel(ids, word):
-    """The tokens' noise, float32: see `strobe.sampling.noise.Gumbel`."""
-    x = ids.to(tl.uint32) ^ (word & LOW_WORD).to(tl.uint32)
-    x = (x ^ (x >> 17)) * tl.full([], ROUND1, tl.uint32)
-    x ^= (word >> 32).to(tl.uint32)
-    x = (x ^ (x >> 11)) * tl.full([], ROUND2, tl.uint32)
-    x = (x ^ (x >> 15)) * tl.full([], ROUND3, tl.uint32)
-    v = ((x ^ (x >> 14)).to(tl.float32) + 0.5) * UNIT
-    u = 1.0 - v
-    return -tl.log((v - (1.0 - u)) - tl.log(u))
-
-
-@triton.jit
 def _ids(step, SEGMENT: tl.constexpr, VECTOR: tl.constexpr):
     """The tokens [WIDTH / VECTOR, SEGMENTS, VECTOR] of a step: a thread reads VECTOR at once, a
     warp lies along the first dimension and so reads what is next to each other."""
     lane = tl.arange(0, WIDTH // VECTOR)[:, None, None] * VECTOR
     segment = tl.arange(0, SEGMENTS)[None, :, None] * SEGMENT
     return segment + step * WIDTH + lane + tl.arange(0, VECTOR)[None, None, :]
-
-
-@triton.jit
-def _read(row, ids, V: tl.constexpr):
-    """Logits in float32, -inf behind the vocabulary."""
-    return tl.load(row + ids, ids < V, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -117,7 +75,7 @@ def _amounts(
     amount2 = tl.full([WIDTH // VECTOR, SEGMENTS], 0.0, tl.float32)
     amount3 = tl.full([WIDTH // VECTOR, SEGMENTS], 0.0, tl.float32)
     for step in range(SEGMENT // WIDTH):
-        x = _read(row, _ids(step, SEGMENT, VECTOR), V)
+        x = read(row, _ids(step, SEGMENT, VECTOR), V)
         # Ones in float, not bools or selections: two instructions, a comparison and an FMA.
         weight = 1.0 if COUNT else tl.exp2((x - top) * heat)
         amount1 += tl.sum(tl.where(x >= least1, 1.0, 0.0) * weight, 2)
@@ -211,13 +169,13 @@ def _edge(
 ):
     """The least logit that top-k and top-p keep. lanes: the greatest logit each lane has seen."""
     bottom = tl.full([], (NOTHING >> SHIFT) + 1, tl.int64)
-    high = (_key(top) >> SHIFT).to(tl.int64) + 1
+    high = (key_of(top) >> SHIFT).to(tl.int64) + 1
     low = bottom
     count = tl.full([], 0.0, tl.float32)
     count_above = tl.full([], 0.0, tl.float32)
     if k < V:
         # Each lane has a token of at least its maximum, so the k-th of these is a bound.
-        low = _kth_of_lanes(_key(lanes) >> SHIFT, bottom, high, k)
+        low = _kth_of_lanes(key_of(lanes) >> SHIFT, bottom, high, k)
         low, count, count_above = _search(
             row, top, heat, low, high, k.to(tl.float32), True, V, SEGMENT, VECTOR, SHIFT
         )
@@ -231,7 +189,7 @@ def _edge(
         mass = tl.where(count > k, tied, mass)
         # V tokens that share less than 1 - top_p of the mass are not needed to reach top_p.
         far = top + tl.log2((1.0 - top_p) * mass * (0.5 / V)) / heat
-        low = tl.maximum(low, (_key(far) >> SHIFT).to(tl.int64))
+        low = tl.maximum(low, (key_of(far) >> SHIFT).to(tl.int64))
         low = tl.minimum(low, high - 1)
         goal = tl.maximum(top_p * mass, 1e-30)
         low, _mass, _above = _search(
@@ -241,42 +199,13 @@ def _edge(
 
 
 @triton.jit
-def _race(
-    row,
-    top,
-    temperature,
-    edge,
-    min_p,
-    word,
-    V: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """The first maximum of (logit - top) / temperature + noise over the tokens that are kept."""
-    scale = tl.div_rn(1.0, temperature)
-    heat = scale * LOG2E
-    best = tl.full([WIDTH // VECTOR, SEGMENTS, VECTOR], float("-inf"), tl.float32)
-    token = tl.full([WIDTH // VECTOR, SEGMENTS, VECTOR], V, tl.int32)
-    for step in range(SEGMENT // WIDTH):
-        ids = _ids(step, SEGMENT, VECTOR)
-        x = _read(row, ids, V)
-        keep = (x >= edge) & (tl.exp2((x - top) * heat) >= min_p)
-        score = tl.where(keep, (x - top) * scale + _gumbel(ids, word), float("-inf"))
-        # A lane's tokens come in rising order, so that its first maximum stays.
-        token = tl.where(score > best, ids, token)
-        best = tl.maximum(best, score)
-    return tl.min(tl.where(best == tl.max(best), token, V))
-
-
-@triton.jit
 def _sample_kernel(
     logits_ptr,
     temperature_ptr,
     top_p_ptr,
     min_p_ptr,
     top_k_ptr,
-    key_ptr,
-    position_ptr,
+    facts_ptr,
     out_ptr,
     stride,
     V: tl.constexpr,
@@ -284,14 +213,16 @@ def _sample_kernel(
     VECTOR: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
+    """Greedy rows' tokens, and for the others what `race` needs of them."""
     index = tl.program_id(0).to(tl.int64)
     row = logits_ptr + index * stride
+    facts = facts_ptr + index * 4
     temperature = tl.load(temperature_ptr + index)
     lanes = tl.full([WIDTH // VECTOR, SEGMENTS, VECTOR], float("-inf"), tl.float32)
     nans = tl.full([WIDTH // VECTOR, SEGMENTS], 0.0, tl.float32)
     # The first reading comes from memory, so more of it is kept in flight.
     for step in tl.range(SEGMENT // WIDTH, loop_unroll_factor=4):
-        x = _read(row, _ids(step, SEGMENT, VECTOR), V)
+        x = read(row, _ids(step, SEGMENT, VECTOR), V)
         lanes = tl.maximum(lanes, x)
         nans += tl.sum(tl.where(x != x, 1.0, 0.0), 2)
     top = tl.max(lanes)
@@ -306,40 +237,33 @@ def _sample_kernel(
         edge = tl.full([], float("-inf"), tl.float32)
         if (k < V) | (top_p < 1.0):
             edge = _edge(row, lanes, top, heat, top_p, k, V, SEGMENT, VECTOR, SHIFT)
-        word = _row_word(tl.load(key_ptr + index), tl.load(position_ptr + index))
-        token = _race(row, top, temperature, edge, min_p, word, V, SEGMENT, VECTOR)
-        tl.store(out_ptr + index, token.to(tl.int64))
+        tl.store(facts, top)
+        tl.store(facts + 1, tl.div_rn(1.0, temperature))
+        tl.store(facts + 2, tl.maximum(edge, LEAST))
+        tl.store(facts + 3, min_p)
     else:
         # Greedy rows, and those that have no weights: the first maximum, a NaN above all.
         first = tl.full([WIDTH // VECTOR, SEGMENTS, VECTOR], V, tl.int32)
         for step in range(SEGMENT // WIDTH):
             ids = _ids(step, SEGMENT, VECTOR)
-            x = _read(row, ids, V)
+            x = read(row, ids, V)
             first = tl.minimum(first, tl.where(tl.where(numbers, x == top, x != x), ids, V))
         tl.store(out_ptr + index, tl.min(first).to(tl.int64))
+        tl.store(facts + 2, float("nan"))
 
 
 @triton.jit
 def _argmax_kernel(logits_ptr, out_ptr, stride, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Each block's first maximum; of several blocks, its key above the complement of its token,
-    so that the greatest of these words is the row's."""
+    """Each block's first maximum; of several blocks, its word."""
     index, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    x = _read(logits_ptr + index * stride, at, V)
-    keys = tl.where(x == x, _key(x), NAN_KEY)
+    x = read(logits_ptr + index * stride, at, V)
+    keys = tl.where(x == x, key_of(x), NAN_KEY)
     best = tl.max(keys, 0)
     token = tl.min(tl.where(keys == best, at, V), 0).to(tl.int64)
     if blocks > 1:
-        token = (best.to(tl.int64) << 32) | (LOW_WORD - token)
+        token = word_of(best, token)
     tl.store(out_ptr + index * blocks + block, token)
-
-
-@triton.jit
-def _best_kernel(words_ptr, out_ptr, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, SIZE)
-    words = tl.load(words_ptr + index * BLOCKS + at, at < BLOCKS, other=-0x8000000000000000)
-    tl.store(out_ptr + index, LOW_WORD - (tl.max(words, 0) & LOW_WORD))
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -353,9 +277,7 @@ def argmax(logits: Tensor) -> Tensor:
         logits, words, logits.stride(0), V=size, BLOCK=block, num_warps=8
     )
     if blocks > 1:
-        _best_kernel[(rows,)](
-            words, out, BLOCKS=blocks, SIZE=triton.next_power_of_2(blocks), num_warps=1
-        )
+        take_best(words, out, blocks)
     return out
 
 
@@ -378,6 +300,7 @@ def sample_rows(
     rows, size = logits.shape
     assert all(t.stride(0) == 1 for t in (temperature, top_p, min_p, top_k, key, position))
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    facts = torch.empty(rows, 4, dtype=torch.float32, device=logits.device)
     segment = triton.cdiv(size, SEGMENTS.value * WIDTH.value) * WIDTH.value
     _sample_kernel[(rows,)](
         logits,
@@ -385,8 +308,7 @@ def sample_rows(
         top_p,
         min_p,
         top_k,
-        key,
-        position,
+        facts,
         out,
         logits.stride(0),
         V=size,
@@ -395,4 +317,5 @@ def sample_rows(
         SHIFT=UNUSED_BITS[logits.dtype],
         num_warps=32,
     )
+    race(logits, facts, key, position, out)
     return out

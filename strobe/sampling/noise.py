@@ -78,11 +78,16 @@ def gumbel(keys: Tensor, positions: Tensor, size: int) -> Tensor:
     return torch.from_numpy(Gumbel(size).of(words.numpy()))
 
 
+def _first_shift(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Of the hash; that of an xor is the xor of both."""
+    return x ^ (x >> _ROUNDS[0][0])
+
+
 class Gumbel:
     """The CPU's form: NumPy in place, a few operations a token over what is in the cache."""
 
     def __init__(self, size: int):
-        self.ids = np.arange(size, dtype=np.uint32)
+        self.ids = _first_shift(np.arange(size, dtype=np.uint32))
         self.rows = max(_CHUNK // max(size, 1), 1)
         self._hash, self._other = np.empty((2, self.rows, min(size, _CHUNK)), dtype=np.uint32)
 
@@ -90,6 +95,7 @@ class Gumbel:
         """words [R] -> [R, V]."""
         out = np.empty((len(words), len(self.ids)), dtype=np.float32)
         low, high = words.view(np.uint32).reshape(-1, 2).T[:, :, None]
+        low = _first_shift(low)
         for row in range(0, len(words), self.rows):
             some = slice(row, row + self.rows)
             for first in range(0, len(self.ids), _CHUNK):
@@ -103,11 +109,11 @@ class Gumbel:
         rows, size = out.shape
         hashed, other = self._hash[:rows, :size], self._other[:rows, :size]
         np.bitwise_xor(ids, low, out=hashed)
-        for number, (shift, factor) in enumerate(_ROUNDS):
+        hashed *= np.uint32(_ROUNDS[0][1])
+        hashed ^= high
+        for shift, factor in _ROUNDS[1:]:
             hashed ^= np.right_shift(hashed, shift, out=other)
             hashed *= np.uint32(factor)
-            if number == 0:
-                hashed ^= high
         hashed ^= np.right_shift(hashed, _LAST, out=other)
         np.copyto(out, hashed, casting="unsafe")
         out += np.float32(0.5)

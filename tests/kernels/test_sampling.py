@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strobe.kernels import sampling
+from strobe.kernels import race, sampling
 from strobe.sampling.noise import gumbel
 from strobe.sampling.sampler import RowParams, sample_rows
 
@@ -141,6 +141,59 @@ def test_the_noise_is_the_samplers(device) -> None:
     tokens = sample(torch.full((count, size), 2.5, device=device), rows)
     noise = gumbel(rows.key.cpu(), rows.position.cpu(), size)
     assert tokens.tolist() == noise.argmax(-1).tolist()
+
+
+@pytest.fixture(params=[(16, 128), (16, 1), (256, 1)], ids=["block", "blocks", "large"])
+def parts(request, monkeypatch) -> None:
+    """Races of 40 parts of a block, of 5 parts of several, the last not full, and of one part."""
+    monkeypatch.setattr(race, "BLOCK", request.param[0])
+    monkeypatch.setattr(race, "MANY_ROWS", request.param[1])
+
+
+@pytest.mark.usefixtures("parts")
+def test_any_part_may_win(device) -> None:
+    """A row for each token that is far above the others, and one where all blocks but the last are
+    empty; greedy rows lie between."""
+    places = [0, 15, 16, 127, 128, 500, 623, 624, 630]
+    count = 2 * len(places)
+    logits = torch.full((count + 2, 631), -9.0)
+    logits[torch.arange(count), torch.tensor(places).repeat_interleave(2)] = 90.0
+    logits[count, :630] = -INF
+    logits[count + 1] = torch.arange(631) / 100
+    rows = rows_of(
+        device,
+        count + 2,
+        temperature=[1.0, 0.0] * (count // 2 + 1),
+        top_p=[1.0, 1.0, 0.9, 0.9] * (count // 4) + [1.0, 1.0] * (count % 4 // 2 + 1),
+        min_p=[0.0] * count + [0.1, 0.0],
+    )
+    wanted = [place for place in places for _ in range(2)]
+    assert sample(logits.to(device), rows).tolist() == [*wanted, 630, 630]
+    agree(sample(logits.to(device), rows), logits, rows)
+
+
+@pytest.mark.usefixtures("parts")
+def test_of_equal_scores_the_first_token_wins(device) -> None:
+    """Two tokens of the same noise, of other blocks, and nothing else."""
+    size, positions = 631, torch.arange(8192)
+    keys = torch.zeros_like(positions)
+    found: list[tuple[int, int, int]] = []
+    noise = gumbel(keys, positions, size)
+    # Below -0.5 uniforms are coarser than noise, so that equal noise comes from equal uniforms.
+    least = noise.sort(-1)
+    for row, at in (least.values[:, 1:] == least.values[:, :-1]).nonzero().tolist():
+        one, other = sorted(least.indices[row, at : at + 2].tolist())
+        if one // 16 != other // 16 and noise[row, one] < -0.5:
+            found.append((row, one, other))
+    assert len(found) >= 8
+    assert any(one // 128 != other // 128 for _, one, other in found)
+    logits = torch.full((len(found), size), -INF)
+    for i, pair in enumerate(found):
+        logits[i, list(pair[1:])] = 3.0
+    rows = rows_of(device, len(found))
+    rows.key.zero_()
+    rows.position[:] = torch.tensor([row for row, _, _ in found])
+    assert sample(logits.to(device), rows).tolist() == [one for _, one, _ in found]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
