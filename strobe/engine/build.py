@@ -18,7 +18,7 @@ from strobe.hub.locate import located
 from strobe.kv.pages import PagePool
 from strobe.kv.states import StateStore
 from strobe.kv.store import KVSpec, KVStore
-from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
 from strobe.models.load import check_target_tensors, load_target, weight_bytes
 from strobe.models.ops import make_ops
@@ -136,7 +136,7 @@ def resolve(config: EngineConfig) -> Resolved:
     groups = list(kv_groups(target, drafts, choice.kv_dtype).values())
     scratch = 0
     if device.type == "cuda":
-        features = len({layer for name, d in drafts.items() for layer in REGISTRY[name].capture(d)})
+        features = len({layer for draft in drafts.values() for layer in draft.capture})
         scratch = scratch_bytes(limits, target.decoder, features, dtype)
     weights = sum(weight_bytes(module, dtype, fp8=choice.fp8) for module in modules)
     states = state_bytes(target, limits, dtype)
@@ -165,14 +165,11 @@ def kv_groups(
     target: TargetConfig, drafts: Mapping[str, DraftConfig], dtype: torch.dtype
 ) -> dict[str, KVSpec]:
     """What the pages hold: the target's keys and values, and those of each drafting method."""
-    decoders = {"target": target.decoder}
-    decoders |= {name: REGISTRY[name].kv(draft) for name, draft in drafts.items()}
-    return {name: kv_spec(decoder, dtype) for name, decoder in decoders.items()}
-
-
-def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:
-    shapes = tuple((shape.num_kv_heads, shape.head_dim) for shape in decoder.layer_shapes)
-    return KVSpec(len(decoder.masks), decoder.num_kv_heads, decoder.head_dim, dtype, shapes)
+    found: dict[str, KVSpec] = {}
+    for name, config in {"target": target, **drafts}.items():
+        shapes = map(config.decoder.shape_of, range(len(config.decoder.masks)))
+        found[name] = KVSpec(tuple((of.num_kv_heads, of.head_dim) for of in shapes), dtype)
+    return found
 
 
 def build(resolved: Resolved, target: Target | None = None) -> Parts:

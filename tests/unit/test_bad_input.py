@@ -591,7 +591,7 @@ def test_what_one_context_takes_is_said_and_suffices(pair: Pair, refused: Callab
     need = sentence.split("raise kv_cache_memory to ")[1].split(" bytes")[0]
     says(refused(pair.target, kv_cache_memory=int(need) - 1), need)
     target = build.load_target_config(pair.target)
-    groups = list(build.kv_groups(target, None, torch.float32).values())
+    groups = list(build.kv_groups(target, {}, torch.float32).values())
     config = build.EngineConfig(target=str(pair.target), kv_cache_memory=int(need))
     limits = build.resolve_limits(config, model_max=512, drafter_block=None, method="none")
     pages = memory.plan_pages(config, limits, groups, torch.device("cpu"))
@@ -602,7 +602,7 @@ def test_a_share_of_a_gpus_memory_sizes_the_kv_cache(pair: Pair, monkeypatch: py
     whole, used, weights, scratch = 10**9, 2 * 10**8, 10**8, 5 * 10**7
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (whole - used, whole))
     target = build.load_target_config(pair.target)
-    groups = list(build.kv_groups(target, None, torch.float32).values())
+    groups = list(build.kv_groups(target, {}, torch.float32).values())
     per_page = sum(group.bytes_per_page(16) for group in groups)
 
     def pages(**options: Any) -> int:
