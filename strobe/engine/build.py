@@ -115,14 +115,9 @@ def resolve(config: EngineConfig) -> Resolved:
         logger.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory has.")
     limits = resolve_limits(
         config,
-        model_max=min(
-            target.decoder.max_position,
-            draft.decoder.max_position if draft is not None else target.decoder.max_position,
-        ),
-        drafter_block=draft.block_size if draft is not None else None,
-        drafter_drafts=draft.drafts if draft is not None else None,
-        recommended=draft.num_drafts if draft is not None else None,
+        model_max=min(model.decoder.max_position for model in (target, *drafts.values())),
         method=method,
+        draft=draft,
         gpu=device.type == "cuda",
     )
     dtype = pick_dtype(config.dtype, target.dtype, device)
@@ -178,8 +173,7 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
     device, dtype = resolved.device, resolved.dtype
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and kernels are the current device's
-    block = resolved.draft.block_size if resolved.draft is not None else 0
-    reach = limits.max_model_len + max(block, limits.num_drafts + 1) + 1
+    reach = limits.max_model_len + limits.block + 1
     choice = resolved.choice
     how: dict[str, Any] = {"max_positions": reach, "dtype": dtype, "device": device}
     how |= {"load_format": config.load_format, "fp8": choice.fp8}
