@@ -88,19 +88,16 @@ def pick_device(name: str) -> torch.device:
     return torch.device(kind, index)
 
 
-def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype of that name; "auto" is float32 on a CPU and the checkpoint's own on a GPU."""
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else checkpoint
-    return getattr(torch, name)
-
-
 def resolve(config: EngineConfig) -> Resolved:
     """Read and check configs and tensor headers. Raises ValueError with the sentence to mend it."""
     config = located(config)
     target_path = Path(config.target)
     target = load_target_config(target_path)
-    config = _cacheable(config, target)
+    if target.states is not None and config.enable_prefix_caching:
+        logger.warning(
+            "Prefix caching is off: no page holds the state of the target's recurrent layers."
+        )
+        config = config.with_(enable_prefix_caching=False)
     if config.draft is None and config.draft_sample_method == "probabilistic":
         raise ValueError(
             "draft_sample_method is 'probabilistic', but no drafter is loaded; name one with "
@@ -120,10 +117,9 @@ def resolve(config: EngineConfig) -> Resolved:
         draft=draft,
         gpu=device.type == "cuda",
     )
-    dtype = pick_dtype(config.dtype, target.dtype, device)
-    drafter = draft.decoder if draft is not None else None
-    stored = target.quantization is not None and target.quantization.method == "fp8"
-    choice = choose(config, target.decoder, drafter, device, dtype, stored_fp8=stored)
+    own = "float32" if device.type == "cpu" else target.dtype
+    dtype: torch.dtype = getattr(torch, own if config.dtype == "auto" else config.dtype)
+    choice = choose(config, target, draft, device, dtype)
     if config.load_format != "dummy":
         fetch_weights(*filter(None, (config.draft, config.target)))
     modules: list[Target | DFlash] = [check_target_tensors(target_path, target, config.load_format)]
@@ -137,16 +133,6 @@ def resolve(config: EngineConfig) -> Resolved:
     states = state_bytes(target, limits, dtype)
     plan_pages(config, limits, groups, device, weights=weights, states=states, scratch=scratch)
     return Resolved(config, target, drafts, method, limits, device, dtype, choice, scratch)
-
-
-def _cacheable(config: EngineConfig, target: TargetConfig) -> EngineConfig:
-    """Without it where the target has recurrent layers: a prefix found in pages has no state."""
-    if target.states is None or not config.enable_prefix_caching:
-        return config
-    logger.warning(
-        "Prefix caching is off: no page holds the state of the target's recurrent layers."
-    )
-    return config.with_(enable_prefix_caching=False)
 
 
 def state_bytes(target: TargetConfig, limits: Limits, dtype: torch.dtype) -> int:
@@ -214,8 +200,7 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
     vocab, tokenizer = resolved.target.decoder.vocab_size, Path(config.target) / "tokenizer.json"
     sampling = SamplingState(limits.max_num_seqs, vocab, device, kernels=choice.kernels)
     grammars = GrammarState(GrammarCompiler(tokenizer, vocab, resolved.target.eos_ids))
-    decoder = resolved.draft.decoder if resolved.draft is not None else None
-    backend, draft_backend = backends(choice, resolved.target.decoder, decoder, device)
+    backend, draft_backend = backends(choice, resolved.target, resolved.draft, device)
     if states is not None:
         backend = RecurrentBackend(backend, states, kernels=choice.attention == "triton")
     buckets, graphs = None, Eager()
