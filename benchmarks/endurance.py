@@ -82,7 +82,7 @@ def run(steps: int, device: str, seed: int) -> dict[str, object]:
         "steps": steps,
         "requests": requests,
         "tokens": tokens,
-        "acceptance_length": round(engine.stats.acceptance_length or 0, 2),
+        "acceptance_length": round(engine.stats.speculation.acceptance_length or 0, 2),
         "milliseconds_per_step": round(1e3 * seconds / steps, 3),
         "memory_and_graphs_after_a_tenth": settled,
         "at_the_end": ended,

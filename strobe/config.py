@@ -6,12 +6,15 @@ import os
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from strobe.checks import option, settings, shown
 from strobe.sampling_params import Method
+
+if TYPE_CHECKING:
+    from strobe.models.config import DraftConfig
 
 DEMO_MODELS = Path(__file__).parent / "demo_models"
 GPU_MIXED_TOKENS = 512
@@ -164,12 +167,10 @@ class EngineConfig:
 
     def with_(self, **changes: Any) -> EngineConfig:
         """A copy with some fields changed. Raises ValueError for a name that is no field."""
-        known = {f.name for f in fields(self)}
+        known = sorted(f.name for f in fields(self))
         for name in changes:
             if name not in known:
-                raise ValueError(
-                    f"{name} is no engine option; the options are {', '.join(sorted(known))}."
-                )
+                raise ValueError(f"{name} is no engine option; the options are {', '.join(known)}.")
         return replace(self, **changes)
 
 
@@ -204,17 +205,14 @@ def resolve_limits(
     config: EngineConfig,
     *,
     model_max: int,
-    drafter_block: int | None,
-    drafter_drafts: int | None = None,
-    recommended: int | None = None,
     method: str,
+    draft: DraftConfig | None = None,
     gpu: bool = False,
 ) -> Limits:
     """Fill in the defaults. Raises ValueError for values that do not go together.
 
-    model_max: positions the checkpoints allow. drafter_block: the drafter's block size, if any;
-    drafter_drafts: the drafts in it, by default one less; recommended: how many to make unless
-    config says. gpu: whether it runs on one, where many rows cost little more than few.
+    model_max: positions the checkpoints allow. gpu: whether it runs on one, where many rows cost
+    little more than few.
     """
     length = config.max_model_len if config.max_model_len is not None else model_max
     if length > model_max:
@@ -226,22 +224,21 @@ def resolve_limits(
         raise ValueError(
             "max_model_len is 1, which leaves no room for an answer; ask for 2 or more."
         )
-    longest = drafter_block - 1 if drafter_block is not None else None
-    longest = longest if drafter_drafts is None else drafter_drafts
     drafts = config.num_drafts
-    if drafts is None:
-        drafts = longest if longest is not None else (8 if method == "ngram" else 0)
-        drafts = min(drafts, recommended or drafts)
-    elif longest is not None and drafts > longest:
+    if drafts is None and draft is not None:
+        drafts = min(draft.drafts, draft.num_drafts or draft.drafts)
+    elif drafts is None:
+        drafts = 8 if method == "ngram" else 0
+    elif draft is not None and drafts > draft.drafts:
         raise ValueError(
-            f"num_drafts is {drafts}, but the drafter's blocks of {drafter_block} hold at most "
-            f"{longest} drafts; ask for 1 to {longest}."
+            f"num_drafts is {drafts}, but the drafter's blocks of {draft.block_size} hold at most "
+            f"{draft.drafts} drafts; ask for 1 to {draft.drafts}."
         )
-    elif longest is None and method == "none":
+    elif draft is None and method == "none":
         raise ValueError(
             f"num_drafts is {drafts}, but nothing drafts; name a drafter, or method ngram."
         )
-    elif longest is None and drafts >= length:
+    elif draft is None and drafts >= length:
         raise ValueError(
             f"num_drafts is {drafts}, but max_model_len is {length}; ask for at most {length - 1}."
         )
@@ -261,6 +258,6 @@ def resolve_limits(
         budget,
         drafts,
         config.page_size,
-        drafter_block or 0,
+        draft.block_size if draft is not None else 0,
         GPU_MIXED_TOKENS if gpu else None,
     )

@@ -6,6 +6,7 @@ import enum
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from strobe.sampling_params import SamplingParams
@@ -31,7 +32,8 @@ class Status(enum.Enum):
 
 @dataclass
 class SpeculationCount:
-    """One request's drafting: verify steps that carried drafts, and what came of them."""
+    """Verify steps that carried drafts, and what came of them: tokens drafted, those accepted, and
+    the steps that accepted each position of a draft."""
 
     steps: int = 0
     drafted: int = 0
@@ -40,21 +42,16 @@ class SpeculationCount:
 
     def add(self, drafted: int, accepted: int) -> None:
         """Count one verify step."""
-        self.steps += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        self.per_position += [0] * (drafted - len(self.per_position))
-        for position in range(accepted):
-            self.per_position[position] += 1
+        kept = [1] * accepted + [0] * (drafted - accepted)
+        self.merge(SpeculationCount(1, drafted, accepted, kept))
 
     def merge(self, other: SpeculationCount) -> None:
         """Add another's counts."""
         self.steps += other.steps
         self.drafted += other.drafted
         self.accepted += other.accepted
-        self.per_position += [0] * (len(other.per_position) - len(self.per_position))
-        for position, count in enumerate(other.per_position):
-            self.per_position[position] += count
+        positions = zip_longest(self.per_position, other.per_position, fillvalue=0)
+        self.per_position = list(map(sum, positions))
 
     @property
     def acceptance_length(self) -> float | None:

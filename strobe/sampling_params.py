@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from dataclasses import fields, replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
@@ -29,6 +29,20 @@ def _schema(value: Any) -> Any:
     if value is not None and not isinstance(value, str | Mapping):
         raise ValueError(f"structured_outputs.json is {shown(value)}, but must be a JSON schema.")
     return value
+
+
+T = TypeVar("T", "StructuredOutputs", "Speculation")
+
+
+def _read(kind: type[T], value: Any, must: str) -> T:
+    """A value of that kind from an object with its fields. Raises ValueError."""
+    name, known = kind.prefix.removesuffix("."), [field.name for field in fields(kind)]
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {shown(value)}, but must be {must}.")
+    for key in value:
+        if key not in known:
+            raise ValueError(f"{name} has no field {key!r}; it has {', '.join(known)}.")
+    return kind(**value)
 
 
 @settings
@@ -82,18 +96,7 @@ class StructuredOutputs:
         """Read an object with these fields, or None."""
         if value is None or isinstance(value, StructuredOutputs):
             return value
-        if not isinstance(value, Mapping):
-            raise ValueError(
-                f"structured_outputs is {shown(value)}, but must be an object with one of "
-                f"{', '.join(STRUCTURES)}."
-            )
-        known = (*STRUCTURES, "after", "opener", "lead", "instead")
-        unknown = [name for name in value if name not in known]
-        if unknown:
-            raise ValueError(
-                f"structured_outputs has no field {unknown[0]!r}; it has {', '.join(known)}."
-            )
-        return StructuredOutputs(**value)
+        return _read(StructuredOutputs, value, f"an object with one of {', '.join(STRUCTURES)}")
 
 
 @settings
@@ -118,17 +121,7 @@ class Speculation:
             return Speculation()
         if value is False:
             return Speculation(method="none")
-        if isinstance(value, Mapping):
-            unknown = [name for name in value if name not in ("method", "num_drafts")]
-            if unknown:
-                raise ValueError(
-                    f"speculation has no field {unknown[0]!r}; it has method and num_drafts."
-                )
-            return Speculation(**value)
-        raise ValueError(
-            f"speculation is {shown(value)}, but must be true, false or an object with method and "
-            "num_drafts."
-        )
+        return _read(Speculation, value, "true, false or an object with method and num_drafts")
 
 
 Bounded = Annotated[float, Field(ge=-2, le=2)]

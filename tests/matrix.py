@@ -346,7 +346,7 @@ def compare(c: Combination, pair: Pair, wanted: list[list[int]]) -> Engine:
         check_counts(c, requests)
     assert (engine.stats.preemptions > 0) >= c.preempts
     if c.proposer not in ("none", "per request") and c.lengths == "full":
-        assert engine.stats.num_draft_tokens > 0
+        assert engine.stats.speculation.drafted > 0
     if c.proposer == "wavering" and c.lengths == "full":
-        assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+        assert 0 < engine.stats.speculation.accepted < engine.stats.speculation.drafted
     return engine

@@ -18,7 +18,7 @@ from strobe.hub.locate import located
 from strobe.kv.pages import PagePool
 from strobe.kv.states import StateStore
 from strobe.kv.store import KVSpec, KVStore
-from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
 from strobe.models.load import check_target_tensors, load_target, weight_bytes
 from strobe.models.ops import make_ops
@@ -88,19 +88,16 @@ def pick_device(name: str) -> torch.device:
     return torch.device(kind, index)
 
 
-def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype of that name; "auto" is float32 on a CPU and the checkpoint's own on a GPU."""
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else checkpoint
-    return getattr(torch, name)
-
-
 def resolve(config: EngineConfig) -> Resolved:
     """Read and check configs and tensor headers. Raises ValueError with the sentence to mend it."""
     config = located(config)
     target_path = Path(config.target)
     target = load_target_config(target_path)
-    config = _cacheable(config, target)
+    if target.states is not None and config.enable_prefix_caching:
+        logger.warning(
+            "Prefix caching is off: no page holds the state of the target's recurrent layers."
+        )
+        config = config.with_(enable_prefix_caching=False)
     if config.draft is None and config.draft_sample_method == "probabilistic":
         raise ValueError(
             "draft_sample_method is 'probabilistic', but no drafter is loaded; name one with "
@@ -115,20 +112,14 @@ def resolve(config: EngineConfig) -> Resolved:
         logger.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory has.")
     limits = resolve_limits(
         config,
-        model_max=min(
-            target.decoder.max_position,
-            draft.decoder.max_position if draft is not None else target.decoder.max_position,
-        ),
-        drafter_block=draft.block_size if draft is not None else None,
-        drafter_drafts=draft.drafts if draft is not None else None,
-        recommended=draft.num_drafts if draft is not None else None,
+        model_max=min(model.decoder.max_position for model in (target, *drafts.values())),
         method=method,
+        draft=draft,
         gpu=device.type == "cuda",
     )
-    dtype = pick_dtype(config.dtype, target.dtype, device)
-    drafter = draft.decoder if draft is not None else None
-    stored = target.quantization is not None and target.quantization.method == "fp8"
-    choice = choose(config, target.decoder, drafter, device, dtype, stored_fp8=stored)
+    own = "float32" if device.type == "cpu" else target.dtype
+    dtype: torch.dtype = getattr(torch, own if config.dtype == "auto" else config.dtype)
+    choice = choose(config, target, draft, device, dtype)
     if config.load_format != "dummy":
         fetch_weights(*filter(None, (config.draft, config.target)))
     modules: list[Target | DFlash] = [check_target_tensors(target_path, target, config.load_format)]
@@ -136,22 +127,12 @@ def resolve(config: EngineConfig) -> Resolved:
     groups = list(kv_groups(target, drafts, choice.kv_dtype).values())
     scratch = 0
     if device.type == "cuda":
-        features = len({layer for name, d in drafts.items() for layer in REGISTRY[name].capture(d)})
+        features = len({layer for draft in drafts.values() for layer in draft.capture})
         scratch = scratch_bytes(limits, target.decoder, features, dtype)
     weights = sum(weight_bytes(module, dtype, fp8=choice.fp8) for module in modules)
     states = state_bytes(target, limits, dtype)
     plan_pages(config, limits, groups, device, weights=weights, states=states, scratch=scratch)
     return Resolved(config, target, drafts, method, limits, device, dtype, choice, scratch)
-
-
-def _cacheable(config: EngineConfig, target: TargetConfig) -> EngineConfig:
-    """Without it where the target has recurrent layers: a prefix found in pages has no state."""
-    if target.states is None or not config.enable_prefix_caching:
-        return config
-    logger.warning(
-        "Prefix caching is off: no page holds the state of the target's recurrent layers."
-    )
-    return config.with_(enable_prefix_caching=False)
 
 
 def state_bytes(target: TargetConfig, limits: Limits, dtype: torch.dtype) -> int:
@@ -165,14 +146,11 @@ def kv_groups(
     target: TargetConfig, drafts: Mapping[str, DraftConfig], dtype: torch.dtype
 ) -> dict[str, KVSpec]:
     """What the pages hold: the target's keys and values, and those of each drafting method."""
-    decoders = {"target": target.decoder}
-    decoders |= {name: REGISTRY[name].kv(draft) for name, draft in drafts.items()}
-    return {name: kv_spec(decoder, dtype) for name, decoder in decoders.items()}
-
-
-def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:
-    shapes = tuple((shape.num_kv_heads, shape.head_dim) for shape in decoder.layer_shapes)
-    return KVSpec(len(decoder.masks), decoder.num_kv_heads, decoder.head_dim, dtype, shapes)
+    found: dict[str, KVSpec] = {}
+    for name, config in {"target": target, **drafts}.items():
+        shapes = map(config.decoder.shape_of, range(len(config.decoder.masks)))
+        found[name] = KVSpec(tuple((of.num_kv_heads, of.head_dim) for of in shapes), dtype)
+    return found
 
 
 def build(resolved: Resolved, target: Target | None = None) -> Parts:
@@ -181,8 +159,7 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
     device, dtype = resolved.device, resolved.dtype
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and kernels are the current device's
-    block = resolved.draft.block_size if resolved.draft is not None else 0
-    reach = limits.max_model_len + max(block, limits.num_drafts + 1) + 1
+    reach = limits.max_model_len + limits.block + 1
     choice = resolved.choice
     how: dict[str, Any] = {"max_positions": reach, "dtype": dtype, "device": device}
     how |= {"load_format": config.load_format, "fp8": choice.fp8}
@@ -223,8 +200,7 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
     vocab, tokenizer = resolved.target.decoder.vocab_size, Path(config.target) / "tokenizer.json"
     sampling = SamplingState(limits.max_num_seqs, vocab, device, kernels=choice.kernels)
     grammars = GrammarState(GrammarCompiler(tokenizer, vocab, resolved.target.eos_ids))
-    decoder = resolved.draft.decoder if resolved.draft is not None else None
-    backend, draft_backend = backends(choice, resolved.target.decoder, decoder, device)
+    backend, draft_backend = backends(choice, resolved.target, resolved.draft, device)
     if states is not None:
         backend = RecurrentBackend(backend, states, kernels=choice.attention == "triton")
     buckets, graphs = None, Eager()

@@ -10,7 +10,7 @@ import torch
 from strobe.attention.base import AttentionBackend
 from strobe.attention.reference import ReferenceBackend
 from strobe.config import EngineConfig
-from strobe.models.config import DecoderConfig
+from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 
 FP8 = torch.float8_e4m3fn
 
@@ -31,36 +31,31 @@ class Choice(NamedTuple):
 
 def choose(
     config: EngineConfig,
-    target: DecoderConfig,
-    draft: DecoderConfig | None,
+    target: TargetConfig,
+    draft: DraftConfig | None,
     device: torch.device,
     dtype: torch.dtype,
-    *,
-    stored_fp8: bool = False,
 ) -> Choice:
-    """stored_fp8: whether the target's checkpoint is in FP8, which weight_dtype auto then keeps on
-    a GPU that has it. Raises ValueError where what is asked for cannot run here, in one sentence
-    that says why."""
-    drafter = draft or target
+    """Raises ValueError where what is asked for cannot run here, in one sentence that says why."""
     wanted, option = config.attention_backend, "attention_backend"
-    attention = _pick(option, wanted, target, device, dtype)
+    attention = _pick(option, wanted, target.decoder, device, dtype)
     if draft is not None and config.draft_attention_backend is not None:
         wanted, option = config.draft_attention_backend, "draft_attention_backend"
-    draft_attention = _pick(option, wanted, drafter, device, dtype)
-    lacking = _lacking(target, device, dtype)
+    draft_attention = _pick(option, wanted, (draft or target).decoder, device, dtype)
+    lacking = _lacking(target.decoder, device, dtype)
     if lacking is None and "reference" in (attention, draft_attention):
         lacking = "the kernels need attention_backend triton"
     kernels = config.kernels != "torch" and lacking is None
     if config.kernels == "triton" and lacking is not None:
         raise ValueError(f"kernels is 'triton', but {lacking}; use kernels auto.")
     lacking = lacking or (None if kernels else "kernels is 'torch'")
-    if lacking is None and target.experts is not None:
+    if lacking is None and target.decoder.experts is not None:
         lacking = "experts have no GEMM in FP8"
     if lacking is None and torch.cuda.get_device_capability(device) < (8, 9):
         lacking = "this GPU has no FP8 (compute capability 8.9 or above)"
     if config.weight_dtype == "fp8" and lacking is not None:
         raise ValueError(f"weight_dtype is 'fp8', but {lacking}; use weight_dtype auto.")
-    fp8 = config.weight_dtype == "fp8" or (stored_fp8 and lacking is None)
+    stored = target.quantization is not None and target.quantization.method == "fp8"
     both = attention == draft_attention == "triton"
     return Choice(
         attention,
@@ -69,7 +64,7 @@ def choose(
         graphs=both and config.cuda_graphs,
         overlap=config.overlap or (2 if device.type == "cuda" else 1),
         kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
-        fp8=fp8,
+        fp8=config.weight_dtype == "fp8" or (stored and lacking is None),
     )
 
 
@@ -95,15 +90,15 @@ def _lacking(decoder: DecoderConfig, device: torch.device, dtype: torch.dtype) -
 
 
 def backends(
-    choice: Choice, target: DecoderConfig, draft: DecoderConfig | None, device: torch.device
+    choice: Choice, target: TargetConfig, draft: DraftConfig | None, device: torch.device
 ) -> tuple[AttentionBackend, AttentionBackend]:
     """The target's and the drafter's."""
     if "triton" not in (choice.attention, choice.draft_attention):
         return ReferenceBackend(), ReferenceBackend()
     from strobe.attention.triton import TritonBackend
 
-    widest = max(target.head_dims + (draft.head_dims if draft is not None else []))
-    triton = TritonBackend(device, widest)
+    widths = target.decoder.head_dims + (draft.decoder.head_dims if draft is not None else [])
+    triton = TritonBackend(device, max(widths))
     names = choice.attention, choice.draft_attention
     first, second = (triton if name == "triton" else ReferenceBackend() for name in names)
     return first, second

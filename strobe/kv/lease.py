@@ -88,7 +88,7 @@ class Lease:
             page = self.pool.lookup(parent)
             if page is None:
                 break
-            self.pool.share([page])
+            self.pool.share(page)
             self.pages.append(page)
             self._keys.append(parent)
         self.length = len(self.pages) * size

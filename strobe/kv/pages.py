@@ -56,12 +56,10 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def share(self, pages: Sequence[int]) -> None:
-        """Add a holder to pages that are held or cached."""
-        for page in pages:
-            if page in self._cached:
-                del self._cached[page]
-            self._holders[page] = self._holders.get(page, 0) + 1
+    def share(self, page: int) -> None:
+        """Add a holder to a page that is held or cached."""
+        self._cached.pop(page, None)
+        self._holders[page] = self._holders.get(page, 0) + 1
 
     def drop(self, pages: Sequence[int]) -> None:
         """Remove a holder; the last one frees a page, or leaves it cached if it was published."""

@@ -10,23 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KVSpec:
-    """The shape of one KV group: its layers, key-value heads and head size. shapes: the latter two
-    of each layer, where they differ."""
+    """The shape of one KV group: key-value heads and head size of each layer."""
 
-    layers: int
-    kv_heads: int
-    head_dim: int
+    shapes: tuple[tuple[int, int], ...]
     dtype: torch.dtype
-    shapes: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def layer_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Key-value heads and head size of each layer."""
-        return self.shapes or ((self.kv_heads, self.head_dim),) * self.layers
 
     def bytes_per_page(self, page_size: int) -> int:
         """Bytes one page of `page_size` tokens takes in this group, keys and values."""
-        values = sum(heads * width for heads, width in self.layer_shapes)
+        values = sum(heads * width for heads, width in self.shapes)
         return 2 * values * page_size * self.dtype.itemsize
 
 
@@ -40,13 +31,13 @@ class KVStore:
     def __init__(self, spec: KVSpec, num_pages: int, page_size: int, device: torch.device):
         self.spec = spec
         slots = num_pages * page_size
-        values = [slots * 2 * heads * width for heads, width in spec.layer_shapes]
+        values = [slots * 2 * heads * width for heads, width in spec.shapes]
         self.data = torch.zeros(sum(values), dtype=spec.dtype, device=device)
-        shapes = [(slots, 2, *shape) for shape in spec.layer_shapes]
+        shapes = [(slots, 2, *shape) for shape in spec.shapes]
         parts = self.data.split(values)
         self.layers = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        if not spec.shapes:
-            self.data = self.data.view(spec.layers, *shapes[0])
+        if len(set(shapes)) == 1:
+            self.data = self.data.view(len(shapes), *shapes[0])
         self._largest = torch.finfo(spec.dtype).max if spec.dtype.itemsize == 1 else None
         # torch has few operations on FP8: there rows are moved as bytes.
         plain = [self._bytes(layer) for layer in self.layers]

@@ -119,19 +119,16 @@ class Checkpoint:
     def fill(self, out: Tensor, part: WeightPart) -> None:
         """Fill one part of a parameter. Pages are let go as soon as they were read, so that the
         host holds no second copy of the weights."""
-        names = list(part.sources)
-        tensors = [self.read(name) for name in names]
+        entries = [self._entries[name] for name in part.sources]
+        tensors = [self.read(name) for name in part.sources]
         if part.fill is not copy or out.ndim == 0:
             part.fill(out, *tensors)
-            for name in names:
-                entry = self._entries[name]
+            for entry in entries:
                 entry.file.release(entry.start, entry.end)
             return
-        entry, stored = self._entries[names[0]], tensors[0]
-        row = (entry.end - entry.start) // len(stored)
-        count = max(AT_ONCE // row, 1)
-        for first in range(0, len(stored), count):
-            some = stored[first : first + count]
-            copy(out[first : first + count], some)
-            start = entry.start + first * row
-            entry.file.release(start, start + len(some) * row)
+        (entry,), (stored,) = entries, tensors
+        start, count = entry.start, max(AT_ONCE // stored[:1].nbytes, 1)
+        for into, some in zip(out.split(count), stored.split(count), strict=True):
+            copy(into, some)
+            entry.file.release(start, start + some.nbytes)
+            start += some.nbytes

@@ -148,6 +148,11 @@ class DraftConfig:
         return "aux_hidden_state_layer_ids" if ours else "target_layer_ids"
 
     @property
+    def head_rows(self) -> int:
+        """Tokens that the head knows."""
+        return self.draft_vocab_size or self.decoder.vocab_size
+
+    @property
     def drafts(self) -> int:
         """Tokens that a block proposes."""
         return self.block_size - (not self.anchor_first)

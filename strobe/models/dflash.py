@@ -42,15 +42,15 @@ class DFlash(Decoder):
         layers = [DecoderLayer(decoder, i) for i in range(decoder.num_layers)]
         super().__init__(decoder, layers, max_positions)
         self.config = config
-        hidden, rows = decoder.hidden_size, config.draft_vocab_size or decoder.vocab_size
+        hidden = decoder.hidden_size
         features = len(config.capture) * (config.target_hidden_size or hidden)
         self.fc = nn.Linear(features, hidden, bias=False)
-        self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
+        self.hidden_norm = RMSNorm(hidden, decoder.rms_norm_eps)
         self._attentions = [layer.self_attn for layer in layers]
         self.embed_tokens = (
             nn.Embedding(decoder.vocab_size, hidden) if "embed_tokens" in own else None
         )
-        self.lm_head = nn.Linear(hidden, rows, bias=False) if "lm_head" in own else None
+        self.lm_head = nn.Linear(hidden, config.head_rows, bias=False) if "lm_head" in own else None
         self.target_ids: Tensor | None = None
         self._shared = (embedding, head_weight)  # in a tuple, or they would count as our own
         self.fp8_head: tuple[Tensor, Tensor] | None = None
@@ -147,6 +147,12 @@ class DFlash(Decoder):
     def plain_head(self) -> bool:
         """Whether logits are the head's output and nothing else."""
         return self.config.output_multiplier == 1.0 and self.config.logit_softcap is None
+
+    @property
+    def head_in_fp8(self) -> bool:
+        """Whether a drafter, which decides no answer, gets a copy of its target's head in FP8:
+        where it needs but the largest logit and cuBLAS takes as many rows (a multiple of 16)."""
+        return self.plain_head and self.config.head_rows % 16 == 0
 
     def pick(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""

@@ -122,21 +122,6 @@ def _fill(
         setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
 
 
-def _finish(module: nn.Module, device: torch.device, dtype: torch.dtype, fp8: bool) -> None:
-    """Fold what is computed once, and freeze."""
-    module.to(device)
-    module.requires_grad_(False)
-    for part in module.modules():
-        if isinstance(part, RotaryTable):
-            part.dtype = dtype
-        if isinstance(part, RMSNorm | Attention):
-            part.fold()
-    if isinstance(module, DFlash):
-        module.join()
-        if fp8 and _head_in_fp8(module):
-            module.fp8_head = fp8_rows(module.head_weight)
-
-
 def _meta_target(config: TargetConfig, max_positions: int) -> Target:
     with torch.device("meta"):
         return make_target(config, max_positions)
@@ -146,16 +131,13 @@ def _meta_draft(
     directory: Path,
     config: DraftConfig,
     max_positions: int,
-    embedding: Tensor,
-    head_weight: Tensor,
-    load_format: str,
+    shared: tuple[Tensor, Tensor],
+    load_format: str = "auto",
 ) -> DFlash:
-    shapes = None
-    if load_format != "dummy":
-        shapes = Checkpoint(directory).shapes()
+    shapes = None if load_format == "dummy" else Checkpoint(directory).shapes()
     own, skipped = draft_parts(shapes, config, directory)
     with torch.device("meta"):
-        module = DFlash(config, embedding, head_weight, max_positions, own)
+        module = DFlash(config, *shared, max_positions, own)
     module.skipped = skipped
     return module
 
@@ -171,7 +153,7 @@ def check_target_tensors(
 def check_draft_tensors(directory: Path, config: DraftConfig, load_format: str = "auto") -> DFlash:
     """The same for a drafter."""
     nothing = torch.empty(0, device="meta")
-    module = _meta_draft(directory, config, 1, nothing, nothing, load_format)
+    module = _meta_draft(directory, config, 1, (nothing, nothing), load_format)
     return _checked(module, directory, load_format)
 
 
@@ -212,21 +194,17 @@ def load_draft(
     if config.embedding_scale is None:
         config = replace(config, embedding_scale=target.config.embedding_scale)
     shared, load_format = (target.embed_tokens.weight, target.head_weight), place.get("load_format")
-    module = _meta_draft(directory, config, max_positions, *shared, load_format or "auto")
+    module = _meta_draft(directory, config, max_positions, shared, load_format or "auto")
     module = _load(module, directory, **place)
     module.share()
     if config.draft_vocab_size is not None:
-        ids = _read_vocabulary(directory, config, load_format)
+        ids = torch.arange(config.draft_vocab_size)
+        if load_format != "dummy":
+            checkpoint = Checkpoint(directory)
+            t2d = checkpoint.read("t2d") if "t2d" in checkpoint.shapes() else None
+            ids = read_target_ids(checkpoint.read("d2t"), t2d, config, directory)
         module.target_ids = ids.to(place["device"])
     return module
-
-
-def _read_vocabulary(directory: Path, config: DraftConfig, load_format: str | None) -> Tensor:
-    if load_format == "dummy":
-        return torch.arange(config.draft_vocab_size or 0)
-    checkpoint = Checkpoint(directory)
-    t2d = checkpoint.read("t2d") if "t2d" in checkpoint.shapes() else None
-    return read_target_ids(checkpoint.read("d2t"), t2d, config, directory)
 
 
 def _load(
@@ -238,6 +216,7 @@ def _load(
     load_format: str = "auto",
     fp8: bool = False,
 ) -> Model:
+    """Fill the module, fold what is computed once, and freeze."""
     how = dtype, device, fp8
     if load_format == "dummy":
         _fill(module, mapping_of(module), _at_random(device), *how)
@@ -248,29 +227,29 @@ def _load(
         order = sorted(mapping, key=lambda name: place[next(iter(mapping[name][0].sources))])
         with progress(directory, sum(map(checkpoint.bytes_of, place))) as told:
             _fill(module, order, _from(checkpoint, mapping, told), *how)
-    _finish(module, device, dtype, fp8)
+    module.to(device)
+    module.requires_grad_(False)
+    for part in module.modules():
+        if isinstance(part, RotaryTable):
+            part.dtype = dtype
+        if isinstance(part, RMSNorm | Attention):
+            part.fold()
+    if isinstance(module, DFlash):
+        module.join()
+        if fp8 and module.head_in_fp8:
+            module.fp8_head = fp8_rows(module.head_weight)
     return module
-
-
-def _head_in_fp8(draft: DFlash) -> bool:
-    """Whether a drafter, which decides no answer, gets a copy of its target's head in FP8: where it
-    needs but the largest logit and cuBLAS takes as many rows (a multiple of 16)."""
-    return draft.plain_head and _head_rows(draft) % 16 == 0
-
-
-def _head_rows(draft: DFlash) -> int:
-    return draft.config.draft_vocab_size or draft.config.decoder.vocab_size
 
 
 def weight_bytes(module: Target | DFlash, dtype: torch.dtype, *, fp8: bool) -> int:
     """What a module's weights take as they are held; the module may be on the meta device."""
-    total, decoder = 0, module.config.decoder
+    total = 0
     for path, part in module.named_modules():
         for parameter in part.parameters(recurse=False):
             kind = dtype if parameter.is_floating_point() else parameter.dtype
             small = fp8 and in_fp8(path, part)
             total += parameter.numel() * (1 if small else kind.itemsize)
             total += len(parameter) * 4 if small else 0
-    if fp8 and isinstance(module, DFlash) and _head_in_fp8(module):
-        total += _head_rows(module) * (decoder.hidden_size + 4)
+    if fp8 and isinstance(module, DFlash) and module.head_in_fp8:
+        total += module.config.head_rows * (module.config.decoder.hidden_size + 4)
     return total

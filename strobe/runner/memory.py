@@ -71,30 +71,23 @@ def plan_pages(
     per_page = sum(group.bytes_per_page(limits.page_size) for group in groups)
     useful = limits.max_num_seqs * limits.max_pages + 1
     least = limits.max_pages + 1
-    free = free_memory(device) - weights
-    if free <= 0:
-        raise ValueError(
-            f"The weights take {weights} bytes, but {device} has {free + weights} bytes free; use "
-            "a smaller model, dtype bfloat16 or another device."
-        )
-    free -= states
-    if free <= 0:
-        raise ValueError(
-            f"max_num_seqs is {limits.max_num_seqs}, whose states of recurrent layers take "
-            f"{states} bytes, but {device} has {free + states} bytes left; ask for fewer."
-        )
-    free -= scratch
-    if free <= 0:
-        raise ValueError(
-            f"A step of {limits.max_num_batched_tokens} rows takes {scratch} bytes beside the "
-            f"weights, but {device} has {free + scratch} bytes left; lower "
-            "max_num_batched_tokens or max_num_seqs."
-        )
+    free = free_memory(device)
+    seqs, rows = f"max_num_seqs is {limits.max_num_seqs}, whose", limits.max_num_batched_tokens
+    smaller = "use a smaller model, dtype bfloat16 or another device"
+    lower = "lower max_num_batched_tokens or max_num_seqs"
+    for what, size, mend in (
+        ("The weights take", weights, smaller),
+        (f"{seqs} states of recurrent layers take", states, "ask for fewer"),
+        (f"A step of {rows} rows takes, beside the weights,", scratch, lower),
+    ):
+        if size >= free:
+            raise ValueError(f"{what} {size} bytes, but {device} has {free} bytes free; {mend}.")
+        free -= size
     tables = limits.max_num_seqs * limits.max_pages * 8
     if tables > free // 2:
         raise ValueError(
-            f"max_num_seqs is {limits.max_num_seqs}, whose page tables take {tables} bytes, but "
-            f"{device} has {free} bytes free; ask for fewer."
+            f"{seqs} page tables take {tables} bytes, but {device} has {free} bytes free; ask for "
+            "fewer."
         )
     if config.kv_cache_memory is not None:
         budget = parse_bytes(config.kv_cache_memory)

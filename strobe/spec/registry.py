@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
-
-import torch
+from typing import Any
 
 from strobe.attention.base import AttentionBackend
 from strobe.config import EngineConfig
 from strobe.kv.store import KVStore
-from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.config_readers.pair import check_pair
 from strobe.models.dflash import DFlash
 from strobe.models.load import check_draft_tensors, load_draft
@@ -27,16 +25,6 @@ from strobe.sampling_params import METHODS
 from strobe.spec.base import HostProposer, Proposer
 from strobe.spec.dflash import DFlashProposer
 from strobe.spec.ngram import NgramProposer
-
-
-class Place(TypedDict):
-    """How weights are held; see `strobe.models.load`."""
-
-    max_positions: int
-    dtype: torch.dtype
-    device: torch.device
-    load_format: str
-    fp8: bool
 
 
 @dataclass(frozen=True)
@@ -58,16 +46,13 @@ class Context:
 class Method:
     """read: the config of the method's own checkpoint, checked against the target's; None where the
     settings name none. check: its module on the meta device, every tensor's header checked. load:
-    its module, given the target's. kv: the layers whose K/V it keeps on the target's pages.
-    capture: the layers of the target whose outputs it reads, as counts of layers done. make: its
+    its module, given the target's and how `strobe.models.load` is to hold its weights. make: its
     proposer, on the device or on the host."""
 
     name: str
     read: Callable[[EngineConfig, TargetConfig], DraftConfig | None]
     check: Callable[[EngineConfig, DraftConfig], DFlash]
     load: Callable[..., DFlash]
-    kv: Callable[[DraftConfig], DecoderConfig]
-    capture: Callable[[DraftConfig], tuple[int, ...]]
     make: Callable[[Context], Proposer | HostProposer]
 
     def __post_init__(self) -> None:
@@ -89,10 +74,8 @@ def _check_dflash(config: EngineConfig, draft: DraftConfig) -> DFlash:
     return check_draft_tensors(Path(config.draft or ""), draft, config.load_format)
 
 
-def _load_dflash(
-    config: EngineConfig, draft: DraftConfig, target: Target, **place: Unpack[Place]
-) -> DFlash:
-    return load_draft(Path(config.draft or ""), draft, target, **place)
+def _load_dflash(config: EngineConfig, draft: DraftConfig, target: Target, **how: Any) -> DFlash:
+    return load_draft(Path(config.draft or ""), draft, target, **how)
 
 
 def _make_dflash(given: Context) -> Proposer:
@@ -121,8 +104,6 @@ DFLASH = Method(
     read=_read_dflash,
     check=_check_dflash,
     load=_load_dflash,
-    kv=lambda draft: draft.decoder,
-    capture=lambda draft: draft.capture,
     make=_make_dflash,
 )
 NGRAM = Method(
@@ -130,8 +111,6 @@ NGRAM = Method(
     read=no_checkpoint,
     check=no_checkpoint,
     load=no_checkpoint,
-    kv=no_checkpoint,
-    capture=lambda draft: (),
     make=lambda given: NgramProposer(given.config.ngram_min, given.config.ngram_max),
 )
 REGISTRY = {method.name: method for method in (DFLASH, NGRAM)}

@@ -24,7 +24,7 @@ class Tokenizer:
         mend = "download or save the checkpoint again."
         if not any((directory / name).exists() for name in ("tokenizer.json", "vocab.json")):
             raise ValueError(f"{directory / 'tokenizer.json'} does not exist; {mend}")
-        self._token_text = functools.lru_cache(1 << 16)(self._decode_one)
+        self.token_text = functools.lru_cache(1 << 16)(self._token_text)
         try:
             self.hf: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
             self.fast: FastTokenizer = self.hf.backend_tokenizer
@@ -48,10 +48,6 @@ class Tokenizer:
             ) from None
         return list(self.fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def token_text(self, token: int) -> str:
-        """One token's text by itself, special tokens included."""
-        return self._token_text(token)
-
     def token_bytes(self, token: int) -> bytes:
         """One token's bytes, also where they are no whole character."""
         text = self.token_text(token)
@@ -65,7 +61,8 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def _decode_one(self, token: int) -> str:
+    def _token_text(self, token: int) -> str:
+        """One token's text by itself, special tokens included."""
         return self.fast.decode([token], skip_special_tokens=False)
 
     def chat_text(

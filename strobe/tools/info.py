@@ -71,7 +71,7 @@ def _draft_facts(path: Path, target: Path | None = None) -> dict[str, Any]:
         "block_size": config.block_size,
         "drafts_per_block": f"{config.drafts}, the first slot "
         + ("predicts too" if config.anchor_first else "holds the newest token"),
-        "draft_vocabulary": config.draft_vocab_size or config.decoder.vocab_size,
+        "draft_vocabulary": config.head_rows,
         "mask_token_id": config.mask_token_id,
         "reads_output_of_target_layers": [k - 1 for k in config.capture],
         "attention": masks,

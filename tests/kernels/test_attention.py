@@ -403,7 +403,7 @@ def test_backend_agrees_with_the_reference(
         bounds=[50, 20, 49],
     )
     assert [group.members for group in groups_of(tuple(sizes), device)] == [(0, 2), (1,)]
-    spec = KVSpec(2, heads, dim, torch.float32)
+    spec = KVSpec(((heads, dim),) * 2, torch.float32)
     history = torch.randn(2, 4 * columns * page_size, 2, heads, dim, generator=draw)
     q = torch.randn(23, heads * 2, dim, generator=draw).to(device)
     k, v = torch.randn(2, 23, heads, dim, generator=draw).to(device)

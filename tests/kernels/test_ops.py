@@ -215,7 +215,7 @@ def test_kernels_compute_what_a_drafters_layers_say(
             contiguous(model)
             model.ops = TritonOps(device, torch.float32)
         block = Cache(decoder, device)
-        store = KVStore(KVSpec(2, 2, 64, torch.float32), 2, 16, device)
+        store = KVStore(KVSpec(((2, 64),) * 2, torch.float32), 2, 16, device)
         x, _ = model(ids, places, block)
         model.write_context(features, places, places + 16, store)
         found.append([x, *block.layers, model.head(x), model.pick(x), store.data])
@@ -305,7 +305,7 @@ def test_a_drafters_block_and_context_launch_no_more(
     model.ops = TritonOps(device, torch.float32)
     ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
     attend = Cache(model.config.decoder, device)
-    store = KVStore(KVSpec(2, 2, 64, torch.float32), 2, 16, device)
+    store = KVStore(KVSpec(((2, 64),) * 2, torch.float32), 2, 16, device)
     features = torch.zeros(ROWS, model.fc.in_features, device=device)
     with Launches(monkeypatch, attend) as launches:
         x, _ = model(ids, places, attend)

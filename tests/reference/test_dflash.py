@@ -295,8 +295,8 @@ def test_drafts_and_context_equal_the_transcription_at_every_step(
         play(engine, watched, wanted, texts)
     assert (engine.stats.preemptions > 0) == scene.preempts
     assert any(hits) >= scene.hits
-    accepted = engine.stats.num_accepted_tokens
-    assert 0 < accepted < engine.stats.num_draft_tokens
+    accepted = engine.stats.speculation.accepted
+    assert 0 < accepted < engine.stats.speculation.drafted
     assert len(watched.true_drafts()) >= 5 * 3 * scene.rounds
     check_drafts(watched, wanted)
 

@@ -253,7 +253,7 @@ def test_pages_hold_the_layers_with_attention_and_no_prefix_is_looked_for(
     with caplog.at_level(logging.WARNING):
         engine = make_engine(config(hybrid[1]))
     assert "Prefix caching is off: no page holds the state" in caplog.text
-    assert engine.parts.stores["target"].spec.layers == 2
+    assert len(engine.parts.stores["target"].layers) == 2
     states = engine.parts.states
     assert states is not None
     held = (states.state, states.window, states.gates, states.length)

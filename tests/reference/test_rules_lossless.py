@@ -514,9 +514,9 @@ def test_speculation_changes_no_token_and_no_log_probability(
         check_all_logprobs(reader, c.feature, answers)
         check_counts(c, requests)
     assert (engine.stats.preemptions > 0) >= c.preempts
-    assert engine.stats.num_draft_tokens > 0
+    assert engine.stats.speculation.drafted > 0
     if c.proposer == "wavering" and c.drafts > 1:
-        assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+        assert 0 < engine.stats.speculation.accepted < engine.stats.speculation.drafted
 
 
 def scripted(reader: Reader, drafts: int, **options: Any) -> tuple[Engine, dict[Request, Any]]:

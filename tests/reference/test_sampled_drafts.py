@@ -149,7 +149,7 @@ def test_answers_follow_the_targets_law(
     assert (None if known is None else known.tolist()) == (KNOWN if reduced else None)
     check_law(answers(engine, ASKED[name], PROMPT), laws(hf, ASKED[name]))
     stats = engine.stats
-    assert 0.1 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.9
+    assert 0.1 < stats.speculation.accepted / stats.speculation.drafted < 0.9
 
 
 HOT = WARM.clone(temperature=3.0)
@@ -190,7 +190,7 @@ def test_sampled_drafts_change_no_token_of_plain_decoding(
     for _ in range(2):  # the second time over what the first left in the cache
         assert run(engine, PROMPTS, SEVERAL) == wanted
     assert run(engine, PROMPTS[::-1], SEVERAL[::-1])[-1] == wanted[0]
-    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+    assert 0 < engine.stats.speculation.accepted < engine.stats.speculation.drafted
 
 
 @pytest.mark.parametrize("overlap", [1, 2])

@@ -593,7 +593,7 @@ def test_what_one_context_takes_is_said_and_suffices(pair: Pair, refused: Callab
     target = build.load_target_config(pair.target)
     groups = list(build.kv_groups(target, {}, torch.float32).values())
     config = build.EngineConfig(target=str(pair.target), kv_cache_memory=int(need))
-    limits = build.resolve_limits(config, model_max=512, drafter_block=None, method="none")
+    limits = build.resolve_limits(config, model_max=512, method="none")
     pages = memory.plan_pages(config, limits, groups, torch.device("cpu"))
     assert pages == 512 // 16 + 1
 
@@ -608,9 +608,8 @@ def test_a_share_of_a_gpus_memory_sizes_the_kv_cache(pair: Pair, monkeypatch: py
     def pages(**options: Any) -> int:
         config = build.EngineConfig(target=str(pair.target), max_num_seqs=10**5, **options)
         limits = build.resolve_limits(
-            config.with_(max_num_batched_tokens=10**6), model_max=512, drafter_block=None,
-            method="none",
-        )  # fmt: skip
+            config.with_(max_num_batched_tokens=10**6), model_max=512, method="none"
+        )
         limits = replace(limits, max_num_seqs=10**4)
         gpu = torch.device("cuda", 0)
         return memory.plan_pages(config, limits, groups, gpu, weights=weights, scratch=scratch)

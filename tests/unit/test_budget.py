@@ -62,7 +62,7 @@ def test_a_random_budget_in_every_step_changes_no_token(seed: int, depth: int):
 def test_a_budget_of_nothing_makes_every_step_a_plain_one():
     world = world_with(Policy(lambda one: 0), 1)
     traffic(world)
-    assert world.scheduler.stats.num_drafts == 0
+    assert world.scheduler.stats.speculation.steps == 0
     assert not world.guesses.asked
 
 

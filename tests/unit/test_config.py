@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -115,11 +117,17 @@ def test_every_option_has_a_sentence_of_help():
         assert field.metadata["help"].endswith("."), field.name
 
 
+def drafter(block: int) -> Any:
+    """What matters of a drafter's config."""
+    return SimpleNamespace(block_size=block, drafts=block - 1, num_drafts=None)
+
+
 def limits(
     *, model_max: int = 100, block: int | None = None, method: str = "none", **changes: object
 ) -> Limits:
     config = EngineConfig(target="t").with_(**changes)
-    return resolve_limits(config, model_max=model_max, drafter_block=block, method=method)
+    draft = None if block is None else drafter(block)
+    return resolve_limits(config, model_max=model_max, draft=draft, method=method)
 
 
 def test_the_context_is_the_models_unless_it_is_asked_shorter():
@@ -171,7 +179,7 @@ def test_page_columns_cover_the_context(length: int, size: int, pages: int):
 
 def test_a_gpu_prefills_more_at_once_and_less_beside_decoding_requests():
     config = EngineConfig(target="t")
-    given = {"model_max": 100, "drafter_block": 16, "method": "dflash"}
+    given = {"model_max": 100, "draft": drafter(16), "method": "dflash"}
     cpu, gpu = resolve_limits(config, **given), resolve_limits(config, **given, gpu=True)
     assert (cpu.max_num_batched_tokens, cpu.max_mixed_tokens) == (2048, None)
     assert (gpu.max_num_batched_tokens, gpu.max_mixed_tokens) == (8192, 512)

@@ -125,7 +125,7 @@ class Worker:
 
     def snapshot(self) -> EngineSnapshot:
         stats, scheduler = self.engine.stats, self.engine.scheduler
-        pool = self.engine.parts.pool
+        pool, counts = self.engine.parts.pool, stats.speculation
         return EngineSnapshot(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -134,10 +134,10 @@ class Worker:
             prompt_tokens=stats.prompt_tokens,
             generation_tokens=stats.generation_tokens,
             preemptions=stats.preemptions,
-            num_drafts=stats.num_drafts,
-            num_draft_tokens=stats.num_draft_tokens,
-            num_accepted_tokens=stats.num_accepted_tokens,
-            accepted_per_position=tuple(stats.accepted_per_position),
+            num_drafts=counts.steps,
+            num_draft_tokens=counts.drafted,
+            num_accepted_tokens=counts.accepted,
+            accepted_per_position=tuple(counts.per_position),
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
         )

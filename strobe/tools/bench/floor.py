@@ -111,7 +111,7 @@ class Shapes:
             return Work()
         decoder, rows = self.draft.decoder, requests * self.rows
         values = linear_values(decoder)
-        head = decoder.hidden_size * (self.draft.draft_vocab_size or decoder.vocab_size)
+        head = decoder.hidden_size * self.draft.head_rows
         block = self.draft.block_size
         observed = observe_values(self.draft)
         small = small_values(decoder) + decoder.hidden_size
