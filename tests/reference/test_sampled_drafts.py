@@ -274,5 +274,6 @@ def test_without_a_drafter_there_is_nothing_to_draw(small: tuple[Any, Path, Path
 @pytest.mark.parametrize("value", ["sampled", None, 1])
 def test_other_ways_to_draw_are_named_in_a_sentence(value: Any, small: tuple[Any, Path, Path]):
     _, target, draft = small
-    with pytest.raises(ValueError, match=r"^draft_sample_method is .*, but must be 'greedy' or 'prob"):
+    sentence = r"^draft_sample_method is .*, but must be 'greedy' or 'prob"
+    with pytest.raises(ValueError, match=sentence):
         resolve(config(target, draft, draft_sample_method=value))
