@@ -73,16 +73,16 @@ class Follower:
 
     def walk(self, drafts: list[int], masks: Masks, ended: NDArray[np.int32]) -> list[Job]:
         """Put forced tokens among the drafts, and give the masks [K + 1, words] still to compute;
-        rows behind the grammar's end are filled in here, by `ended` [words]."""
-        matcher, free, taken, jobs = self.matcher, self.free, 0, list[Job]()
+        the others are filled in here: -1 where rows are free, `ended` behind the grammar's end."""
+        matcher, free, taken, jobs, row = self.matcher, self.free, 0, list[Job](), 0
         known = self.made[-max(len(self.after), 1) :]
         for row in range(len(drafts) + 1):
             stopped = not free and matcher.is_stopped()
-            if stopped:
-                masks[row] = ended
-            elif not free and (not jobs or jobs[-1].matcher is not matcher):
+            if free or stopped:
+                masks[row] = -1 if free else ended
+            elif not jobs or jobs[-1].matcher is not matcher:
                 jobs.append(Job(matcher, row, []))
-            elif not free:
+            else:
                 jobs[-1].tokens.append(drafts[row - 1])
             if row == len(drafts):
                 break
@@ -102,6 +102,7 @@ class Follower:
                         break
                     known[-1] = drafts[row]
                 taken += 1
+        masks[row + 1 :] = -1
         if taken:
             matcher.rollback(taken)
         return jobs
@@ -156,7 +157,6 @@ class GrammarState:
         followed = [(i, f) for i, s in enumerate(slots) if (f := self._followers.get(s))]
         jobs: list[Job] = []
         for i, follower in followed:
-            masks[i] = -1
             if follower.error is None:
                 made = follower.walk(found[i], masks[i], self._ended)
                 jobs += [job._replace(row=i * width + job.row) for job in made]

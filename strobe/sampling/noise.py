@@ -78,7 +78,7 @@ def gumbel(keys: Tensor, positions: Tensor, size: int) -> Tensor:
     return torch.from_numpy(Gumbel(size).of(words.numpy()))
 
 
-def _first_shift(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
+def _first_shift(x: NDArray[Any]) -> NDArray[Any]:
     """Of the hash; that of an xor is the xor of both."""
     return x ^ (x >> _ROUNDS[0][0])
 
