@@ -99,40 +99,34 @@ def by_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
     more than their maximum. The token that wins the race of all is mostly one that the filters
     keep, and then wins theirs, too: only other rows are sorted, and race again."""
     given, words = logits.numpy(), row_words(rows.key, rows.position).numpy()
-    filters = [column.numpy() for column in rows[1:4]]
+    top_p, min_p, top_k = (column.numpy() for column in rows[1:4])
     tokens = given.argmax(-1) if len(given) else np.empty(0, dtype=np.int64)
     top, heat = given[np.arange(len(tokens)), tokens][:, None], rows.temperature.numpy()[:, None]
     scale, noise = 1 / np.maximum(heat, np.float32(COLDEST)), Gumbel(logits.shape[1])
-    index, sort = np.flatnonzero(np.isfinite(top) & (heat > 0)), False
-    while len(index):
-        doubtful: list[NDArray[np.intp]] = []
+    racing = np.flatnonzero(np.isfinite(top) & (heat > 0))
+    ranked = (top_k[racing] > 0) & filtered
+    doubtful = [racing[ranked]]
+    for sort in (False, True):
+        index = np.concatenate(doubtful) if sort else racing[~ranked]
         for first in range(0, len(index), noise.rows):
             places = index[first : first + noise.rows]
-            scores = given[places]
-            scores -= top[places]
-            scores *= scale[places]
+            scores = (given[places] - top[places]) * scale[places]
             if sort:
                 part = RowParams(*[column[torch.from_numpy(places)] for column in rows])
                 scores[~kept(torch.from_numpy(scores).exp(), part).numpy()] = -np.inf
-            summed = noise.of(words[places])
-            summed += scores
-            tokens[places] = won = summed.argmax(-1)
+            tokens[places] = won = (noise.of(words[places]) + scores).argmax(-1)
             if filtered and not sort:
                 lower = np.flatnonzero(scores[np.arange(len(won)), won] < 0)
-                lost, columns = places[lower], [column[places[lower]] for column in filters]
-                doubtful.append(lost[~_surely_kept(scores[lower], won[lower], *columns)])
-        index, sort = np.concatenate(doubtful or [index[:0]]), True
+                some = places[lower]
+                sure = _surely_kept(scores[lower], won[lower], top_p[some], min_p[some])
+                doubtful.append(some[~sure])
     return torch.from_numpy(tokens)
 
 
-def _surely_kept(
-    scores: NDArray[Any], won: NDArray[Any], top_p: Any, min_p: Any, top_k: Any
-) -> NDArray[np.bool_]:
-    """[R, V], [R] -> [R], whether `kept` keeps these tokens however it rounds; not if in doubt."""
-    weights, own = np.exp(scores), scores[np.arange(len(won)), won]
-    first = scores >= own[:, None] - SLACK
-    own, mass = np.exp(own), (weights * first).sum(-1)
-    whole = np.where(top_k > 0, mass, weights.sum(-1))
-    inside = (top_k <= 0) | (first.sum(-1, dtype=np.int32) <= top_k)
-    inside &= mass - own < np.where(top_p < 1, top_p - SLACK, 2) * whole
-    return inside & (own * (1 - SLACK) >= min_p)
+def _surely_kept(scores: Any, won: Any, top_p: Any, min_p: Any) -> NDArray[np.bool_]:
+    """[R, V], [R] -> [R], whether top-p and min-p keep these tokens however `kept` rounds."""
+    weights, own = np.exp(scores), scores[np.arange(len(won)), won][:, None]
+    least = np.exp(own[:, 0])
+    above = (weights * (scores > own - SLACK)).sum(-1) - least
+    inside = above < np.where(top_p < 1, top_p - SLACK, 2) * weights.sum(-1)
+    return inside & (least * (1 - SLACK) >= min_p)
