@@ -90,10 +90,10 @@ def by_torch(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
     if filtered:
         scores.masked_fill_(kept(scores.exp(), rows).logical_not_(), float("-inf"))
     scores += gumbel(rows.key, rows.position, logits.shape[1])
-    racing = torch.isfinite(top[:, 0]) & (rows.temperature > 0)
-    return torch.where(racing, argmax(scores), tokens)
+    return torch.where(top[:, 0].isfinite() & (rows.temperature > 0), argmax(scores), tokens)
 
 
+@np.errstate(over="ignore")
 def by_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
     """sample_rows for a CPU, a few rows at a time, in its cache; rows that are not sampled cost no
     more than their maximum. The token that wins the race of all is mostly one that the filters
@@ -116,17 +116,16 @@ def by_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
                 scores[~kept(torch.from_numpy(scores).exp(), part).numpy()] = -np.inf
             tokens[places] = won = (noise.of(words[places]) + scores).argmax(-1)
             if filtered and not sort:
-                lower = np.flatnonzero(scores[np.arange(len(won)), won] < 0)
-                some = places[lower]
-                sure = _surely_kept(scores[lower], won[lower], top_p[some], min_p[some])
+                own = scores[np.arange(len(won)), won]
+                less, some = own < 0, places[own < 0]
+                sure = _surely_kept(scores[less], own[less], top_p[some], min_p[some])
                 doubtful.append(some[~sure])
     return torch.from_numpy(tokens)
 
 
-def _surely_kept(scores: Any, won: Any, top_p: Any, min_p: Any) -> NDArray[np.bool_]:
-    """[R, V], [R] -> [R], whether top-p and min-p keep these tokens however `kept` rounds."""
-    weights, own = np.exp(scores), scores[np.arange(len(won)), won][:, None]
-    least = np.exp(own[:, 0])
-    above = (weights * (scores > own - SLACK)).sum(-1) - least
-    inside = above < np.where(top_p < 1, top_p - SLACK, 2) * weights.sum(-1)
-    return inside & (least * (1 - SLACK) >= min_p)
+def _surely_kept(scores: Any, own: Any, top_p: Any, min_p: Any) -> NDArray[np.bool_]:
+    """[R, V] -> [R], whether top-p and min-p keep scores own [R], however `kept` rounds."""
+    weights, weight = np.exp(scores), np.exp(own)
+    above = (weights * (scores > own[:, None] - SLACK)).sum(-1) - weight
+    nucleus = np.where(top_p < 1, top_p - SLACK, 2) * weights.sum(-1)
+    return (above < nucleus) & (weight * (1 - SLACK) >= min_p)
