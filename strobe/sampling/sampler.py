@@ -90,49 +90,42 @@ def by_torch(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
     if filtered:
         scores.masked_fill_(kept(scores.exp(), rows).logical_not_(), float("-inf"))
     scores += gumbel(rows.key, rows.position, logits.shape[1])
-    racing = torch.isfinite(top[:, 0]) & (rows.temperature > 0)
-    return torch.where(racing, argmax(scores), tokens)
+    return torch.where(top[:, 0].isfinite() & (rows.temperature > 0), argmax(scores), tokens)
 
 
+@np.errstate(over="ignore")
 def by_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
     """sample_rows for a CPU, a few rows at a time, in its cache; rows that are not sampled cost no
     more than their maximum. The token that wins the race of all is mostly one that the filters
     keep, and then wins theirs, too: only other rows are sorted, and race again."""
     given, words = logits.numpy(), row_words(rows.key, rows.position).numpy()
-    filters = [column.numpy() for column in rows[1:4]]
+    top_p, min_p, top_k = (column.numpy() for column in rows[1:4])
     tokens = given.argmax(-1) if len(given) else np.empty(0, dtype=np.int64)
     top, heat = given[np.arange(len(tokens)), tokens][:, None], rows.temperature.numpy()[:, None]
     scale, noise = 1 / np.maximum(heat, np.float32(COLDEST)), Gumbel(logits.shape[1])
-    index, sort = np.flatnonzero(np.isfinite(top) & (heat > 0)), False
-    while len(index):
-        doubtful: list[NDArray[np.intp]] = []
+    racing = np.flatnonzero(np.isfinite(top) & (heat > 0))
+    ranked = (top_k[racing] > 0) & filtered
+    doubtful = [racing[ranked]]
+    for sort in (False, True):
+        index = np.concatenate(doubtful) if sort else racing[~ranked]
         for first in range(0, len(index), noise.rows):
             places = index[first : first + noise.rows]
-            scores = given[places]
-            scores -= top[places]
-            scores *= scale[places]
+            scores = (given[places] - top[places]) * scale[places]
             if sort:
                 part = RowParams(*[column[torch.from_numpy(places)] for column in rows])
                 scores[~kept(torch.from_numpy(scores).exp(), part).numpy()] = -np.inf
-            summed = noise.of(words[places])
-            summed += scores
-            tokens[places] = won = summed.argmax(-1)
+            tokens[places] = won = (noise.of(words[places]) + scores).argmax(-1)
             if filtered and not sort:
-                lower = np.flatnonzero(scores[np.arange(len(won)), won] < 0)
-                lost, columns = places[lower], [column[places[lower]] for column in filters]
-                doubtful.append(lost[~_surely_kept(scores[lower], won[lower], *columns)])
-        index, sort = np.concatenate(doubtful or [index[:0]]), True
+                own = scores[np.arange(len(won)), won]
+                less, some = own < 0, places[own < 0]
+                sure = _surely_kept(scores[less], own[less], top_p[some], min_p[some])
+                doubtful.append(some[~sure])
     return torch.from_numpy(tokens)
 
 
-def _surely_kept(
-    scores: NDArray[Any], won: NDArray[Any], top_p: Any, min_p: Any, top_k: Any
-) -> NDArray[np.bool_]:
-    """[R, V], [R] -> [R], whether `kept` keeps these tokens however it rounds; not if in doubt."""
-    weights, own = np.exp(scores), scores[np.arange(len(won)), won]
-    first = scores >= own[:, None] - SLACK
-    own, mass = np.exp(own), (weights * first).sum(-1)
-    whole = np.where(top_k > 0, mass, weights.sum(-1))
-    inside = (top_k <= 0) | (first.sum(-1, dtype=np.int32) <= top_k)
-    inside &= mass - own < np.where(top_p < 1, top_p - SLACK, 2) * whole
-    return inside & (own * (1 - SLACK) >= min_p)
+def _surely_kept(scores: Any, own: Any, top_p: Any, min_p: Any) -> NDArray[np.bool_]:
+    """[R, V] -> [R], whether top-p and min-p keep scores own [R], however `kept` rounds."""
+    weights, weight = np.exp(scores), np.exp(own)
+    above = (weights * (scores > own[:, None] - SLACK)).sum(-1) - weight
+    nucleus = np.where(top_p < 1, top_p - SLACK, 2) * weights.sum(-1)
+    return (above < nucleus) & (weight * (1 - SLACK) >= min_p)

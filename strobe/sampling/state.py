@@ -165,7 +165,7 @@ class SamplingState:
             filtered=sampled and (self.kernels or any(mode.filtered for mode in found)),
             processed=any(mode.processed for mode in found),
             grammar=any(mode.grammar for mode in found),
-            logprobs=_rounded(max(tops)) if tops else None,
+            logprobs=next((n for n in TOP_SIZES if n >= max(tops)), max(tops)) if tops else None,
         )
 
     def top_logprobs(self, slots: Sequence[int]) -> dict[int, int]:
@@ -204,7 +204,3 @@ class SamplingState:
         kept &= active[:, None] > 0
         cells = slots[:, None] * self.vocab_size + tokens
         self.tables.counts.view(-1).index_add_(0, cells.view(-1), kept.view(-1).to(torch.int32))
-
-
-def _rounded(top: int) -> int:
-    return next((size for size in TOP_SIZES if size >= top), top)

@@ -67,6 +67,25 @@ def test_top_p_counts_mass_within_what_top_k_left():
     assert weights_of(logits, top_p=0.56)[1] > 0
 
 
+@settings(max_examples=400)
+@given(st.one_of(LOGITS, SPREAD), TEMPERATURES, TOP_P, MIN_P)
+def test_what_is_surely_kept_is_kept(
+    logits: list[float], temperature: float, top_p: float, min_p: float
+):
+    scores = (torch.tensor(logits) - max(logits)) * (1 / temperature)
+    rows = params(len(logits), top_p=top_p, min_p=min_p)
+    sure = sampler._surely_kept(
+        scores.repeat(len(logits), 1).numpy(),
+        scores.numpy(),
+        rows.top_p.numpy(),
+        rows.min_p.numpy(),
+    )
+    found = sampler.kept(scores.exp()[None], params(1, top_p=top_p, min_p=min_p))[0]
+    assert not (torch.from_numpy(sure) & ~found).any()
+    if (scores > -0.01).sum() == 1 and top_p > 0.01 and min_p < 1:
+        assert sure[scores.argmax()]
+
+
 def test_ties_at_the_edge_stay_together():
     logits = [1.0, 2.0, 2.0, 2.0, 0.0]
     for how in ({"top_k": 1}, {"top_k": 2}, {"top_p": 1e-9}, {"min_p": 1.0}):
@@ -159,9 +178,15 @@ def test_banned_tokens_are_never_sampled_and_the_rest_keep_their_distribution(te
     assert stats.chisquare([counts[0], *counts[2:4]], [p * 20_000 for p in wanted]).pvalue > 0.001
 
 
-def test_a_temperature_near_zero_is_greedy():
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40])
+def test_a_temperature_near_zero_is_greedy(temperature: float):
     logits = torch.randn(500, 40, generator=torch.Generator().manual_seed(3)) * 3
-    assert torch.equal(sample_rows(logits, params(500, temperature=1e-6)), logits.argmax(-1))
+    logits[:, 3], logits[:, 5] = -math.inf, -3e38
+    logits[0] *= 1e37
+    for top_p in (1.0, 0.9):
+        rows = params(500, temperature=temperature, top_p=top_p)
+        assert torch.equal(sample_rows(logits, rows), logits.argmax(-1))
 
 
 def test_a_high_temperature_follows_the_flat_distribution_without_overflow():
