@@ -21,7 +21,7 @@ from strobe.kv.store import KVSpec, KVStore
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
 from strobe.models.load import check_target_tensors, load_target, weight_bytes
-from strobe.models.ops import make_ops
+from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.registry import load_target_config
 from strobe.models.target import Target
 from strobe.runner.buckets import Buckets
@@ -174,7 +174,11 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
         name: REGISTRY[name].load(config, draft, target, **how)
         for name, draft in resolved.drafts.items()
     }
-    ops = make_ops(device, dtype, kernels=choice.kernels)
+    ops = TorchOps()
+    if choice.kernels:
+        from strobe.models.ops.triton_ops import TritonOps
+
+        ops = TritonOps(device, dtype)  # models of one stream share a workspace
     for model in (target, *drafters.values()):
         model.ops = ops
     if device.type == "cuda":

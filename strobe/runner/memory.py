@@ -22,14 +22,10 @@ def free_memory(device: torch.device) -> int:
     """Bytes that could still be allocated on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    room = _host_room()
-    return min(room, _container_room(room))
-
-
-def _host_room() -> int:
-    """What Linux says is available, caches that can be dropped included; elsewhere half of all."""
+    # What Linux says is available, caches that can be dropped included; elsewhere half of all.
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return _field(Path("/proc/meminfo"), "MemAvailable:", 1024, whole // 2)
+    room = _field(Path("/proc/meminfo"), "MemAvailable:", 1024, whole // 2)
+    return min(room, _container_room(room))
 
 
 def _container_room(default: int, root: Path = Path("/sys/fs/cgroup")) -> int:
