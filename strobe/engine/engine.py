@@ -249,7 +249,7 @@ class Engine:
         """Have a request's grammar compiled before it is added; another thread may do so. Raises
         ValueError for one that does not compile."""
         if isinstance(sampling.structured_outputs, StructuredOutputs):
-            self.grammars.compile(sampling.structured_outputs)
+            self.grammars.compiler.compile(sampling.structured_outputs)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request from outside: its text met a stop string, or nobody waits for it."""

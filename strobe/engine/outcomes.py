@@ -82,7 +82,7 @@ class Outcomes:
         accepted = min(accepted, committed)
         counts = request.speculation
         counts.add(drafted, accepted)
-        self.stats.verified(drafted, accepted)
+        self.stats.speculation.add(drafted, accepted)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "verify request=%s accepted=%d/%d committed=%d acceptance_rate=%.3f",

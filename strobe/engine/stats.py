@@ -39,10 +39,6 @@ class EngineStats:
     prefix_hits: int = 0
     speculation: SpeculationCount = field(default_factory=SpeculationCount)
 
-    def verified(self, drafted: int, accepted: int) -> None:
-        """Count one request's verify step."""
-        self.speculation.add(drafted, accepted)
-
     def metrics(self) -> list[Metric]:
         """What `LLM.get_metrics()` returns."""
         counts = self.speculation

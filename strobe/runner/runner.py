@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch import Tensor
 from strobe.attention.base import AttentionBackend, Batch
 from strobe.attention.mask import LayerMask
 from strobe.kv.store import KVStore
-from strobe.models.layers import Attend
+from strobe.models.dflash import DFlash
+from strobe.models.target import Target
 from strobe.runner.batch import Layout, Shape, lay_out, own_shape
 from strobe.runner.buckets import Buckets
 from strobe.runner.state import DecodeState
@@ -21,18 +22,6 @@ from strobe.step import TAIL, Span
 
 _SCORED_ROWS = 256
 _LAYOUTS = 64
-
-
-class RowModel(Protocol):
-    """A model over ragged rows: what the runner needs of targets and drafters."""
-
-    def __call__(
-        self, ids: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-    def head(self, x: Tensor) -> Tensor: ...
-
-    def pick(self, x: Tensor) -> Tensor: ...
 
 
 class Output(NamedTuple):
@@ -47,7 +36,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: RowModel,
+        model: Target | DFlash,
         masks: tuple[LayerMask, ...],
         store: KVStore,
         state: DecodeState,

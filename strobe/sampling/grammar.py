@@ -122,10 +122,6 @@ class GrammarState:
         self.compiler = compiler
         self._followers: dict[int, Follower] = {}
 
-    def compile(self, structured: StructuredOutputs) -> LLMatcher:
-        """See `GrammarCompiler.compile`."""
-        return self.compiler.compile(structured)
-
     def __contains__(self, slot: int) -> bool:
         return slot in self._followers
 

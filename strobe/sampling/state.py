@@ -14,7 +14,7 @@ Legend: N slots, R rows of logits, S spans, K drafts per span, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,32 +24,12 @@ from strobe.sampling.noise import noise_key
 from strobe.sampling.processors import ENDS, IN_PROMPT, PROCESSED, STRUCTURED, Tables, process
 from strobe.sampling.processors import LogitRows as LogitRows
 from strobe.sampling.sampler import RowParams, argmax, sample_rows
-from strobe.sampling_params import SamplingParams
+from strobe.step import Admission
 from strobe.transfer import upload
 
 TOP_SIZES = (0, 1, 5, 20)
 """How many top log probabilities are computed, beyond which as many as asked for: each number is a
 graph of its own."""
-
-
-class Admission(Protocol):
-    """A request that takes a slot: tokens, its prompt of num_prompt and then its answer so far;
-    stop_ids, tokens that may not come before min_tokens."""
-
-    @property
-    def slot(self) -> int: ...
-    @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def num_prompt(self) -> int: ...
-    @property
-    def sampling(self) -> SamplingParams: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def sibling(self) -> int: ...
-    @property
-    def stop_ids(self) -> frozenset[int]: ...
 
 
 class SamplingMode(NamedTuple):
