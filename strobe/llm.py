@@ -17,8 +17,16 @@ from strobe.compat.aliases import translate
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
-from strobe.engine.stats import Metric
-from strobe.outputs import Answer, CompletionOutput, Prompt, RequestOutput, StreamDelta, named
+from strobe.outputs import (
+    Answer,
+    CompletionOutput,
+    Metric,
+    Prompt,
+    RequestOutput,
+    StreamDelta,
+    metrics_of,
+    named,
+)
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.step import RequestStart
@@ -62,7 +70,7 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """Counters since the start, the speculation ones under vLLM's names."""
-        return self.engine.stats.metrics()
+        return metrics_of(self.engine.stats)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from strobe.engine.stats import EngineStats
 from strobe.request import FinishReason, SpeculationCount, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.step import TokenEvent
@@ -209,3 +210,39 @@ def named(found: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
     }
     own = Logprob(found.logprob, found.rank, tokenizer.token_text(found.token))
     return {found.token: own, **{t: entry for t, entry in best.items() if t != found.token}}
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A total that only grows."""
+
+    name: str
+    value: int
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Totals by position, from 0."""
+
+    name: str
+    values: list[int]
+
+
+Metric = Counter | Vector
+
+
+def metrics_of(stats: EngineStats) -> list[Metric]:
+    """An engine's counters, under vLLM's names where vLLM has one."""
+    counts = stats.speculation
+    return [
+        Counter("vllm:spec_decode_num_drafts", counts.steps),
+        Counter("vllm:spec_decode_num_draft_tokens", counts.drafted),
+        Counter("vllm:spec_decode_num_accepted_tokens", counts.accepted),
+        Vector("vllm:spec_decode_num_accepted_tokens_per_pos", list(counts.per_position)),
+        Counter("vllm:prompt_tokens", stats.prompt_tokens),
+        Counter("vllm:generation_tokens", stats.generation_tokens),
+        Counter("vllm:num_preemptions", stats.preemptions),
+        Counter("vllm:prefix_cache_queries", stats.prefix_queries),
+        Counter("vllm:prefix_cache_hits", stats.prefix_hits),
+        Counter("strobe:engine_steps", stats.steps),
+    ]

@@ -42,8 +42,12 @@ class SpeculationCount:
 
     def add(self, drafted: int, accepted: int) -> None:
         """Count one verify step."""
-        kept = [1] * accepted + [0] * (drafted - accepted)
-        self.merge(SpeculationCount(1, drafted, accepted, kept))
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.per_position += [0] * (drafted - len(self.per_position))
+        for position in range(accepted):
+            self.per_position[position] += 1
 
     def merge(self, other: SpeculationCount) -> None:
         """Add another's counts."""

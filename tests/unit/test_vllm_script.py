@@ -13,7 +13,7 @@ SCRIPT = """
 import argparse
 
 from strobe import LLM, SamplingParams
-from strobe.engine.stats import Counter, Vector
+from strobe.outputs import Counter, Vector
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model")
