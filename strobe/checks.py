@@ -78,13 +78,10 @@ def _explained(error: ValidationError, kind: Any) -> Exception:
     prefix = getattr(kind, "prefix", "")
     hints = {f.name: f.metadata.get("hint", "") for f in fields(kind)}
     place = "" if "[key]" in path else "".join(f"[{part!r}]" for part in path)
-    must = _MUST[first["type"]].format_map({key: _number(one) for key, one in context.items()})
+    limits = {k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()}
+    must = _MUST[first["type"]].format_map(limits)
     hint = f"; {hints[name]}" if hints.get(name) else "."
     return ValueError(f"{prefix}{name}{place} is {shown(first['input'])}, but must {must}{hint}")
-
-
-def _number(limit: Any) -> str:
-    return f"{limit:g}" if isinstance(limit, float) else str(limit)
 
 
 def shown(value: Any) -> str:

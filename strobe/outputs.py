@@ -154,7 +154,7 @@ class Answer:
             self._detokenizer = self._begin(event)
         output, reason = self.output, event.finish_reason
         delta = self._detokenizer.push(event.tokens, last=reason is not None)
-        made = list(event.tokens[: delta.num_tokens])
+        made = list(event.tokens[: len(delta.pieces)])
         output.token_ids += made
         output.text = self._detokenizer.text
         if delta.stop is not None:
@@ -162,7 +162,7 @@ class Answer:
         elif reason is not None:
             output.finish_reason, output.stop_reason = reason, event.stop_reason
             output.error = event.error
-        logprobs = list(event.logprobs[: delta.num_tokens])
+        logprobs = list(event.logprobs[: len(delta.pieces)])
         if output.logprobs is not None:
             output.logprobs += [named(found, self.tokenizer) for found in logprobs]
             output.cumulative_logprob = sum(

@@ -129,17 +129,14 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Logprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 
 
-def _stop_texts(value: Any) -> Any:
+def _listed(value: Any) -> Any:
+    """None is no item, and a text is one."""
     if value is None:
         return ()
     return as_tuple([value] if isinstance(value, str) else value)
 
 
-def _none_as_empty(value: Any) -> Any:
-    return () if value is None else value
-
-
-Stops = Annotated[Sequence[Annotated[str, Field(min_length=1)]], BeforeValidator(_stop_texts)]
+Stops = Annotated[Sequence[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)]
 
 
 @settings
@@ -196,9 +193,9 @@ class SamplingParams:
         StructuredOutputs | Mapping[str, Any] | None, PlainValidator(StructuredOutputs.of)
     ] = option(None, "What the answer must look like: json, json_object, regex, choice or grammar.")
     stop: Stops = option((), "Texts that end the answer and are cut off it.")
-    stop_token_ids: Annotated[Tokens, BeforeValidator(_none_as_empty)] = option(
-        (), "Token ids that end the answer.", _TOKENS
-    )
+    stop_token_ids: Annotated[
+        Tokens, BeforeValidator(lambda value: () if value is None else value)
+    ] = option((), "Token ids that end the answer.", _TOKENS)
     include_stop_str_in_output: bool = option(False, "Leave the stop text in the answer.")
     ignore_eos: bool = option(False, "The model's own end tokens do not end the answer.")
     skip_special_tokens: bool = option(True, "Leave special tokens out of the text.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
@@ -17,10 +19,11 @@ from strobe.models.config_readers.fp8 import fp8_rows, in_fp8, with_scales
 from strobe.models.config_readers.tensors import draft_parts, read_target_ids
 from strobe.models.dflash import DFlash
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
-from strobe.models.progress import progress
 from strobe.models.registry import make_target
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, mapping_of
+
+logger = logging.getLogger(__name__)
 
 HARMLESS = ("rotary_emb.inv_freq",)
 """Endings of tensors that older exporters wrote and that carry no learned value."""
@@ -63,32 +66,14 @@ def _check(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMapping:
     return mapping
 
 
-Make = Callable[[str, Tensor], None]
-"""(parameter name, its memory on the device) -> its values are there."""
+class Place(TypedDict):
+    """Where and how weights are held. load_format: "dummy" for random ones; fp8: linear
+    layers in FP8."""
 
-
-def _from(checkpoint: Checkpoint, mapping: WeightMapping, told: Callable[[int], object]) -> Make:
-    """The checkpoint's tensors; told: how many bytes were read."""
-
-    def make(name: str, value: Tensor) -> None:
-        for part in mapping[name]:
-            checkpoint.fill(value[part.at], part)
-            told(sum(map(checkpoint.bytes_of, part.sources)))
-
-    return make
-
-
-def _at_random(device: torch.device) -> Make:
-    """Weights that only speed can be measured with: normal, or 1 for norms; the same each time."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def make(name: str, value: Tensor) -> None:
-        if value.ndim == 1 or not value.is_floating_point():
-            value.fill_(1)
-        else:
-            value.normal_(0.0, 0.02, generator=generator)
-
-    return make
+    dtype: torch.dtype
+    device: torch.device
+    load_format: NotRequired[str]
+    fp8: NotRequired[bool]
 
 
 def _memory(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -102,24 +87,64 @@ def _memory(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -
 
 
 def _fill(
-    module: nn.Module,
-    names: Iterable[str],
-    make: Make,
-    dtype: torch.dtype,
-    device: torch.device,
-    fp8: bool,
+    module: nn.Module, names: Iterable[str], make: Callable[[str, Tensor], None], place: Place
 ) -> None:
     """Give the parameters of a module made on the meta device their weights, one after another;
-    linear layers that are to be in FP8 are converted before the next is read."""
+    linear layers that are to be in FP8 are converted before the next is read. make: writes a
+    parameter's values to its memory."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
-        value = _memory(owner.get_parameter(leaf), dtype, device)
+        value = _memory(owner.get_parameter(leaf), place["dtype"], place["device"])
         make(name, value)
-        if fp8 and in_fp8(path, owner):
+        if place.get("fp8") and in_fp8(path, owner):
             value, scale = fp8_rows(value)
             owner.register_buffer("scale", scale, persistent=False)
         setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
+
+
+def _fill_at_random(module: nn.Module, place: Place) -> None:
+    """Weights that only speed can be measured with: normal, or 1 for norms; the same each time."""
+    generator = torch.Generator(place["device"]).manual_seed(0)
+
+    def make(name: str, value: Tensor) -> None:
+        if value.ndim == 1 or not value.is_floating_point():
+            value.fill_(1)
+        else:
+            value.normal_(0.0, 0.02, generator=generator)
+
+    _fill(module, mapping_of(module), make, place)
+
+
+def _read(module: Target | DFlash, checkpoint: Checkpoint, place: Place) -> None:
+    """The checkpoint's tensors, in their files' order. How far it is: a bar on stderr, if that is a
+    terminal, unless the log tells of it or TQDM_DISABLE is set."""
+    from tqdm.auto import tqdm
+
+    mapping = _check(module, checkpoint)
+    at = {name: i for i, name in enumerate(checkpoint.shapes())}
+    order = sorted(mapping, key=lambda name: at[next(iter(mapping[name][0].sources))])
+    total, began = sum(map(checkpoint.bytes_of, at)), time.perf_counter()
+    with tqdm(
+        total=total,
+        desc=f"Loading {checkpoint.directory.name}",
+        unit="B",
+        unit_scale=True,
+        delay=2.0,  # seconds before it is shown
+        leave=False,
+        dynamic_ncols=True,
+        disable=logger.isEnabledFor(logging.INFO) or None,
+    ) as bar:
+
+        def make(name: str, value: Tensor) -> None:
+            for part in mapping[name]:
+                checkpoint.fill(value[part.at], part)
+                bar.update(sum(map(checkpoint.bytes_of, part.sources)))
+
+        _fill(module, order, make, place)
+    seconds, size = max(time.perf_counter() - began, 1e-3), total / 1e9
+    said = "loaded %.2f GB from %s in %.1f s, %.2f GB/s"
+    logger.info(said, size, checkpoint.directory, seconds, size / seconds)
 
 
 def _meta_target(config: TargetConfig, max_positions: int) -> Target:
@@ -163,22 +188,12 @@ def _checked(module: Model, directory: Path, load_format: str) -> Model:
     return module
 
 
-class Place(TypedDict):
-    """Where and how weights are held. load_format: "dummy" for random ones; fp8: linear
-    layers in FP8."""
-
-    dtype: torch.dtype
-    device: torch.device
-    load_format: NotRequired[str]
-    fp8: NotRequired[bool]
-
-
 def load_target(
     directory: Path, config: TargetConfig, *, max_positions: int, **place: Unpack[Place]
 ) -> Target:
     """The target in `directory`, or one of its shape with random weights. Raises ValueError naming
     a tensor that is not as it should be."""
-    return _load(_meta_target(config, max_positions), directory, **place)
+    return _load(_meta_target(config, max_positions), directory, place)
 
 
 def load_draft(
@@ -195,7 +210,7 @@ def load_draft(
         config = replace(config, embedding_scale=target.config.embedding_scale)
     shared, load_format = (target.embed_tokens.weight, target.head_weight), place.get("load_format")
     module = _meta_draft(directory, config, max_positions, shared, load_format or "auto")
-    module = _load(module, directory, **place)
+    module = _load(module, directory, place)
     module.share()
     if config.draft_vocab_size is not None:
         ids = torch.arange(config.draft_vocab_size)
@@ -207,36 +222,22 @@ def load_draft(
     return module
 
 
-def _load(
-    module: Model,
-    directory: Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    load_format: str = "auto",
-    fp8: bool = False,
-) -> Model:
+def _load(module: Model, directory: Path, place: Place) -> Model:
     """Fill the module, fold what is computed once, and freeze."""
-    how = dtype, device, fp8
-    if load_format == "dummy":
-        _fill(module, mapping_of(module), _at_random(device), *how)
+    if place.get("load_format") == "dummy":
+        _fill_at_random(module, place)
     else:
-        checkpoint = Checkpoint(directory)
-        mapping = _check(module, checkpoint)
-        place = {name: i for i, name in enumerate(checkpoint.shapes())}
-        order = sorted(mapping, key=lambda name: place[next(iter(mapping[name][0].sources))])
-        with progress(directory, sum(map(checkpoint.bytes_of, place))) as told:
-            _fill(module, order, _from(checkpoint, mapping, told), *how)
-    module.to(device)
+        _read(module, Checkpoint(directory), place)
+    module.to(place["device"])
     module.requires_grad_(False)
     for part in module.modules():
         if isinstance(part, RotaryTable):
-            part.dtype = dtype
+            part.dtype = place["dtype"]
         if isinstance(part, RMSNorm | Attention):
             part.fold()
     if isinstance(module, DFlash):
         module.join()
-        if fp8 and module.head_in_fp8:
+        if place.get("fp8") and module.head_in_fp8:
             module.fp8_head = fp8_rows(module.head_weight)
     return module
 

@@ -83,9 +83,7 @@ class RotaryTable(nn.Module):
     def forward(self, positions: Tensor) -> Rope:
         """positions [T] int64, each below the table's length -> angles in `dtype`."""
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        if self.dtype != torch.float32:
-            cos, sin = cos.to(self.dtype), sin.to(self.dtype)
-        return cos[:, None], sin[:, None]
+        return cos.to(self.dtype)[:, None], sin.to(self.dtype)[:, None]
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:

@@ -41,15 +41,11 @@ def load_target_config(directory: Path) -> TargetConfig:
     path = directory / "config.json"
     config = read_json(path)
     method = method_of(config)
-    if method not in (None, DFLASH):
-        raise ValueError(
-            f"{path} is that of a drafter for {method}, not of a target, and no such drafters are "
-            f"supported; name the model it drafts for as the target, and {SUPPORTED}."
-        )
     if method is not None:
+        mend = "name it as the drafter" if method == DFLASH else SUPPORTED
         raise ValueError(
-            f"{path} is that of a drafter for {method}; name it as the drafter, and the model it "
-            "drafts for as the target."
+            f"{path} is that of a drafter for {method}, not of a target; name the model it drafts "
+            f"for as the target, and {mend}."
         )
     names, kind = config.get("architectures"), config.get("model_type")
     if not names:

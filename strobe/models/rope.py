@@ -85,11 +85,8 @@ class RopeConfig:
             ends = [math.floor(ends[0]), math.ceil(ends[1])]
         low, high = max(ends[0], 0), min(ends[1], head_dim - 1)
         width = max(high - low, 0.001)
-        found: list[float] = []
-        for i, frequency in enumerate(plain):
-            stretched = min(max((i - low) / width, 0.0), 1.0)
-            found.append(frequency / self.factor * stretched + frequency * (1 - stretched))
-        return found
+        ramp = [min(max((i - low) / width, 0.0), 1.0) for i in range(len(plain))]
+        return [f / self.factor * s + f * (1 - s) for f, s in zip(plain, ramp, strict=True)]
 
     def _pair_of(self, turns: float, head_dim: int) -> float:
         """The pair, a real number, that turns so often over the original context."""

@@ -164,11 +164,10 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 class TextDelta(NamedTuple):
-    """New text, how many of the tokens given made it, the stop string met, if any, and each of
-    those tokens' share of the raw text, a stop string's part included."""
+    """New text, the stop string met, if any, and of each token given that made it its share of the
+    raw text, a stop string's part included."""
 
     text: str
-    num_tokens: int
     stop: str | None
     pieces: list[str]
 
@@ -192,9 +191,8 @@ class Detokenizer:
     ):
         """min_tokens: stop strings are looked for in later tokens only. silent_ids: tokens that
         end the answer and leave no text."""
-        self._fast = tokenizer.fast
+        self._fast, self._skip = tokenizer.fast, skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._skip = skip_special_tokens
         self._stop, self._include_stop, self._min_tokens = tuple(stop), include_stop, min_tokens
         self._silent = silent_ids
         self.ids: list[int] = []
@@ -228,7 +226,7 @@ class Detokenizer:
         hold = 0 if last or stopped is not None else self._held_back()
         end = len(self.text) - hold
         delta, self._sent = self.text[self._sent : end], max(self._sent, end)
-        return TextDelta(delta, len(pieces), stopped, pieces)
+        return TextDelta(delta, stopped, pieces)
 
     def _flush(self) -> None:
         """Bring out bytes that never became a whole character, as decoding all at once would."""
@@ -240,15 +238,14 @@ class Detokenizer:
     def _find_stop(self, added: int) -> str | None:
         if not self._stop or len(self.ids) <= self._min_tokens:
             return None
-        found: tuple[int, str] | None = None
+        found: list[tuple[int, str]] = []
         for stop in self._stop:
             begin = max(self._search_from, len(self.text) - added - len(stop) + 1)
-            at = self.text.find(stop, begin)
-            if at >= 0 and (found is None or at < found[0]):
-                found = (at, stop)
-        if found is None:
+            if (at := self.text.find(stop, begin)) >= 0:
+                found.append((at, stop))
+        if not found:
             return None
-        at, stop = found
+        at, stop = min(found, key=lambda one: one[0])
         self.text = self.text[: at + len(stop) if self._include_stop else at]
         return stop
 
@@ -256,7 +253,6 @@ class Detokenizer:
         """Characters at the end that begin some stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for count in range(min(longest, len(self.text) - self._sent), 0, -1):
-            tail = self.text[-count:]
-            if any(stop.startswith(tail) for stop in self._stop):
+            if any(stop.startswith(self.text[-count:]) for stop in self._stop):
                 return count
         return 0

@@ -227,7 +227,7 @@ def test_json_is_one_object_on_standard_output_and_debug_goes_to_the_other(pair:
             "accepted_per_position", "off_reason",
         ]  # fmt: skip
     loaded, lines = run.stderr.splitlines()[:2], run.stderr.splitlines()[2:]
-    assert all(line.startswith("strobe.models.progress: loaded ") for line in loaded)
+    assert all(line.startswith("strobe.models.load: loaded ") for line in loaded)
     assert len(lines) == sum(o["outputs"][0]["speculation"]["steps"] for o in outputs)
     assert all(line.startswith("strobe.engine.outcomes: verify request=") for line in lines)
 

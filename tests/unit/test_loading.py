@@ -20,7 +20,7 @@ from strobe.models.load import check_target_tensors, load_target
 from strobe.models.registry import load_target_config
 from strobe.models.weight_mapping import mapping_of
 
-LOGGER = "strobe.models.progress"
+LOGGER = "strobe.models.load"
 HOW: dict[str, Any] = {
     "max_positions": 40,
     "dtype": torch.float32,

@@ -34,12 +34,12 @@ def feed(
     deltas: list[str] = []
     used = 0
     for i, chunk in enumerate(chunks):
-        text, count, stop, _ = made.push(chunk, last=i == len(chunks) - 1)
+        text, stop, pieces = made.push(chunk, last=i == len(chunks) - 1)
         deltas.append(text)
-        used += count
+        used += len(pieces)
         if stop is not None:
             return made, deltas, used, stop
-        assert count == len(chunk)
+        assert len(pieces) == len(chunk)
     return made, deltas, used, None
 
 
