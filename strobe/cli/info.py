@@ -1,4 +1,4 @@
-"""`strobe info` on the command line; what is said is in `tools/info.py`."""
+"""`strobe info` on the command line; the facts are made in `tools/info.py`."""
 
 from __future__ import annotations
 

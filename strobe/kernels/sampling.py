@@ -61,7 +61,7 @@ def _ids(step, SEGMENT: tl.constexpr, VECTOR: tl.constexpr):
 def _amounts(
     row,
     top,
-    heat,
+    scale,
     least1,
     least2,
     least3,
@@ -77,7 +77,7 @@ def _amounts(
     for step in range(SEGMENT // WIDTH):
         x = read(row, _ids(step, SEGMENT, VECTOR), V)
         # Ones in float, not bools or selections: two instructions, a comparison and an FMA.
-        weight = 1.0 if COUNT else tl.exp2((x - top) * heat)
+        weight = 1.0 if COUNT else tl.exp2((x - top) * scale)
         amount1 += tl.sum(tl.where(x >= least1, 1.0, 0.0) * weight, 2)
         amount2 += tl.sum(tl.where(x >= least2, 1.0, 0.0) * weight, 2)
         amount3 += tl.sum(tl.where(x >= least3, 1.0, 0.0) * weight, 2)
@@ -88,7 +88,7 @@ def _amounts(
 def _search(
     row,
     top,
-    heat,
+    scale,
     low,
     high,
     goal,
@@ -115,7 +115,7 @@ def _search(
         amount1, amount2, amount3 = _amounts(
             row,
             top,
-            heat,
+            scale,
             _value(key1, SHIFT),
             _value(key2, SHIFT),
             _value(key3, SHIFT),
@@ -134,7 +134,7 @@ def _search(
             done = some == goal
         else:
             # Each token between weighs at least `weight`, which must stand out of the rounding.
-            weight = tl.exp2((_value(low, SHIFT) - top) * heat)
+            weight = tl.exp2((_value(low, SHIFT) - top) * scale)
             done = (some - less < 1.5 * weight) & (weight > 1e-5 * some)
         going = (high - low > 1) & (done == 0)
         fresh = fresh & False
@@ -159,7 +159,7 @@ def _edge(
     row,
     lanes,
     top,
-    heat,
+    scale,
     top_p,
     k,
     V: tl.constexpr,
@@ -177,23 +177,23 @@ def _edge(
         # Each lane has a token of at least its maximum, so the k-th of these is a bound.
         low = _kth_of_lanes(key_of(lanes) >> SHIFT, bottom, high, k)
         low, count, count_above = _search(
-            row, top, heat, low, high, k.to(tl.float32), True, V, SEGMENT, VECTOR, SHIFT
+            row, top, scale, low, high, k.to(tl.float32), True, V, SEGMENT, VECTOR, SHIFT
         )
     if top_p < 1.0:
         edge, above = _value(low, SHIFT), _value(low + 1, SHIFT)
         mass, mass_above, _ = _amounts(
-            row, top, heat, edge, above, above, False, V, SEGMENT, VECTOR
+            row, top, scale, edge, above, above, False, V, SEGMENT, VECTOR
         )
         # The mass of exactly k tokens: of those that tie at the edge, as many as still fit.
-        tied = mass_above + (k.to(tl.float32) - count_above) * tl.exp2((edge - top) * heat)
+        tied = mass_above + (k.to(tl.float32) - count_above) * tl.exp2((edge - top) * scale)
         mass = tl.where(count > k, tied, mass)
         # V tokens that share less than 1 - top_p of the mass are not needed to reach top_p.
-        far = top + tl.log2((1.0 - top_p) * mass * (0.5 / V)) / heat
+        far = top + tl.log2((1.0 - top_p) * mass * (0.5 / V)) / scale
         low = tl.maximum(low, (key_of(far) >> SHIFT).to(tl.int64))
         low = tl.minimum(low, high - 1)
         goal = tl.maximum(top_p * mass, 1e-30)
         low, _mass, _above = _search(
-            row, top, heat, low, high, goal, False, V, SEGMENT, VECTOR, SHIFT
+            row, top, scale, low, high, goal, False, V, SEGMENT, VECTOR, SHIFT
         )
     return _value(low, SHIFT)
 
@@ -229,14 +229,14 @@ def _sample_kernel(
     numbers = tl.sum(nans) == 0
     if (temperature > 0) & numbers & (tl.abs(top) < float("inf")):
         temperature = tl.maximum(temperature, 1e-30)
-        heat = tl.div_rn(LOG2E, temperature)
+        scale = tl.div_rn(LOG2E, temperature)
         top_p = tl.load(top_p_ptr + index)
         min_p = tl.minimum(tl.load(min_p_ptr + index), 1.0)
         k = tl.load(top_k_ptr + index)
         k = tl.where((k > 0) & (k < V), k, V).to(tl.int32)
         edge = tl.full([], float("-inf"), tl.float32)
         if (k < V) | (top_p < 1.0):
-            edge = _edge(row, lanes, top, heat, top_p, k, V, SEGMENT, VECTOR, SHIFT)
+            edge = _edge(row, lanes, top, scale, top_p, k, V, SEGMENT, VECTOR, SHIFT)
         tl.store(facts, top)
         tl.store(facts + 1, tl.div_rn(1.0, temperature))
         tl.store(facts + 2, tl.maximum(edge, LEAST))

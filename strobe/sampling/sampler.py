@@ -85,8 +85,8 @@ def by_torch(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
     """sample_rows by operations that a graph can capture; logits in float32."""
     tokens = argmax(logits)
     top = logits.gather(1, tokens[:, None])
-    heat = torch.where(rows.temperature > 0, rows.temperature.clamp_min(COLDEST), 1.0)
-    scores = (logits - top).mul_(heat.reciprocal_()[:, None])
+    temperature = torch.where(rows.temperature > 0, rows.temperature.clamp_min(COLDEST), 1.0)
+    scores = (logits - top).mul_(temperature.reciprocal_()[:, None])
     if filtered:
         scores.masked_fill_(kept(scores.exp(), rows).logical_not_(), float("-inf"))
     scores += gumbel(rows.key, rows.position, logits.shape[1])
@@ -101,9 +101,10 @@ def by_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
     given, words = logits.numpy(), row_words(rows.key, rows.position).numpy()
     top_p, min_p, top_k = (column.numpy() for column in rows[1:4])
     tokens = given.argmax(-1) if len(given) else np.empty(0, dtype=np.int64)
-    top, heat = given[np.arange(len(tokens)), tokens][:, None], rows.temperature.numpy()[:, None]
-    scale, noise = 1 / np.maximum(heat, np.float32(COLDEST)), Gumbel(logits.shape[1])
-    racing = np.flatnonzero(np.isfinite(top) & (heat > 0))
+    top = given[np.arange(len(tokens)), tokens][:, None]
+    temperature = rows.temperature.numpy()[:, None]
+    scale, noise = 1 / np.maximum(temperature, np.float32(COLDEST)), Gumbel(logits.shape[1])
+    racing = np.flatnonzero(np.isfinite(top) & (temperature > 0))
     ranked = (top_k[racing] > 0) & filtered
     doubtful = [racing[ranked]]
     for sort in (False, True):

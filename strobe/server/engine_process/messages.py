@@ -15,7 +15,7 @@ from strobe.step import TokenEvent
 
 
 class Submit(NamedTuple):
-    """Answer a prompt, `params.n` times. key: names it in all that is said later."""
+    """Answer a prompt, `params.n` times. key: what its events are called by."""
 
     key: int
     prompt_ids: list[int]
