@@ -90,6 +90,24 @@ class Layout:
             return self
         return replace(self, **unpack(self.packed.numpy(), self.shape))
 
+    @functools.cached_property
+    def slot_of_row(self) -> Any:
+        """[T]"""
+        return self.slots[self.span_of_row]
+
+    @functools.cached_property
+    def draft_of_row(self) -> Any:
+        """[T]: which of the device's drafts a row holds; 0 where it holds none."""
+        return (TAIL - 1 - self.tokens).clip(0)
+
+    @functools.cached_property
+    def draft_rows(self) -> Any:
+        """[S, K]: the rows behind each span's certain ones, its drafts and whatever follows."""
+        torch_like = isinstance(self.slots, Tensor)
+        width, last = self.shape.drafts, self.shape.rows - 1
+        steps = torch.arange(width, device=self.slots.device) if torch_like else np.arange(width)
+        return ((self.row_starts + self.certain)[:, None] + steps).clip(max=last)
+
     def select(self, x: Tensor) -> Tensor:
         """Rows [T, ...] -> those with logits, [S * W, ...]."""
         return x if self.logits_rows is None else x.index_select(0, self.logits_rows)

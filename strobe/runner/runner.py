@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from strobe.attention.base import AttentionBackend, Batch
@@ -109,19 +108,13 @@ class ModelRunner:
         where = LogitRows(
             slots=layout.slots.index_select(0, span),
             positions=layout.select(batch.positions) + ahead,
-            drafts=self._drafts(layout, batch),
+            drafts=batch.ids[layout.draft_rows],
             span=span,
             rank=(layout.select(layout.offset) - layout.certain.index_select(0, span) + 1).clamp_(
                 0
             ),
         )
         return self.sampling.sample(self.model.head(rows), where, mode, masks)
-
-    def _drafts(self, layout: Layout, batch: Batch) -> Tensor:
-        """[S, K]: the tokens behind each span's certain rows, its drafts and whatever follows."""
-        steps = torch.arange(layout.shape.drafts, device=batch.ids.device)
-        rows = (layout.row_starts + layout.certain)[:, None] + steps
-        return batch.ids[rows.clamp_(max=layout.shape.rows - 1)]
 
     def score_prompt(self, output: Output, layout: Layout) -> Scores | None:
         """Log probabilities of the prompt tokens behind the scored rows, a few rows at a time."""

@@ -91,18 +91,17 @@ class DecodeState:
 
     def _place(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
         cursor, table = self._array(self.cursor), self._array(self.table)
-        where, slot_of_row = self._where, layout.slots[layout.span_of_row]
+        where, slot_of_row = self._where, layout.slot_of_row
         lengths, newest = cursor[:, 0], cursor[:, 1]
         starts = lengths[layout.slots]
         positions = lengths[slot_of_row] + layout.offset
         kv_slots = table[slot_of_row, positions // self.page_size] + positions
         ids = where(layout.tokens == TAIL, newest[slot_of_row], layout.tokens)
         if drafts is not None and drafts.shape[1]:
-            made = self._array(drafts)[
-                layout.span_of_row, TAIL - 1 - layout.tokens.clip(max=TAIL - 1)
-            ]
+            made = self._array(drafts)[layout.span_of_row, layout.draft_of_row]
             ids = where(layout.tokens < TAIL, made, ids)
-        room = (self.limit - 1 - starts).clip(0)
+        room = self.limit - 1 - starts
+        room = where(room > 0, room, 0)
         found = ids, positions, kv_slots, starts, where(layout.drafts < room, layout.drafts, room)
         return [self._tensor(array) for array in found]
 
@@ -123,11 +122,7 @@ class DecodeState:
         starts, lengths = self._array(batch.starts), self._array(batch.draft_lengths)
         accepted = lengths * 0
         if width := layout.shape.drafts:
-            steps = self._range(width)
-            first = parts.row_starts + parts.certain
-            drafts = self._array(batch.ids)[
-                (first[:, None] + steps).clip(max=layout.shape.rows - 1)
-            ]
+            steps, drafts = self._range(width), self._array(batch.ids)[parts.draft_rows]
             matched = (drafts == sampled[:, :width]) & (steps < lengths[:, None])
             accepted = (matched.cumsum(1) == steps + 1).sum(1)
         if simulated is not None:
