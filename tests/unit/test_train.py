@@ -31,7 +31,7 @@ from strobe.tools.train.blocks import (
 )
 from strobe.tools.train.capture import capture, target_choices
 from strobe.tools.train.data import Corpus, Sample, chat_sample, epoch_order, read_samples
-from strobe.tools.train.draft import draft_config, new_draft, save_draft, unfused
+from strobe.tools.train.draft import as_saved, draft_config, new_draft, save_draft
 from strobe.tools.train.loss import (
     Accuracy,
     Slots,
@@ -445,7 +445,7 @@ def test_export_carries_the_names_of_the_format(tmp_path: Path) -> None:
         *(f"mlp.{n}" for n in ("gate_proj", "up_proj", "down_proj")),
     }
     wanted = {f"layers.{i}.{n}.weight" for i in range(2) for n in names}
-    assert set(unfused(draft)) == wanted | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    assert set(as_saved(draft)) == wanted | {"fc.weight", "hidden_norm.weight", "norm.weight"}
     save_draft(draft, tmp_path, {"bos_token_id": None, "eos_token_id": 1})
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"]

@@ -118,7 +118,7 @@ class Worker:
         the device itself has failed, which ends the process."""
         try:
             return self.engine.step()
-        except Exception:
+        except Exception:  # whatever it is, the requests of other clients go on
             logger.exception("an engine step failed; its requests are tried again, one by one")
             self.engine.check_device()
             return []

@@ -74,7 +74,7 @@ def few_shot_number(text: str, *, expected: str) -> bool:
 
 
 def mathematics(text: str, *, expected: str) -> bool:
-    """MATH: what the box holds; without one, what is said to be the answer, or the last formula."""
+    """MATH: what the box holds; without one, what the text calls its answer, or the last one."""
     text = spoken(text)
     formulas = [next(part for part in found if part) for found in _MATH.findall(text)]
     for place in (boxed(text), said(text), formulas[-1] if formulas else None):
@@ -85,7 +85,7 @@ def mathematics(text: str, *, expected: str) -> bool:
 
 
 def answer(text: str, *, expected: str) -> bool:
-    """A user's own data: the box, what is said to be the answer, or the whole text; where a number
+    """A user's own data: the box, what the text calls the answer, or the whole text; where a number
     is expected, the last one there."""
     text, wanted = spoken(text), expected.strip()
     place = boxed(text)

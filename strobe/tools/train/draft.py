@@ -117,7 +117,7 @@ def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: 
     return draft.to(target.embed_tokens.weight.device)
 
 
-def unfused(draft: DFlash) -> dict[str, Tensor]:
+def as_saved(draft: DFlash) -> dict[str, Tensor]:
     """The parameters under the names of a checkpoint, one linear layer each."""
     mapping, tensors = mapping_of(draft), dict[str, Tensor]()
     for name, parameter in draft.named_parameters():
@@ -171,7 +171,7 @@ def checkpoint_config(draft: DraftConfig, target: dict[str, Any]) -> dict[str, A
 def save_draft(draft: DFlash, directory: Path, target_config: dict[str, Any]) -> None:
     """Write config.json and model.safetensors (bf16), each whole or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {k: v.to("cpu", torch.bfloat16).contiguous() for k, v in unfused(draft).items()}
+    tensors = {k: v.to("cpu", torch.bfloat16).contiguous() for k, v in as_saved(draft).items()}
     weights = directory / "model.safetensors"
     part = weights.with_suffix(".part")
     save_file(tensors, part, metadata={"format": "pt"})
