@@ -35,6 +35,9 @@ UNIT = 2.0**-32 * (1 - 2.0**-23)
 """What takes hash + 1/2 to v: so little below 2^-32 that v, rounded to float32, stays below 1. All
 tokens' v are scaled alike, which changes no race."""
 
+GREATEST = 22.88
+"""More than any noise: -log(-log(1 - UNIT / 2)) is 22.873."""
+
 _CHUNK = 1 << 16
 """Elements that the CPU's form works on at a time, so that they stay in the L2 cache."""
 
@@ -85,13 +88,12 @@ class Gumbel:
         ids = np.arange(size, dtype=np.uint32)
         self.ids = ids ^ (ids >> _ROUNDS[0][0])  # the first shift of an xor is that of its parts
         self.rows = max(_CHUNK // max(size, 1), 1)
-        self._hash, self._other = np.empty((2, self.rows, min(size, _CHUNK)), dtype=np.uint32)
+        self._room = np.empty((2, self.rows * min(size, _CHUNK)), dtype=np.uint32)
 
     def of(self, words: NDArray[np.int64]) -> NDArray[np.float32]:
         """words [R] -> [R, V]."""
         out = np.empty((len(words), len(self.ids)), dtype=np.float32)
-        low, high = words.view(np.uint32).reshape(-1, 2).T[:, :, None]
-        low = low ^ (low >> _ROUNDS[0][0])
+        low, high = _halves(words)[:, :, None]
         for row in range(0, len(words), self.rows):
             some = slice(row, row + self.rows)
             for first in range(0, len(self.ids), _CHUNK):
@@ -99,11 +101,32 @@ class Gumbel:
                 self._fill(self.ids[part], low[some], high[some], out[some, part])
         return out
 
+    def at(self, words: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """words, tokens [C] -> [C], the noise of one token each."""
+        out, ids = np.empty(len(tokens), dtype=np.float32), self.ids[tokens]
+        low, high = _halves(words)
+        for first in range(0, len(tokens), len(self._room[0])):
+            part = slice(first, first + len(self._room[0]))
+            self._fill(ids[part], low[part], high[part], out[part])
+        return out
+
+    def race(
+        self, scores: NDArray[np.float32], words: NDArray[np.int64], least: NDArray[np.float32]
+    ) -> NDArray[np.int64]:
+        """scores [R, V], words [R] -> the first maximum of scores plus noise [R], which has a score
+        of at least `least` [R]: mostly that leaves few tokens whose noise is asked for."""
+        near = scores >= least[:, None]
+        if 4 * np.count_nonzero(near) > near.size:
+            return (self.of(words) + scores).argmax(-1)
+        row, token = np.divmod(np.flatnonzero(near), scores.shape[1])
+        sums, rows = scores[row, token] + self.at(words[row], token), np.arange(len(scores))
+        won = np.flatnonzero(sums == np.maximum.reduceat(sums, np.searchsorted(row, rows))[row])
+        return token[won[np.searchsorted(row[won], rows)]]
+
     def _fill(
         self, ids: NDArray[Any], low: NDArray[Any], high: NDArray[Any], out: NDArray[Any]
     ) -> None:
-        rows, size = out.shape
-        hashed, other = self._hash[:rows, :size], self._other[:rows, :size]
+        hashed, other = (room[: out.size].reshape(out.shape) for room in self._room)
         np.bitwise_xor(ids, low, out=hashed)
         hashed *= np.uint32(_ROUNDS[0][1])
         hashed ^= high
@@ -121,6 +144,12 @@ class Gumbel:
         out -= np.subtract(np.float32(1), u, out=rounded)
         out -= np.log(u, out=u)
         np.negative(np.log(out, out=out), out=out)
+
+
+def _halves(words: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """words [C] -> low, taken through the first shift, and high [2, C]."""
+    low, high = np.ascontiguousarray(words).view(np.uint32).reshape(-1, 2).T
+    return np.stack([low ^ (low >> _ROUNDS[0][0]), high])
 
 
 def gumbel_by_torch(words: Tensor, size: int) -> Tensor:

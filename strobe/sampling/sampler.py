@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from strobe.sampling.noise import Gumbel, gumbel, row_words
+from strobe.sampling.noise import GREATEST, Gumbel, gumbel, row_words
 
 COLDEST = 1e-30
 """The least temperature that is divided by, so that its reciprocal is a float32."""
@@ -100,10 +100,11 @@ def by_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
     keep, and then wins theirs, too: only other rows are sorted, and race again."""
     given, words = logits.numpy(), row_words(rows.key, rows.position).numpy()
     top_p, min_p, top_k = (column.numpy() for column in rows[1:4])
-    tokens = given.argmax(-1) if len(given) else np.empty(0, dtype=np.int64)
-    top = given[np.arange(len(tokens)), tokens][:, None]
+    best = given.argmax(-1) if len(given) else np.empty(0, dtype=np.int64)
+    tokens, top = best.copy(), given[np.arange(len(best)), best][:, None]
     temperature = rows.temperature.numpy()[:, None]
     scale, noise = 1 / np.maximum(temperature, np.float32(COLDEST)), Gumbel(logits.shape[1])
+    least = noise.at(words, best) - GREATEST  # the best token has score 0, and no noise is greater
     racing = np.flatnonzero(np.isfinite(top) & (temperature > 0))
     ranked = (top_k[racing] > 0) & filtered
     doubtful = [racing[ranked]]
@@ -115,7 +116,7 @@ def by_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
             if sort:
                 part = RowParams(*[column[torch.from_numpy(places)] for column in rows])
                 scores[~kept(torch.from_numpy(scores).exp(), part).numpy()] = -np.inf
-            tokens[places] = won = (noise.of(words[places]) + scores).argmax(-1)
+            tokens[places] = won = noise.race(scores, words[places], least[places])
             if filtered and not sort:
                 own = scores[np.arange(len(won)), won]
                 less, some = own < 0, places[own < 0]

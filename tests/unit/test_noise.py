@@ -12,7 +12,7 @@ from scipy import stats
 from slow_sampling import exponential, params, row_word, token_hash
 from torch import Tensor
 
-from strobe.sampling.noise import Gumbel, gumbel, gumbel_by_torch, noise_key, row_words
+from strobe.sampling.noise import GREATEST, Gumbel, gumbel, gumbel_by_torch, noise_key, row_words
 
 COUNT = 40_000
 REAL = 151_936
@@ -73,7 +73,22 @@ def test_the_ends_of_the_noise_are_finite_and_exact(hashed: int):
     for found in (torch.from_numpy(Gumbel(1).of(word.numpy())), gumbel_by_torch(word, 1)):
         assert found.isfinite().all()
         assert close(found.item(), e)
-        assert -3 < found.item() < 23
+        assert -3 < found.item() < GREATEST
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 8.0])
+@pytest.mark.parametrize("size", [1, 7, 2048, REAL])
+def test_the_race_is_the_same_where_hopeless_tokens_are_left_out(spread: float, size: int):
+    scores = spread * torch.randn(9, size, generator=torch.Generator().manual_seed(size))
+    scores = (scores - scores.amax(1, keepdim=True)).numpy()
+    noise = Gumbel(size)
+    words = row_words(torch.arange(9), torch.arange(9)).numpy()
+    whole = noise.of(words)
+    for row, token in ((0, 0), (3, size // 2), (8, size - 1)):
+        alone = noise.at(words[[row]], torch.tensor([token]).numpy())
+        assert alone == whole[row, token]
+    least = noise.at(words, scores.argmax(1)) - GREATEST
+    assert (noise.race(scores, words, least) == (scores + whole).argmax(1)).all()
 
 
 @pytest.mark.parametrize("size", [1, 7, 2048, REAL])
