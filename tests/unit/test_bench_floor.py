@@ -36,8 +36,8 @@ def test_the_bytes_of_qwen3_8b_are_those_counted_by_hand():
     assert plain.drafting(8, 1000) == floor.Work()
     both = shapes_of("qwen3-8b")
     assert both.verify(1, 0).bytes == weights + 16 * row
-    head, context_products = 151936 * 4096, 5 * 2 * 1024 * 4096
-    drafter = 2 * (1_048_626_432 + head + context_products)
+    head, context_gemms = 151936 * 4096, 5 * 2 * 1024 * 4096
+    drafter = 2 * (1_048_626_432 + head + context_gemms)
     assert both.drafting(1, 0).bytes == drafter + 16 * 20_480
     assert both.drafting(4, 300).bytes == drafter + 4 * 316 * 20_480
     assert (weights / 1e9, drafter / 1e9) == (pytest.approx(15.14, abs=0.01),
