@@ -55,7 +55,7 @@ def test_the_bytes_of_qwen3_8b_are_those_counted_by_hand():
         ("gpt-oss-20b", None),
         ("qwen3.5-9b", None),
         ("qwen3.5-35b-a3b", None),
-        ("box", None),
+        ("demo", None),
     ],
 )
 def test_the_presets_have_the_parameters_of_the_modules(name: str, drafter: int | None):
@@ -129,7 +129,7 @@ def test_biases_are_counted(draft: Callable[..., Path]):
 @torch.inference_mode()
 def test_the_operations_are_those_that_torch_counts():
     """With attention taken out of the models."""
-    counts = shapes_of("box")
+    counts = shapes_of("demo")
     config, draft = counts.target, counts.draft
     assert draft is not None
     model = make_target(config, 64)
@@ -164,7 +164,7 @@ def test_the_operations_are_those_that_torch_counts():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 5, 11, 40])
 def test_attention_counts_every_key_that_a_row_sees(causal: bool, window: int | None):
-    decoder = pair_of("box")[1].decoder
+    decoder = pair_of("demo")[1].decoder
     decoder = replace(decoder, num_layers=1, masks=(LayerMask(causal, window),))
     start, rows = 9, 6
     seen = sum(
@@ -177,7 +177,7 @@ def test_attention_counts_every_key_that_a_row_sees(causal: bool, window: int | 
 
 
 def test_a_window_bounds_what_is_read_and_fp8_halves_it():
-    counts = shapes_of("box")
+    counts = shapes_of("demo")
     assert counts.draft is not None
     masks = (LayerMask(False), LayerMask(True, 10), LayerMask(True, 10))
     windowed = replace(
