@@ -2,7 +2,7 @@
 
     python benchmarks/endurance.py [--steps 50000] [--device cuda] [--json FILE]
 
-The pair in the box in bf16 on a GPU, sampling at temperature 1 with top-p 0.9, speculation chosen
+The demo models in bf16 on a GPU, sampling at temperature 1 with top-p 0.9, speculation chosen
 per request at random. Every 1,000 steps the engine's bookkeeping checks itself, against the device
 too; K/V caches must hold numbers only, pages must all come back, and memory and the number of
 captured graphs must end where they were after the first tenth. Exits with 1 where they do not.

@@ -6,7 +6,7 @@ The demo target answers held-out prompts; its logits at every token of the answe
 fp32 twice, and the probability that the two give different tokens under the same noise is computed
 from them exactly, without drawing any noise. Twice is:
 
-    head    the head's products summed in the opposite order
+    head    the head's GEMM summed in the opposite order
     model   the whole answer in one forward, and a token at a time
 
 For weights p and q, with w the sum of either over all tokens:

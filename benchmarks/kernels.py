@@ -4,7 +4,7 @@
 
 Steps run under torch's profiler. Kernels that are launched early overlap with the one before, so
 a kernel's share is the time from the end of the kernel before to its own end; the shares add up to
-the steps' whole time on the device. A line is one kernel with one grid: products of different
+the steps' whole time on the device. A line is one kernel with one grid: GEMMs of different
 sizes share a name and differ in it.
 """
 

@@ -1,4 +1,4 @@
-"""schemathesis in full against a server of the pair in the box: every operation of its OpenAPI
+"""schemathesis in full against a server of the demo models: every operation of its OpenAPI
 document, edge cases of every field and requests at random.
 
     python benchmarks/schema.py [--examples 300] [--seed 1]

@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py [--requests 192] [--concurrency 32] [--rounds 3] [--json FILE]
 
-The same held-out prompts of the pair in the box, greedy, the same number of tokens each way. Ways
+The same held-out prompts of the demo models, greedy, the same number of tokens each way. Ways
 take turns; the best round of each counts. Time to first token is measured at concurrency 1, each
 prompt both ways in turn, and compared prompt by prompt.
 """

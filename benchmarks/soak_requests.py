@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 WORDS = ("pear", "apple", "fig", "kiwi", "plum", "lime", "date", "melon", "grape", "peach", "olive")
 LONG_PROMPT = 6000
-"""Words; three times what the context of the pair in the box holds."""
+"""Words; three times what the context of the demo models holds."""
 
 
 class Wrong(Exception):

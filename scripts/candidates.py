@@ -3,56 +3,56 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product as product_
+from itertools import product
 
-from strobe.kernels.table import GROUP, Config, Product, block_m
+from strobe.kernels.table import GROUP, Config, Gemm, block_m
 
 SHARED = 225 * 1024
 """Bytes of shared memory that tiles in flight may take on a multiprocessor."""
 
 
-def promise(product: Product, rows: int, config: Config, fit: int, processors: int) -> float:
+def promise(gemm: Gemm, rows: int, config: Config, fit: int, processors: int) -> float:
     """The smaller, the likelier to be fast: a guess for the order of measuring only.
 
     fit: programs that fit onto a multiprocessor together.
     """
-    programs = config.tiles(product) * config.split_k
+    programs = config.tiles(gemm) * config.split_k
     resident = min(fit, -(-programs // processors))
     waves = -(-programs // (resident * processors))
     idle = waves * resident * processors / programs - 1
     flying = min(fit, programs / processors) * (config.stages - 1) * config.block_n
-    flying *= config.block_k * product.item
+    flying *= config.block_k * gemm.item
     return (
         (0.3 if waves == 1 else 0.5) * idle
         + 0.02 * (config.split_k - 1)
-        + (config.split_k > 1) * 4 * rows * config.split_k / (product.k * product.item)
+        + (config.split_k > 1) * 4 * rows * config.split_k / (gemm.k * gemm.item)
         + 0.3 * max(0.0, 1 - flying / 80_000)
         + max(0.0, 0.65 * (1 + rows / config.block_n) - 1)  # x from L2, over and over
-        + 0.03 * (config.block_k * product.item < 256)
+        + 0.03 * (config.block_k * gemm.item < 256)
         + 0.05 * (fit < 2 * resident)  # no room for the next kernel to come up beside this one
     )
 
 
-def first_round(product: Product, bucket: int, processors: int) -> list[Config]:
+def first_round(gemm: Gemm, bucket: int, processors: int) -> list[Config]:
     rows = block_m(bucket)
     found: dict[tuple[int, int, int, bool], list[tuple[float, Config]]] = {}
-    shapes = product_(
+    shapes = product(
         [n for n in (32, 64, 128, 256) if n >= rows // 2 and (n < 256 or rows >= 64)],
-        [k for k in (64, 128, 256) if k <= product.k],
+        [k for k in (64, 128, 256) if k <= gemm.k],
         (1, 2, 3, 4),  # programs that fit onto a multiprocessor
-        (True, False) if product.fp8 else (True,),
+        (True, False) if gemm.fp8 else (True,),
     )
     for n, k, fit, groups in shapes:
-        grouped = product.fp8 and groups
-        if (grouped and (k != GROUP or rows > 64)) or (product.gated and n < 64):
+        grouped = gemm.fp8 and groups
+        if (grouped and (k != GROUP or rows > 64)) or (gemm.gated and n < 64):
             continue
-        step = n * k * product.item + rows * k * (2 if grouped else product.item)
-        stages = min(8, SHARED // fit // step - (1 if product.norm else 0))
+        step = n * k * gemm.item + rows * k * (2 if grouped else gemm.item)
+        stages = min(8, SHARED // fit // step - (1 if gemm.norm else 0))
         if stages < 3:
             continue
         warps = 8 if n * rows > 64 * 128 or (grouped and rows > 32) else 4
-        for split in (1,) if product.argmax else range(1, 9):
-            if product.k // k // split < 4:
+        for split in (1,) if gemm.argmax else range(1, 9):
+            if gemm.k // k // split < 4:
                 continue
             config = Config(
                 block_n=n,
@@ -63,19 +63,19 @@ def first_round(product: Product, bucket: int, processors: int) -> list[Config]:
                 groups=groups,
                 prefetch=1024,
             )
-            score = promise(product, rows, config, fit, processors)
+            score = promise(gemm, rows, config, fit, processors)
             found.setdefault((n, k, fit, groups), []).append((score, config))
     # The two best of each family first, so that no family goes untried; then the rest.
     ranked = [sorted(family, key=lambda pair: pair[0]) for family in found.values()]
     order = sorted((pair for f in ranked for pair in f[:2]), key=lambda pair: pair[0])
     order += sorted((pair for f in ranked for pair in f[2:4]), key=lambda pair: pair[0])
     configs = dict.fromkeys(config for _, config in order)
-    if not product.norm:
+    if not gemm.norm:
         return list(configs)
     return [replace(config, fused_norm=fused) for config in configs for fused in (False, True)]
 
 
-def second_round(product: Product, best: list[Config]) -> list[Config]:
+def second_round(gemm: Gemm, best: list[Config]) -> list[Config]:
     """Variants of the best of the first round."""
     variants: list[Config] = []
     for place, config in enumerate(best):
@@ -94,5 +94,5 @@ def second_round(product: Product, best: list[Config]) -> list[Config]:
             replace(config, warps=12 - config.warps),
         ]
     # The gated bulk copy puts W into registers, from where triton 3.6 multiplies no fp8.
-    bulk = not (product.fp8 and product.gated)
+    bulk = not (gemm.fp8 and gemm.gated)
     return [c for c in dict.fromkeys(variants) if c.stages > 1 and (bulk or not c.tma)]

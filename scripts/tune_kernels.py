@@ -1,4 +1,4 @@
-"""Measure the products of few rows on this GPU and keep the fastest in strobe/kernels/table.json.
+"""Measure the GEMMs of few rows on this GPU and keep the fastest in strobe/kernels/table.json.
 
     python scripts/tune_kernels.py --seconds 150
 
@@ -32,12 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from candidates import first_round, second_round
 
-from strobe.kernels import product as kernels
+from strobe.kernels import gemm as kernels
 from strobe.kernels import reference_linear as reference
 from strobe.kernels import table as tables
-from strobe.kernels.linear import Products, Weight
-from strobe.kernels.product import Workspace, launch
-from strobe.kernels.table import Config, Product
+from strobe.kernels.gemm import Workspace, launch
+from strobe.kernels.linear import Gemms, Weight
+from strobe.kernels.table import Config, Gemm
 
 SHAPES = (
     "6144x4096",  # Qwen3-8B and its DFlash drafter: query, key and value
@@ -65,7 +65,7 @@ class Fixed:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def choose(self, product: Product, bucket: int) -> Config:
+    def choose(self, gemm: Gemm, bucket: int) -> Config:
         return self.config
 
 
@@ -95,30 +95,26 @@ def start(arch: int) -> None:
     triton.runtime.driver.set_active(Target(GPUTarget("cuda", arch, 32)))
 
 
-def compile_one(product: Product, bucket: int, config: Config) -> str | None:
+def compile_one(gemm: Gemm, bucket: int, config: Config) -> str | None:
     """Leaves the kernel in triton's cache on disk; returns what went wrong."""
     meta = torch.device("meta")
     fp8 = torch.float8_e4m3fn
-    weight = torch.empty(
-        product.n, product.k, dtype=fp8 if product.fp8 else product.dtype, device=meta
-    )
-    rows = product.fp8 and not config.groups
-    x = torch.empty(bucket, product.k, dtype=fp8 if rows else product.dtype, device=meta)
-    out = torch.empty(bucket, product.outputs, dtype=product.dtype, device=meta)
-    inside = product.norm and config.fused_norm and not rows
+    weight = torch.empty(gemm.n, gemm.k, dtype=fp8 if gemm.fp8 else gemm.dtype, device=meta)
+    rows = gemm.fp8 and not config.groups
+    x = torch.empty(bucket, gemm.k, dtype=fp8 if rows else gemm.dtype, device=meta)
+    out = torch.empty(bucket, gemm.outputs, dtype=gemm.dtype, device=meta)
+    inside = gemm.norm and config.fused_norm and not rows
     workspace = Workspace(meta)
     try:
         launch(
             config,
-            product,
+            gemm,
             workspace,
             x,
-            Weight(weight, torch.empty(product.n, device=meta) if product.fp8 else None),
-            out[:, 0].long() if product.argmax else out,
-            norm=(torch.empty(product.k, dtype=product.dtype, device=meta), 1e-6)
-            if inside
-            else None,
-            residual=out if product.residual else None,
+            Weight(weight, torch.empty(gemm.n, device=meta) if gemm.fp8 else None),
+            out[:, 0].long() if gemm.argmax else out,
+            norm=(torch.empty(gemm.k, dtype=gemm.dtype, device=meta), 1e-6) if inside else None,
+            residual=out if gemm.residual else None,
             x_scale=torch.empty(bucket, device=meta) if rows else None,
             warmup=True,
         )
@@ -132,9 +128,9 @@ def compile_one(product: Product, bucket: int, config: Config) -> str | None:
 
 @dataclass
 class Problem:
-    """One product at one bucket of rows, and what was measured of it."""
+    """One GEMM at one bucket of rows, and what was measured of it."""
 
-    product: Product
+    gemm: Gemm
     bucket: int
     times: dict[Config, float] = field(default_factory=dict)
     """Microseconds a launch."""
@@ -145,12 +141,12 @@ class Problem:
 
     @property
     def name(self) -> str:
-        p = self.product
+        p = self.gemm
         return f"{p.kind:24} {p.n:6}x{p.k:<5} {p.fusion:10} M={self.bucket:<3}"
 
     @property
     def size(self) -> int:
-        return self.product.n * self.product.k * self.product.item
+        return self.gemm.n * self.gemm.k * self.gemm.item
 
     def rate(self, microseconds: float) -> str:
         return f"{microseconds:7.1f} us {self.size / microseconds / 1e6:5.2f} TB/s"
@@ -169,59 +165,59 @@ class Bench:
         self.buffers = {torch.bfloat16: torch.empty(BUFFER, dtype=torch.bfloat16, device=device)}
         self.buffers[torch.bfloat16].normal_(0, 0.02)
         self.workspace = Workspace(device)
-        self.made: tuple[Product, int] | None = None
+        self.made: tuple[Gemm, int] | None = None
 
     def make(self, problem: Problem) -> None:
         """Inputs, copies of the weight, and what the twin says."""
-        product, rows = problem.product, problem.bucket
-        if self.made == (product, rows):
+        gemm, rows = problem.gemm, problem.bucket
+        if self.made == (gemm, rows):
             return
-        self.made = product, rows
-        dtype = torch.float8_e4m3fn if product.fp8 else product.dtype
+        self.made = gemm, rows
+        dtype = torch.float8_e4m3fn if gemm.fp8 else gemm.dtype
         if dtype not in self.buffers:
             wide = self.buffers[torch.bfloat16]
-            parts = (part * 400 if product.fp8 else part for part in wide.split(1 << 27))
+            parts = (part * 400 if gemm.fp8 else part for part in wide.split(1 << 27))
             self.buffers[dtype] = torch.cat([part.to(dtype) for part in parts])
-        elements = product.n * product.k
+        elements = gemm.n * gemm.k
         copies = min(BUFFER // elements, max(1, round(COLD / problem.size)))
         scale = None
-        if product.fp8:
-            scale = torch.rand(product.n, device=self.device) / 400 + 1 / 400
-        flat = self.buffers[dtype][: copies * elements].view(copies, product.n, product.k)
+        if gemm.fp8:
+            scale = torch.rand(gemm.n, device=self.device) / 400 + 1 / 400
+        flat = self.buffers[dtype][: copies * elements].view(copies, gemm.n, gemm.k)
         self.weights = [Weight(data, scale) for data in flat]
         generator = torch.Generator(self.device).manual_seed(rows)
 
         def normal(*shape: int) -> Tensor:
             made = torch.randn(shape, device=self.device, generator=generator)
-            return made.to(product.dtype)
+            return made.to(gemm.dtype)
 
-        self.x = normal(rows, product.k)
-        norm = ((normal(product.k).float() * 0.1 + 1).to(product.dtype), 1e-6)
-        self.fused: dict[str, object] = {"norm": norm if product.norm else None}
-        if not product.argmax:
-            self.fused["residual"] = normal(rows, product.outputs) if product.residual else None
-            self.fused["gated"] = product.gated
+        self.x = normal(rows, gemm.k)
+        norm = ((normal(gemm.k).float() * 0.1 + 1).to(gemm.dtype), 1e-6)
+        self.fused: dict[str, object] = {"norm": norm if gemm.norm else None}
+        if not gemm.argmax:
+            self.fused["residual"] = normal(rows, gemm.outputs) if gemm.residual else None
+            self.fused["gated"] = gemm.gated
         self.want = reference.linear(self.x, self.weights[0], **self.fused)  # type: ignore[arg-type]
 
     def call(
-        self, product: Product, config: Config, *, in_place: bool = False
+        self, gemm: Gemm, config: Config, *, in_place: bool = False
     ) -> Callable[[Weight], Tensor]:
         """in_place: into the residual, as a model does; it then changes with every call."""
-        products = Products(self.device, product.dtype, table=Fixed(config))
-        products.workspace = self.workspace
-        method = products.head_argmax if product.argmax else products.linear
+        gemms = Gemms(self.device, gemm.dtype, table=Fixed(config))
+        gemms.workspace = self.workspace
+        method = gemms.head_argmax if gemm.argmax else gemms.linear
         fused = dict(self.fused)
-        if in_place and product.residual:
+        if in_place and gemm.residual:
             fused["residual"] = fused["out"] = self.fused["residual"].clone()  # type: ignore[attr-defined]
         return lambda weight: method(self.x, weight, **fused)  # type: ignore[arg-type]
 
-    def check(self, product: Product, call: Callable[[Weight], Tensor]) -> None:
+    def check(self, gemm: Gemm, call: Callable[[Weight], Tensor]) -> None:
         got, again = call(self.weights[0]), call(self.weights[0])
         if not torch.equal(got, again):
             raise ArithmeticError("two runs differ")
         want = self.want.float()
-        mean, most = TOLERANCE[product.fp8]
-        if product.argmax:
+        mean, most = TOLERANCE[gemm.fp8]
+        if gemm.argmax:
             won = want.gather(1, got[:, None])[:, 0]
             rough, worst = 0.0, float(((want.amax(1) - won) / want.amax(1)).max())
         else:
@@ -234,8 +230,8 @@ class Bench:
     def measure(self, problem: Problem, config: Config) -> float:
         """Microseconds of one call: the median of replays of a graph of many."""
         self.make(problem)
-        self.check(problem.product, self.call(problem.product, config))
-        call = self.call(problem.product, config, in_place=True)
+        self.check(problem.gemm, self.call(problem.gemm, config))
+        call = self.call(problem.gemm, config, in_place=True)
         launches = max(len(self.weights), round(600 / (problem.size / 4e6)), 2)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -262,7 +258,7 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
                 n, k = map(int, size.split("x"))
                 flags = {name: True for name in fusion.split("+") if name}
                 dtype, fp8 = kinds[kind]
-                yield Problem(Product(n, k, dtype, fp8=fp8, **flags), bucket)
+                yield Problem(Gemm(n, k, dtype, fp8=fp8, **flags), bucket)
 
 
 def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -> list[Problem]:
@@ -277,12 +273,10 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
     def submit(problem: Problem) -> None:
         if not problem.futures:
             if problem.rounds == 0:
-                found = first_round(
-                    problem.product, problem.bucket, properties.multi_processor_count
-                )
+                found = first_round(problem.gemm, problem.bucket, properties.multi_processor_count)
                 problem.candidates = found[: args.first]
             problem.futures = [
-                pool.submit(compile_one, problem.product, problem.bucket, config)
+                pool.submit(compile_one, problem.gemm, problem.bucket, config)
                 for config in problem.candidates
             ]
 
@@ -319,11 +313,11 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
         )
         if problem.times:
             for bucket in (16, 1) if problem.bucket == 16 else (problem.bucket,):
-                tables.record(data, properties.name, capability, problem.product, bucket, best)
+                tables.record(data, properties.name, capability, problem.gemm, bucket, best)
             tables.save(data, Path(args.out))
         if problem.rounds == 0 and problem.times:
             ranked = sorted(problem.times, key=problem.times.__getitem__)[:NEIGHBOURS]
-            problem.candidates = second_round(problem.product, ranked)
+            problem.candidates = second_round(problem.gemm, ranked)
             problem.futures, problem.rounds = [], 1
             submit(problem)
             queue.insert(min(2, len(queue)), problem)
@@ -335,7 +329,7 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
 
 def single(bench: Bench, problem: Problem) -> Problem:
     """One row with what is best for 16."""
-    one = Problem(problem.product, 1)
+    one = Problem(problem.gemm, 1)
     one.cublas = bench.measure(one, Config("cublas"))
     best = problem.best()[0]
     if best.kernel == "triton":
@@ -346,7 +340,7 @@ def single(bench: Bench, problem: Problem) -> Problem:
 def report(done: list[Problem]) -> None:
     defaults = asdict(Config())
     print("\nfastest of each, against the norm, cuBLAS and the gate as kernels of their own")
-    for problem in sorted(done, key=lambda p: (p.product.kind, p.bucket)):
+    for problem in sorted(done, key=lambda p: (p.gemm.kind, p.bucket)):
         config, taken = problem.best()
         fields = {key: value for key, value in asdict(config).items() if value != defaults[key]}
         text = " ".join(f"{key}={value}" for key, value in fields.items())
@@ -357,10 +351,10 @@ def report(done: list[Problem]) -> None:
 def dry(args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
     """Compile both rounds of every problem and say what fails."""
     for problem in problems(args):
-        found = first_round(problem.product, problem.bucket, 132)[: args.first]
-        found += second_round(problem.product, found[:1])
+        found = first_round(problem.gemm, problem.bucket, 132)[: args.first]
+        found += second_round(problem.gemm, found[:1])
         answers = pool.map(
-            compile_one, *zip(*((problem.product, problem.bucket, c) for c in found), strict=True)
+            compile_one, *zip(*((problem.gemm, problem.bucket, c) for c in found), strict=True)
         )
         print(f"{problem.name} {len(found)} candidates", flush=True)
         for config, trouble in zip(found, answers, strict=True):

@@ -16,7 +16,7 @@ LARGEST = 448.0
 """Of e4m3's values."""
 
 
-def is_product(name: str) -> bool:
+def is_linear(name: str) -> bool:
     """Of a layer, experts' too: not the router, the embedding or the head."""
     return name.endswith(("_proj.weight", "_proj"))
 
@@ -39,7 +39,7 @@ def quantize(
     plain: Path,
     block: Block,
     *,
-    stored: Callable[[str], bool] = is_product,
+    stored: Callable[[str], bool] = is_linear,
     dtype: torch.dtype = torch.float32,
     **keys: object,
 ) -> None:

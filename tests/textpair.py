@@ -1,4 +1,4 @@
-"""A tiny pair that reads text: random weights under the tokenizer of the pair in the box."""
+"""A tiny pair that reads text: random weights under the tokenizer of the demo models."""
 
 from __future__ import annotations
 

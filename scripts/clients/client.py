@@ -75,7 +75,7 @@ def environment(folder: Path, *steps: Sequence[str]) -> Client:
 
 @contextmanager
 def serving(log: Path, options: Sequence[str] = ()) -> Iterator[str]:
-    """Strobe's server with the pair in the box on a free port: its address, without a path.
+    """Strobe's server with the demo models on a free port: its address, without a path.
 
     It has answered one request, so that the first one measured does not pay for what is lazy.
     """

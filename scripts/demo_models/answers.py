@@ -1,7 +1,7 @@
 """The demo target's own answers to its training prompts, in large batches on one GPU.
 
 The target runs through Strobe's own module with a dense cache: every row of a batch is at the same
-slot of the cache, prompts are padded on the left. Products are fp32, keys and values bf16.
+slot of the cache, prompts are padded on the left. GEMMs are fp32, keys and values bf16.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DenseCache:
         start, end = self.filled - rows, self.filled
         self.keys[layer, :, :, start:end], self.values[layer, :, :, start:end] = k, v
         k, v = self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
-        if rows == 1:  # the query heads of a group are rows of one product
+        if rows == 1:  # the query heads of a group are rows of one GEMM
             out = F.scaled_dot_product_attention(
                 q.unflatten(1, (-1, groups)).squeeze(3), k, v, attn_mask=self._mask
             ).flatten(1, 2)[:, :, None]

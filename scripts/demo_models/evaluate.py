@@ -1,4 +1,4 @@
-"""Right answers and acceptance of the pair in the box on held-out prompts, by Strobe itself.
+"""Right answers and acceptance of the demo models on held-out prompts, by Strobe itself.
 
     python scripts/demo_models/evaluate.py --count 40 --json docs/demo_models/evaluation.json
 

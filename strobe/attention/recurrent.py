@@ -20,7 +20,7 @@ from strobe.kv.states import StateSpec, StateStore
 from strobe.kv.store import KVStore
 
 CHUNK = 64
-"""Rows that are taken in by one product of matrices, where there are many."""
+"""Rows that are taken in by one GEMM, where there are many."""
 FEW = 16
 """Up to here rows are taken in one by one."""
 

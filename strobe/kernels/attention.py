@@ -263,7 +263,7 @@ def _add_up(
     _write(out, (acc, top, total), first_row, pairs, head, size, sinks, G, HEADS, D, SINKS)
 
 
-# The interpreter has no products in bfloat16: it computes in float32.
+# The interpreter has no tl.dot in bfloat16: it computes in float32.
 _INTERPRETED = not isinstance(_attention, triton.JITFunction)
 _NO_WINDOW = 1 << 30
 _MOST_PIECES = 64

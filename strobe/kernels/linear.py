@@ -1,8 +1,8 @@
 # pyright: basic
-"""The products of a model: one kernel each where rows are few, cuBLAS between kernels where many.
+"""The GEMMs of a model: one kernel each where rows are few, cuBLAS between kernels where many.
 
 Legend: M rows of x, K columns, W [N, K] row-major (gated: [2I, K], gate rows then up rows), V the
-vocabulary. The kernel is in product.py, what chooses its configuration in table.py.
+vocabulary. The kernel is in gemm.py, what chooses its configuration in table.py.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from strobe.kernels.product import Scaled, Workspace, launch
+from strobe.kernels.gemm import Scaled, Workspace, launch
 from strobe.kernels.rowwise import quantize_rows, rms_norm, silu_mul
 from strobe.kernels.sampling import argmax
-from strobe.kernels.table import BUCKETS, Config, Product, Table, Weight, bucket_of
+from strobe.kernels.table import BUCKETS, Config, Gemm, Table, Weight, bucket_of
 
-__all__ = ["Products", "Scaled", "Weight"]
+__all__ = ["Gemms", "Scaled", "Weight"]
 
 
 class Chooser(Protocol):
     """`Table`, or what a test or the tuner puts in its place."""
 
-    def choose(self, product: Product, bucket: int) -> Config: ...
+    def choose(self, gemm: Gemm, bucket: int) -> Config: ...
 
 
-class Products:
-    """The products of one model on one stream, each computed as the table says.
+class Gemms:
+    """The GEMMs of one model on one stream, each computed as the table says.
 
-    Up to `max_rows` rows (at most 128) a product may be triton's; above it is cuBLAS's between
-    the row-wise kernels. Run every product once at each bucket of rows before a graph is captured:
+    Up to `max_rows` rows (at most 128) a GEMM may be triton's; above it is cuBLAS's between
+    the row-wise kernels. Run every GEMM once at each bucket of rows before a graph is captured:
     that compiles the kernel and makes room in the workspace.
     """
 
@@ -47,7 +47,7 @@ class Products:
         self.table = Table.of(device) if table is None else table
         self.max_rows = max_rows
         self.workspace = Workspace(device)
-        self.chosen: dict[tuple[object, ...], tuple[Config, Product]] = {}
+        self.chosen: dict[tuple[object, ...], tuple[Config, Gemm]] = {}
 
     def linear(
         self,
@@ -69,17 +69,15 @@ class Products:
         silu(gate) * up, or with gelu in its tanh form for silu; the result is [M, I]. out: where to
         put the result, which may be residual itself. x, residual and out may have a row stride.
         """
-        # The kernel of a scaled x is that of a product without norm.
+        # The kernel of a scaled x is that of a GEMM without norm.
         chosen = norm if scaled is None else None
-        config, product = self._choose(
-            x, weight, chosen, gated=gated, residual=residual is not None
-        )
+        config, gemm = self._choose(x, weight, chosen, gated=gated, residual=residual is not None)
         if config.kernel == "cublas":
             return self._in_parts(x, weight, norm, residual, gated, out, bias, gelu)
         if out is None:
-            out = x.new_empty(x.shape[0], product.outputs)
+            out = x.new_empty(x.shape[0], gemm.outputs)
         around = {"bias": bias, "gelu": gelu}
-        self._launch(config, product, x, weight, norm, residual, out, scaled=scaled, **around)
+        self._launch(config, gemm, x, weight, norm, residual, out, scaled=scaled, **around)
         return out
 
     def add(
@@ -94,18 +92,18 @@ class Products:
     ) -> tuple[Tensor, Scaled | None]:
         """residual + x Wᵀ + bias [M, N], and that again as the norm of weight `then` [N] wants it.
 
-        The latter costs nothing here and saves the next product its norm: hand it on as `scaled`
-        with the result as x. None where that is not to be had: then the next product does it all.
+        The latter costs nothing here and saves the next GEMM its norm: hand it on as `scaled`
+        with the result as x. None where that is not to be had: then the next GEMM does it all.
         """
-        config, product = self._choose(x, weight, None, residual=True)
+        config, gemm = self._choose(x, weight, None, residual=True)
         if config.kernel == "cublas":
             return self._in_parts(x, weight, None, residual, False, out, bias), None
         if out is None:
-            out = x.new_empty(x.shape[0], product.outputs)
+            out = x.new_empty(x.shape[0], gemm.outputs)
         # fp16 has no room for a row that is not yet divided by its root mean square.
         wanted = None if self.dtype == torch.float16 else then
         return out, self._launch(
-            config, product, x, weight, None, residual, out, then=wanted, bias=bias
+            config, gemm, x, weight, None, residual, out, then=wanted, bias=bias
         )
 
     def head_argmax(
@@ -121,11 +119,11 @@ class Products:
         Logits are rounded to the model's dtype first; the lowest id wins a tie, and NaN counts as
         the largest, as in torch.argmax. The logits are never in memory.
         """
-        config, product = self._choose(x, weight, norm if scaled is None else None, argmax=True)
+        config, gemm = self._choose(x, weight, norm if scaled is None else None, argmax=True)
         if config.kernel == "cublas":
             return argmax(self._in_parts(x, weight, norm, None, False, None))
         out = x.new_empty(x.shape[0], dtype=torch.int64)
-        self._launch(config, product, x, weight, norm, None, out, scaled=scaled)
+        self._launch(config, gemm, x, weight, norm, None, out, scaled=scaled)
         return out
 
     def _choose(
@@ -137,22 +135,22 @@ class Products:
         gated: bool = False,
         residual: bool = False,
         argmax: bool = False,
-    ) -> tuple[Config, Product]:
+    ) -> tuple[Config, Gemm]:
         rows, fp8 = x.shape[0], weight.scale is not None
         bucket = bucket_of(rows) if rows <= self.max_rows else 0
         key = weight.data.shape, fp8, norm is not None, gated, residual, argmax, bucket
         choice = self.chosen.get(key)
         if choice is None:
             n, k = weight.data.shape
-            product = Product(n, k, self.dtype, fp8, norm is not None, gated, residual, argmax)
-            config = self.table.choose(product, bucket) if bucket else Config("cublas")
-            choice = self.chosen[key] = config, product
+            gemm = Gemm(n, k, self.dtype, fp8, norm is not None, gated, residual, argmax)
+            config = self.table.choose(gemm, bucket) if bucket else Config("cublas")
+            choice = self.chosen[key] = config, gemm
         return choice
 
     def _launch(
         self,
         config: Config,
-        product: Product,
+        gemm: Gemm,
         x: Tensor,
         weight: Weight,
         norm: tuple[Tensor, float] | None,
@@ -165,9 +163,9 @@ class Products:
         gelu: bool = False,
     ) -> Scaled | None:
         x_scale = None
-        rows = product.fp8 and not config.groups
+        rows = gemm.fp8 and not config.groups
         # fp16 has no room for a row that is not yet divided by its root mean square.
-        narrow = product.dtype == torch.float16 and not product.fp8
+        narrow = gemm.dtype == torch.float16 and not gemm.fp8
         if rows:
             scaled = None
         if norm is not None and scaled is None and (rows or narrow or not config.fused_norm):
@@ -176,7 +174,7 @@ class Products:
             x, x_scale = quantize_rows(x)
         return launch(
             config,
-            product,
+            gemm,
             self.workspace,
             x,
             weight,
@@ -205,7 +203,7 @@ class Products:
         if norm is not None:
             x = rms_norm(x, *norm)
         if weight.scale is not None:
-            y = _fp8_product(x, weight.data, weight.scale)
+            y = _fp8_gemm(x, weight.data, weight.scale)
             y = y if bias is None else y.add_(bias)
         elif residual is None or gated:
             into = None if gated else out
@@ -223,7 +221,7 @@ class Products:
         return y if out is None or out is y else out.copy_(y)
 
 
-def _fp8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def _fp8_gemm(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     rows, x_scale = quantize_rows(x)
     if x.is_cuda and weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0:
         # By rows cuBLAS writes bf16 only.

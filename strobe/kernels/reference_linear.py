@@ -1,4 +1,4 @@
-"""The products of linear.py in plain torch: fp32 inside, rounded to the model's dtype in between.
+"""The GEMMs of linear.py in plain torch: fp32 inside, rounded to the model's dtype in between.
 
 Legend: M rows of x, K columns, W [N, K] row-major (gated: [2N, K], gate rows then up rows), V the
 vocabulary.
@@ -34,7 +34,7 @@ def linear(
     gelu: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K], weight [N, K] -> [M, N]: residual + act(norm(x) Wᵀ + bias); `Products.linear`."""
+    """x [M, K], weight [N, K] -> [M, N]: residual + act(norm(x) Wᵀ + bias); `Gemms.linear`."""
     if norm is not None:
         x = rms_norm(x, *norm)
     wide = x.float() if weight.scale is None else _quantized(x)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strobe.kernels.linear import Products, Scaled, Weight
+from strobe.kernels.linear import Gemms, Scaled, Weight
 
 
 class FusedResidual:
@@ -47,7 +47,7 @@ class FusedResidual:
 
     def add_linear(
         self,
-        products: Products,
+        gemms: Gemms,
         x: Tensor,
         weight: Weight,
         bias: Tensor | None,
@@ -61,9 +61,9 @@ class FusedResidual:
             out = torch.empty_like(out, memory_format=torch.contiguous_format)
         then, scaled = self._then if then is None else then, None
         if then is None:
-            products.linear(x, weight, bias=bias, residual=self.value, out=out)
+            gemms.linear(x, weight, bias=bias, residual=self.value, out=out)
         else:
-            _, scaled = products.add(x, weight, self.value, bias=bias, then=then, out=out)
+            _, scaled = gemms.add(x, weight, self.value, bias=bias, then=then, out=out)
         self.value = out
         self._left = None if scaled is None or then is None else (out, then, scaled)
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Row-wise kernels: norms, rotary embedding with the K/V store, the gated product, fp8 rows.
+"""Row-wise kernels: norms, rotary embedding with the K/V store, the gated activation, fp8 rows.
 
 All compute in fp32 and round once, where they write. They read and write 16 bytes a thread and are
 bound by memory at many rows and by the launch at few, so the grid is chosen by the row count.

@@ -1,6 +1,6 @@
-"""Which configuration serves which product: measured (`table.json`), or a guess for unknown shapes.
+"""Which configuration serves which GEMM: measured (`table.json`), or a guess for unknown shapes.
 
-The choice depends on the product and on the bucket of its row count, never on the row count itself,
+The choice depends on the GEMM and on the bucket of its row count, never on the row count itself,
 so that a row's result does not change with its company inside a bucket.
 """
 
@@ -20,7 +20,7 @@ BUCKETS = (1, 16, 32, 64, 128)
 PATH = Path(__file__).with_name("table.json")
 
 GROUP = 128
-"""Columns of x that share a scale where W is fp8 and x is quantised inside the product."""
+"""Columns of x that share a scale where W is fp8 and x is quantised inside the GEMM."""
 
 SHARED_MEMORY = 227 * 1024
 """Bytes that the programs on one multiprocessor of an sm_90 share."""
@@ -34,7 +34,7 @@ class Weight(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Gemm:
     """What is computed: y = x Wᵀ with what is fused around it. `n`, `k`: rows and columns of W."""
 
     n: int
@@ -71,7 +71,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a product is computed. The fields behind `kernel` are for triton."""
+    """How a GEMM is computed. The fields behind `kernel` are for triton."""
 
     kernel: Literal["triton", "cublas"] = "triton"
     block_n: int = 64
@@ -83,7 +83,7 @@ class Config:
     stages: int = 4
     """Tiles of W in flight in one program, and one in use."""
     fused_norm: bool = True
-    """The norm in the product's own kernel, not in one before it."""
+    """The norm in the GEMM's own kernel, not in one before it."""
     groups: bool = True
     """fp8: x is quantised inside the kernel by groups of columns, not before by rows."""
     tma: bool = False
@@ -91,9 +91,9 @@ class Config:
     prefetch: int = 0
     """Bytes of each row of W brought into L2 while the kernel before still runs."""
 
-    def tiles(self, product: Product) -> int:
-        columns = self.block_n // 2 if product.gated else self.block_n
-        return -(-product.outputs // columns)
+    def tiles(self, gemm: Gemm) -> int:
+        columns = self.block_n // 2 if gemm.gated else self.block_n
+        return -(-gemm.outputs // columns)
 
 
 def bucket_of(rows: int) -> int:
@@ -118,56 +118,56 @@ def balanced_split(tiles: int, blocks: int, slots: int) -> int:
     return min((split for split in range(1, 9) if split == 1 or blocks // split >= 4), key=cost)
 
 
-def guess(product: Product, bucket: int, processors: int = 132) -> Config:
+def guess(gemm: Gemm, bucket: int, processors: int = 132) -> Config:
     """A configuration for a shape that nobody measured.
 
     64 rows of W a tile (128 where a tile of x is large or W is gated), 128 columns a step, as many
     stages as let two programs share a multiprocessor, and the split that fills all of them evenly.
     """
     m = block_m(bucket)
-    if product.dtype == torch.float32 and not product.fp8:  # no tensor cores: small tiles
+    if gemm.dtype == torch.float32 and not gemm.fp8:  # no tensor cores: small tiles
         n, k, stages, warps = 32, 32, 3, 4
     else:
-        n = 128 if product.gated or m > 64 else 64
-        k = 128 if m < 128 or product.fp8 else 64
+        n = 128 if gemm.gated or m > 64 else 64
+        k = 128 if m < 128 or gemm.fp8 else 64
         warps = 8 if m * n >= 128 * 64 else 4
-        step = (n + m) * k * product.item
+        step = (n + m) * k * gemm.item
         stages = max(3, min(6, SHARED_MEMORY // 2 // step))
     config = Config(
         block_n=n, block_k=k, warps=warps, stages=stages, groups=bucket <= 32, prefetch=512
     )
-    if product.argmax:
+    if gemm.argmax:
         return config
-    split = balanced_split(config.tiles(product), -(-product.k // k), 2 * processors)
+    split = balanced_split(config.tiles(gemm), -(-gemm.k // k), 2 * processors)
     return replace(config, split_k=split)
 
 
 class Table:
-    """Measured configurations of one GPU, by product and bucket.
+    """Measured configurations of one GPU, by GEMM and bucket.
 
-    `data`: name of the GPU -> {"capability": "9.0", "products": {kind: {fusion: {"NxK": {bucket:
+    `data`: name of the GPU -> {"capability": "9.0", "gemms": {kind: {fusion: {"NxK": {bucket:
     fields of Config that differ from the defaults}}}}}. A GPU that is not in it takes the entries
     of one with its compute capability.
     """
 
     def __init__(self, data: dict[str, Any], gpu: str = "", capability: str = "") -> None:
         same = [entry for entry in data.values() if entry["capability"] == capability]
-        entry = data.get(gpu) or (same[0] if same else {"products": {}})
-        self.products: dict[str, Any] = entry["products"]
+        entry = data.get(gpu) or (same[0] if same else {"gemms": {}})
+        self.gemms: dict[str, Any] = entry["gemms"]
         self.processors = 132
 
-    def choose(self, product: Product, bucket: int) -> Config:
+    def choose(self, gemm: Gemm, bucket: int) -> Config:
         """What was measured for it, or for it without norm or residual or with them; or `guess`."""
-        kind = self.products.get(product.kind, {})
+        kind = self.gemms.get(gemm.kind, {})
         for norm, residual in ((0, 0), (0, 1), (1, 0), (1, 1)):
             like = replace(
-                product, norm=product.norm ^ bool(norm), residual=product.residual ^ bool(residual)
+                gemm, norm=gemm.norm ^ bool(norm), residual=gemm.residual ^ bool(residual)
             )
             sizes = kind.get(like.fusion, {})
-            found = sizes.get(f"{product.n}x{product.k}", {}).get(str(bucket))
+            found = sizes.get(f"{gemm.n}x{gemm.k}", {}).get(str(bucket))
             if found is not None:
                 return Config(**found)
-        return guess(product, bucket, self.processors)
+        return guess(gemm, bucket, self.processors)
 
     @classmethod
     def of(cls, device: torch.device) -> Table:
@@ -186,7 +186,7 @@ def load() -> dict[str, Any]:
 
 
 def save(data: dict[str, Any], path: Path = PATH) -> None:
-    """As JSON, the buckets of one product on a line each."""
+    """As JSON, the buckets of one GEMM on a line each."""
 
     def text(value: Any, depth: int) -> str:
         if depth == 6 or not value or not isinstance(value, dict):
@@ -200,7 +200,7 @@ def save(data: dict[str, Any], path: Path = PATH) -> None:
 
 
 def record(
-    data: dict[str, Any], gpu: str, capability: str, product: Product, bucket: int, config: Config
+    data: dict[str, Any], gpu: str, capability: str, gemm: Gemm, bucket: int, config: Config
 ) -> None:
     """Put `config` into `data`, in the form that `Table` reads."""
     defaults = Config()
@@ -209,6 +209,6 @@ def record(
         for field in fields(Config)
         if getattr(config, field.name) != getattr(defaults, field.name)
     }
-    entry = data.setdefault(gpu, {"capability": capability, "products": {}})
-    sizes = entry["products"].setdefault(product.kind, {}).setdefault(product.fusion, {})
-    sizes.setdefault(f"{product.n}x{product.k}", {})[str(bucket)] = changed
+    entry = data.setdefault(gpu, {"capability": capability, "gemms": {}})
+    sizes = entry["gemms"].setdefault(gemm.kind, {}).setdefault(gemm.fusion, {})
+    sizes.setdefault(f"{gemm.n}x{gemm.k}", {})[str(bucket)] = changed

@@ -1,4 +1,4 @@
-"""What products leave: for each other's programs, and for the product behind them."""
+"""What GEMMs leave: for each other's programs, and for the GEMM behind them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEAST = tl.constexpr(-(2**63))
 
 
 class Scaled(NamedTuple):
-    """x in front of its norm, as a product left it: `data` [M, K] is x times the norm's weight, not
+    """x in front of its norm, as a GEMM left it: `data` [M, K] is x times the norm's weight, not
     yet divided by x's root mean square, which follows from `sums` [M, parts] of squares in fp32."""
 
     data: Tensor
@@ -21,10 +21,10 @@ class Scaled(NamedTuple):
 
 
 class Workspace:
-    """What programs of one product leave for each other. One per stream: products share it in turn.
+    """What programs of one GEMM leave for each other. One per stream: GEMMs share it in turn.
 
-    Grows when a product needs more, which must not happen while a graph is captured: run every
-    product once before. What it outgrows is kept, because captured graphs still point there.
+    Grows when a GEMM needs more, which must not happen while a graph is captured: run every
+    GEMM once before. What it outgrows is kept, because captured graphs still point there.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,5 +44,5 @@ class Workspace:
 
     def _grow(self) -> None:
         if self.best.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ValueError("run each product once before its graph is captured: no workspace yet")
+            raise ValueError("run each GEMM once before its graph is captured: no workspace yet")
         self.outgrown += [self.partials, self.arrived]

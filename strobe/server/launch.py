@@ -34,7 +34,7 @@ from strobe.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-BOX_NAME = "strobe-demo"
+DEMO_NAME = "strobe-demo"
 _POLL = 0.05
 _BACKLOG = 2048
 
@@ -45,7 +45,7 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
     settings = replace(settings, api_key=(*settings.api_key, *from_environment))
     settings.logs.configure()
     template = read_template(settings.chat_template)
-    names = tuple(settings.served_model_name) or (without_revision(config.target) or BOX_NAME,)
+    names = tuple(settings.served_model_name) or (without_revision(config.target) or DEMO_NAME,)
     settings = replace(settings, served_model_name=names)
     listener = _listen(settings.host, settings.port)
     try:

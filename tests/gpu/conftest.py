@@ -9,8 +9,8 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def exact_products() -> Iterator[None]:
-    """fp32 products without tf32, as losslessness in fp32 means it."""
+def exact_gemms() -> Iterator[None]:
+    """fp32 GEMMs without tf32, as losslessness in fp32 means it."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield

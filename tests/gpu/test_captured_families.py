@@ -124,5 +124,5 @@ def test_both_grouped_gemms_agree_in_bf16(rows: int):
     every = torch.arange(8, device="cuda")
     ends = torch.searchsorted(owner, every, right=True, out_int32=True)
     wanted = torch.bmm(weights[owner].float(), x.float()[:, :, None])[:, :, 0]
-    for product in (grouped_gemm, blocked_gemm):
-        torch.testing.assert_close(product(x, weights, ends).float(), wanted, atol=0.1, rtol=0.02)
+    for gemm in (grouped_gemm, blocked_gemm):
+        torch.testing.assert_close(gemm(x, weights, ends).float(), wanted, atol=0.1, rtol=0.02)

@@ -1,4 +1,4 @@
-"""The same code on a GPU: the pair in the box, speculation on and off, against the CPU."""
+"""The same code on a GPU: the demo models, speculation on and off, against the CPU."""
 
 import pytest
 from on_gpu import NEEDS_GPU

@@ -1,4 +1,4 @@
-"""Products of few rows against their twins, in every combination of what is fused around them."""
+"""GEMMs of few rows against their twins, in every combination of what is fused around them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from strobe.kernels import reference_linear as reference
 from strobe.kernels import table as tables
-from strobe.kernels.linear import Products, Weight
-from strobe.kernels.table import Config, Product, Table, bucket_of, guess, record
+from strobe.kernels.linear import Gemms, Weight
+from strobe.kernels.table import Config, Gemm, Table, bucket_of, guess, record
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
 
 # Bounds on `error`, measured in the interpreter, where sums differ from the twin's in order only.
 # The norm rounds x before it is divided by its root mean square, not behind, and the gate is not
-# rounded before its product with up.
+# rounded before its GEMM with up.
 BOUNDS = {torch.float32: 5e-6, torch.float16: 2e-3, BF16: 1.5e-2}  # measured 8e-7, 4e-4, 0.006
 BOUND_NORM = 4e-2  # 0.016
 BOUND_FP8 = {True: 6e-2, False: 0.2}  # x quantised by groups, as the twin (0.029); by rows (0.086)
@@ -38,7 +38,7 @@ class Fixed:
 
     config: Config
 
-    def choose(self, product: Product, bucket: int) -> Config:
+    def choose(self, gemm: Gemm, bucket: int) -> Config:
         return self.config
 
 
@@ -68,9 +68,9 @@ def error(got: Tensor, want: Tensor) -> float:
     return float(((got.double() - wide).abs() / scale).max())
 
 
-def products(device: torch.device, dtype: torch.dtype, **fields: object) -> Products:
+def gemms(device: torch.device, dtype: torch.dtype, **fields: object) -> Gemms:
     config = Config(**{"block_n": 64, "block_k": 32, "stages": 2, **fields})  # type: ignore[arg-type]
-    return Products(device, dtype, table=Fixed(config))
+    return Gemms(device, dtype, table=Fixed(config))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
@@ -80,7 +80,7 @@ def test_any_rows(device: torch.device, dtype: torch.dtype, rows: int, split: in
     """N and K are no multiples of the blocks; the ranges of K are of 1, 1 and 2 blocks."""
     x = draw(0, rows, 112, dtype=dtype, device=device)
     weight = make(72, 112, dtype, device)
-    got = products(device, dtype, split_k=split).linear(x, weight)
+    got = gemms(device, dtype, split_k=split).linear(x, weight)
     assert error(got, reference.linear(x, weight)) < BOUNDS[dtype]
 
 
@@ -98,7 +98,7 @@ def test_fusions(
         "residual": draw(3, 5, n, dtype=BF16, device=device) if residual else None,
         "gated": gated,
     }
-    got = products(device, BF16, split_k=split).linear(x, weight, **fused)
+    got = gemms(device, BF16, split_k=split).linear(x, weight, **fused)
     bound = BOUND_NORM if norm else BOUNDS[BF16]
     assert error(got, reference.linear(x, weight, **fused)) < bound
 
@@ -122,7 +122,7 @@ def test_bias_and_the_gates_activation(
     if gated:
         fused["residual"] = None
     config = {"kernel": "cublas"} if around == "cublas" else {"split_k": 2, "block_k": 128}
-    got = products(device, BF16, **config).linear(x, weight, **fused)
+    got = gemms(device, BF16, **config).linear(x, weight, **fused)
     want = reference.linear(x, weight, **fused)
     assert error(got, want) < (BOUND_FP8[around != "cublas"] if fp8 else BOUNDS[BF16])
 
@@ -133,7 +133,7 @@ def test_a_sum_has_a_bias_and_is_left_for_the_next_norm(device: torch.device) ->
     bias, gain = (draw(i, 96, dtype=torch.float32, device=device) for i in (4, 5))
     want = reference.linear(x, weight, bias=bias, residual=residual)
     for config in ({}, {"kernel": "cublas"}):
-        fused = products(device, torch.float32, **config)
+        fused = gemms(device, torch.float32, **config)
         got, scaled = fused.add(x, weight, residual, then=gain, bias=bias)
         assert error(got, want) < BOUNDS[torch.float32]
         assert (scaled is None) is bool(config)
@@ -148,7 +148,7 @@ def test_fusions_in_other_dtypes(device: torch.device, dtype: torch.dtype) -> No
     x = draw(0, 5, 96, dtype=dtype, device=device)
     weight = make(128, 96, dtype, device)
     fused = {"norm": (draw(2, 96, dtype=dtype, device=device), 1e-6), "gated": True}
-    got = products(device, dtype, split_k=2).linear(x, weight, **fused)
+    got = gemms(device, dtype, split_k=2).linear(x, weight, **fused)
     assert error(got, reference.linear(x, weight, **fused)) < BOUNDS[dtype]
 
 
@@ -157,7 +157,7 @@ def test_large_rows_in_float16_pass_the_norm(device: torch.device) -> None:
     x = torch.full((2, 64), 6e4, dtype=torch.float16, device=device)
     weight = make(32, 64, torch.float16, device)
     norm = (torch.full((64,), 4.0, dtype=torch.float16, device=device), 1e-6)
-    got = products(device, torch.float16).linear(x, weight, norm=norm)
+    got = gemms(device, torch.float16).linear(x, weight, norm=norm)
     assert error(got, reference.linear(x, weight, norm=norm)) < BOUNDS[torch.float16]
 
 
@@ -167,7 +167,7 @@ def test_the_norm_is_taken_before_or_inside(device: torch.device) -> None:
     norm = (draw(2, 96, dtype=BF16, device=device), 1e-6)
     want = reference.linear(x, weight, norm=norm)
     for fused in (False, True):
-        got = products(device, BF16, fused_norm=fused).linear(x, weight, norm=norm)
+        got = gemms(device, BF16, fused_norm=fused).linear(x, weight, norm=norm)
         assert error(got, want) < BOUND_NORM
 
 
@@ -178,15 +178,15 @@ def test_in_place_into_the_residual(device: torch.device) -> None:
     before, residual = wide.clone(), wide[:, 16:]
     weight = make(64, 96, BF16, device)
     want = reference.linear(x, weight, residual=residual)
-    got = products(device, BF16, split_k=3).linear(x, weight, residual=residual, out=residual)
+    got = gemms(device, BF16, split_k=3).linear(x, weight, residual=residual, out=residual)
     assert got is residual
     assert error(residual, want) < BOUNDS[BF16]
     assert torch.equal(wide[:, :16], before[:, :16])
 
 
 def test_nothing_is_left_in_the_workspace(device: torch.device) -> None:
-    """Products of different shapes take turns with one set of counters."""
-    fused = products(device, BF16, split_k=3)
+    """GEMMs of different shapes take turns with one set of counters."""
+    fused = gemms(device, BF16, split_k=3)
     weights = [Weight(whole(n, n, 96, device=device)) for n in (160, 64)]
     for rows in (2, 17):
         x = whole(rows, rows, 96, device=device)
@@ -205,7 +205,7 @@ def test_a_row_does_not_depend_on_its_company(device: torch.device, split: int, 
     x = draw(0, 16, 384, dtype=BF16, device=device)
     weight = make(64, 384, BF16, device, fp8)
     norm = (draw(2, 384, dtype=BF16, device=device), 1e-6)
-    fused = products(device, BF16, split_k=split, block_k=128)
+    fused = gemms(device, BF16, split_k=split, block_k=128)
     together = fused.linear(x, weight, norm=norm, gated=True)
     for row in (0, 7, 15):
         alone = fused.linear(x[row : row + 1], weight, norm=norm, gated=True)
@@ -227,7 +227,7 @@ def test_fp8(device: torch.device, groups: bool, split: int, fusion: str) -> Non
         "residual": draw(3, 3, columns, dtype=BF16, device=device) if "res" in fusion else None,
         "gated": gated,
     }
-    kernel = products(device, BF16, block_k=128, split_k=split, groups=groups)
+    kernel = gemms(device, BF16, block_k=128, split_k=split, groups=groups)
     got = kernel.linear(x, weight, **fused)
     assert error(got, reference.linear(x, weight, **fused)) < BOUND_FP8[groups]
 
@@ -239,7 +239,7 @@ def test_fp8_groups_of_zeros_and_extremes(device: torch.device) -> None:
     x[2] *= 1e-20
     x[3] *= 1e20
     weight = make(32, 256, BF16, device, fp8=True)
-    got = products(device, BF16, block_k=128).linear(x, weight)
+    got = gemms(device, BF16, block_k=128).linear(x, weight)
     want = reference.linear(x, weight)
     assert torch.equal(got[0], torch.zeros_like(got[0]))
     for row in (1, 3):
@@ -249,7 +249,7 @@ def test_fp8_groups_of_zeros_and_extremes(device: torch.device) -> None:
 @pytest.mark.parametrize("rows", [1, 17])
 def test_head_argmax(device: torch.device, rows: int) -> None:
     x, weight = whole(0, rows, 96, device=device), Weight(whole(1, 200, 96, device=device))
-    got = products(device, BF16).head_argmax(x, weight)
+    got = gemms(device, BF16).head_argmax(x, weight)
     assert got.dtype == torch.int64
     assert torch.equal(got, reference.head_argmax(x, weight))
 
@@ -258,7 +258,7 @@ def test_head_argmax_behind_the_norm(device: torch.device) -> None:
     x = draw(0, 4, 96, dtype=BF16, device=device)
     weight = make(200, 96, BF16, device)
     norm = (draw(2, 96, dtype=BF16, device=device), 1e-6)
-    got = products(device, BF16).head_argmax(x, weight, norm=norm)
+    got = gemms(device, BF16).head_argmax(x, weight, norm=norm)
     # The twin rounds at other places: what wins here may be second there, by a rounding.
     logits = reference.linear(x, weight, norm=norm).float()
     won = logits.gather(1, got[:, None])[:, 0]
@@ -283,9 +283,7 @@ def test_head_argmax_ties_and_nan(device: torch.device) -> None:
     for row in range(6):  # one at a time: 0 * inf is NaN
         weight = torch.zeros(150, 32)
         weight[:, row] = logits[row]
-        got = products(device, BF16).head_argmax(
-            x[row : row + 1], Weight(weight.to(BF16).to(device))
-        )
+        got = gemms(device, BF16).head_argmax(x[row : row + 1], Weight(weight.to(BF16).to(device)))
         assert got.item() == int(logits[row].to(BF16).argmax())
 
 
@@ -295,7 +293,7 @@ def test_logits_tie_after_rounding(device: torch.device) -> None:
     weight = torch.zeros(64, 32)
     weight[10, 0] = 1.0
     weight[50, 0], weight[50, 1] = 1.0, 2.0**-9
-    assert products(device, BF16).head_argmax(x, Weight(weight.to(BF16).to(device))).item() == 10
+    assert gemms(device, BF16).head_argmax(x, Weight(weight.to(BF16).to(device))).item() == 10
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -303,7 +301,7 @@ def test_logits_tie_after_rounding(device: torch.device) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 def test_in_parts(device: torch.device, fp8: bool, norm: bool, gated: bool, residual: bool) -> None:
-    """Above the limit and where the table says so: row-wise kernels around a library's product."""
+    """Above the limit and where the table says so: row-wise kernels around a library's GEMM."""
     x = draw(0, 4, 64, dtype=BF16, device=device)
     weight = make(64, 64, BF16, device, fp8)
     columns = 32 if gated else 64
@@ -314,9 +312,9 @@ def test_in_parts(device: torch.device, fp8: bool, norm: bool, gated: bool, resi
     }
     want = reference.linear(x, weight, **fused)
     bound = BOUND_FP8[False] if fp8 else BOUND_NORM
-    library = products(device, BF16, kernel="cublas")
-    for products_ in (library, Products(device, BF16, max_rows=3)):
-        assert error(products_.linear(x, weight, **fused), want) < bound
+    library = gemms(device, BF16, kernel="cublas")
+    for gemms_ in (library, Gemms(device, BF16, max_rows=3)):
+        assert error(gemms_.linear(x, weight, **fused), want) < bound
     out = torch.empty_like(want)
     assert library.linear(x, weight, out=out, **fused) is out
     assert error(out, want) < bound
@@ -325,35 +323,35 @@ def test_in_parts(device: torch.device, fp8: bool, norm: bool, gated: bool, resi
 def test_head_argmax_of_more_rows_than_a_product_takes(device: torch.device) -> None:
     x, weight = whole(0, 7, 64, device=device), Weight(whole(1, 100, 64, device=device))
     want = reference.head_argmax(x, weight)
-    assert torch.equal(Products(device, BF16, max_rows=3).head_argmax(x, weight), want)
-    assert torch.equal(products(device, BF16, kernel="cublas").head_argmax(x, weight), want)
+    assert torch.equal(Gemms(device, BF16, max_rows=3).head_argmax(x, weight), want)
+    assert torch.equal(gemms(device, BF16, kernel="cublas").head_argmax(x, weight), want)
 
 
 def test_the_bulk_copy_engine(device: torch.device) -> None:
     x = draw(0, 3, 96, dtype=BF16, device=device)
     for gated in (False, True):
         weight = make(144 if gated else 72, 96, BF16, device)
-        fused = products(device, BF16, tma=True, split_k=2, block_n=64)
+        fused = gemms(device, BF16, tma=True, split_k=2, block_n=64)
         want = reference.linear(x, weight, gated=gated)
         assert error(fused.linear(x, weight, gated=gated), want) < BOUNDS[BF16]
 
 
 @pytest.mark.parametrize("tma", [False, True])
 def test_launches_that_overlap_in_a_graph(gpu: torch.device, tma: bool) -> None:
-    """A chain of products, each started before the one it reads from has ended."""
+    """A chain of GEMMs, each started before the one it reads from has ended."""
     down, up = make(1024, 2048, BF16, gpu), make(4096, 1024, BF16, gpu)
     norm = (draw(2, 1024, dtype=BF16, device=gpu), 1e-6)
     x = draw(0, 16, 1024, dtype=BF16, device=gpu)
 
-    def chain(fused: Products) -> Tensor:
+    def chain(fused: Gemms) -> Tensor:
         residual = x
         for _ in range(6):
             wide = fused.linear(residual, up, norm=norm, gated=True)
             residual = fused.linear(wide, down, residual=residual)
         return residual
 
-    plain = chain(products(gpu, BF16, split_k=4, block_k=64))
-    fused = products(gpu, BF16, split_k=4, block_k=64, tma=tma, prefetch=256)
+    plain = chain(gemms(gpu, BF16, split_k=4, block_k=64))
+    fused = gemms(gpu, BF16, split_k=4, block_k=64, tma=tma, prefetch=256)
     chain(fused)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -366,11 +364,11 @@ def test_launches_that_overlap_in_a_graph(gpu: torch.device, tma: bool) -> None:
 
 def test_a_graph_needs_its_workspace_beforehand(gpu: torch.device) -> None:
     x, weight = whole(0, 2, 96, device=gpu), Weight(whole(1, 128, 96, device=gpu))
-    products(gpu, BF16).linear(x, weight)
+    gemms(gpu, BF16).linear(x, weight)
     torch.cuda.synchronize()
-    fused = products(gpu, BF16, split_k=3)
+    fused = gemms(gpu, BF16, split_k=3)
     graph = torch.cuda.graph(torch.cuda.CUDAGraph())
-    with pytest.raises(ValueError, match="run each product once"), graph:
+    with pytest.raises(ValueError, match="run each GEMM once"), graph:
         fused.linear(x, weight)
 
 
@@ -387,16 +385,16 @@ def test_buckets() -> None:
 
 
 def test_the_table_holds_what_was_measured() -> None:
-    product = Product(6144, 4096, BF16, norm=True)
+    gemm = Gemm(6144, 4096, BF16, norm=True)
     config = Config(block_n=32, split_k=2, prefetch=512)
     data: dict[str, object] = {}
-    record(data, "NVIDIA H200", "9.0", product, 16, config)
-    assert Table(data, "NVIDIA H200", "9.0").choose(product, 16) == config
-    assert Table(data, "NVIDIA H100", "9.0").choose(product, 16) == config
+    record(data, "NVIDIA H200", "9.0", gemm, 16, config)
+    assert Table(data, "NVIDIA H200", "9.0").choose(gemm, 16) == config
+    assert Table(data, "NVIDIA H100", "9.0").choose(gemm, 16) == config
     for other in (Table(data, "NVIDIA B200", "10.0"), Table({})):
-        assert other.choose(product, 16) == guess(product, 16)
-    assert Table(data, "NVIDIA H200", "9.0").choose(product, 32) == guess(product, 32)
-    near, far = replace(product, norm=False, residual=True), replace(product, gated=True)
+        assert other.choose(gemm, 16) == guess(gemm, 16)
+    assert Table(data, "NVIDIA H200", "9.0").choose(gemm, 32) == guess(gemm, 32)
+    near, far = replace(gemm, norm=False, residual=True), replace(gemm, gated=True)
     assert Table(data, "NVIDIA H200", "9.0").choose(near, 16) == config
     assert Table(data, "NVIDIA H200", "9.0").choose(far, 16) == guess(far, 16)
 
@@ -405,7 +403,7 @@ def test_the_persisted_table_is_read_and_written_alike(tmp_path: Path) -> None:
     tables.save(tables.load(), tmp_path / "table.json")
     assert (tmp_path / "table.json").read_text() == tables.PATH.read_text()
     for entry in tables.load().values():
-        for sizes in (s for kind in entry["products"].values() for s in kind.values()):
+        for sizes in (s for kind in entry["gemms"].values() for s in kind.values()):
             for buckets in sizes.values():
                 for bucket, fields in buckets.items():
                     assert int(bucket) in tables.BUCKETS
@@ -418,8 +416,8 @@ def test_the_persisted_table_is_read_and_written_alike(tmp_path: Path) -> None:
 def test_guesses_fit(bucket: int, dtype: torch.dtype, fp8: bool) -> None:
     """The tiles in flight fit into shared memory, and a split leaves every range its blocks."""
     for n, k, gated in ((6144, 4096, False), (24576, 4096, True), (1000, 136, False)):
-        product = Product(n, k, dtype, fp8=fp8, gated=gated)
-        config = guess(product, bucket)
+        gemm = Gemm(n, k, dtype, fp8=fp8, gated=gated)
+        config = guess(gemm, bucket)
         rows = config.block_n + max(bucket, 16)
         item = 1 if fp8 else dtype.itemsize
         assert config.stages * rows * config.block_k * item <= 227 * 1024

@@ -1,4 +1,4 @@
-"""A product that leaves its result as the norm behind it wants it, and the one that takes it."""
+"""A GEMM that leaves its result as the norm behind it wants it, and the one that takes it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from test_linear import BF16, BOUND_FP8, BOUND_NORM, BOUNDS, draw, error, make, products
+from test_linear import BF16, BOUND_FP8, BOUND_NORM, BOUNDS, draw, error, gemms, make
 from torch import Tensor
 
 from strobe.kernels import reference_linear as reference
-from strobe.kernels.linear import Products, Scaled
+from strobe.kernels.linear import Gemms, Scaled
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Layer:
         y = reference.linear(self.x, self.down, residual=self.residual)
         return y, reference.linear(y, self.up, norm=self.norm, gated=self.gated)
 
-    def run(self, first: Products, second: Products) -> tuple[Tensor, Tensor, Scaled | None]:
+    def run(self, first: Gemms, second: Gemms) -> tuple[Tensor, Tensor, Scaled | None]:
         y, scaled = first.add(self.x, self.down, self.residual, then=self.norm[0])
         z = second.linear(y, self.up, norm=self.norm, scaled=scaled, gated=self.gated)
         return y, z, scaled
@@ -43,11 +43,11 @@ class Layer:
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("rows", [1, 17])
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_norm_is_shared_by_two_products(
+def test_the_norm_is_shared_by_two_gemms(
     device: torch.device, split: int, rows: int, gated: bool
 ) -> None:
     layer = Layer(rows, device, gated=gated)
-    fused = products(device, BF16, split_k=split)
+    fused = gemms(device, BF16, split_k=split)
     y, z, scaled = layer.run(fused, fused)
     want, want_behind = layer.want()
     assert scaled is not None
@@ -58,7 +58,7 @@ def test_the_norm_is_shared_by_two_products(
 def test_the_bits_are_those_of_the_norm_inside(device: torch.device) -> None:
     """x is rounded at the same place; only the sum of squares is added up in another order."""
     layer = Layer(3, device, torch.float32)
-    fused = products(device, torch.float32)
+    fused = gemms(device, torch.float32)
     y, z, _ = layer.run(fused, fused)
     inside = fused.linear(y, layer.up, norm=layer.norm)
     assert error(z, inside) < BOUNDS[torch.float32]
@@ -66,7 +66,7 @@ def test_the_bits_are_those_of_the_norm_inside(device: torch.device) -> None:
 
 def test_a_row_does_not_depend_on_its_company(device: torch.device) -> None:
     layer = Layer(16, device)
-    fused = products(device, BF16, split_k=2)
+    fused = gemms(device, BF16, split_k=2)
     _, together, _ = layer.run(fused, fused)
     layer.x, layer.residual = layer.x[6:7], layer.residual[6:7]
     _, alone, _ = layer.run(fused, fused)
@@ -76,14 +76,14 @@ def test_a_row_does_not_depend_on_its_company(device: torch.device) -> None:
 @pytest.mark.parametrize("groups", [True, False])
 def test_fp8_behind(device: torch.device, groups: bool) -> None:
     layer = Layer(3, device, fp8=True)
-    second = products(device, BF16, block_k=128, groups=groups)
-    _, z, _ = layer.run(products(device, BF16), second)
+    second = gemms(device, BF16, block_k=128, groups=groups)
+    _, z, _ = layer.run(gemms(device, BF16), second)
     assert error(z, layer.want()[1]) < BOUND_FP8[groups]
 
 
 def test_where_one_of_the_two_is_a_librarys(device: torch.device) -> None:
     layer = Layer(3, device)
-    triton, library = products(device, BF16), products(device, BF16, kernel="cublas")
+    triton, library = gemms(device, BF16), gemms(device, BF16, kernel="cublas")
     for first, second in ((triton, library), (library, triton), (library, library)):
         y, z, scaled = layer.run(first, second)
         assert (scaled is None) == (first is library)
@@ -93,7 +93,7 @@ def test_where_one_of_the_two_is_a_librarys(device: torch.device) -> None:
 
 def test_float16_has_no_room_for_it(device: torch.device) -> None:
     layer = Layer(2, device, torch.float16)
-    fused = products(device, torch.float16)
+    fused = gemms(device, torch.float16)
     _, z, scaled = layer.run(fused, fused)
     assert scaled is None
     assert error(z, layer.want()[1]) < 2 * BOUNDS[torch.float16]
@@ -102,7 +102,7 @@ def test_float16_has_no_room_for_it(device: torch.device) -> None:
 def test_in_place_into_the_residual(device: torch.device) -> None:
     layer = Layer(3, device)
     (want, want_behind), residual = layer.want(), layer.residual
-    fused = products(device, BF16, split_k=2)
+    fused = gemms(device, BF16, split_k=2)
     y, scaled = fused.add(layer.x, layer.down, residual, then=layer.norm[0], out=residual)
     assert y is residual
     assert error(y, want) < BOUNDS[BF16]
@@ -112,7 +112,7 @@ def test_in_place_into_the_residual(device: torch.device) -> None:
 
 def test_head_argmax_behind(device: torch.device) -> None:
     layer = Layer(3, device)
-    fused = products(device, BF16)
+    fused = gemms(device, BF16)
     y, scaled = fused.add(layer.x, layer.down, layer.residual, then=layer.norm[0])
     got = fused.head_argmax(y, layer.up, norm=layer.norm, scaled=scaled)
     logits = layer.want()[1].float()

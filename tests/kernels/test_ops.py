@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid import EXPERTS, make_hybrid
-from quantized import is_product, quantize
+from quantized import is_linear, quantize
 from tiny import make_draft, make_target
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -176,7 +176,7 @@ def test_weights_in_fp8_and_others_stand_side_by_side(tmp_path: Path, device: to
     make_target(tmp_path / "fp8", head_dim=64, num_hidden_layers=3, hidden_size=64)
 
     def stored(name: str) -> bool:
-        return is_product(name) and not name.removeprefix("model.").startswith(KEPT)
+        return is_linear(name) and not name.removeprefix("model.").startswith(KEPT)
 
     quantize(tmp_path / "fp8", tmp_path / "plain", (128, 128), stored=stored)
     found = compared(tmp_path / "fp8", device, fp8=True)
@@ -248,12 +248,12 @@ class Launches(TorchDispatchMode):
         return called
 
     def linear(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        def called(config: Any, product: Any, *given: Any, **options: Any) -> Any:
+        def called(config: Any, gemm: Any, *given: Any, **options: Any) -> Any:
             around = ("norm", "scaled", "residual", "then", "bias")
             words = [name for name in around if options.get(name) is not None]
-            words += [name for name in ("gated", "argmax") if getattr(product, name)]
+            words += [name for name in ("gated", "argmax") if getattr(gemm, name)]
             call = self.named(" ".join(["linear", *words]), launch)
-            return call(config, product, *given, **options)
+            return call(config, gemm, *given, **options)
 
         return called
 

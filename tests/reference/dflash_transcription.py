@@ -1,7 +1,7 @@
 """DFlash written out once more, from the paper and the checkpoint format, in plain torch.
 
 It reads the checkpoint itself and shares nothing with the engine: no paging, no batching, no fused
-products. A target is transformers' model; its features are taken with hooks on layer outputs.
+kernels. A target is transformers' model; its features are taken with hooks on layer outputs.
 """
 
 from __future__ import annotations

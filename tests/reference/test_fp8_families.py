@@ -14,7 +14,7 @@ import torch
 from hybrid import EXPERTS as SHARED
 from hybrid import make_hybrid
 from parity import GEOMETRY, check_layers
-from quantized import Block, is_product, quantize
+from quantized import Block, is_linear, quantize
 from safetensors.torch import load_file, save_file
 from tiny import join_experts, make_target
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
@@ -31,7 +31,7 @@ class Case:
 
     make: Callable[[Path], Any]
     block: Block
-    stored: Callable[[str], bool] = is_product
+    stored: Callable[[str], bool] = is_linear
     dtype: torch.dtype = torch.float32
     keys: dict[str, Any] = field(default_factory=dict[str, Any])
     after: Callable[[Path], None] = lambda path: None
@@ -61,7 +61,7 @@ def as_published_qwen3_5(path: Path) -> None:
 
 
 AS_QWEN3_5: dict[str, Any] = {
-    "stored": lambda name: is_product(name) or "in_proj_qkv" in name or "in_proj_z" in name,
+    "stored": lambda name: is_linear(name) or "in_proj_qkv" in name or "in_proj_z" in name,
     "dtype": torch.bfloat16,
     "keys": {"weight_per_tensor": False, "act_per_tensor": False},
     "after": as_published_qwen3_5,
@@ -71,7 +71,7 @@ KEPT = ["model.layers.0.mlp.experts.3", "model.layers.1.self_attn", "model.layer
 
 
 def not_kept(name: str) -> bool:
-    return is_product(name) and not name.startswith(tuple(KEPT))
+    return is_linear(name) and not name.startswith(tuple(KEPT))
 
 
 CASES = {

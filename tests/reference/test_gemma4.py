@@ -69,7 +69,7 @@ def as_published(path: Path) -> None:
 
 
 def one_by_one(path: Path) -> None:
-    """Every expert's products as tensors of their own, as those who quantize experts leave them."""
+    """Every expert's layers as tensors of their own, as those who quantize experts leave them."""
     tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
         prefix, leaf = name.rsplit(".", 1)
@@ -230,16 +230,16 @@ def test_the_layers_hold_keys_and_values_of_their_own_shapes(plain: PlainAnswers
     assert store.spec.bytes_per_page(store.layers[0].shape[0]) == store.data.nbytes
 
 
-def products(answers: PlainAnswers) -> tuple[TargetConfig, int]:
-    """A target's config, and how many values its layers' products have."""
+def linear_values(answers: PlainAnswers) -> tuple[TargetConfig, int]:
+    """A target's config, and how many values its linear layers have."""
     config = resolve(EngineConfig(target=str(answers.pair.target))).target
     with torch.device("meta"):
         layers = make(config, 1).layers
     return config, sum(p.numel() for p in layers.parameters() if p.ndim > 1)
 
 
-def test_what_the_bench_counts_is_what_its_products_have(plain: PlainAnswers):
-    config, held = products(plain)
+def test_what_the_bench_counts_is_what_its_linear_layers_have(plain: PlainAnswers):
+    config, held = linear_values(plain)
     assert floor.linear_values(config.decoder) == held
     assert floor.kv_values(config.decoder) == 2 * (3 * 2 * 16 + 2 * 32)
     far, near = (floor.attention_operations(config.decoder, 1, n) for n in (100, 99))
@@ -247,7 +247,7 @@ def test_what_the_bench_counts_is_what_its_products_have(plain: PlainAnswers):
 
 
 def test_the_bench_counts_experts_and_the_mlp_beside_them(sparse: PlainAnswers):
-    config, held = products(sparse)
+    config, held = linear_values(sparse)
     assert floor.linear_values(config.decoder) == held
     chosen = floor.linear_values(config.decoder, floor.active_experts(config.decoder))
     assert held - chosen == 5 * (8 - 3) * 3 * 24 * 32

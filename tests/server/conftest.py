@@ -1,4 +1,4 @@
-"""One real server on the pair in the box, shared by the tests that speak HTTP."""
+"""One real server on the demo models, shared by the tests that speak HTTP."""
 
 from __future__ import annotations
 

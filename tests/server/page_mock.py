@@ -158,7 +158,12 @@ class MockServer:
             self.starting -= 1
             await plain(send, refusal(503, "The engine is still starting."))
         elif path == "/v1/models":
-            entry = {"id": self.model, "max_model_len": 2048, "owned_by": "strobe", "root": "/box"}
+            entry = {
+                "id": self.model,
+                "max_model_len": 2048,
+                "owned_by": "strobe",
+                "root": "/demo",
+            }
             await plain(send, Reply(body={"object": "list", "data": [entry]}))
         elif path == "/version":
             await plain(send, Reply(body={"version": "0.1.0"}))

@@ -91,7 +91,7 @@ def post(path: str, script: Script, **body: Any) -> Answer:
         client=script,  # pyright: ignore[reportArgumentType]
         tokenizer=tokenizer(),
         names=("scripted",),
-        root="box",
+        root="demo",
         chat_template=None,
         formats=Formats.of(settings, tokenizer().hf.chat_template),
         metrics=ServerMetrics("scripted"),

@@ -580,7 +580,7 @@ def test_a_setting_that_cannot_be_sent_is_shown_and_not_sent(
 
 
 @needs_chromium
-def test_examples_are_for_the_pair_in_the_box_only(page: Page, server: MockServer):
+def test_examples_are_for_the_demo_models_only(page: Page, server: MockServer):
     visit(page, server.url)
     page.click("#examples li:last-child button")
     assert "weather" in page.evaluate("document.querySelector('#prompt').value")
@@ -717,7 +717,7 @@ def test_the_end_stays_in_sight_until_the_reader_scrolls_away(chat: Page, server
 
 @needs_chromium
 def test_the_real_server_answers_the_page(page: Page, page_server: str):
-    """The whole way, on the pair in the box."""
+    """The whole way, on the demo models."""
     visit(page, page_server)
     page.click("#examples li:nth-child(4) button")  # code: short, and without thinking
     ask_and_wait(page, "")

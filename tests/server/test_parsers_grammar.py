@@ -1,4 +1,4 @@
-"""Grammars of forced tool calls, in llguidance and with the tokenizer of the pair in the box."""
+"""Grammars of forced tool calls, in llguidance and with the tokenizer of the demo models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HALL = ("get_weather_and_light", {"room": "hall", "on": True})
 
 
 @pytest.fixture(scope="module")
-def boxed() -> Vocabulary:
+def tagged() -> Vocabulary:
     return vocabulary()
 
 
@@ -63,13 +63,13 @@ def harmony() -> Vocabulary:
 
 @pytest.fixture(params=["hermes", "hermes untagged", "llama3", "gpt_oss"])
 def case(
-    request: pytest.FixtureRequest, boxed: Vocabulary, untagged: Vocabulary, harmony: Vocabulary
+    request: pytest.FixtureRequest, tagged: Vocabulary, untagged: Vocabulary, harmony: Vocabulary
 ) -> tuple[str, Vocabulary]:
     """A format, and a tokenizer it goes with."""
     return {
-        "hermes": ("hermes", boxed),
+        "hermes": ("hermes", tagged),
         "hermes untagged": ("hermes", untagged),
-        "llama3": ("llama3", boxed),
+        "llama3": ("llama3", tagged),
         "gpt_oss": ("gpt_oss", harmony),
     }[request.param]
 
@@ -132,17 +132,17 @@ def test_a_named_choice_lets_only_that_tool_through(case: Case):
     assert not words.accepts(matcher, written(name, ROME))
 
 
-def test_several_calls_come_through_where_they_may_be_parallel(boxed: Vocabulary):
+def test_several_calls_come_through_where_they_may_be_parallel(tagged: Vocabulary):
     for name in ("hermes", "llama3"):
         for calls in ((ROME, HALL), (HALL, HALL, ROME)):
             text = written(name, *calls)
-            assert boxed.accepts(boxed.matcher(name, [WEATHER, LIGHT], parallel=True), text)
-            assert not boxed.accepts(boxed.matcher(name, [WEATHER, LIGHT]), text)
+            assert tagged.accepts(tagged.matcher(name, [WEATHER, LIGHT], parallel=True), text)
+            assert not tagged.accepts(tagged.matcher(name, [WEATHER, LIGHT]), text)
             made = parse(make_parser(name, None), [text]).calls
             assert made == [(tool, dumps(given)) for tool, given in calls]
-        one = boxed.matcher(name, [WEATHER, LIGHT], parallel=True)
-        assert boxed.accepts(one, written(name, ROME))
-        assert not boxed.accepts(one, "")
+        one = tagged.matcher(name, [WEATHER, LIGHT], parallel=True)
+        assert tagged.accepts(one, written(name, ROME))
+        assert not tagged.accepts(one, "")
 
 
 def test_parallel_calls_of_gpt_oss_need_call_to_be_no_end_token():
@@ -160,23 +160,23 @@ def test_a_lead_stands_before_the_first_call(case: Case):
 
 
 def test_a_tag_that_is_a_token_is_that_token_and_never_its_letters(
-    boxed: Vocabulary, untagged: Vocabulary
+    tagged: Vocabulary, untagged: Vocabulary
 ):
-    first = np.flatnonzero(allowed(boxed.matcher("hermes", [WEATHER])))
-    assert first.tolist() == [boxed.added["<tool_call>"]]
+    first = np.flatnonzero(allowed(tagged.matcher("hermes", [WEATHER])))
+    assert first.tolist() == [tagged.added["<tool_call>"]]
     letters = untagged.fast.encode("<tool_call>", add_special_tokens=False).ids
     assert len(letters) > 1
-    assert not boxed.matcher("hermes", [WEATHER]).consume_tokens(letters)
+    assert not tagged.matcher("hermes", [WEATHER]).consume_tokens(letters)
     assert untagged.matcher("hermes", [WEATHER]).consume_tokens(letters)
 
 
 def test_llamas_tag_may_stand_before_a_call_where_there_is_one(
-    boxed: Vocabulary, harmony: Vocabulary
+    tagged: Vocabulary, harmony: Vocabulary
 ):
     text = written("llama3", ROME)
     assert harmony.accepts(harmony.matcher("llama3", [WEATHER]), f"<|python_tag|>{text}")
     assert harmony.accepts(harmony.matcher("llama3", [WEATHER]), text)
-    assert not boxed.accepts(boxed.matcher("llama3", [WEATHER]), f"<|python_tag|>{text}")
+    assert not tagged.accepts(tagged.matcher("llama3", [WEATHER]), f"<|python_tag|>{text}")
 
 
 def test_gpt_oss_may_think_first_and_name_the_recipient_first(harmony: Vocabulary):
@@ -201,11 +201,11 @@ def test_gpt_oss_may_think_first_and_name_the_recipient_first(harmony: Vocabular
 )
 @settings(max_examples=25)
 def test_any_arguments_come_through_where_the_schema_is_open(
-    boxed: Vocabulary, arguments: dict[str, Any]
+    tagged: Vocabulary, arguments: dict[str, Any]
 ):
     for name in ("hermes", "llama3"):
         text = written(name, ("anything", arguments))
-        assert boxed.accepts(boxed.matcher(name, [ANYTHING]), text), text
+        assert tagged.accepts(tagged.matcher(name, [ANYTHING]), text), text
 
 
 def test_whatever_comes_through_is_calls_with_valid_arguments(case: Case):
@@ -241,20 +241,20 @@ def test_whatever_comes_through_is_calls_with_valid_arguments(case: Case):
 @pytest.mark.parametrize(
     "tool", ['say "hi"', "back\\slash", "näme", "two\nlines", "<[5]>", "%json"]
 )
-def test_a_functions_name_is_only_ever_text(boxed: Vocabulary, tool: str):
+def test_a_functions_name_is_only_ever_text(tagged: Vocabulary, tool: str):
     for name in ("hermes", "llama3"):
         key = "arguments" if name == "hermes" else "parameters"
         text = f'{{"name": {dumps(tool)}, "{key}": {{}}}}'
         text = f"<tool_call>\n{text}\n</tool_call>" if name == "hermes" else text
-        assert boxed.accepts(boxed.matcher(name, [Tool(tool)]), text)
+        assert tagged.accepts(tagged.matcher(name, [Tool(tool)]), text)
         assert parse(make_parser(name, None), [text]).calls == [(tool, "{}")]
 
 
-def test_the_schema_may_say_how_its_json_is_written(boxed: Vocabulary):
+def test_the_schema_may_say_how_its_json_is_written(tagged: Vocabulary):
     own = Tool("f", {"type": "object", "x-guidance": {"key_separator": ":"}})
-    matcher = boxed.matcher("llama3", [own])
-    assert boxed.accepts(matcher, '{"name": "f", "parameters": {"a":1, "b":2}}')
-    assert not boxed.accepts(matcher, '{"name": "f", "parameters": {"a": 1}}')
+    matcher = tagged.matcher("llama3", [own])
+    assert tagged.accepts(matcher, '{"name": "f", "parameters": {"a":1, "b":2}}')
+    assert not tagged.accepts(matcher, '{"name": "f", "parameters": {"a": 1}}')
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -268,9 +268,9 @@ def test_parameters_that_are_no_object_are_refused(name: str, harmony: Vocabular
 
 
 def test_gpt_oss_refuses_names_and_tokenizers_it_cannot_do_with(
-    boxed: Vocabulary, harmony: Vocabulary
+    tagged: Vocabulary, harmony: Vocabulary
 ):
     with pytest.raises(ValueError, match=re.escape("has no token <|start|>")):
-        boxed.matcher("gpt_oss", [WEATHER])
+        tagged.matcher("gpt_oss", [WEATHER])
     with pytest.raises(ValueError, match="'two words' cannot stand"):
         harmony.matcher("gpt_oss", [Tool("two words")])

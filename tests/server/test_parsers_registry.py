@@ -41,7 +41,7 @@ def test_a_chat_template_tells_the_formats(
     assert detect(template) == found
 
 
-def test_the_pair_in_the_box_is_recognised():
+def test_the_demo_target_is_recognised():
     directory = Path(demo_models.__file__).parent / "target"
     template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
     assert detect(template) == ("hermes", "qwen3")

@@ -75,8 +75,8 @@ def test_bench_alone_shows_its_help(main: Callable[..., Any]):
     [
         ("stepp", [], "'stepp' is no benchmark; there are step, offline."),
         ("step", ["--step=3"], "strobe bench step takes no '--step=3'; did you mean --steps?"),
-        ("step", ["--shapes=qwen9"], "shapes is 'qwen9'; name one of box, qwen3-0.6b, qwen3-4b, "),
-        ("step", ["--shapes=box", "--target=x"], "shapes is 'box' beside directories; give "),
+        ("step", ["--shapes=qwen9"], "shapes is 'qwen9'; name one of demo, qwen3-0.6b, qwen3-4b, "),
+        ("step", ["--shapes=demo", "--target=x"], "shapes is 'demo' beside directories; give "),
         ("step", ["--draft=x"], "A drafter is named but no target; give --target as well"),
         ("step", ["--target=/nowhere"], "/nowhere does not exist; name a directory that holds"),
         ("step", ["--concurrency=1,0"], "concurrency is '1,0', but must be whole numbers of at "),
@@ -142,7 +142,7 @@ def test_the_command_in_the_file_asks_for_the_same(monkeypatch: pytest.MonkeyPat
 # runs
 
 
-def test_step_times_the_boxes_shapes_and_says_what_is_forced(
+def test_step_times_the_demo_models_shapes_and_says_what_is_forced(
     main: Callable[..., Any], tmp_path: Path
 ):
     file = tmp_path / "figures.json"
@@ -352,7 +352,7 @@ def test_prompts_go_through_the_chat_template(tmp_path: Path):
             prompts.read_prompts(settings, DEMO_MODELS / "target")
 
 
-def test_the_boxes_prompts_are_held_out_ones_of_all_families():
+def test_the_demo_models_prompts_are_held_out_ones_of_all_families():
     taken = prompts.read_prompts(
         OfflineSettings(prompts=7, concurrency="1"), DEMO_MODELS / "target"
     )

@@ -36,8 +36,8 @@ def test_the_bytes_of_qwen3_8b_are_those_counted_by_hand():
     assert plain.drafting(8, 1000) == floor.Work()
     both = shapes_of("qwen3-8b")
     assert both.verify(1, 0).bytes == weights + 16 * row
-    head, context_products = 151936 * 4096, 5 * 2 * 1024 * 4096
-    drafter = 2 * (1_048_626_432 + head + context_products)
+    head, context_gemms = 151936 * 4096, 5 * 2 * 1024 * 4096
+    drafter = 2 * (1_048_626_432 + head + context_gemms)
     assert both.drafting(1, 0).bytes == drafter + 16 * 20_480
     assert both.drafting(4, 300).bytes == drafter + 4 * 316 * 20_480
     assert (weights / 1e9, drafter / 1e9) == (pytest.approx(15.14, abs=0.01),
@@ -55,7 +55,7 @@ def test_the_bytes_of_qwen3_8b_are_those_counted_by_hand():
         ("gpt-oss-20b", None),
         ("qwen3.5-9b", None),
         ("qwen3.5-35b-a3b", None),
-        ("box", None),
+        ("demo", None),
     ],
 )
 def test_the_presets_have_the_parameters_of_the_modules(name: str, drafter: int | None):
@@ -129,7 +129,7 @@ def test_biases_are_counted(draft: Callable[..., Path]):
 @torch.inference_mode()
 def test_the_operations_are_those_that_torch_counts():
     """With attention taken out of the models."""
-    counts = shapes_of("box")
+    counts = shapes_of("demo")
     config, draft = counts.target, counts.draft
     assert draft is not None
     model = make_target(config, 64)
@@ -164,7 +164,7 @@ def test_the_operations_are_those_that_torch_counts():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 5, 11, 40])
 def test_attention_counts_every_key_that_a_row_sees(causal: bool, window: int | None):
-    decoder = pair_of("box")[1].decoder
+    decoder = pair_of("demo")[1].decoder
     decoder = replace(decoder, num_layers=1, masks=(LayerMask(causal, window),))
     start, rows = 9, 6
     seen = sum(
@@ -177,7 +177,7 @@ def test_attention_counts_every_key_that_a_row_sees(causal: bool, window: int | 
 
 
 def test_a_window_bounds_what_is_read_and_fp8_halves_it():
-    counts = shapes_of("box")
+    counts = shapes_of("demo")
     assert counts.draft is not None
     masks = (LayerMask(False), LayerMask(True, 10), LayerMask(True, 10))
     windowed = replace(

@@ -1,4 +1,4 @@
-"""The doctor on the pair in the box, and on copies of it in which one thing is broken."""
+"""The doctor on the demo models, and on copies of them in which one thing is broken."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def short() -> Any:
 
 @dataclass
 class Copies:
-    """Copies of the box's target and drafter."""
+    """Copies of the demo target and drafter."""
 
     target: Path
     draft: Path
@@ -127,7 +127,7 @@ def test_a_broken_copy_has_its_fault_named(copies: Copies, name: str):
     assert says in faults[0].says
 
 
-def test_nothing_is_wrong_with_the_pair_in_the_box(
+def test_nothing_is_wrong_with_the_demo_models(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["doctor", "--device", "cpu", "--json"]) == 0

@@ -95,7 +95,7 @@ def change(path: Path, edit: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -
 RENAMED: dict[str, tuple[str, str]] = {
     "a prefix": ("", "model."),
     "the first layer": ("layers.0.", "midlayer."),
-    "an encoder's product": ("fc.", "encoder.fc."),
+    "an encoder's linear layer": ("fc.", "encoder.fc."),
     "an encoder's norm": ("hidden_norm.", "encoder.output_norm_enc."),
 }
 

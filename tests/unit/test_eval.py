@@ -106,7 +106,7 @@ def test_eval_alone_shows_its_help(main: Callable[..., Any]):
         (["speed", "--dataset=gsm9k"], "dataset is 'gsm9k'; name one of gsm8k, gsm8k-5shot, "),
         (["speed", "--dataset=mbpp,mbpp"], "dataset is 'mbpp,mbpp', which names one twice."),
         (["speed", "--data=/nowhere"], "data is '/nowhere', which is no file; name a file of "),
-        (["speed", "--data=x", "--dataset=box"], "The demo models' tasks are made by rule; drop "),
+        (["speed", "--data=x", "--dataset=demo"], "The demo models' tasks are made by rule; drop "),
         (["speed", "--data=x", "--dataset=mbpp,alpaca"], "data is one file, but dataset names 2;"),
         (["speed", "--data=x", "--dataset=gsm8k-5shot"], "gsm8k-5shot with --data needs --shots"),
         (["speed", "--shots=x"], "shots are shown by gsm8k-5shot alone; add --dataset gsm8k-5"),
@@ -257,8 +257,8 @@ def test_a_data_set_that_cannot_be_fetched_is_one_sentence(main: Callable[..., A
     assert err.endswith("or give a local copy: --dataset gsm8k --data FILE.\n")
 
 
-def test_the_boxs_tasks_come_from_all_families():
-    data = datasets.load("box", EvalSettings(prompts=4 * len(FAMILIES)))
+def test_the_demo_models_tasks_come_from_all_families():
+    data = datasets.load("demo", EvalSettings(prompts=4 * len(FAMILIES)))
     assert sum(sample.runs_code for sample in data.samples) == 4
     assert {sample.thinking for sample in data.samples} == {True, False}
 

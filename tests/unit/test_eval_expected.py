@@ -48,7 +48,7 @@ KNOWN = {
     "qwen3-8b": "gsm8k",
     "llama-3.1-8b": "gsm8k",
     "qwen3-coder-30b-a3b": "humaneval",
-    "box": "box",
+    "demo": "demo",
 }
 """Pairs with published figures, and a data set that these are of."""
 
@@ -128,7 +128,7 @@ def test_figures_of_other_settings_are_not_compared_and_it_says_why(
 
 def test_a_name_brings_its_figures_to_any_pair():
     settings = EvalSettings(expect="qwen3-8b-dflash-speculators")
-    aims = found(settings, resolved("box"), **{"gsm8k-5shot": False})
+    aims = found(settings, resolved("demo"), **{"gsm8k-5shot": False})
     one = aims.found["gsm8k-5shot"]
     assert (one.acceptance_length, one.accuracy, len(one.by_position)) == (3.45, 0.885, 4)
     assert found(EvalSettings(expect="none"), resolved()).found == {}
@@ -144,7 +144,7 @@ def test_what_the_user_expects_stands_in_place_of_what_is_published(tmp_path: Pa
     one = found(settings, resolved()).found["gsm8k"]
     assert (one.acceptance_length, one.factor, one.mean_of_answers) == (3.0, 1.0, False)
     assert one.accuracy == 0.5
-    other = found(settings, resolved("box"), custom=True).found["custom"]
+    other = found(settings, resolved("demo"), custom=True).found["custom"]
     assert (other.acceptance_length, other.accuracy) == (3.0, 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Grouped products and routers against plain loops, one row and one expert at a time."""
+"""Grouped GEMMs and routers against plain loops, one row and one expert at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTS = {
 
 @pytest.mark.parametrize("gathered", [1, 1 << 20])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_products_are_those_of_each_row_with_its_experts_matrix(
+def test_gemms_are_those_of_each_row_with_its_experts_matrix(
     counts: list[int], gathered: int, monkeypatch: pytest.MonkeyPatch
 ):
     """gathered: few enough that the blocks are taken one by one, or all at once."""
@@ -32,8 +32,8 @@ def test_products_are_those_of_each_row_with_its_experts_matrix(
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     ends = torch.tensor(counts).cumsum(0).int()
     wanted = torch.stack([weights[e] @ row for e, row in zip(owner, x, strict=True)])
-    for product in (blocked_gemm, experts.grouped_gemm):
-        torch.testing.assert_close(product(x, weights, ends), wanted)
+    for gemm in (blocked_gemm, experts.grouped_gemm):
+        torch.testing.assert_close(gemm(x, weights, ends), wanted)
 
 
 def test_blocks_are_as_large_as_experts_have_rows():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized import expanded, is_product, quantize
+from quantized import expanded, is_linear, quantize
 from safetensors.torch import load_file, save_file
 from tiny import make_draft, make_engine, make_target, run
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
@@ -129,7 +129,7 @@ def loaded(path: Path, *, fp8: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_in_fp8_is_that_of_the_products_with_its_scales(
+def test_a_checkpoint_in_fp8_is_that_of_the_linear_layers_with_its_scales(
     pairs: dict[str, Pair], family: str, tmp_path: Path
 ):
     found, wanted = map(loaded, pairs[family])
@@ -144,12 +144,12 @@ def test_a_checkpoint_in_fp8_is_that_of_the_products_with_its_scales(
     assert answers[0] == answers[1]
 
 
-def test_products_in_fp8_are_made_of_those_that_were_stored_so(pairs: dict[str, Pair]):
+def test_linear_layers_in_fp8_are_made_of_those_that_were_stored_so(pairs: dict[str, Pair]):
     small, plain = pairs["dense"]
     wanted, found = loaded(plain), loaded(small, fp8=True)
-    product = found.layers[0].self_attn.qkv_proj
-    assert product.weight.dtype == torch.float8_e4m3fn
-    back = product.weight.float() * product.scale[:, None]
+    linear = found.layers[0].self_attn.qkv_proj
+    assert linear.weight.dtype == torch.float8_e4m3fn
+    back = linear.weight.float() * linear.scale[:, None]
     whole = wanted.layers[0].self_attn.qkv_proj.weight
     assert (back - whole).norm() < 0.04 * whole.norm()
     check_size(small, wanted, fp8=False)
@@ -166,13 +166,13 @@ def check_size(path: Path, module: Any, *, fp8: bool) -> None:
 
 
 def test_modules_that_were_not_converted_are_taken_and_held_as_they_are(tmp_path: Path):
-    """A product that is partly so, too: the keys' rows of one layer's."""
+    """A linear layer that is partly so, too: the keys' rows of one layer's."""
     kept = ["model.layers.1.self_attn", "model.layers.2.mlp.down_proj"]
     partly = "model.layers.3.self_attn.k_proj"
     names = [*kept, partly, "lm_head"]
 
     def stored(name: str) -> bool:
-        return is_product(name) and not name.startswith(tuple(names))
+        return is_linear(name) and not name.startswith(tuple(names))
 
     small, plain = make_pair(tmp_path, "dense", stored=stored, modules_to_not_convert=names)
     wanted, found, in_full = loaded(plain), loaded(small, fp8=True), loaded(small)

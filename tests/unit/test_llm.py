@@ -654,9 +654,9 @@ def test_every_verify_step_logs_one_debug_line(knowing: LLM, caplog: pytest.LogC
     assert (accepted, drafted) == (got.accepted, got.drafted)
 
 
-def test_the_pair_in_the_box_answers_and_drafts_well():
-    box = LLM()
-    (output,) = box.chat(
+def test_the_demo_models_answer_and_draft_well():
+    demo = LLM()
+    (output,) = demo.chat(
         [{"role": "user", "content": "Sort these words: pear, apple, fig"}],
         SamplingParams(temperature=0, max_tokens=200),
         use_tqdm=False,
@@ -668,5 +668,5 @@ def test_the_pair_in_the_box_answers_and_drafts_well():
     assert answer.speculation is not None
     assert answer.speculation.acceptance_length is not None
     assert answer.speculation.acceptance_length > 3  # measured 8.7
-    assert box.get_tokenizer() is box.tokenizer.hf
-    assert_idle(box)
+    assert demo.get_tokenizer() is demo.tokenizer.hf
+    assert_idle(demo)

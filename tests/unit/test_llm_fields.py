@@ -275,12 +275,12 @@ def test_any_json_object_parses(llm: LLM):
     assert len(texts) > 2
 
 
-def test_the_pair_in_the_box_writes_json_by_a_grammar_and_drafts_as_well_as_without():
-    box = LLM()
+def test_the_demo_models_write_json_by_a_grammar_and_draft_as_well_as_without():
+    demo = LLM()
     text = "Give the name and the age as JSON: Anna is 30 years old and lives in Rome."
     texts, lengths = [], []
     for form in (None, {"json_object": True}):
-        (output,) = box.chat(
+        (output,) = demo.chat(
             [{"role": "user", "content": text}],
             SamplingParams(temperature=0, max_tokens=100, structured_outputs=form),
             use_tqdm=False,

@@ -41,7 +41,7 @@ def written(directory: Path, config: dict[str, Any]) -> str:
     return str(directory)
 
 
-def test_without_a_target_the_pair_in_the_box_is_named():
+def test_without_a_target_the_demo_models_are_named():
     found = located(ENGINE)
     assert found.target.endswith("demo_models/target")
     for draft in (found.draft, located(ENGINE.with_(draft="auto")).draft):

@@ -63,7 +63,7 @@ def read_decoder(
     )
 
 
-def plain_products(fields: Fields) -> None:
+def plain_linears(fields: Fields) -> None:
     """Raises ValueError unless activations are SiLU and weights as they were trained."""
     fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
     if fields.get("quantization_config"):

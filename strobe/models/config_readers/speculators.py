@@ -12,7 +12,7 @@ from typing import Any
 from strobe.attention.mask import LayerMask
 from strobe.models.config import DraftConfig
 from strobe.models.config_readers.decoder import (
-    plain_products,
+    plain_linears,
     read_decoder,
     read_dtype,
     read_layer_types,
@@ -125,7 +125,7 @@ def read(config: dict[str, Any], path: Path, target: Path | None = None) -> Draf
     for key, plain in (("projector_type", "dflash"), ("shift_label", False)):
         fields.only(key, plain, why="use a drafter of plain DFlash.")
     layers = read_decoder_fields(fields)
-    plain_products(layers)
+    plain_linears(layers)
     masks = read_masks(fields, layers)
     decoder = read_decoder(
         layers,

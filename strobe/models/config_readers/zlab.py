@@ -10,7 +10,7 @@ from typing import Any
 from strobe.attention.mask import LayerMask
 from strobe.models.config import DraftConfig
 from strobe.models.config_readers.decoder import (
-    plain_products,
+    plain_linears,
     read_decoder,
     read_dtype,
     read_layer_types,
@@ -115,7 +115,7 @@ def read_flat(
 ) -> DraftConfig:
     """A config whose decoder and DFlash keys stand side by side. layout: further fields of
     DraftConfig."""
-    plain_products(fields)
+    plain_linears(fields)
     for key, values in PLAIN.items():
         if key not in harmless:
             fields.only(key, *values, why="use another drafter.")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe.kernels.linear import Products, Weight
+from strobe.kernels.linear import Gemms, Weight
 from strobe.kernels.residual import FusedResidual
 from strobe.kernels.rowwise import context_store, qk_norm_rope_store, rms_norm
 from strobe.kernels.steps import gather_rows
@@ -26,7 +26,7 @@ class TritonOps(TorchOps):
     """Of models in `dtype` on one stream; they share a workspace."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
-        self.products = Products(device, dtype)
+        self.gemms = Gemms(device, dtype)
         self._weights: dict[Linear, tuple[Weight, Tensor | None]] = {}
 
     def _weight(self, linear: Linear) -> tuple[Weight, Tensor | None]:
@@ -51,7 +51,7 @@ class TritonOps(TorchOps):
     ) -> Tensor:
         (weight, bias), gated = self._weight(linear), activation is not None
         gelu = activation == "gelu_tanh"
-        return self.products.linear(x, weight, bias=bias, gated=gated, gelu=gelu, **norm)
+        return self.gemms.linear(x, weight, bias=bias, gated=gated, gelu=gelu, **norm)
 
     def norm_linear(
         self, x: Residual, norm: RMSNorm, linear: Linear, activation: Activation | None = None
@@ -65,7 +65,7 @@ class TritonOps(TorchOps):
     ) -> None:
         assert isinstance(x, FusedResidual)
         weight, bias = self._weight(linear)
-        x.add_linear(self.products, y, weight, bias, None if then is None else then.weight)
+        x.add_linear(self.gemms, y, weight, bias, None if then is None else then.weight)
 
     def attention(self, qkv: Tensor, of: Attention, rows: Rows) -> Tensor:
         attend = rows.attend
@@ -90,12 +90,12 @@ class TritonOps(TorchOps):
         return attend.over(of.layer, q, of.sinks)
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
-        return self.products.linear(self.norm(x, norm), Weight(weight))
+        return self.gemms.linear(self.norm(x, norm), Weight(weight))
 
     def argmax(
         self, x: Tensor, norm: RMSNorm, weight: Tensor, fp8: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        return self.products.head_argmax(self.norm(x, norm), Weight(*(fp8 or (weight,))))
+        return self.gemms.head_argmax(self.norm(x, norm), Weight(*(fp8 or (weight,))))
 
     def store_context(
         self, kv: Tensor, of: ContextWeights, rows: Rows, slots: Tensor, store: KVStore

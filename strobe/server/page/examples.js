@@ -1,6 +1,6 @@
 // Prompts that suit the demo models: one of each family of tasks they were trained on.
 
-export const BOX = "strobe-demo";
+export const DEMO = "strobe-demo";
 
 const WEATHER = {
   type: "function",

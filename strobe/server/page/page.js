@@ -3,7 +3,7 @@
 import { Answer } from "./answer.js";
 import { verdict } from "./compare.js";
 import { byId, element, number } from "./dom.js";
-import { BOX, EXAMPLES } from "./examples.js";
+import { DEMO, EXAMPLES } from "./examples.js";
 import { hide, inspect } from "./inspect.js";
 import * as settings from "./settings.js";
 import { chat, getJson, ServerError } from "./stream.js";
@@ -239,7 +239,7 @@ async function loadModel() {
   if (model?.max_model_len) words.push(`context ${number(model.max_model_len)}`);
   byId("model").textContent = words.filter(Boolean).join(" · ");
   document.title = model ? `${model.id} · Strobe` : "Strobe";
-  byId("examples").hidden = model?.id !== BOX;
+  byId("examples").hidden = model?.id !== DEMO;
 }
 
 function offerExamples() {

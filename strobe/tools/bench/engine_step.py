@@ -100,7 +100,7 @@ def _located(settings: StepSettings, config: EngineConfig) -> Generator[EngineCo
     elif config.draft is not None:
         raise ValueError("A drafter is named but no target; give --target as well, or --shapes.")
     else:
-        with directories(settings.shapes or "box") as (target, draft):
+        with directories(settings.shapes or "demo") as (target, draft):
             yield replace(config, target=target, draft=draft)
 
 

@@ -2,7 +2,7 @@
 
 Legend: c requests, n positions of context each, R rows verified per request (drafts and one more),
 B the drafter's block, H hidden size, I intermediate size, V vocabulary, L layers, Hq / Hkv query
-and key-value heads, D head size. Products only; activations, logits and norms' arithmetic are not
+and key-value heads, D head size. GEMMs only; activations, logits and norms' arithmetic are not
 counted, nor are the few embedding rows that are read.
 """
 
@@ -101,7 +101,7 @@ class Shapes:
         """The drafter's block, and its context K/V of the rows that the target verified; nothing
         where there is no drafter.
 
-        bytes = linear + fc + context products + head + norms + c (n + R) KV, the head and the
+        bytes = linear + fc + context GEMMs + head + norms + c (n + R) KV, the head and the
         layers' k and v once more, since block and context use them at different times; the head is
         as the linear layers are, for in FP8 the drafter has a copy of its own;
         operations = 2 c B linear + 2 c D H V + 2 c R (fc + context) + attention, D the drafts of a
@@ -131,7 +131,7 @@ class Shapes:
 
     def prefill_operations(self, prompts: int, tokens: int) -> float:
         """Operations of the linear layers over whole prompts: 2 T linear of every token, the head
-        of each prompt's last one only, and with a drafter fc and its context products."""
+        of each prompt's last one only, and with a drafter fc and its context GEMMs."""
         decoder = self.target.decoder
         values, _ = layer_values(self.target, active_experts(decoder))
         if self.draft is not None:
@@ -242,7 +242,7 @@ def fc_values(draft: DraftConfig) -> int:
 
 
 def observe_values(draft: DraftConfig) -> int:
-    """fc, and the key and value products of every layer, 2 L H Hkv D."""
+    """fc, and the key and value GEMMs of every layer, 2 L H Hkv D."""
     return fc_values(draft) + draft.decoder.hidden_size * kv_values(draft.decoder)
 
 

@@ -276,7 +276,7 @@ _DRAFTS: dict[str, dict[str, Any]] = {
 """What a drafter's config says that is neither its target's nor made by the rule."""
 _SHARED = {*_COMMON, *_QWEN3["qwen3-8b"], "rope_scaling"}
 """Keys that drafters have from their targets."""
-NAMES = ("box", *_TARGETS)
+NAMES = ("demo", *_TARGETS)
 
 
 def target_config(name: str) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def draft_config(name: str) -> dict[str, Any]:
 
 @contextmanager
 def directories(name: str) -> Generator[tuple[str, str]]:
-    """Directories of a target and a drafter that hold a config.json; of box, the demo models' own.
+    """Directories of a target and a drafter that hold a config.json; of demo, the demo models' own.
 
     Raises ValueError for a name that there is not.
     """
@@ -320,7 +320,7 @@ def directories(name: str) -> Generator[tuple[str, str]]:
             f"shapes is {name!r}; name one of {', '.join(NAMES)}, or give directories with "
             "--target and --draft."
         )
-    if name == "box":
+    if name == "demo":
         yield str(DEMO_MODELS / "target"), str(DEMO_MODELS / "draft")
         return
     with TemporaryDirectory(prefix="strobe-shapes-") as directory:

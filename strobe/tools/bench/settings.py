@@ -28,7 +28,7 @@ class StepSettings:
     """`strobe bench step`. Raises ValueError for what makes no sense by itself."""
 
     shapes: str = option(
-        "", "Shapes by name: box (the default), qwen3-0.6b, qwen3-4b, qwen3-8b, llama-3.1-8b, "
+        "", "Shapes by name: demo (the default), qwen3-0.6b, qwen3-4b, qwen3-8b, llama-3.1-8b, "
         "qwen3-coder-30b-a3b, gpt-oss-20b, qwen3.5-9b, qwen3.5-35b-a3b or gemma-4-26b-a4b, "
         "each with its DFlash drafter; or give directories with --target and --draft."
     )  # fmt: skip

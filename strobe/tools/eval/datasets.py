@@ -68,7 +68,7 @@ class Published:
 
 def load(name: str, settings: EvalSettings) -> DataSet:
     """Raises ValueError for a file or row that is not what the data set needs."""
-    if name == "box":
+    if name == "demo":
         pool = read_heldout()
         samples = tuple(_demo(example) for example in pool[: settings.prompts or None])
         return DataSet(name, samples, "held-out tasks made by rule", len(pool))

@@ -141,11 +141,11 @@ PAIRS = (
         ),
     ),
     Pair(
-        "box",
+        "demo",
         Facts("Qwen3ForCausalLM", 16, 192, 512, 2048, 1e4, 2, 3, 16),
         (
-            Expected("box", 14.0, 0.979, accuracy_factor=0.97, source="the demo models' card"),
-            Expected("box", 13.6, temperature=1.0, source="the demo models' card"),
+            Expected("demo", 14.0, 0.979, accuracy_factor=0.97, source="the demo models' card"),
+            Expected("demo", 13.6, temperature=1.0, source="the demo models' card"),
         ),
     ),
 )  # fmt: skip

@@ -41,12 +41,12 @@ def head(figures: Figures) -> list[str]:
         for d in figures["data_sets"]
     )
     thinking = "with" if settings["thinking"] else "without"
-    box = any(d["name"] == "box" for d in figures["data_sets"])
+    demo = any(d["name"] == "demo" for d in figures["data_sets"])
     return [
         f"Target {pair['target']} ({pair['architecture']}, {pair['layers']} layers, hidden size "
         f"{pair['hidden_size']}), drafter {pair['draft'] or 'none'}{drafts}.",
         f"{sampling[:1].upper()}{sampling[1:]}, at most {settings['max_tokens']} tokens, "
-        f"{thinking} thinking{' (box: every other pair of tasks)' if box else ''}.",
+        f"{thinking} thinking{' (demo: every other pair of tasks)' if demo else ''}.",
         f"{figures['device']}, {figures['threads']} threads, {figures['dtype']}, torch "
         f"{figures['versions']['torch']}.",
         f"{data}.",

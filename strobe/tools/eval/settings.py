@@ -15,7 +15,7 @@ from strobe.tools.bench.settings import DECIDED, Positive, Temperature, TopP, wh
 
 DATA_SETS = (
     "gsm8k", "gsm8k-5shot", "math500", "humaneval", "mbpp", "mbpp-tests", "mt-bench", "alpaca",
-    "box",
+    "demo",
 )  # fmt: skip
 CONCURRENCY = {"acceptance": "1", "accuracy": "32", "speed": "1,8,32"}
 """Requests in flight unless the user says otherwise, by what is evaluated."""
@@ -26,7 +26,7 @@ class EvalSettings:
     """`strobe eval`. Raises ValueError for what makes no sense by itself."""
 
     dataset: str = option(
-        "", f"Data sets with commas between: {', '.join(DATA_SETS)}; by default box, the held-out "
+        "", f"Data sets with commas between: {', '.join(DATA_SETS)}; by default demo, the held-out "
         "tasks of the demo models."
     )  # fmt: skip
     data: str = option(
@@ -90,9 +90,9 @@ class EvalSettings:
             raise ValueError(
                 f"data is one file, but dataset names {len(names)}; name the one that it holds."
             )
-        if self.data and names == ("box",):
+        if self.data and names == ("demo",):
             raise ValueError(
-                "The demo models' tasks are made by rule; drop --data, or --dataset box."
+                "The demo models' tasks are made by rule; drop --data, or --dataset demo."
             )
         if self.shots and "gsm8k-5shot" not in names:
             raise ValueError("shots are shown by gsm8k-5shot alone; add --dataset gsm8k-5shot.")
@@ -105,7 +105,7 @@ class EvalSettings:
     def names(self) -> tuple[str, ...]:
         """The data sets named, or `custom` for a user's own file. Raises ValueError."""
         if not self.dataset:
-            return ("custom",) if self.data else ("box",)
+            return ("custom",) if self.data else ("demo",)
         names = tuple(name.strip() for name in str(self.dataset).split(","))
         for name in names:
             if name not in DATA_SETS:

@@ -97,9 +97,9 @@ def draft_config(shape: DraftShape, target: TargetConfig, mask_token: int) -> Dr
 def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: int) -> DFlash:
     """A trainable fp32 drafter with random weights, reading the target's embedding and head.
 
-    Products start at variance 1 / inputs, those that end a residual branch smaller by the square
-    root of the number of branches; the final norm starts as the target's, because both feed the
-    same head. The embedding is taken in fp32, so that the residual stream is fp32.
+    Linear layers start at variance 1 / inputs, those that end a residual branch smaller by the
+    square root of the number of branches; the final norm starts as the target's, because both feed
+    the same head. The embedding is taken in fp32, so that the residual stream is fp32.
     """
     config = replace(config, embedding_scale=target.config.embedding_scale)
     draft = DFlash(config, target.embed_tokens.weight.float(), target.head_weight, max_positions)

@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
-"""Products of few rows with a weight, y = x Wᵀ, bound by reading W; the rest rides along.
+"""The GEMM of few rows with a weight, y = x Wᵀ, bound by reading W; the rest rides along.
 
 Legend: M rows of x (1 to 128), K columns of x, W [N, K] row-major (gated: [2N, K], gate rows then
 up rows), y [M, N]. The tile of W is the left operand of the dot, because the tensor cores want 64
@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from strobe.kernels.dependent import dependent
 from strobe.kernels.rowwise import gated, round_to
-from strobe.kernels.table import GROUP, Config, Product, Weight, block_m, bucket_of
+from strobe.kernels.table import GROUP, Config, Gemm, Weight, block_m, bucket_of
 from strobe.kernels.workspace import LEAST, Scaled, Workspace
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -68,7 +68,7 @@ def _keys(logits, ns):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _product(
+def _gemm(
     x,  # [M, K]
     x_scale,  # [M] fp32: x is e4m3 already; or None
     weight,  # [N, K], gated [2N, K]
@@ -278,7 +278,7 @@ def _product(
 
 def launch(
     config: Config,
-    product: Product,
+    gemm: Gemm,
     workspace: Workspace,
     x: Tensor,
     weight: Weight,
@@ -295,29 +295,29 @@ def launch(
 ) -> Scaled | None:
     """The kernel with `config`, which must be one of triton's; `warmup` compiles it only.
 
-    scaled: x as the product before left it. then: the weight of the norm behind, for which the
+    scaled: x as the GEMM before left it. then: the weight of the norm behind, for which the
     result is left. gelu: a gate's activation is gelu in its tanh form, not silu.
     """
     bucket = block_m(bucket_of(x.shape[0]))
-    tiles = config.tiles(product)
-    split = 1 if product.argmax else config.split_k
+    tiles = config.tiles(gemm)
+    split = 1 if gemm.argmax else config.split_k
     workspace.reserve(tiles * split * bucket * (config.block_n + 1) if split > 1 else 0, tiles + 1)
     data = weight.data
-    groups = product.fp8 and x_scale is None
+    groups = gemm.fp8 and x_scale is None
     assert config.block_k == GROUP or not groups
-    assert product.n * product.k < 2**31 or not product.gated  # offsets from the first row
+    assert gemm.n * gemm.k < 2**31 or not gemm.gated  # offsets from the first row
     descriptor = None
     if config.tma:
-        columns = product.outputs
-        shape, block = [columns, product.k], [config.block_n, config.block_k]
-        if product.gated:
+        columns = gemm.outputs
+        shape, block = [columns, gemm.k], [config.block_n, config.block_k]
+        if gemm.gated:
             shape, block = [2, *shape], [2, config.block_n // 2, config.block_k]
-        strides = [columns * product.k, product.k, 1][-len(shape) :]
+        strides = [columns * gemm.k, gemm.k, 1][-len(shape) :]
         descriptor = TensorDescriptor(data, shape, strides, block)
     # Ranges of K begin at multiples of block_k; the last is the one that may run out of W.
-    blocks = -(-product.k // config.block_k)
-    room = (product.k - (split - 1) * blocks // split * config.block_k) * product.item
-    prefetch = min(config.prefetch, room) // 16 * 16 if product.k * product.item % 16 == 0 else 0
+    blocks = -(-gemm.k // config.block_k)
+    room = (gemm.k - (split - 1) * blocks // split * config.block_k) * gemm.item
+    prefetch = min(config.prefetch, room) // 16 * 16 if gemm.k * gemm.item % 16 == 0 else 0
     pdl = dependent(x.device)
     left = None
     if then is not None:
@@ -327,7 +327,7 @@ def launch(
     if scaled is not None:
         x, norm = scaled.data, None
     parts = 0 if scaled is None else scaled.sums.shape[1]
-    kernel = _product.warmup if warmup else _product[(tiles * split,)]
+    kernel = _gemm.warmup if warmup else _gemm[(tiles * split,)]
     options: dict[str, Any] = {"grid": (tiles * split,)} if warmup else {}
     kernel(
         x,
@@ -351,16 +351,16 @@ def launch(
         0 if residual is None else residual.stride(0),
         out.stride(0),
         eps,
-        N=product.outputs,
-        K=product.k,
+        N=gemm.outputs,
+        K=gemm.k,
         BLOCK_M=bucket,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SPLIT=split,
-        GATED=product.gated,
+        GATED=gemm.gated,
         GELU=gelu,
-        ARGMAX=product.argmax,
-        DTYPE=DTYPES[product.dtype],
+        ARGMAX=gemm.argmax,
+        DTYPE=DTYPES[gemm.dtype],
         PARTS=parts,
         WIDTH=int(triton.next_power_of_2(parts)),
         GROUPS=groups,
