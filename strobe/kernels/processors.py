@@ -76,7 +76,7 @@ def _process_kernel(
 def process(
     logits: Tensor,
     tables: Sequence[Tensor],
-    rows: Sequence[Tensor],
+    rows: Sequence[Tensor | None],
     masks: Tensor | None,
     *,
     processed: bool,
@@ -93,7 +93,7 @@ def process(
         out if masks is None else masks,
         out,
         logits.stride(0),
-        drafts.stride(0),
+        0 if drafts is None else drafts.stride(0),
         0 if masks is None else masks.stride(0),
         V=size,
         PROCESSED=processed,

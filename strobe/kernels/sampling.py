@@ -1,14 +1,15 @@
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 """Logits to tokens: the first maximum, and a race behind top-k, top-p and min-p without a sort.
 
-`sample_rows` reads its row several times, one program a row: for the row's maximum, and for the
-least logit that the filters keep, found by bisection over the floats in their order, each reading
-taking count or mass above three of them. Then `strobe.kernels.race` has many programs a row. A row
-of 150,000 tokens in bfloat16 is 304 KB, so that the rows of all SMs stay in the L2 cache, and a
-reading is bound by arithmetic: 7 to 13 instructions a token. The first bounds are tight enough for
-about 5 readings behind the first.
+`sample_rows` reads its row several times: for the row's maximum, and for the least logit that the
+filters keep, found by bisection over the floats in their order, each reading taking count or mass
+above three of them. Then `strobe.kernels.race` has many programs a row. A row of 150,000 tokens in
+bfloat16 is 304 KB, so that the rows of all SMs stay in the L2 cache, and a reading is bound by
+arithmetic: 7 to 13 instructions a token. The first bounds are tight enough for about 5 readings
+behind the first. Few rows are divided among several programs each, which exchange what they counted
+behind every reading; with many, a program has a row.
 
-A row lies before a program as SEGMENTS runs of SEGMENT tokens, read side by side:
+A row, or a program's part of it, lies before it as SEGMENTS runs of SEGMENT tokens, read side by side:
 
     step          0            1                 STEPS - 1
     segment 0     [ WIDTH ]    [ WIDTH ]   ...   [ WIDTH ]
@@ -28,6 +29,7 @@ from strobe.kernels.race import LOG2E, key_of, race, read, take_best, word_of
 
 SEGMENTS: tl.constexpr = tl.constexpr(32)
 WIDTH: tl.constexpr = tl.constexpr(256)
+MOST_PARTS = 8
 ARGMAX_BLOCK = 8192
 
 NOTHING = tl.constexpr(-0x7F800000)
@@ -52,14 +54,55 @@ def _value(key, SHIFT: tl.constexpr):
 def _ids(step, SEGMENT: tl.constexpr, VECTOR: tl.constexpr):
     """The tokens [WIDTH / VECTOR, SEGMENTS, VECTOR] of a step: a thread reads VECTOR at once, a
     warp lies along the first dimension and so reads what is next to each other."""
+    first = tl.program_id(1) * (SEGMENTS * SEGMENT)
     lane = tl.arange(0, WIDTH // VECTOR)[:, None, None] * VECTOR
     segment = tl.arange(0, SEGMENTS)[None, :, None] * SEGMENT
-    return segment + step * WIDTH + lane + tl.arange(0, VECTOR)[None, None, :]
+    return first + segment + step * WIDTH + lane + tl.arange(0, VECTOR)[None, None, :]
+
+
+@triton.jit
+def _exchange(room, turn, one, two, three, PARTS: tl.constexpr):
+    """Three int32 of each of a row's programs, [PARTS] each. Waits for all of them: they must run
+    at the same time. room: [1 + 2 * 3 * PARTS] int32, a count of arrivals that starts at 0, and
+    the numbers of two turns, for nobody is further ahead. turn: counts calls from 0."""
+    index = tl.arange(0, PARTS)
+    if PARTS == 1:
+        return one + index, two + index, three + index
+    numbers = room + 1 + (turn & 1) * (3 * PARTS)
+    own = numbers + tl.program_id(1)
+    tl.store(own, one)
+    tl.store(own + PARTS, two)
+    tl.store(own + 2 * PARTS, three)
+    tl.debug_barrier()
+    tl.atomic_add(room, 1, sem="release")
+    while tl.load(room, volatile=True) < PARTS * (turn + 1):
+        pass
+    tl.atomic_add(room, 0, sem="acquire")
+    numbers += index
+    one, two = tl.load(numbers, volatile=True), tl.load(numbers + PARTS, volatile=True)
+    return one, two, tl.load(numbers + 2 * PARTS, volatile=True)
+
+
+@triton.jit
+def _total(room, turn, one, two, three, PARTS: tl.constexpr):
+    """Three float32 added up over a row's programs."""
+    one, two, three = _exchange(
+        room,
+        turn,
+        one.to(tl.int32, bitcast=True),
+        two.to(tl.int32, bitcast=True),
+        three.to(tl.int32, bitcast=True),
+        PARTS,
+    )
+    one, two = one.to(tl.float32, bitcast=True), two.to(tl.float32, bitcast=True)
+    return tl.sum(one), tl.sum(two), tl.sum(three.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _amounts(
     row,
+    room,
+    turn,
     top,
     scale,
     least1,
@@ -69,6 +112,7 @@ def _amounts(
     V: tl.constexpr,
     SEGMENT: tl.constexpr,
     VECTOR: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """The mass of the tokens with logits of at least each of three values, or their count."""
     amount1 = tl.full([WIDTH // VECTOR, SEGMENTS], 0.0, tl.float32)
@@ -81,12 +125,14 @@ def _amounts(
         amount1 += tl.sum(tl.where(x >= least1, 1.0, 0.0) * weight, 2)
         amount2 += tl.sum(tl.where(x >= least2, 1.0, 0.0) * weight, 2)
         amount3 += tl.sum(tl.where(x >= least3, 1.0, 0.0) * weight, 2)
-    return tl.sum(amount1), tl.sum(amount2), tl.sum(amount3)
+    return _total(room, turn, tl.sum(amount1), tl.sum(amount2), tl.sum(amount3), PARTS)
 
 
 @triton.jit
 def _search(
     row,
+    room,
+    turn,
     top,
     scale,
     low,
@@ -97,12 +143,13 @@ def _search(
     SEGMENT: tl.constexpr,
     VECTOR: tl.constexpr,
     SHIFT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """The greatest key in [low, high) whose tokens from it on amount to the goal, or low.
 
-    -> (key, the amount from it on, the amount from a greater key on). By count it ends early at a
-    key with just `goal` tokens from it on; by mass, where one token at most can lie between the
-    two keys.
+    -> (key, the amount from it on, the amount from a greater key on, the next turn). By count it
+    ends early at a key with just `goal` tokens from it on; by mass, where one token at most can lie
+    between the two keys.
     """
     some = tl.full([], 0.0, tl.float32)
     less = tl.full([], 0.0, tl.float32)
@@ -114,6 +161,8 @@ def _search(
         key3 = low + (((high - low) * 3) >> 2)
         amount1, amount2, amount3 = _amounts(
             row,
+            room,
+            turn,
             top,
             scale,
             _value(key1, SHIFT),
@@ -123,7 +172,9 @@ def _search(
             V,
             SEGMENT,
             VECTOR,
+            PARTS,
         )
+        turn += 1
         ok1, ok2, ok3 = amount1 >= goal, amount2 >= goal, amount3 >= goal
         high = tl.where(ok3, high, tl.where(ok2, key3, tl.where(ok1, key2, key1)))
         less = tl.where(ok3, less, tl.where(ok2, amount3, tl.where(ok1, amount2, amount1)))
@@ -138,7 +189,7 @@ def _search(
             done = (some - less < 1.5 * weight) & (weight > 1e-5 * some)
         going = (high - low > 1) & (done == 0)
         fresh = fresh & False
-    return low, some, less
+    return low, some, less, turn
 
 
 @triton.jit
@@ -157,6 +208,7 @@ def _kth_of_lanes(keys, low, high, k):
 @triton.jit
 def _edge(
     row,
+    room,
     lanes,
     top,
     scale,
@@ -166,23 +218,40 @@ def _edge(
     SEGMENT: tl.constexpr,
     VECTOR: tl.constexpr,
     SHIFT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """The least logit that top-k and top-p keep. lanes: the greatest logit each lane has seen."""
     bottom = tl.full([], (NOTHING >> SHIFT) + 1, tl.int64)
     high = (key_of(top) >> SHIFT).to(tl.int64) + 1
     low = bottom
+    turn = tl.full([], 1, tl.int32)
     count = tl.full([], 0.0, tl.float32)
     count_above = tl.full([], 0.0, tl.float32)
     if k < V:
         # Each lane has a token of at least its maximum, so the k-th of these is a bound.
-        low = _kth_of_lanes(key_of(lanes) >> SHIFT, bottom, high, k)
-        low, count, count_above = _search(
-            row, top, scale, low, high, k.to(tl.float32), True, V, SEGMENT, VECTOR, SHIFT
+        low = _kth_of_lanes(key_of(lanes) >> SHIFT, bottom, high, k).to(tl.int32)
+        bounds, _1, _2 = _exchange(room, turn, low, low, low, PARTS)
+        low = tl.max(bounds).to(tl.int64)
+        low, count, count_above, turn = _search(
+            row,
+            room,
+            turn + 1,
+            top,
+            scale,
+            low,
+            high,
+            k.to(tl.float32),
+            True,
+            V,
+            SEGMENT,
+            VECTOR,
+            SHIFT,
+            PARTS,
         )
     if top_p < 1.0:
         edge, above = _value(low, SHIFT), _value(low + 1, SHIFT)
         mass, mass_above, _ = _amounts(
-            row, top, scale, edge, above, above, False, V, SEGMENT, VECTOR
+            row, room, turn, top, scale, edge, above, above, False, V, SEGMENT, VECTOR, PARTS
         )
         # The mass of exactly k tokens: of those that tie at the edge, as many as still fit.
         tied = mass_above + (k.to(tl.float32) - count_above) * tl.exp2((edge - top) * scale)
@@ -192,8 +261,21 @@ def _edge(
         low = tl.maximum(low, (key_of(far) >> SHIFT).to(tl.int64))
         low = tl.minimum(low, high - 1)
         goal = tl.maximum(top_p * mass, 1e-30)
-        low, _mass, _above = _search(
-            row, top, scale, low, high, goal, False, V, SEGMENT, VECTOR, SHIFT
+        low, _mass, _above, turn = _search(
+            row,
+            room,
+            turn + 1,
+            top,
+            scale,
+            low,
+            high,
+            goal,
+            False,
+            V,
+            SEGMENT,
+            VECTOR,
+            SHIFT,
+            PARTS,
         )
     return _value(low, SHIFT)
 
@@ -206,16 +288,19 @@ def _sample_kernel(
     min_p_ptr,
     top_k_ptr,
     facts_ptr,
+    room_ptr,
     out_ptr,
     stride,
     V: tl.constexpr,
     SEGMENT: tl.constexpr,
     VECTOR: tl.constexpr,
     SHIFT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Greedy rows' tokens, and for the others what `race` needs of them."""
     index = tl.program_id(0).to(tl.int64)
     row = logits_ptr + index * stride
+    room = room_ptr + index * (1 + 6 * PARTS)
     facts = facts_ptr + index * 4
     temperature = tl.load(temperature_ptr + index)
     lanes = tl.full([WIDTH // VECTOR, SEGMENTS, VECTOR], float("-inf"), tl.float32)
@@ -225,8 +310,10 @@ def _sample_kernel(
         x = read(row, _ids(step, SEGMENT, VECTOR), V)
         lanes = tl.maximum(lanes, x)
         nans += tl.sum(tl.where(x != x, 1.0, 0.0), 2)
-    top = tl.max(lanes)
-    numbers = tl.sum(nans) == 0
+    top = tl.max(lanes).to(tl.int32, bitcast=True)
+    odd = (tl.sum(nans) > 0).to(tl.int32)
+    tops, odds, _ = _exchange(room, 0, top, odd, odd, PARTS)
+    top, numbers = tl.max(tops.to(tl.float32, bitcast=True)), tl.max(odds) == 0
     if (temperature > 0) & numbers & (tl.abs(top) < float("inf")):
         temperature = tl.maximum(temperature, 1e-30)
         scale = tl.div_rn(LOG2E, temperature)
@@ -236,7 +323,7 @@ def _sample_kernel(
         k = tl.where((k > 0) & (k < V), k, V).to(tl.int32)
         edge = tl.full([], float("-inf"), tl.float32)
         if (k < V) | (top_p < 1.0):
-            edge = _edge(row, lanes, top, scale, top_p, k, V, SEGMENT, VECTOR, SHIFT)
+            edge = _edge(row, room, lanes, top, scale, top_p, k, V, SEGMENT, VECTOR, SHIFT, PARTS)
         tl.store(facts, top)
         tl.store(facts + 1, tl.div_rn(1.0, temperature))
         tl.store(facts + 2, tl.maximum(edge, LEAST))
@@ -248,7 +335,9 @@ def _sample_kernel(
             ids = _ids(step, SEGMENT, VECTOR)
             x = read(row, ids, V)
             first = tl.minimum(first, tl.where(tl.where(numbers, x == top, x != x), ids, V))
-        tl.store(out_ptr + index, tl.min(first).to(tl.int64))
+        first = tl.min(first)
+        firsts, _, _ = _exchange(room, 1, first, first, first, PARTS)
+        tl.store(out_ptr + index, tl.min(firsts).to(tl.int64))
         tl.store(facts + 2, float("nan"))
 
 
@@ -281,6 +370,15 @@ def argmax(logits: Tensor) -> Tensor:
     return out
 
 
+def parts_of(rows: int, device: torch.device) -> int:
+    """Programs a row, a power of two: few rows are spread over the GPU's multiprocessors, all of
+    them at once, for they wait for one another."""
+    if device.type != "cuda":
+        return 1
+    most = torch.cuda.get_device_properties(device).multi_processor_count // rows
+    return 1 << (min(max(most, 1), MOST_PARTS).bit_length() - 1)
+
+
 def sample_rows(
     logits: Tensor,
     temperature: Tensor,
@@ -301,20 +399,25 @@ def sample_rows(
     assert all(t.stride(0) == 1 for t in (temperature, top_p, min_p, top_k, key, position))
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     facts = torch.empty(rows, 4, dtype=torch.float32, device=logits.device)
-    segment = triton.cdiv(size, SEGMENTS.value * WIDTH.value) * WIDTH.value
-    _sample_kernel[(rows,)](
+    parts = parts_of(rows, logits.device)
+    segment = triton.cdiv(size, parts * SEGMENTS.value * WIDTH.value) * WIDTH.value
+    make = torch.zeros if parts > 1 else torch.empty
+    room = make(rows, 1 + 6 * parts, dtype=torch.int32, device=logits.device)
+    _sample_kernel[(rows, parts)](
         logits,
         temperature,
         top_p,
         min_p,
         top_k,
         facts,
+        room,
         out,
         logits.stride(0),
         V=size,
         SEGMENT=segment,
         VECTOR=16 // logits.element_size(),
         SHIFT=UNUSED_BITS[logits.dtype],
+        PARTS=parts,
         num_warps=32,
     )
     race(logits, facts, key, position, out)

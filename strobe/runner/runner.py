@@ -106,14 +106,12 @@ class ModelRunner:
             return Sampled(self.model.pick(rows), None)
         span = layout.select(layout.span_of_row)
         where = LogitRows(
-            slots=layout.slots.index_select(0, span),
-            positions=layout.select(batch.positions) + ahead,
-            drafts=batch.ids[layout.draft_rows],
-            span=span,
-            rank=(layout.select(layout.offset) - layout.certain.index_select(0, span) + 1).clamp_(
-                0
-            ),
+            layout.slots.index_select(0, span), layout.select(batch.positions) + ahead
         )
+        if mode.processed:
+            rank = layout.select(layout.offset) - layout.certain.index_select(0, span) + 1
+            drafts = batch.ids[layout.draft_rows]
+            where = where._replace(drafts=drafts, span=span, rank=rank.clamp_(0))
         return self.sampling.sample(self.model.head(rows), where, mode, masks)
 
     def score_prompt(self, output: Output, layout: Layout) -> Scores | None:

@@ -146,7 +146,7 @@ class Gumbel:
         np.negative(np.log(out, out=out), out=out)
 
 
-def _halves(words: NDArray[np.int64]) -> NDArray[np.uint32]:
+def _halves(words: NDArray[np.int64]) -> NDArray[Any]:
     """words [C] -> low, taken through the first shift, and high [2, C]."""
     low, high = np.ascontiguousarray(words).view(np.uint32).reshape(-1, 2).T
     return np.stack([low ^ (low >> _ROUNDS[0][0]), high])

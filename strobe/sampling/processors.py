@@ -34,13 +34,14 @@ it allows is equally likely; anywhere else its probability is 0 as before."""
 
 class LogitRows(NamedTuple):
     """Where R rows of logits belong: slots [R]; positions [R], where the row's token will stand;
-    drafts [S, K], of whose row span [R] the first rank [R] stand before it. All int64."""
+    drafts [S, K], of whose row span [R] the first rank [R] stand before it: None where no slot is
+    PROCESSED. All int64."""
 
     slots: Tensor
     positions: Tensor
-    drafts: Tensor
-    span: Tensor
-    rank: Tensor
+    drafts: Tensor | None = None
+    span: Tensor | None = None
+    rank: Tensor | None = None
 
 
 class Tables(NamedTuple):
@@ -88,9 +89,9 @@ def process(
     if logits.device.type == "cpu":
         index = torch.from_numpy(np.flatnonzero(kinds.numpy()))
         if len(index) < len(kinds):
-            some = LogitRows(
-                rows.slots[index], rows.positions[index], rows.drafts, *_at(index, rows)
-            )
+            some = LogitRows(rows.slots[index], rows.positions[index], rows.drafts)
+            if rows.span is not None and rows.rank is not None:
+                some = some._replace(span=rows.span[index], rank=rows.rank[index])
             part = None if masks is None else masks[index]
             found = process(logits[index], tables, some, part, processed=processed)
             return logits.float().index_copy(0, index, found)
@@ -104,17 +105,16 @@ def process(
     return x
 
 
-def _at(index: Tensor, rows: LogitRows) -> tuple[Tensor, Tensor]:
-    return rows.span[index], rows.rank[index]
-
-
 def _edited(x: Tensor, tables: Tables, rows: LogitRows) -> Tensor:
     """Rows [R, V] with bias, penalties and bans."""
-    slots = rows.slots
+    slots, drafts, span, rank = rows.slots, rows.drafts, rows.span, rows.rank
+    assert drafts is not None
+    assert span is not None
+    assert rank is not None
     x = x + tables.bias.index_select(0, slots)
-    before = torch.arange(rows.drafts.shape[1], device=x.device) < rows.rank[:, None]
+    before = torch.arange(drafts.shape[1], device=x.device) < rank[:, None]
     counts = tables.counts.index_select(0, slots)
-    counts.scatter_add_(1, rows.drafts.index_select(0, rows.span), before.to(torch.int32))
+    counts.scatter_add_(1, drafts.index_select(0, span), before.to(torch.int32))
     flags = tables.flags.index_select(0, slots)
     presence, frequency, repetition = tables.strengths.index_select(0, slots).split(1, 1)
     seen = counts > 0

@@ -112,7 +112,7 @@ def by_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
         index = np.concatenate(doubtful) if sort else racing[~ranked]
         for first in range(0, len(index), noise.rows):
             places = index[first : first + noise.rows]
-            scores = (given[places] - top[places]) * scale[places]
+            scores: Any = (given[places] - top[places]) * scale[places]
             if sort:
                 part = RowParams(*[column[torch.from_numpy(places)] for column in rows])
                 scores[~kept(torch.from_numpy(scores).exp(), part).numpy()] = -np.inf
