@@ -1,4 +1,4 @@
-"""GrammarState.walk with the masks that it writes."""
+"""A walk along drafts with the masks that come of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strobe.sampling.grammar import GrammarState
 
 
 class Walked(NamedTuple):
-    """drafts, errors: see GrammarStep; masks [n, K + 1, words] int32."""
+    """drafts: see GrammarWalk; masks [n, K + 1, words] int32; errors: see GrammarState.fill."""
 
     drafts: list[list[int]]
     masks: np.ndarray
@@ -19,8 +19,8 @@ class Walked(NamedTuple):
 
 
 def walk(state: GrammarState, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> Walked:
-    """Rows that the walk leaves alone have -1."""
+    """Rows that are left alone have -1."""
     width = 1 + max(map(len, drafts), default=0)
     masks = np.full((len(drafts), width, state.compiler.words), -1, dtype=np.int32)
-    step = state.walk(slots, drafts, masks)
-    return Walked(step.drafts, masks, step.errors)
+    found = state.walk(slots, drafts)
+    return Walked(found.drafts, masks, state.fill(found, masks))

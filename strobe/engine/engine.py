@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from strobe.request import FinishReason, Request
 from strobe.runner.batch import Layout, Shape
 from strobe.runner.graphs import Eager
 from strobe.runner.pending import PendingStep, Verdict
+from strobe.runner.runner import Output
+from strobe.sampling.grammar import GrammarWalk
 from strobe.sampling.state import SamplingMode
 from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
 from strobe.spec.budget import Budget
@@ -58,7 +61,7 @@ class Engine:
         self.mark: Callable[[str], None] = lambda name: None
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
         self._pending: deque[PendingStep] = deque()
-        self._masks: Tensor | None = None
+        self._host_masks: Tensor | None = None
         self._numbers = itertools.count()
 
     def step(self) -> list[TokenEvent]:
@@ -79,43 +82,56 @@ class Engine:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> PendingStep:
         """Run one plan on the device; nothing here waits for a result, unless a grammar must."""
+        self._admit(plan)
+        self.mark("start")
+        slots = [span.slot for span in plan.spans]
+        mode, shape = self.sampling.mode(slots), self.runner.shape_of(plan.spans)
+        drafts = self.proposers.propose(plan, shape)  # tokens only
+        self.mark("draft")
+        walk = None
+        if mode.grammar:
+            plan, drafts, walk = self._constrain(plan, drafts)
+        layout, bounds = self.runner.lay_out(plan.spans, shape), self.runner.bounds(plan.spans)
+        graphs = self.graphs if self.runner.captured(layout) else Eager()
+
+        def forward(packed: Tensor, drafts: Tensor | None) -> Output:
+            return self.runner.forward(self.state.place(layout.over(packed), drafts, bounds))
+
+        def verify(packed: Tensor, *given: Tensor | None) -> Verdict:
+            return self.verify(layout.over(packed), bounds, mode, *given)
+
+        given, errors = [drafts], dict[int, str]()
+        if walk is not None:  # masks are computed while the target runs
+            output = graphs.run(("forward", shape), forward, layout.packed, drafts)
+            masks, errors = self._masks(walk, shape)
+            given = [drafts, masks, *output]
+        verdict = graphs.run((mode, shape), verify, layout.packed, *given)
+        self.mark("verify")
+        tops = self.sampling.top_logprobs(slots) if mode.logprobs is not None else {}
+        return PendingStep(plan, verdict, tops, errors)
+
+    def _admit(self, plan: Plan) -> None:
+        """Take over what is new in a plan. Raises AssertionError for one that cannot be run."""
         plan.check(self.limits.max_num_seqs, self.parts.pool.num_pages)
         self.state.apply(plan)
         self.sampling.admit(plan.admitted)
         for one in plan.admitted:
             structured = StructuredOutputs.of(one.sampling.structured_outputs)
             self.grammars.admit(one.slot, structured, one.tokens[one.num_prompt :])
-        self.mark("start")
-        slots = [span.slot for span in plan.spans]
-        mode, shape = self.sampling.mode(slots), self.runner.shape_of(plan.spans)
-        drafts = self.proposers.propose(plan, shape)  # tokens only
-        self.mark("draft")
-        masks, errors = None, dict[int, str]()
-        if mode.grammar:
-            plan, drafts, masks, errors = self._constrain(plan, drafts, shape)
-        layout, bounds = self.runner.lay_out(plan.spans, shape), self.runner.bounds(plan.spans)
-
-        def verify(packed: Tensor, drafts: Tensor | None, masks: Tensor | None) -> Verdict:
-            own = layout if packed is layout.packed else layout.over(packed)
-            return self.verify(own, bounds, drafts, masks, mode)
-
-        graphs = self.graphs if self.runner.captured(layout) else Eager()
-        verdict = graphs.run((mode, shape), verify, layout.packed, drafts, masks)
-        self.mark("verify")
-        tops = self.sampling.top_logprobs(slots) if mode.logprobs is not None else {}
-        return PendingStep(plan, verdict, tops, errors)
 
     def verify(
         self,
         layout: Layout,
         bounds: Sequence[int],
-        drafts: Tensor | None,
-        masks: Tensor | None,
         mode: SamplingMode,
+        drafts: Tensor | None,
+        masks: Tensor | None = None,
+        *output: Any,
     ) -> Verdict:
-        """The device's part of a step behind the drafts, captured where its shape comes again."""
+        """The device's part of a step behind the drafts, captured where its shape comes again.
+        output: the forward's, where that has run."""
         batch = self.state.place(layout, drafts, bounds)  # ids, positions and K/V slots of all rows
-        output = self.runner.forward(batch)
+        output = Output(*output) if output else self.runner.forward(batch)
         sampled = self.runner.sample(output, layout, batch, mode, masks)
         tokens = sampled.tokens.view(-1, layout.shape.logits)
         # Lengths and newest tokens move on by what was kept of the drafts.
@@ -128,11 +144,11 @@ class Engine:
         return verdict
 
     def _constrain(
-        self, plan: Plan, drafts: Tensor | None, shape: Shape
-    ) -> tuple[Plan, Tensor | None, Tensor, dict[int, str]]:
+        self, plan: Plan, drafts: Tensor | None
+    ) -> tuple[Plan, Tensor | None, GrammarWalk]:
         """Walk the grammars along the drafts: the plan and the drafts [S, K] with forced tokens in
-        the place of drafts that are not allowed, the masks [S * W, words] of all rows, and by span
-        why its request cannot go on. Waits for results and drafts, which the walk reads."""
+        the place of drafts that are not allowed. Waits for results and drafts, which the walk
+        reads."""
         for pending in self._pending:
             self._land(pending)
         spans = list(plan.spans)
@@ -143,29 +159,29 @@ class Engine:
             else []
             for i, s in enumerate(spans)
         ]
-        masks = self._room_for_masks(shape)
         # A chunk in the middle of a prompt gives no token, and its rows stay free.
-        slots = [span.slot if span.logits else -1 for span in spans]
-        forced, errors = self.grammars.walk(slots, given, masks.numpy())
-        changed = [i for i, tokens in enumerate(forced) if tokens != given[i]]
+        walk = self.grammars.walk([span.slot if span.logits else -1 for span in spans], given)
+        changed = [i for i, tokens in enumerate(walk.drafts) if tokens != given[i]]
         for i in changed:
             if spans[i].method is None:
-                spans[i] = spans[i]._replace(tokens=(spans[i].tokens[0], *forced[i]))
+                spans[i] = spans[i]._replace(tokens=(spans[i].tokens[0], *walk.drafts[i]))
             else:
-                made[i][: len(forced[i])] = forced[i]
+                made[i][: len(given[i])] = walk.drafts[i]
         if changed and drafts is not None:
             drafts = upload(made, self.state.device)
-        masks = masks.to(self.state.device, non_blocking=True).flatten(0, 1)
-        return plan._replace(spans=tuple(spans)), drafts, masks, errors
+        return plan._replace(spans=tuple(spans)), drafts, walk
 
-    def _room_for_masks(self, shape: Shape) -> Tensor:
-        """[S, W, words] int32 on the host; on a GPU's in memory that it copies from by itself. By
-        the time of the next walk, which waits for drafts behind it, the copy is made."""
+    def _masks(self, walk: GrammarWalk, shape: Shape) -> tuple[Tensor, dict[int, str]]:
+        """The masks [S * W, words] of all rows, and by span why its request cannot go on. Filled in
+        on a GPU's host in memory that it copies from by itself; by the time of the next masks,
+        whose walk waits for drafts behind it, the copy is made."""
         words, count = self.grammars.compiler.words, shape.spans * shape.logits
-        if self._masks is None or len(self._masks) < count:
+        if self._host_masks is None or len(self._host_masks) < count:
             pinned = self.state.device.type == "cuda"
-            self._masks = torch.zeros(count, words, dtype=torch.int32, pin_memory=pinned)
-        return self._masks[:count].view(shape.spans, shape.logits, words)
+            self._host_masks = torch.zeros(count, words, dtype=torch.int32, pin_memory=pinned)
+        masks = self._host_masks[:count]
+        errors = self.grammars.fill(walk, masks.view(shape.spans, shape.logits, words).numpy())
+        return masks.to(self.state.device, non_blocking=True), errors
 
     def _land(self, pending: PendingStep) -> StepResult:
         """Wait for a step, and have grammars follow its tokens, once."""

@@ -81,6 +81,8 @@ class Layout:
 
     def over(self, packed: Tensor) -> Layout:
         """The same layout read from elsewhere, where others of its shape will be."""
+        if packed is self.packed:
+            return self
         return replace(self, packed=packed, **unpack(packed, self.shape))
 
     @functools.cached_property

@@ -2,8 +2,8 @@
 
 The matcher of a request stands behind its committed tokens. Before a verify step's forward it walks
 along the drafts once: a draft that is not allowed gives way to what the grammar forces there, where
-it leaves one continuation only, such as a schema's next key. The masks of all rows on the way are
-then computed together, and the matcher stands where it was:
+it leaves one continuation only, such as a schema's next key. The matcher then stands where it was,
+and while the target runs the masks of all rows on the way are computed together:
 
     committed | tail  d1    d2    d3        (d3 not allowed, nothing forced)
               | mask0 mask1 mask2 free      what may follow; behind d3 nothing is kept
@@ -28,20 +28,21 @@ LANES = 16
 Masks = NDArray[np.int32]
 
 
-class GrammarStep(NamedTuple):
-    """drafts: as they came, but for forced tokens. errors: what ails a request's grammar, by its
-    place among the n; its rows are free."""
-
-    drafts: list[list[int]]
-    errors: dict[int, str]
-
-
 class Job(NamedTuple):
-    """Masks to compute from `row` on: where the matcher stands, and behind each of the tokens."""
+    """Masks from `row` of a span on, one more than there are tokens: of where the matcher stands,
+    and behind each of the tokens; None: behind the grammar's end, where only the end may come."""
 
-    matcher: LLMatcher
+    matcher: LLMatcher | None
     row: int
     tokens: list[int]
+
+
+class GrammarWalk(NamedTuple):
+    """drafts: as they came, but for forced tokens. jobs: the masks to compute, by place among the
+    drafts; rows of no job are free."""
+
+    drafts: list[list[int]]
+    jobs: dict[int, tuple[Follower, list[Job]]]
 
 
 class Follower:
@@ -71,19 +72,18 @@ class Follower:
         reason = one_line(self.matcher.get_error())
         self.error = f"structured_outputs: the grammar cannot be followed further: {reason}"
 
-    def walk(self, drafts: list[int], masks: Masks, ended: NDArray[np.int32]) -> list[Job]:
-        """Put forced tokens among the drafts, and give the masks [K + 1, words] still to compute;
-        the others are filled in here: -1 where rows are free, `ended` behind the grammar's end."""
-        matcher, free, taken, jobs, row = self.matcher, self.free, 0, list[Job](), 0
+    def walk(self, drafts: list[int]) -> list[Job]:
+        """Put forced tokens among the drafts, and give the masks to compute."""
+        matcher, free, taken, jobs = self.matcher, self.free, 0, list[Job]()
         known = self.made[-max(len(self.after), 1) :]
         for row in range(len(drafts) + 1):
             stopped = not free and matcher.is_stopped()
-            if free or stopped:
-                masks[row] = -1 if free else ended
-            elif not jobs or jobs[-1].matcher is not matcher:
-                jobs.append(Job(matcher, row, []))
-            else:
-                jobs[-1].tokens.append(drafts[row - 1])
+            if not free:
+                now = None if stopped else matcher
+                if not jobs or jobs[-1].matcher is not now:
+                    jobs.append(Job(now, row, []))
+                else:
+                    jobs[-1].tokens.append(drafts[row - 1])
             if row == len(drafts):
                 break
             known.append(drafts[row])
@@ -102,7 +102,6 @@ class Follower:
                         break
                     known[-1] = drafts[row]
                 taken += 1
-        masks[row + 1 :] = -1
         if taken:
             matcher.rollback(taken)
         return jobs
@@ -143,33 +142,47 @@ class GrammarState:
         follower = self._followers.get(slot)
         return None if follower is None else follower.advance(tokens)
 
-    def walk(
-        self, slots: Sequence[int], drafts: Sequence[Sequence[int]], masks: Masks
-    ) -> GrammarStep:
-        """Walk along the drafts of n slots, and write their masks [n or more, K + 1 or more,
-        words]; those of slots that follow no grammar are left as they are."""
-        found = [list(tokens) for tokens in drafts]
+    def walk(self, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> GrammarWalk:
+        """Walk along the drafts of n slots; one that follows no grammar has no part in it."""
+        found, jobs = [list(tokens) for tokens in drafts], dict[int, tuple[Follower, list[Job]]]()
+        for i, slot in enumerate(slots):
+            if (follower := self._followers.get(slot)) is not None:
+                made = [] if follower.error is not None else follower.walk(found[i])
+                jobs[i] = follower, made
+        return GrammarWalk(found, jobs)
+
+    def fill(self, walk: GrammarWalk, masks: Masks) -> dict[int, str]:
+        """Write the masks [n or more, K + 1 or more, words] of a walk, before its slots advance;
+        those of slots that follow no grammar are left as they are. Returns what ails a request's
+        grammar, by its place among the n; its rows are free."""
         width = masks.shape[1]
-        followed = [(i, f) for i, s in enumerate(slots) if (f := self._followers.get(s))]
-        jobs: list[Job] = []
-        for i, follower in followed:
-            if follower.error is None:
-                made = follower.walk(found[i], masks[i], self._ended)
-                jobs += [job._replace(row=i * width + job.row) for job in made]
+        paths, places = list[tuple[LLMatcher, int, list[int]]](), list[tuple[LLMatcher, int]]()
+        for i, (_, jobs) in walk.jobs.items():
+            free = np.ones(width, dtype=np.bool_)
+            for matcher, row, tokens in jobs:
+                rows = slice(row, row + len(tokens) + 1)
+                free[rows] = False
+                if matcher is None:
+                    masks[i, rows] = self._ended
+                elif tokens:
+                    paths.append((matcher, i * width + row, tokens))
+                else:
+                    places.append((matcher, i * width + row))
+            masks[i, free] = -1
         where = masks.ctypes.data, masks.strides[1], masks.shape[0] * width
-        if paths := [(job.matcher, job.row, job.tokens) for job in jobs if job.tokens]:
+        if paths:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(paths, *where)
-        if places := [(job.matcher, job.row) for job in jobs if not job.tokens]:
+        if places:
             self._executor.unsafe_compute_mask_ptr(places, *where)
         errors: dict[int, str] = {}
-        for i, follower in followed:
+        for i, (follower, _) in walk.jobs.items():
             if follower.matcher.is_error() and follower.error is None:
                 follower.fail()
             if follower.error is not None:
                 errors[i], masks[i] = follower.error, -1
             elif follower.opener is not None and not follower.made:
                 masks[i, 0] |= _bits([follower.opener], self.compiler.words)
-        return GrammarStep(found, errors)
+        return errors
 
     @cached_property
     def _executor(self) -> LLExecutor:

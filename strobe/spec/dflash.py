@@ -46,7 +46,7 @@ class DFlashProposer:
             mode = mode._replace(processed=False, grammar=False, logprobs=None)
 
         def draft(packed: Tensor) -> Tensor:
-            own = layout.over(packed) if packed is not layout.packed else layout
+            own = layout.over(packed)
             batch = runner.state.place(own, None, bounds)
             # A row's token stands where the row does, or behind it where the first row predicts.
             ahead = int(self.model.config.anchor_first)

@@ -673,13 +673,13 @@ def test_a_grammar_has_taken_in_all_tokens_before_it_walks(
         twice.update(running[s.slot] for s in plan.spans if s.slot in flying and s.drafts)
         return launch(plan)
 
-    def walking(slots: Any, drafts: Any, masks: Any) -> Any:
+    def walking(slots: Any, drafts: Any) -> Any:
         for slot in [slot for slot in slots if slot in engine.grammars]:
             length = int(engine.state.cursor[slot, 0])
             (record,) = [r for r in engine.scheduler.running if r.slot == slot]
             made = len(engine.grammars._followers[slot].made)
             assert made == max(0, length + 1 - record.request.num_prompt) or not made
-        return walk(slots, drafts, masks)
+        return walk(slots, drafts)
 
     engine.launch, engine.grammars.walk = launching, walking
     drain(engine, requests)
