@@ -73,7 +73,7 @@ class Engine:
                 raise
         if not self._pending or (plan.spans and len(self._pending) < self.depth):
             return []
-        result = self._land(self._pending[0])
+        result = self._result(self._pending[0])
         return self.scheduler.commit(self._pending.popleft().plan, result)
 
     @torch.inference_mode()
@@ -134,7 +134,7 @@ class Engine:
         the place of drafts that are not allowed, the masks [S * W, words] of all rows, and by span
         why its request cannot go on. Waits for results and drafts, which the walk reads."""
         for pending in self._pending:
-            self._land(pending)
+            self._result(pending)
         spans = list(plan.spans)
         made: list[list[int]] = drafts.tolist() if drafts is not None else []
         given = [
@@ -167,7 +167,7 @@ class Engine:
             self._masks = torch.zeros(count, words, dtype=torch.int32, pin_memory=pinned)
         return self._masks[:count].view(shape.spans, shape.logits, words)
 
-    def _land(self, pending: PendingStep) -> StepResult:
+    def _result(self, pending: PendingStep) -> StepResult:
         """Wait for a step, and have grammars follow its tokens, once."""
         result = pending.result()
         if not pending.followed:
@@ -329,8 +329,8 @@ class Engine:
                 return "none", 0, "no drafter is loaded"
             return "none", 0, "the engine's method is none"
         if method not in self.proposers.names or not most:
-            mend = "start the engine with a drafter" if method == "dflash" else "give num_drafts"
+            hint = "start the engine with a drafter" if method == "dflash" else "give num_drafts"
             raise ValueError(
-                f"speculation.method is {method!r}, but this engine cannot draft so; {mend}."
+                f"speculation.method is {method!r}, but this engine cannot draft so; {hint}."
             )
         return method, most if asked.num_drafts is None else asked.num_drafts, None
