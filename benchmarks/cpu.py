@@ -24,7 +24,7 @@ from strobe import LLM, EngineConfig, SamplingParams
 from strobe.config import DEMO_MODELS
 from strobe.engine.engine import Engine
 from strobe.outputs import CompletionOutput, RequestOutput
-from strobe.tools.demo import Answer, answerer, compare, pick_examples, prompts_of, race
+from strobe.tools.demo import Answer, answerer, choose_examples, compare, prompts_of, race
 
 
 class Stopwatch:
@@ -62,7 +62,7 @@ def own_work(
     watch = Stopwatch()
     drafter = engine.proposers["dflash"]
     for runner in (engine.runner, drafter.runner):
-        for owner, name in ((runner, "forward"), (runner.model, "head"), (runner.model, "pick")):
+        for owner, name in ((runner, "forward"), (runner.model, "head"), (runner.model, "argmax")):
             call = getattr(owner, name)
             setattr(owner, name, watch.wrap(remembering(call) if alone else call))
     drafter.observe = watch.wrap(drafter.observe)
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     pair = {"target": options.target, "draft": options.draft}
-    examples = pick_examples(options.prompts)
+    examples = choose_examples(options.prompts)
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
 
     plain = LLM(options.target, method="none", enable_prefix_caching=False)

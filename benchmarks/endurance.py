@@ -44,7 +44,7 @@ def run(steps: int, device: str, seed: int) -> dict[str, object]:
     engine, rng = Engine(config), random.Random(seed)
     open_ones: list[Request] = []
     faults: list[str] = []
-    settled: tuple[int, int] | None = None
+    steady: tuple[int, int] | None = None
     tokens = requests = 0
     began = time.perf_counter()
     for step in range(1, steps + 1):
@@ -60,9 +60,9 @@ def run(steps: int, device: str, seed: int) -> dict[str, object]:
             for name, store in engine.parts.stores.items():
                 if not all(bool(torch.isfinite(layer).all()) for layer in store.data):
                     faults.append(f"step {step}: the {name}'s cache holds what is no number")
-        if step >= steps // 10 and settled is None and device != "cpu":
+        if step >= steps // 10 and steady is None and device != "cpu":
             torch.cuda.synchronize()
-            settled = torch.cuda.memory_reserved(), len(engine.graphs)
+            steady = torch.cuda.memory_reserved(), len(engine.graphs)
     for request in open_ones:
         engine.finish(request, "abort")
     while engine.has_work:
@@ -71,8 +71,8 @@ def run(steps: int, device: str, seed: int) -> dict[str, object]:
     if engine.parts.pool.available != engine.parts.pool.capacity:
         faults.append("pages are lost")
     ended = (torch.cuda.memory_reserved(), len(engine.graphs)) if device != "cpu" else None
-    if settled is not None and ended is not None and ended[0] > settled[0] + (64 << 20):
-        faults.append(f"memory grew from {settled[0]} to {ended[0]} bytes")
+    if steady is not None and ended is not None and ended[0] > steady[0] + (64 << 20):
+        faults.append(f"memory grew from {steady[0]} to {ended[0]} bytes")
     seconds = time.perf_counter() - began
     name = torch.cuda.get_device_name() if device != "cpu" else platform.machine()
     return {
@@ -84,7 +84,7 @@ def run(steps: int, device: str, seed: int) -> dict[str, object]:
         "tokens": tokens,
         "acceptance_length": round(engine.stats.speculation.acceptance_length or 0, 2),
         "milliseconds_per_step": round(1e3 * seconds / steps, 3),
-        "memory_and_graphs_after_a_tenth": settled,
+        "memory_and_graphs_after_a_tenth": steady,
         "at_the_end": ended,
         "faults": faults,
     }

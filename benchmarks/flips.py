@@ -15,7 +15,7 @@ For weights p and q, with w the sum of either over all tokens:
             if E_i / p_i <= E_j / p_j and E_i / q_i <= E_j / q_j for all j, so if E_j >= E_i m_ij
             with m_ij = max(p_j / p_i, q_j / q_i), and as m_ii = 1, that is 1 / sum_j m_ij (Moulton
             and Jiang, arXiv 1809.04052; tests/unit/test_sampling_state.py counts it)
-    CDF     1 - sum_i |[P_i-1, P_i) and [Q_i-1, Q_i)|, of the cumulated shares P and Q
+    CDF     1 - sum_i |[P_i-1, P_i) and [Q_i-1, Q_i)|, of the cumulative probabilities P and Q
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM
 import strobe
 from strobe import LLM, SamplingParams
 from strobe.config import DEMO_MODELS
-from strobe.tools.demo import pick_examples, prompts_of
+from strobe.tools.demo import choose_examples, prompts_of
 
 Floats = NDArray[np.float64]
 
@@ -97,7 +97,7 @@ def main() -> None:
         f"cores, strobe {strobe.__version__}, torch {torch.__version__}, numpy {np.__version__}"
     )
     llm = LLM(method="none", device="cpu")
-    prompts = prompts_of(llm, pick_examples(options.prompts))
+    prompts = prompts_of(llm, choose_examples(options.prompts))
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODELS / "target", dtype=torch.float32)
     for temperature in options.temperatures:
         asked = SamplingParams(temperature=temperature, seed=1, max_tokens=options.tokens)

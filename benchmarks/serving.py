@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from strobe import LLM, SamplingParams
-from strobe.tools.demo import pick_examples, prompts_of
+from strobe.tools.demo import choose_examples, prompts_of
 
 
 class Connection:
@@ -193,7 +193,7 @@ def main() -> int:
 
 
 def measure(llm: LLM, server: Server, asked: argparse.Namespace) -> dict[str, Any]:
-    examples = pick_examples(asked.requests)
+    examples = choose_examples(asked.requests)
     prompts: list[Any] = prompts_of(llm, examples)
     most = asked.max_tokens
     whole, streamed = (bodies(prompts, most, stream) for stream in (False, True))

@@ -161,7 +161,7 @@ async def baseline(server: Server, fresh: Vitals) -> Vitals:
     return found._replace(threads={**found.threads, "server": most})
 
 
-async def settled(server: Server, before: Vitals) -> Vitals:
+async def recovered(server: Server, before: Vitals) -> Vitals:
     """The vitals once they are good, or half a minute later: the last connections take a moment."""
     deadline = time.monotonic() + 30
     while (found := Vitals.of(server)).faults(before) and time.monotonic() < deadline:
@@ -278,7 +278,7 @@ async def soak(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
     faults = list(dict.fromkeys(soak.wrong))
     try:
         await server.rest()
-        after = await settled(server, vitals)
+        after = await recovered(server, vitals)
         faults += after.faults(vitals)
         if server.answer() != before:
             faults.append("the answer after is not the answer before")

@@ -156,7 +156,7 @@ def judge_choices(found: int, body: bytes, checks: dict[str, Any]) -> None:
     status(200)(found, body)
     texts, reasons = dict.fromkeys(range(checks["n"]), ""), dict[int, str]()
     usage, logprobs = None, 0
-    for part in told(body) if checks["streams"] else [json.loads(body)]:
+    for part in events(body) if checks["streams"] else [json.loads(body)]:
         if "error" in part:
             raise Wrong(f"an error: {part['error']}")
         usage = part.get("usage") or usage
@@ -201,7 +201,7 @@ def judge_response(found: int, body: bytes, checks: dict[str, Any]) -> None:
         raise Wrong(f"{response['usage']['output_tokens']} tokens of at most {checks['most']}")
 
 
-def told(body: bytes) -> list[Any]:
+def events(body: bytes) -> list[Any]:
     """The chunks of a stream, which must end with [DONE]."""
     lines = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
     if not lines or lines[-1] != b"[DONE]":

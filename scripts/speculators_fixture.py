@@ -165,9 +165,9 @@ def draft(
         loss_config=resolve_loss_config("ce", "eager"),  # the others need a GPU
     )
     logits = seen[0].view(len(anchors), model.block_size, -1)
-    picks = logits.argmax(-1)
-    picks = picks if model.d2t is None else picks + model.d2t[picks]
-    return {"anchors": anchors, "logits": logits.contiguous(), "tokens": picks}
+    ids = logits.argmax(-1)
+    ids = ids if model.d2t is None else ids + model.d2t[ids]
+    return {"anchors": anchors, "logits": logits.contiguous(), "tokens": ids}
 
 
 def make(attention: str) -> None:

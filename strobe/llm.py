@@ -39,7 +39,7 @@ class LLM:
     target: a directory with a Hugging Face checkpoint, or its name on the hub; without one, the
     demo models. draft: the same of its DFlash drafter, or "auto". The other options are
     EngineConfig's fields, or vLLM's names for them (`model`, `speculative_config`, ...). Raises
-    ValueError with the sentence that mends it, before any weight is read where that is possible.
+    ValueError with a hint, before any weight is read where that is possible.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class LLM:
             )
         options |= more
         prompts: list[Prompt] = [
-            {"messages": c, "options": options} for c in _listed(messages, Mapping) or [[]]
+            {"messages": c, "options": options} for c in _as_list(messages, Mapping) or [[]]
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
@@ -178,7 +178,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[tuple[Prompt, SamplingParams]]:
-        many = _listed(prompts, Integral)
+        many = _as_list(prompts, Integral)
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
@@ -292,7 +292,7 @@ class LLM:
                 self.engine.step()
 
 
-def _listed(given: Any, part: type) -> list[Any]:
+def _as_list(given: Any, part: type) -> list[Any]:
     """Several things as a list; what begins with a `part` of one, or is no list, is one thing."""
     items: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     return [given] if items and isinstance(items[0], part) else items

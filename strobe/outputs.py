@@ -105,12 +105,12 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamDelta:
-    """News of one answer: new text and tokens, and the whole answer so far in `output`.
+    """New output of one answer: text and tokens, and the whole answer so far in `output`.
 
     pieces: each new token's share of the raw text, also of what is held back yet or cut off at a
     stop string; logprobs: one per new token where asked for; drafted: drafts verified in this step;
     accepted: how many of the new tokens, from the first on, were drafts; finished: whether these
-    are the last news, whatever `output` has grown to since.
+    are the last of it, whatever `output` has grown to since.
     """
 
     request_id: str

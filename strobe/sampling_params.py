@@ -129,14 +129,14 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Logprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 
 
-def _listed(value: Any) -> Any:
+def _as_texts(value: Any) -> Any:
     """None is no item, and a text is one."""
     if value is None:
         return ()
     return as_tuple([value] if isinstance(value, str) else value)
 
 
-Stops = Annotated[Sequence[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)]
+Stops = Annotated[Sequence[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_texts)]
 
 
 @settings

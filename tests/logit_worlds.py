@@ -8,7 +8,7 @@ import random
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-import slow_rules
+import slow_processors
 import torch
 from torch import Tensor
 
@@ -129,14 +129,14 @@ class World:
             a = self.admitted[self.spans[span]]
             made = [*a.tokens[a.num_prompt :], *self.drafts[span][:rank]]
             prompt = a.tokens[: a.num_prompt]
-            changed = slow_rules.edited(row, a.sampling, prompt, made, a.stop_ids)
+            changed = slow_processors.processed(row, a.sampling, prompt, made, a.stop_ids)
             if a.sampling.structured_outputs is not None:
-                changed = slow_rules.within(changed, allowed)
+                changed = slow_processors.within(changed, allowed)
             found.append(changed)
         return found
 
 
-def settled(found: Tensor) -> list[list[float]]:
+def normalized(found: Tensor) -> list[list[float]]:
     """Rows as the oracle writes them: where only what a grammar allows is left, 0, else -inf."""
     rows = []
     for row in found.tolist():
@@ -150,6 +150,6 @@ def settled(found: Tensor) -> list[list[float]]:
 def check(found: Tensor, wanted: Sequence[Sequence[float]], *, abs_tol: float = 1e-4) -> None:
     assert found.dtype == torch.float32
     assert found.shape == (len(wanted), len(wanted[0]))
-    for row, other in zip(settled(found), wanted, strict=True):
+    for row, other in zip(normalized(found), wanted, strict=True):
         for x, y in zip(row, other, strict=True):
             assert x == y or math.isclose(x, y, rel_tol=1e-5, abs_tol=abs_tol), (x, y)

@@ -40,14 +40,14 @@ def kept(
     return {i for i, p in enumerate(probs) if p >= edge and p >= floor}
 
 
-def law(
+def distribution(
     logits: Sequence[float],
     temperature: float,
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> list[float]:
-    """The probabilities that a token is drawn with."""
+    """The probabilities that a token is sampled with."""
     probs = softmax(logits, temperature)
     ids = kept(probs, top_k, top_p, min_p)
     total = sum(probs[i] for i in ids)

@@ -299,7 +299,7 @@ def run(
 ) -> list[list[int]]:
     """The outputs of all prompts run together, siblings one after another.
 
-    After every step the engine checks itself, and the events told so far must add up to the
+    After every step the engine checks itself, and the events so far must add up to the
     outputs; at the end it must be idle with every page back.
     """
     params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
@@ -317,9 +317,9 @@ def drain(
     each_step: Callable[[list[Request]], None] | None = None,
     most_steps: int = 3000,
 ) -> dict[Request, list[TokenLogprob]]:
-    """Step until the engine is idle, distrusting each step; returns the log probabilities told."""
+    """Step until the engine is idle, distrusting each step; returns the log probabilities."""
     made = {(request.key, request.sibling): request for request in requests}
-    told: dict[Request, list[int]] = {request: [] for request in requests}
+    reported: dict[Request, list[int]] = {request: [] for request in requests}
     logprobs: dict[Request, list[TokenLogprob]] = {request: [] for request in requests}
     begun: set[Request] = set()
     ended: set[Request] = set()
@@ -327,11 +327,11 @@ def drain(
     while engine.has_work:
         for event in engine.step():
             request = made[event.key, event.choice]
-            assert (event.start is not None) == (not told[request] and request not in begun)
+            assert (event.start is not None) == (not reported[request] and request not in begun)
             begun.add(request)
             assert request not in ended, "an event of a request after its end"
-            told[request] += event.tokens
-            assert told[request] == request.output_ids
+            reported[request] += event.tokens
+            assert reported[request] == request.output_ids
             assert request.finish_reason == event.finish_reason
             check_event(request, event)
             logprobs[request] += event.logprobs

@@ -248,7 +248,7 @@ class World:
         self.requests: list[Request] = []
         self.at: dict[int, Request] = {}
         """By slot, whom the device was told of last."""
-        self.told: dict[Request, list[int]] = {}
+        self.reported: dict[Request, list[int]] = {}
         self.ended: set[Request] = set()
         self.failures, self.failed_alone = 0, Counter[Request]()
         self.faulty: Callable[[Request, Span], bool] = lambda request, span: False
@@ -359,11 +359,11 @@ class World:
         for event in events:
             request = self.requests[event.key]
             assert event.choice == request.sibling
-            assert request not in self.ended, "news of a request after its end"
-            assert (event.start is None) == (request in self.told)
-            told = self.told.setdefault(request, [])
-            told += event.tokens
-            assert told == request.output_ids
+            assert request not in self.ended, "an event of a request after its end"
+            assert (event.start is None) == (request in self.reported)
+            reported = self.reported.setdefault(request, [])
+            reported += event.tokens
+            assert reported == request.output_ids
             assert 0 <= event.accepted <= min(event.drafted, len(event.tokens))
             assert event.drafted <= request.num_drafts
             ending = event.finish_reason, event.stop_reason, event.error

@@ -188,7 +188,7 @@ def training_samples(
     samples: list[Sample] = []
     for start in range(0, len(order), batch):
         part = [prompts[i].ids for i in order[start : start + batch]]
-        heat = [rng.choice((0.0, 0.0, 0.0, 0.0, 0.7, 1.0)) for _ in part]
-        made = answer(target, part, heat, most=most, seed=seed + start)
+        temperatures = [rng.choice((0.0, 0.0, 0.0, 0.0, 0.7, 1.0)) for _ in part]
+        made = answer(target, part, temperatures, most=most, seed=seed + start)
         samples += [Sample.of(p, a) for p, a in zip(part, made, strict=True) if len(a) > 1]
     return samples

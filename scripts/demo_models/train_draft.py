@@ -64,8 +64,8 @@ class HeldOut:
         for thinking in (False, True):
             self.examples += heldout(count, seed=7, thinking=thinking)
         prompts = [example_prompt(tokenizer, example) for example in self.examples]
-        heat = [temperature] * len(prompts)
-        answers = answer(target, prompts, heat, most=most, seed=11)
+        temperatures = [temperature] * len(prompts)
+        answers = answer(target, prompts, temperatures, most=most, seed=11)
         self.samples = [Sample.of(p, a) for p, a in zip(prompts, answers, strict=True)]
         texts = [tokenizer.decode(a, skip_special_tokens=True) for a in answers]
         pairs = zip(self.examples, texts, strict=True)

@@ -25,7 +25,7 @@ from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.registry import load_target_config
 from strobe.models.target import Target
 from strobe.runner.buckets import Buckets
-from strobe.runner.graphs import CUDARecorder, Eager, Graphs
+from strobe.runner.graphs import CUDACapturer, Eager, Graphs
 from strobe.runner.memory import plan_pages, scratch_bytes
 from strobe.runner.runner import ModelRunner
 from strobe.runner.state import DecodeState
@@ -74,7 +74,7 @@ class Parts:
     states: StateStore | None = None
 
 
-def pick_device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
     """The device of that name; "auto" is a CUDA GPU where there is one. Raises ValueError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,13 +83,13 @@ def pick_device(name: str) -> torch.device:
         return torch.device(kind)
     index, count = int(number or 0), torch.cuda.device_count()
     if index >= count:
-        mend = f"ask for cuda:0 to cuda:{count - 1}" if count else "ask for cpu"
-        raise ValueError(f"device is {name!r}, but this machine has {count} CUDA devices; {mend}.")
+        hint = f"ask for cuda:0 to cuda:{count - 1}" if count else "ask for cpu"
+        raise ValueError(f"device is {name!r}, but this machine has {count} CUDA devices; {hint}.")
     return torch.device(kind, index)
 
 
 def resolve(config: EngineConfig) -> Resolved:
-    """Read and check configs and tensor headers. Raises ValueError with the sentence to mend it."""
+    """Read and check configs and tensor headers. Raises ValueError with a hint."""
     config = located(config)
     target_path = Path(config.target)
     target = load_target_config(target_path)
@@ -107,7 +107,7 @@ def resolve(config: EngineConfig) -> Resolved:
     drafts = {name: draft for name, draft in found.items() if draft is not None}
     draft = next(iter(drafts.values()), None)
     method = config.method or next(iter(drafts), "none")
-    device = pick_device(config.device)
+    device = choose_device(config.device)
     if config.gpu_memory_utilization is not None and device.type == "cpu":
         logger.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory has.")
     limits = resolve_limits(
@@ -210,7 +210,7 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
     buckets, graphs = None, Eager()
     if choice.graphs:
         buckets = Buckets(limits.max_num_seqs, limits.num_drafts, limits.block)
-        graphs = Graphs(CUDARecorder())
+        graphs = Graphs(CUDACapturer())
     given = Context(config, state, sampling, graphs, buckets, draft_backend)
     made = {
         name: method.make(replace(given, model=drafters.get(name), store=stores.get(name)))

@@ -38,23 +38,23 @@ def choose(
 ) -> Choice:
     """Raises ValueError where what is asked for cannot run here, in one sentence that says why."""
     wanted, option = config.attention_backend, "attention_backend"
-    attention = _pick(option, wanted, target.decoder, device, dtype)
+    attention = _backend(option, wanted, target.decoder, device, dtype)
     if draft is not None and config.draft_attention_backend is not None:
         wanted, option = config.draft_attention_backend, "draft_attention_backend"
-    draft_attention = _pick(option, wanted, (draft or target).decoder, device, dtype)
-    lacking = _lacking(target.decoder, device, dtype)
-    if lacking is None and "reference" in (attention, draft_attention):
-        lacking = "the kernels need attention_backend triton"
-    kernels = config.kernels != "torch" and lacking is None
-    if config.kernels == "triton" and lacking is not None:
-        raise ValueError(f"kernels is 'triton', but {lacking}; use kernels auto.")
-    lacking = lacking or (None if kernels else "kernels is 'torch'")
-    if lacking is None and target.decoder.experts is not None:
-        lacking = "experts have no GEMM in FP8"
-    if lacking is None and torch.cuda.get_device_capability(device) < (8, 9):
-        lacking = "this GPU has no FP8 (compute capability 8.9 or above)"
-    if config.weight_dtype == "fp8" and lacking is not None:
-        raise ValueError(f"weight_dtype is 'fp8', but {lacking}; use weight_dtype auto.")
+    draft_attention = _backend(option, wanted, (draft or target).decoder, device, dtype)
+    unsupported = _unsupported(target.decoder, device, dtype)
+    if unsupported is None and "reference" in (attention, draft_attention):
+        unsupported = "the kernels need attention_backend triton"
+    kernels = config.kernels != "torch" and unsupported is None
+    if config.kernels == "triton" and unsupported is not None:
+        raise ValueError(f"kernels is 'triton', but {unsupported}; use kernels auto.")
+    unsupported = unsupported or (None if kernels else "kernels is 'torch'")
+    if unsupported is None and target.decoder.experts is not None:
+        unsupported = "experts have no GEMM in FP8"
+    if unsupported is None and torch.cuda.get_device_capability(device) < (8, 9):
+        unsupported = "this GPU has no FP8 (compute capability 8.9 or above)"
+    if config.weight_dtype == "fp8" and unsupported is not None:
+        raise ValueError(f"weight_dtype is 'fp8', but {unsupported}; use weight_dtype auto.")
     stored = target.quantization is not None and target.quantization.method == "fp8"
     both = attention == draft_attention == "triton"
     return Choice(
@@ -64,20 +64,20 @@ def choose(
         graphs=both and config.cuda_graphs,
         overlap=config.overlap or (2 if device.type == "cuda" else 1),
         kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
-        fp8=config.weight_dtype == "fp8" or (stored and lacking is None),
+        fp8=config.weight_dtype == "fp8" or (stored and unsupported is None),
     )
 
 
-def _pick(
+def _backend(
     option: str, name: str, decoder: DecoderConfig, device: torch.device, dtype: torch.dtype
 ) -> str:
-    lacking = _lacking(decoder, device, dtype)
-    if name == "triton" and lacking is not None:
-        raise ValueError(f"{option} is 'triton', but {lacking}; use auto or reference.")
-    return "reference" if name == "reference" or lacking is not None else "triton"
+    unsupported = _unsupported(decoder, device, dtype)
+    if name == "triton" and unsupported is not None:
+        raise ValueError(f"{option} is 'triton', but {unsupported}; use auto or reference.")
+    return "reference" if name == "reference" or unsupported is not None else "triton"
 
 
-def _lacking(decoder: DecoderConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+def _unsupported(decoder: DecoderConfig, device: torch.device, dtype: torch.dtype) -> str | None:
     """What stands in the way of triton's kernels, if anything does."""
     if device.type != "cuda":
         return f"the device is {device}, and triton needs a CUDA GPU"

@@ -76,7 +76,7 @@ class Engine:
                 raise
         if not self._pending or (plan.spans and len(self._pending) < self.depth):
             return []
-        result = self._land(self._pending[0])
+        result = self._result(self._pending[0])
         return self.scheduler.commit(self._pending.popleft().plan, result)
 
     @torch.inference_mode()
@@ -150,7 +150,7 @@ class Engine:
         the place of drafts that are not allowed. Waits for results and drafts, which the walk
         reads."""
         for pending in self._pending:
-            self._land(pending)
+            self._result(pending)
         spans = list(plan.spans)
         made: list[list[int]] = drafts.tolist() if drafts is not None else []
         given = [
@@ -183,7 +183,7 @@ class Engine:
         errors = self.grammars.fill(walk, masks.view(shape.spans, shape.logits, words).numpy())
         return masks.to(self.state.device, non_blocking=True), errors
 
-    def _land(self, pending: PendingStep) -> StepResult:
+    def _result(self, pending: PendingStep) -> StepResult:
         """Wait for a step, and have grammars follow its tokens, once."""
         result = pending.result()
         if not pending.followed:
@@ -345,8 +345,8 @@ class Engine:
                 return "none", 0, "no drafter is loaded"
             return "none", 0, "the engine's method is none"
         if method not in self.proposers.names or not most:
-            mend = "start the engine with a drafter" if method == "dflash" else "give num_drafts"
+            hint = "start the engine with a drafter" if method == "dflash" else "give num_drafts"
             raise ValueError(
-                f"speculation.method is {method!r}, but this engine cannot draft so; {mend}."
+                f"speculation.method is {method!r}, but this engine cannot draft so; {hint}."
             )
         return method, most if asked.num_drafts is None else asked.num_drafts, None

@@ -158,7 +158,7 @@ class Scheduler:
             record.lease.commit(span.num_certain + result.accepted[i])
             record.start += result.accepted[i]
             if record.draining:
-                self._release_if_landed(record)
+                self._release_if_done(record)
                 continue
             self._suspects.passed(request, record.lease.length)
             if span.scored:
@@ -193,7 +193,7 @@ class Scheduler:
             self.waiting.appendleft(record.request)
         for record in records:
             if record.draining and record in self._draining:
-                self._release_if_landed(record)
+                self._release_if_done(record)
         request = self._suspects.failed([record.request for record in back])
         if request is None:
             return []
@@ -370,9 +370,9 @@ class Scheduler:
         self._forget_prefill(record)
         record.draining = True
         self._draining.append(record)
-        self._release_if_landed(record)
+        self._release_if_done(record)
 
-    def _release_if_landed(self, record: Record) -> None:
+    def _release_if_done(self, record: Record) -> None:
         if not record.in_flight:
             record.lease.release()
             self._draining.remove(record)

@@ -174,14 +174,14 @@ def _shown(name: str, revision: str | None) -> str:
 def _out_of_reach(name: str, revision: str | None) -> str:
     from huggingface_hub import constants
 
-    lacking = f"{_shown(name, revision)} is not a directory here and not wholly in the hub's cache"
+    missing = f"{_shown(name, revision)} is not a directory here and not wholly in the hub's cache"
     if not constants.HF_HUB_OFFLINE:
         return (
-            f"{lacking}, and the Hugging Face hub cannot be reached; check the connection and "
+            f"{missing}, and the Hugging Face hub cannot be reached; check the connection and "
             "HTTPS_PROXY."
         )
     by_hand = f"hf download {name}" + (f" --revision {revision}" if revision else "")
     return (
-        f"{lacking}, and HF_HUB_OFFLINE is set; unset it, or run '{by_hand}' where there is a "
+        f"{missing}, and HF_HUB_OFFLINE is set; unset it, or run '{by_hand}' where there is a "
         "network."
     )

@@ -8,7 +8,7 @@ head m % G. The keys that any of its rows sees are divided into pieces, one prog
 
     0 ....... begin .......................................... end ........ starts + sizes
                 |  piece 0  |  piece 1  |  piece 2  |  piece 3  |
-                     settled ................... free             keys that every row sees
+                     dense ..................... free             keys that every row sees
 """
 
 from __future__ import annotations
@@ -140,12 +140,12 @@ def _attention(
     final = start + tl.minimum((block * BLOCK_M + BLOCK_M - 1) // G, size - 1)
 
     begin, end = _extent(start, size, first, final, window, columns * PAGE, CAUSAL, WINDOWED)
-    settled = 0
+    dense = 0
     free = end
     if CAUSAL:
         free = tl.minimum(end, first + 1)
     if WINDOWED:
-        settled = tl.maximum(final - window + 1, 0)
+        dense = tl.maximum(final - window + 1, 0)
         if not CAUSAL:
             free = tl.minimum(end, first + window)
     if SPLIT:
@@ -180,7 +180,7 @@ def _attention(
         # Whole blocks of keys that every row sees lie between.
         inner = begin
         if WINDOWED:
-            inner = begin + tl.cdiv(tl.maximum(settled - begin, 0), BLOCK_N) * BLOCK_N
+            inner = begin + tl.cdiv(tl.maximum(dense - begin, 0), BLOCK_N) * BLOCK_N
             inner = tl.minimum(inner, end)
             state = _attend(
                 state, q, cache, table, begin, inner, end - 1, floor, ceiling,

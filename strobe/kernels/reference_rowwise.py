@@ -29,7 +29,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
-    """x [T, ..., D] in fp32, each pair (x_i, x_{i + D/2}) turned by its position's angle."""
+    """x [T, ..., D] in fp32, each pair (x_i, x_{i + D/2}) rotated by its position's angle."""
     half = x.shape[-1] // 2
     shape = (x.shape[0], *(1,) * (x.ndim - 2), half)
     c = cos[positions, :half].float().view(shape)

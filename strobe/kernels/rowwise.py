@@ -315,7 +315,7 @@ def context_store(
     slots: Tensor,
     data: Tensor,
 ) -> None:
-    """A drafter's context keys (normed and turned) and values of all layers to their slots.
+    """A drafter's context keys (normed and rotated) and values of all layers to their slots.
 
     kv_rows [T, L * 2 * Hkv * D], per layer keys then values; k_weight [L, D] contiguous, or None;
     cos, sin, positions, slots as in `qk_norm_rope_store`; data [L, slots, 2, Hkv, D], each layer

@@ -154,10 +154,10 @@ class DFlash(Decoder):
         where it needs but the largest logit and cuBLAS takes as many rows (a multiple of 16)."""
         return self.plain_head and self.config.head_rows % 16 == 0
 
-    def pick(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""
         if self.plain_head:
-            picks = self.ops.argmax(x, self.norm, self.head_weight, self.fp8_head)
+            ids = self.ops.argmax(x, self.norm, self.head_weight, self.fp8_head)
         else:
-            picks = argmax(self._logits(x))
-        return picks if self.target_ids is None else self.target_ids.index_select(0, picks)
+            ids = argmax(self._logits(x))
+        return ids if self.target_ids is None else self.target_ids.index_select(0, ids)

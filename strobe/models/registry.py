@@ -42,10 +42,10 @@ def load_target_config(directory: Path) -> TargetConfig:
     config = read_json(path)
     method = method_of(config)
     if method is not None:
-        mend = "name it as the drafter" if method == DFLASH else SUPPORTED
+        hint = "name it as the drafter" if method == DFLASH else SUPPORTED
         raise ValueError(
             f"{path} is that of a drafter for {method}, not of a target; name the model it drafts "
-            f"for as the target, and {mend}."
+            f"for as the target, and {hint}."
         )
     names, kind = config.get("architectures"), config.get("model_type")
     if not names:

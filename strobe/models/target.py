@@ -49,7 +49,7 @@ class Target(Decoder):
         logits = self.ops.head(x, self.norm, self.head_weight)
         return softcapped(logits, self.config.logit_softcap)
 
-    def pick(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""
         if self.config.logit_softcap is not None:  # which rounds close logits to one
             return argmax(self.head(x))

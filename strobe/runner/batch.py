@@ -175,11 +175,11 @@ def _pack(
     ]
     if index:
         width = shape.logits
-        wanted = [
+        logits_indices = [
             [max(end - max(span.logits - j, 1), 0) for j in range(width)]
             for span, end in zip(spans, firsts[1:], strict=True)
         ]
-        parts.append(np.asarray(wanted + [[shape.rows - 1] * width] * fill).ravel())
+        parts.append(np.asarray(logits_indices + [[shape.rows - 1] * width] * fill).ravel())
     return np.concatenate(parts).astype(np.int64)
 
 

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 Body = Callable[..., Any]
 
 
-class Recorder(Protocol):
+class Capturer(Protocol):
     """Captures work on the device so that it can be done again without the host's."""
 
     def capture(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -21,7 +21,7 @@ class Recorder(Protocol):
         ...
 
 
-class CUDARecorder:
+class CUDACapturer:
     """CUDA graphs, which share one pool of memory, for they run one after another."""
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ class Graphs:
     stream.
     """
 
-    def __init__(self, recorder: Recorder):
-        self.recorder = recorder
+    def __init__(self, capturer: Capturer):
+        self.capturer = capturer
         self._graphs: dict[Hashable, _Graph] = {}
         self._refused: set[Hashable] = set()
 
@@ -87,7 +87,7 @@ class Graphs:
         running as it is."""
         try:
             own = tuple([None if tensor is None else tensor.clone() for tensor in inputs])
-            replay, result = self.recorder.capture(lambda: body(*own))
+            replay, result = self.capturer.capture(lambda: body(*own))
         except RuntimeError as error:
             logger.warning("A step runs without a graph (%s): %s", key, error)
             self._refused.add(key)

@@ -71,13 +71,13 @@ def plan_pages(
     seqs, rows = f"max_num_seqs is {limits.max_num_seqs}, whose", limits.max_num_batched_tokens
     smaller = "use a smaller model, dtype bfloat16 or another device"
     lower = "lower max_num_batched_tokens or max_num_seqs"
-    for what, size, mend in (
+    for what, size, hint in (
         ("The weights take", weights, smaller),
         (f"{seqs} states of recurrent layers take", states, "ask for fewer"),
         (f"A step of {rows} rows takes, beside the weights,", scratch, lower),
     ):
         if size >= free:
-            raise ValueError(f"{what} {size} bytes, but {device} has {free} bytes free; {mend}.")
+            raise ValueError(f"{what} {size} bytes, but {device} has {free} bytes free; {hint}.")
         free -= size
     tables = limits.max_num_seqs * limits.max_pages * 8
     if tables > free // 2:
@@ -136,13 +136,13 @@ def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: 
     rows as are replayed, for those that were captured. And the tables of sampling, per slot.
     """
     rows = limits.max_num_batched_tokens
-    wanted = limits.max_num_seqs * (1 + limits.num_drafts)
+    logits_rows = limits.max_num_seqs * (1 + limits.num_drafts)
     inner, experts = 3 * decoder.intermediate_size, decoder.experts
     if experts is not None:
         inner = max(
             inner, 3 * experts.top_k * (decoder.hidden_size + experts.moe_intermediate_size)
         )
     per_row = (3 + features) * decoder.hidden_size + inner
-    logits = wanted * decoder.vocab_size * (dtype.itemsize + 4)
+    logits = logits_rows * decoder.vocab_size * (dtype.itemsize + 4)
     tables = SamplingState.num_bytes(limits.max_num_seqs, decoder.vocab_size)
-    return (rows + max(wanted, REPLAYED_ROWS)) * per_row * dtype.itemsize + 2 * logits + tables
+    return (rows + max(logits_rows, REPLAYED_ROWS)) * per_row * dtype.itemsize + 2 * logits + tables

@@ -103,7 +103,7 @@ class ModelRunner:
         may come, [S * W, words]. ahead: how far behind its row a token will stand."""
         rows = layout.select(output.x)
         if mode == GREEDY:
-            return Sampled(self.model.pick(rows), None)
+            return Sampled(self.model.argmax(rows), None)
         span = layout.select(layout.span_of_row)
         where = LogitRows(
             layout.slots.index_select(0, span), layout.select(batch.positions) + ahead

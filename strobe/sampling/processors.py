@@ -97,7 +97,7 @@ def process(
             return logits.float().index_copy(0, index, found)
     x, kinds = logits.float(), kinds[:, None]
     if processed:
-        x = torch.where(kinds & PROCESSED > 0, _edited(x, tables, rows), x)
+        x = torch.where(kinds & PROCESSED > 0, _processed(x, tables, rows), x)
     if masks is not None:
         floored = torch.where(x == float("-inf"), FLOOR, x)
         constrained = floored.masked_fill_(~unpack(masks, x.shape[1]), float("-inf"))
@@ -105,7 +105,7 @@ def process(
     return x
 
 
-def _edited(x: Tensor, tables: Tables, rows: LogitRows) -> Tensor:
+def _processed(x: Tensor, tables: Tables, rows: LogitRows) -> Tensor:
     """Rows [R, V] with bias, penalties and bans."""
     slots, drafts, span, rank = rows.slots, rows.drafts, rows.span, rows.rank
     assert drafts is not None

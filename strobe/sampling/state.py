@@ -70,7 +70,7 @@ class SamplingState:
         self.tables = Tables.make(num_slots, vocab_size, device)
         # Rows of these are temperature, top_p, min_p; and top_k, key.
         self.floats = torch.zeros(3, num_slots, dtype=torch.float32, device=device)
-        self.whole = torch.zeros(2, num_slots, dtype=torch.int64, device=device)
+        self.ints = torch.zeros(2, num_slots, dtype=torch.int64, device=device)
         self._modes = [GREEDY] * num_slots
         self._process, self._argmax = process, argmax
         if kernels:
@@ -88,7 +88,7 @@ class SamplingState:
         """Take over new requests; whatever their slots held before is gone."""
         if not admissions:
             return
-        whole: list[tuple[int, ...]] = []
+        ints: list[tuple[int, ...]] = []
         floats: list[tuple[float, ...]] = []
         for a in admissions:
             s = a.sampling
@@ -102,12 +102,12 @@ class SamplingState:
             )
             self._modes[a.slot] = mode
             kind = PROCESSED * mode.processed + STRUCTURED * mode.grammar
-            whole.append((a.slot, max(s.top_k, 0), noise_key(a.seed, a.sibling), kind))
+            ints.append((a.slot, max(s.top_k, 0), noise_key(a.seed, a.sibling), kind))
             floats.append((s.temperature, s.top_p, s.min_p))
             if mode.processed:
                 self._fill(a)
-        slots, *rest, kinds = upload(whole, self.device).unbind(1)
-        self.whole.index_copy_(1, slots, torch.stack(rest))
+        slots, *rest, kinds = upload(ints, self.device).unbind(1)
+        self.ints.index_copy_(1, slots, torch.stack(rest))
         self.floats.index_copy_(1, slots, upload(floats, self.device, torch.float32).T)
         self.tables.kinds.index_copy_(0, slots, kinds.to(torch.int32))
 
@@ -168,7 +168,7 @@ class SamplingState:
 
     def _race(self, logits: Tensor, rows: LogitRows, mode: SamplingMode) -> Tensor:
         temperature, top_p, min_p = self.floats.index_select(1, rows.slots).unbind()
-        top_k, key = self.whole.index_select(1, rows.slots).unbind()
+        top_k, key = self.ints.index_select(1, rows.slots).unbind()
         params = RowParams(temperature, top_p, min_p, top_k, key, rows.positions)
         if self.kernels:
             from strobe.kernels.sampling import sample_rows as by_kernel

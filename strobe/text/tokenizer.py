@@ -21,9 +21,9 @@ class Tokenizer:
     def __init__(self, directory: Path):
         from transformers import AutoTokenizer  # slow to import, and only needed here
 
-        mend = "download or save the checkpoint again."
+        hint = "download or save the checkpoint again."
         if not any((directory / name).exists() for name in ("tokenizer.json", "vocab.json")):
-            raise ValueError(f"{directory / 'tokenizer.json'} does not exist; {mend}")
+            raise ValueError(f"{directory / 'tokenizer.json'} does not exist; {hint}")
         self.token_text = functools.lru_cache(1 << 16)(self._token_text)
         try:
             self.hf: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
@@ -32,7 +32,7 @@ class Tokenizer:
             self.fast.no_padding()
         except Exception as error:
             raise ValueError(
-                f"{directory} has no tokenizer that can be read ({_line(error)}); {mend}"
+                f"{directory} has no tokenizer that can be read ({_line(error)}); {hint}"
             ) from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -78,7 +78,7 @@ def race(answers: Mapping[str, Answer], prompts: Sequence[Prompt], repeats: int)
     return {name: Run(outputs[name], sum(seconds[name])) for name in answers}
 
 
-def pick_examples(count: int) -> list[Example]:
+def choose_examples(count: int) -> list[Example]:
     """Held-out examples, the families in turn; of every 24, half with thinking and half from
     templates that training never saw."""
     _check("prompts", count)
@@ -124,7 +124,7 @@ def run_demo(
     config: EngineConfig, *, prompts: int, max_tokens: int, repeats: int, as_json: bool
 ) -> int:
     """Run the demo; returns 0 where both ways gave identical tokens, else 1."""
-    examples = pick_examples(prompts)
+    examples = choose_examples(prompts)
     _check("repeats", repeats)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     config = replace(

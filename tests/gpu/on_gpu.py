@@ -50,9 +50,9 @@ def check_captured(
         if not graphs:
             engine.graphs.run = lambda key, body, *inputs: body(*inputs)  # type: ignore[method-assign]
             engine.proposers["dflash"].graphs = engine.graphs  # type: ignore[attr-defined]
-        told = answers(engine)
+        reported = answers(engine)
         assert bool(len(engine.graphs)) is graphs
-        found.append((told, left(engine)))
+        found.append((reported, left(engine)))
     (captured, ours), (plain, theirs) = found
     assert captured == plain
     for one, other in zip(ours, theirs, strict=True):

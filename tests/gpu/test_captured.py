@@ -11,14 +11,14 @@ from on_gpu import NEEDS_GPU, check_captured, finish, keys_and_values, steady
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
 from strobe.server.engine_process.warmup import warm_up
-from strobe.tools.demo import pick_examples, prompts_of
+from strobe.tools.demo import choose_examples, prompts_of
 
 pytestmark = NEEDS_GPU
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80)
 WARM = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=80)
 REGRET = 0.05
-"""How far a bf16 pick may lie below the largest, as log probabilities in fp32. Measured on an H200:
+"""How far a bf16 argmax may lie below the largest, as log probabilities in fp32. On an H200 it was
 0.0000, with FP8 weights and with an FP8 cache too."""
 
 
@@ -29,7 +29,7 @@ def engine(**options: Any) -> Engine:
 
 def prompts(count: int) -> list[list[int]]:
     llm = LLM(device="cpu", kv_cache_memory="64MiB")
-    return [list(prompt) for prompt in prompts_of(llm, pick_examples(count))]
+    return [list(prompt) for prompt in prompts_of(llm, choose_examples(count))]
 
 
 def answers(one: Engine, texts: list[list[int]], params: SamplingParams) -> list[list[int]]:
@@ -119,7 +119,7 @@ def test_a_mixed_step_that_fits_is_replayed(texts: list[list[int]]):
 
 
 @pytest.mark.parametrize("fp8", [{}, {"weight_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=str)
-def test_every_pick_in_bf16_is_near_the_targets_own(fp8: dict[str, str], texts: list[list[int]]):
+def test_every_token_in_bf16_is_near_the_targets_own(fp8: dict[str, str], texts: list[list[int]]):
     """Regret: the target in fp32, forced along the answer, at every position of it."""
     one = engine(**fp8)
     found = answers(one, texts, GREEDY)

@@ -4,7 +4,7 @@ import pytest
 from on_gpu import NEEDS_GPU
 
 from strobe import LLM, SamplingParams
-from strobe.tools.demo import pick_examples, prompts_of
+from strobe.tools.demo import choose_examples, prompts_of
 
 pytestmark = NEEDS_GPU
 
@@ -14,7 +14,7 @@ SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=96)
 
 def answers(params: SamplingParams, **options: object) -> list[list[int]]:
     llm = LLM(dtype="float32", kv_cache_memory="1GiB", **options)
-    outputs = llm.generate(prompts_of(llm, pick_examples(12)), params, use_tqdm=False)
+    outputs = llm.generate(prompts_of(llm, choose_examples(12)), params, use_tqdm=False)
     llm.engine.check()
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -26,7 +26,7 @@ def test_speculation_on_equals_off_in_fp32(params: SamplingParams, overlap: int)
     assert answers(params, device="cuda", overlap=overlap) == plain
 
 
-RULES = {
+FIELDS = {
     "penalties": {"presence_penalty": 0.6, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
     "bias": {"logit_bias": {40: 4.0, 41: -100.0}, "min_tokens": 20},
     "allowed": {"allowed_token_ids": list(range(2, 1500))},
@@ -36,10 +36,10 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_rules_hold_on_a_gpu_with_speculation_on_and_off(params: SamplingParams, rules: dict):
-    asked = params.clone(**rules, max_tokens=48)
+def test_processors_hold_on_a_gpu_speculation_on_and_off(params: SamplingParams, fields: dict):
+    asked = params.clone(**fields, max_tokens=48)
     plain = answers(asked, method="none", device="cuda")
     assert answers(asked, device="cuda", overlap=2) == plain
     assert plain == answers(asked, device="cpu")
@@ -50,7 +50,7 @@ def test_logprobs_of_a_gpu_are_those_of_the_cpu():
     for device in ("cuda", "cpu"):
         llm = LLM(dtype="float32", kv_cache_memory="1GiB", device=device)
         (output,) = llm.generate(
-            prompts_of(llm, pick_examples(1)),
+            prompts_of(llm, choose_examples(1)),
             GREEDY.clone(logprobs=2, prompt_logprobs=1),
             use_tqdm=False,
         )

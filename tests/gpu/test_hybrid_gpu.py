@@ -34,7 +34,7 @@ def plain(pair: Pair) -> PlainAnswers:
 def test_outputs_equal_plain_decoding(c: Any, pair: Pair, plain: PlainAnswers):
     engine = compare(c, pair, plain(c.workload))
     assert engine.resolved.choice.attention == "triton"
-    assert len(engine.graphs) > 0 or c.workload == "stops"  # whose steps may all have rules
+    assert len(engine.graphs) > 0 or c.workload == "stops"  # whose steps may all have processors
 
 
 def test_a_gpu_alone_decodes_what_a_cpu_does(pair: Pair):

@@ -26,7 +26,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch, without_gpu: Callable[[], bool]) -
 
 
 @pytest.fixture(autouse=True)
-def whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton 3.6's interpreter makes bounds of loops from arrays [1], which numpy 2.4 refuses."""
     if HAS_GPU:
         return

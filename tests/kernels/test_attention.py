@@ -120,14 +120,14 @@ def make_case(
     return Case(view, kv.to(kept).to(device), args, want.flatten(1).to(device), rectangle)
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Starts, sizes and tables may not come from the kernel just before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def check(case: Case, workspace: AttentionWorkspace, config: Config | None = None) -> Tensor:
-    settle(case.q.device)
+    synchronize(case.q.device)
     out = paged_attention(case.q, case.kv, **case.args, workspace=workspace, config=config)
     assert out.shape == case.want.shape
     assert out.dtype == case.q.dtype
@@ -316,7 +316,7 @@ def test_a_row_that_sees_nothing_is_zero_beside_a_sink(
     args = case.args | {"tables": case.args["tables"][:, :3].contiguous()}
     args["starts"] = args["starts"] + 2
     args["mask"] = LayerMask(True, 1)
-    settle(device)
+    synchronize(device)
     out = paged_attention(case.q, case.kv, **args, workspace=one)
     assert out[:2].isfinite().all()
     assert not out[2:4].any()
@@ -343,7 +343,7 @@ def test_rows_beyond_the_table_are_finite(device: torch.device, one: AttentionWo
     args = case.args | {"tables": case.args["tables"][:, :3].contiguous()}
     args["starts"] = args["starts"] + 2
     args["mask"] = LayerMask(True, 1)
-    settle(device)
+    synchronize(device)
     out = paged_attention(case.q, case.kv, **args, workspace=one)
     assert out[:4].isfinite().all()
     assert not out[2:4].any()

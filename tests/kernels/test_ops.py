@@ -115,7 +115,7 @@ def compared(path: Path, device: torch.device, *, fp8: bool = False) -> list[tup
     assert features is not None
     assert seen is not None
     if not fp8:
-        assert torch.equal(fused.pick(y), plain.pick(x))
+        assert torch.equal(fused.argmax(y), plain.argmax(x))
     return [
         *zip(seen.chunk(len(layers), 1), features.chunk(len(layers), 1), strict=True),
         *zip(caches[1].layers, caches[0].layers, strict=True),
@@ -218,7 +218,7 @@ def test_kernels_compute_what_a_drafters_layers_say(
         store = KVStore(KVSpec(((2, 64),) * 2, torch.float32), 2, 16, device)
         x, _ = model(ids, places, block)
         model.write_context(features, places, places + 16, store)
-        found.append([x, *block.layers, model.head(x), model.pick(x), store.data])
+        found.append([x, *block.layers, model.head(x), model.argmax(x), store.data])
     for plain, fused in zip(*found, strict=True):
         torch.testing.assert_close(fused, plain, atol=1e-4, rtol=1e-4)
 
@@ -286,7 +286,7 @@ def test_a_dense_layer_is_six_launches(
     attend = Cache(config.decoder, device)
     with Launches(monkeypatch, attend) as launches:
         x, features = model(ids, places, attend, (1, 3))
-        model.pick(x)
+        model.argmax(x)
     assert features is not None
     assert launches.seen == [
         *("gather_rows", *FIRST, GATED, "linear residual then"),
@@ -309,7 +309,7 @@ def test_a_drafters_block_and_context_launch_no_more(
     features = torch.zeros(ROWS, model.fc.in_features, device=device)
     with Launches(monkeypatch, attend) as launches:
         x, _ = model(ids, places, attend)
-        model.pick(x)
+        model.argmax(x)
         model.write_context(features, places, places, store)
     assert launches.seen == [
         *("gather_rows", *FIRST, GATED, "linear residual then"),

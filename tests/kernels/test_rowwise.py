@@ -207,7 +207,7 @@ def test_queries_and_keys_are_the_models(draw, device) -> None:
     heads = qkv.view(rows, -1, width)
     scale = torch.cat([weights[0].expand(q_heads, -1), weights[1].expand(kv_heads, -1)])
     normed = F.rms_norm(heads[:, : q_heads + kv_heads], (width,), None, EPS) * scale
-    turned = rotate(normed, table(positions))
+    rotated = rotate(normed, table(positions))
     kv = torch.zeros(rows, 2, kv_heads, width, device=device)
     slots = torch.arange(rows, device=device)
     values = heads[:, q_heads + kv_heads :].clone()
@@ -215,8 +215,8 @@ def test_queries_and_keys_are_the_models(draw, device) -> None:
         qkv, weights[0], weights[1], EPS, table.cos, table.sin, positions, slots, kv, q_heads,
         kv_heads,
     )  # fmt: skip
-    torch.testing.assert_close(q, turned[:, :q_heads], rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(kv[:, 0], turned[:, q_heads:], rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(q, rotated[:, :q_heads], rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(kv[:, 0], rotated[:, q_heads:], rtol=2e-6, atol=2e-6)
     assert torch.equal(kv[:, 1], values)
 
 

@@ -81,8 +81,8 @@ class Transcription:
         return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [T, heads, D]: pairs as complex numbers, turned by position, and what belongs to none,
-        turned by nothing. A pair is (i, i + W / 2) of the W values that turn, or two neighbours;
+        """x [T, heads, D]: pairs as complex numbers, rotated by position, and what belongs to none,
+        rotated by nothing. A pair is (i, i + W / 2) of the W values that turn, or two neighbours;
         the real parts of all pairs come first, as scores do not depend on the order."""
         rope = self.config.get("rope_parameters") or self.config
         mimo = self.swa or self.sinks
@@ -183,10 +183,10 @@ class Transcription:
                 logits = self.draft_logits(tokens[-1], features[:start], count)
                 drafts = logits.argmax(-1).tolist()
             logits, features = self.run_target(tokens + drafts)
-            picks = logits[start:].argmax(-1).tolist()
+            sampled = logits[start:].argmax(-1).tolist()
             accepted = 0
-            while accepted < len(drafts) and drafts[accepted] == picks[accepted]:
+            while accepted < len(drafts) and drafts[accepted] == sampled[accepted]:
                 accepted += 1
-            produced.append(picks[: accepted + 1][: max_length - len(tokens)])
+            produced.append(sampled[: accepted + 1][: max_length - len(tokens)])
             tokens += produced[-1]
         return produced

@@ -216,7 +216,7 @@ def test_a_slots_former_sampling_does_not_reach_its_next_request(target: Any):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_that_may_pick_no_token_at_all_does_not_stop_the_others(
+def test_a_request_that_may_sample_no_token_at_all_does_not_stop_the_others(
     target: Any, temperature: float
 ):
     """Every token is a stop token, and none may come before min_tokens."""
@@ -351,7 +351,7 @@ def test_the_models_own_end_tokens_end_an_answer_unless_ignored(target: Any):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_runs_on_a_cpu_and_picks_near_the_targets_best(
+def test_half_precision_runs_on_a_cpu_and_samples_near_the_targets_best(
     dtype: str, target: Any, draft: Callable[..., Path]
 ):
     engine = make_engine(config(target, draft=str(draft()), dtype=dtype))

@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and with experts, against transformers, and its speculation, recorded or not,
+"""Qwen3.5, dense and with experts, against transformers, and its speculation, captured or not,
 against plain decoding."""
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from captured import captured
 from hybrid import EXPERTS, KINDS, ROPE, make_hybrid
 from matrix import FAMILY_CASES, Pair, PlainAnswers, compare
 from parity import GEOMETRY, Case, check_layers, check_text, layer_outputs, prompts, record
-from recorded import recorded
 from safetensors.torch import load_file, save_file
 from tiny import (
     HIDDEN,
@@ -83,7 +83,7 @@ CASES = {
     "as many key heads, a short convolution": Case(
         {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "linear_value_head_dim": 8}
     ),
-    "one key-value head, the whole head turned": Case(
+    "one key-value head, the whole head rotated": Case(
         {"num_key_value_heads": 1, "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}}
     ),
     "layers by interval, another epsilon": Case(
@@ -200,7 +200,7 @@ def test_replayed_steps_give_what_plain_steps_give(
         script = Scripted(parts.state, 7, wavering)
         if method == "ngram":
             put(parts, {"ngram": script})
-        double = recorded(parts, 5, 7)
+        double = captured(parts, 5, 7)
         engine = watched(Engine(resolved, parts=parts))
         requests = [engine.add(prompt, cold) for prompt in texts]
         script.answers = dict(zip(requests, map(list.__add__, texts, wanted), strict=True))

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import recorded
+from captured import captured
 from safetensors.torch import load_file, save_file
 from scipy import stats
-from slow_rules import edited
-from slow_sampling import law
+from slow_processors import processed
+from slow_sampling import distribution
 from tiny import SHAPE, make_draft, make_engine, make_target, make_tokenizer, run
 
 from strobe import EngineConfig, SamplingParams
@@ -79,8 +79,8 @@ def answers(
     return Counter(tuple(request.output_ids) for request in requests)
 
 
-def laws(hf: Any, asked: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Each answer's probability, by transformers' logits and the rules written out."""
+def expected_answers(hf: Any, asked: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Each answer's probability, by transformers' logits and the processors written out."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(TOKENS):
         begun = list(found)
@@ -88,8 +88,8 @@ def laws(hf: Any, asked: SamplingParams) -> dict[tuple[int, ...], float]:
             logits = hf(torch.tensor([PROMPT + list(before) for before in begun])).logits[:, -1]
         longer: dict[tuple[int, ...], float] = {}
         for before, row in zip(begun, logits.tolist(), strict=True):
-            row = edited(row, asked, PROMPT, before)
-            chances = law(row, asked.temperature, asked.top_k, asked.top_p, asked.min_p)
+            row = processed(row, asked, PROMPT, before)
+            chances = distribution(row, asked.temperature, asked.top_k, asked.top_p, asked.min_p)
             for token, chance in enumerate(chances):
                 if chance > 0:
                     longer[(*before, token)] = found[before] * chance
@@ -97,7 +97,7 @@ def laws(hf: Any, asked: SamplingParams) -> dict[tuple[int, ...], float]:
     return found
 
 
-def check_law(counts: Counter[tuple[int, ...]], wanted: dict[tuple[int, ...], float]) -> None:
+def check_counts(counts: Counter[tuple[int, ...]], wanted: dict[tuple[int, ...], float]) -> None:
     """Whole answers, those that are rare together, and each place by itself."""
     assert set(counts) <= set(wanted), "an answer that the target cannot give"
     often = [answer for answer, p in wanted.items() if p * ANSWERS >= 6]
@@ -139,7 +139,7 @@ ASKED = {
     ("name", "reduced"),
     [("hot", False), ("filtered", True), ("ruled", False), ("short", True)],
 )
-def test_answers_follow_the_targets_law(
+def test_answers_follow_the_targets_distribution(
     name: str, reduced: bool, small: tuple[Any, Path, Path], reduced_draft: Path
 ):
     hf, target, draft = small
@@ -147,7 +147,7 @@ def test_answers_follow_the_targets_law(
     proposer: Any = engine.proposers["dflash"]
     known = proposer.model.target_ids
     assert (None if known is None else known.tolist()) == (KNOWN if reduced else None)
-    check_law(answers(engine, ASKED[name], PROMPT), laws(hf, ASKED[name]))
+    check_counts(answers(engine, ASKED[name], PROMPT), expected_answers(hf, ASKED[name]))
     stats = engine.stats
     assert 0.1 < stats.speculation.accepted / stats.speculation.drafted < 0.9
 
@@ -206,7 +206,7 @@ def test_replayed_steps_draw_what_plain_steps_draw(
     given = config(target, draft, overlap=overlap, max_num_batched_tokens=budget, max_num_seqs=5)
     resolved = resolve(given)
     parts = build(resolved)
-    double = recorded(parts, 5, resolved.limits.num_drafts)
+    double = captured(parts, 5, resolved.limits.num_drafts)
     engine = Engine(resolved, parts=parts)
     assert run(engine, PROMPTS, SEVERAL) == plain(target, draft)
     assert double.captured == len(parts.graphs) > 4
@@ -245,11 +245,11 @@ def test_under_a_grammar_sampled_drafts_change_no_token(
     assert len(found[0]) > 4
 
 
-def test_after_the_warm_up_no_step_that_decodes_is_recorded(small: tuple[Any, Path, Path]):
+def test_after_the_warm_up_no_step_that_decodes_is_captured(small: tuple[Any, Path, Path]):
     _, target, draft = small
     resolved = resolve(config(target, draft, max_num_seqs=4))
     parts = build(resolved)
-    recorded(parts, 4, resolved.limits.num_drafts)
+    captured(parts, 4, resolved.limits.num_drafts)
     engine = Engine(resolved, parts=parts)
     warm_up(engine)
     before = len(engine.graphs)

@@ -127,7 +127,7 @@ def ids_of(text: str) -> list[int]:
 
 def cells() -> list[Cell]:
     """All of them."""
-    shared = [cell for chat in (True, False) for make in (_plain, _rules) for cell in make(chat)]
+    shared = [cell for chat in (True, False) for make in (_plain, _logits) for cell in make(chat)]
     return [*shared, *_structures(), *_chats(), *_texts()]
 
 
@@ -165,7 +165,7 @@ def _plain(chat: bool) -> list[Cell]:
     ]  # fmt: skip
 
 
-def _rules(chat: bool) -> list[Cell]:
+def _logits(chat: bool) -> list[Cell]:
     """What changes logits or draws: in a chat on a task that the pair can do, in completions on
     words that it never saw together, where it is so unsure that each of them changes the answer."""
     (newline,) = ids_of("\n")

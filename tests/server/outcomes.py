@@ -10,7 +10,7 @@ from typing import Any
 @dataclass
 class Said:
     """One answer. logprobs: (token, its value, the best ones' values by token); calls: (name,
-    arguments); steps: of a stream, what each verify step told."""
+    arguments); steps: of a stream, what each verify step reported."""
 
     text: str = ""
     reasoning: str = ""

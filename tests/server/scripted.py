@@ -67,7 +67,7 @@ class Script:
     def send(self, message: Any) -> None:
         pass
 
-    def settle(self, generation: Generation) -> None:
+    def release(self, generation: Generation) -> None:
         pass
 
     def _event(

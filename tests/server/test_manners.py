@@ -188,12 +188,12 @@ def test_a_stream_that_takes_too_long_ends_in_an_error_event(server: Served):
         with post(server, {**LONG, "timeout": seconds, "stream": True}) as talk:
             if talk.status == 200:
                 server.pause()
-                told = list(talk.events())
+                reported = list(talk.events())
                 break
         seconds *= 2
         assert seconds < 60
-    assert told[-1] == "[DONE]"
-    assert told[-2]["error"]["code"] == "timeout"
+    assert reported[-1] == "[DONE]"
+    assert reported[-2]["error"]["code"] == "timeout"
 
 
 @pytest.mark.parametrize("streams", [False, True])

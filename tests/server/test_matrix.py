@@ -8,7 +8,7 @@ All cells run side by side on one server, each in these ways:
 
 The acceptance length of each feature is printed at the end; STROBE_MATRIX_REPORT names a file that
 gets it as JSON. That a drafter that is always right loses nothing to a feature is shown where
-drafts can be scripted: tests/reference/test_rules_lossless.py.
+drafts can be scripted: tests/reference/test_processors_lossless.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SPECULATION: dict[str, Any] = {
     "dflash": True,
     "ngram": {"method": "ngram", "num_drafts": 6},
 }
-HEATS = {"greedy": 0.0, "sampled": 1.0}
+TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 
 
 class Way(NamedTuple):
@@ -43,16 +43,16 @@ class Way(NamedTuple):
 
     speculation: str
     form: str
-    heat: str
+    mode: str
 
     def __str__(self) -> str:
         return "-".join(self)
 
 
-BASES = [Way("off", "whole", heat) for heat in HEATS]
+BASES = [Way("off", "whole", mode) for mode in TEMPERATURES]
 WAYS = [
     Way("off", "stream", "greedy"),
-    *(Way("dflash", form, heat) for heat in HEATS for form in ("whole", "stream")),
+    *(Way("dflash", form, mode) for mode in TEMPERATURES for form in ("whole", "stream")),
     Way("ngram", "stream", "greedy"),
     Way("ngram", "whole", "sampled"),
 ]
@@ -85,7 +85,7 @@ class Matrix:
     def _ask(self, cell: Cell, way: Way) -> Outcome:
         """OpenAI's fields go as the client's own arguments, all others as its extra_body."""
         resource: Any = self.client.chat.completions if cell.chat else self.client.completions
-        body = cell.body() | {"model": self.model, "temperature": HEATS[way.heat]}
+        body = cell.body() | {"model": self.model, "temperature": TEMPERATURES[way.mode]}
         body["speculation"] = SPECULATION[way.speculation]
         if way.form == "stream":
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -129,14 +129,14 @@ class Report:
             done = future.done() and not future.cancelled() and future.exception() is None
             if done and way.speculation != "off":
                 length = future.result().report["acceptance_length"]
-                self.rows.setdefault(name, {})[f"{way.speculation} {way.heat}"] = length
+                self.rows.setdefault(name, {})[f"{way.speculation} {way.mode}"] = length
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         columns = [
-            (f"{place}-", f"{method} {heat}")
+            (f"{place}-", f"{method} {mode}")
             for place in ("chat", "text")
             for method in ("dflash", "ngram")
-            for heat in HEATS
+            for mode in TEMPERATURES
         ]
         line = terminalreporter.line
         terminalreporter.section("acceptance length, in chats and in completions")
@@ -167,7 +167,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("cell", "way"), PAIRS)
 def test_however_it_is_made_the_answer_is_the_same(matrix: Matrix, cell: Cell, way: Way):
-    base = matrix.outcome(cell, Way("off", "whole", way.heat))
+    base = matrix.outcome(cell, Way("off", "whole", way.mode))
     found = matrix.outcome(cell, way)
     assert found.usage == base.usage
     assert len(found.choices) == len(base.choices)
@@ -196,7 +196,7 @@ def test_reports_and_steps_add_up(matrix: Matrix, cell: Cell, way: Way):
         assert sum(step["accepted"] for step in steps) == report["accepted"]
         assert sum(step["drafted"] > 0 for step in steps) == report["steps"]
         for said in found.choices:
-            assert_told(said, echo=bool(cell.fields.get("echo")))
+            assert_reported(said, echo=bool(cell.fields.get("echo")))
 
 
 @pytest.mark.parametrize("name", ["chat-stop", "chat-stops", "text-stop", "text-stops"])
@@ -209,17 +209,17 @@ def test_a_stop_text_inside_a_block_drops_the_drafts_behind_it(matrix: Matrix, n
     )
 
 
-def assert_told(said: Said, *, echo: bool) -> None:
+def assert_reported(said: Said, *, echo: bool) -> None:
     """The steps of a stream tell of every token, the accepted drafts in front."""
-    told = [token for step in said.steps for token in step["tokens"]]
-    assert len(told) == len(said.token_ids)
+    reported = [token for step in said.steps for token in step["tokens"]]
+    assert len(reported) == len(said.token_ids)
     for step in said.steps:
         flags = [accepted for _, accepted in step["tokens"]]
         assert flags == sorted(flags, reverse=True)
         assert sum(flags) == step["accepted"]
         assert len(flags) - sum(flags) <= 1
     if not echo:
-        assert said.text in "".join(text for text, _ in told)
+        assert said.text in "".join(text for text, _ in reported)
 
 
 def assert_close(found: Any, expected: Any) -> None:

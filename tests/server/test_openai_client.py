@@ -78,16 +78,16 @@ def test_a_stream_is_the_same_text_and_ends_in_its_usage(client: openai.OpenAI):
     options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(client.chat.completions.create(**fields(SUM), **options))
     completion = client.chat.completions.create(**fields(SUM))
-    *told, last = chunks
+    *sent, last = chunks
     assert (
-        "".join(c.choices[0].delta.content or "" for c in told)
+        "".join(c.choices[0].delta.content or "" for c in sent)
         == completion.choices[0].message.content
     )
-    assert [c.choices[0].delta.role for c in told] == ["assistant"] + [None] * (len(told) - 1)
-    reasons = [c.choices[0].finish_reason for c in told]
-    assert reasons == [None] * (len(told) - 1) + ["stop"]
+    assert [c.choices[0].delta.role for c in sent] == ["assistant"] + [None] * (len(sent) - 1)
+    reasons = [c.choices[0].finish_reason for c in sent]
+    assert reasons == [None] * (len(sent) - 1) + ["stop"]
     assert {c.object for c in chunks} == {"chat.completion.chunk"}
-    assert all(c.usage is None for c in told)
+    assert all(c.usage is None for c in sent)
     assert last.choices == []
     assert last.usage is not None
     assert completion.usage is not None

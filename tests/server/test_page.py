@@ -173,10 +173,10 @@ def test_an_answer_streams_into_tokens_coloured_by_origin(chat: Page, server: Mo
     chat.until(IDLE)
     assert "".join(chat.texts(".answer .token")) == "Sorted: fig, pear,\n  plum!"
     assert bars(chat) == [[2, 1, 16], [0, 1, 16], [2, 1, 16]]
-    told = figures(chat)
-    assert float(told.pop("tokens/s").replace(",", "")) > 0
-    assert re.fullmatch(r"[\d.,]+ ms", told.pop("first token"))
-    assert told == {
+    reported = figures(chat)
+    assert float(reported.pop("tokens/s").replace(",", "")) > 0
+    assert re.fullmatch(r"[\d.,]+ ms", reported.pop("first token"))
+    assert reported == {
         "acceptance length": "2.3",
         "verify steps": "3",
         "tokens": "8",
@@ -502,8 +502,8 @@ def test_compare_says_why_the_server_did_not_speculate(chat: Page, server: MockS
     chat.until("document.querySelector('.verdict')")
     assert chat.text(".verdict").startswith("The server did not speculate: no drafter is loaded.")
     assert "as fast" not in chat.text(".verdict")
-    told = figures(chat, ".answer:nth-child(2)")
-    assert told["speculation"] == "off, because no drafter is loaded"
+    reported = figures(chat, ".answer:nth-child(2)")
+    assert reported["speculation"] == "off, because no drafter is loaded"
 
 
 @needs_chromium
@@ -723,9 +723,9 @@ def test_the_real_server_answers_the_page(page: Page, page_server: str):
     ask_and_wait(page, "")
     assert "def longest(message):" in "".join(page.texts(".answer .token"))
     assert {origin for _, origin in origins(page)} == {"own", "accepted"}
-    told = figures(page)
-    assert told["method"] == "dflash"
-    assert int(told["verify steps"]) == len(bars(page))
+    reported = figures(page)
+    assert reported["method"] == "dflash"
+    assert int(reported["verify steps"]) == len(bars(page))
     page.click("#compare")
     page.until("document.querySelector('.verdict')")
     assert "The texts are identical." in page.text(".verdict")

@@ -1,4 +1,4 @@
-"""The whole application over a client of no engine: how responses end, and what is told of that."""
+"""The whole application over a client of no engine: how responses end, and their reports."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def post(served: Serving, path: str, body: Any, **how: Any) -> Answer:
 
 
 def events(answer: Answer) -> list[Any]:
-    """What a stream told; its `[DONE]` is a text."""
+    """What a stream sent; its `[DONE]` is a text."""
     found = [line[6:] for line in answer.body.decode().split("\n") if line.startswith("data: ")]
     return [text if text == "[DONE]" else json.loads(text) for text in found]
 
@@ -99,13 +99,13 @@ def test_a_time_limit_in_a_stream_is_an_error_event(tokenizer: Tokenizer, lines:
         assert seconds < 60
         served = serving(tokenizer, request_timeout=seconds)
         answer = ask(served, path, one_token, stream=True)
-    told = events(answer)
+    reported = events(answer)
     if path == "/v1/responses":
-        assert [event["type"] for event in told[-2:]] == ["error", "response.failed"]
-        assert told[-2]["code"] == "timeout"
+        assert [event["type"] for event in reported[-2:]] == ["error", "response.failed"]
+        assert reported[-2]["code"] == "timeout"
     else:
-        assert told[-1] == "[DONE]"
-        assert told[-2]["error"]["code"] == "timeout"
+        assert reported[-1] == "[DONE]"
+        assert reported[-2]["error"]["code"] == "timeout"
     assert isinstance(served.client, Said)
     assert served.client.said[1:] == [Finish(0, None, "abort")]
     assert refusals(served) == {("504", "timeout"): 1}

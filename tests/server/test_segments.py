@@ -48,7 +48,7 @@ def ordered(formats: tuple[str, str | None], pieces: Iterable[str]) -> list[Segm
     return joined
 
 
-def told(found: Iterable[Segment]) -> list[tuple[str, str]]:
+def reported(found: Iterable[Segment]) -> list[tuple[str, str]]:
     return [(one.kind, one.text) for one in found]
 
 
@@ -59,8 +59,8 @@ def test_the_order_does_not_depend_on_how_the_text_was_cut(
 ):
     text = data.draw(texts(FORMATS[formats]))
     whole = ordered(formats, [text])
-    assert told(ordered(formats, text)) == told(whole)
-    assert told(ordered(formats, cut(text, cuts))) == told(whole)
+    assert reported(ordered(formats, text)) == reported(whole)
+    assert reported(ordered(formats, cut(text, cuts))) == reported(whole)
     pieces = cut(text, cuts)
     assert parse(Ordered(make_parser(*formats)), pieces) == parse(make_parser(*formats), pieces)
 
@@ -99,7 +99,7 @@ def test_text_around_calls_keeps_its_place():
     text = f"<think>\nHm.\n</think>\n\nFirst.\n{HERMES}\nThen {{}}.\n{HERMES}"
     found = ordered(("hermes", "qwen3"), [text])
     call = ("call", '{"a": {}}')
-    assert told(found) == [
+    assert reported(found) == [
         ("reasoning", "Hm."), ("content", "First."), call, ("content", "\nThen {}."), call
     ]  # fmt: skip
     assert [(one.call, one.name) for one in found if one.kind == "call"] == [(0, "f"), (1, "f")]

@@ -71,9 +71,9 @@ def test_told_to_stop_it_takes_nothing_new_finishes_what_runs_and_exits_with_0()
         assert served.process.poll() is None
         served.resume()
         for talk in (begun, stream):
-            told = list(talk.events())
-            assert told[-1] == "[DONE]"
-            assert told[-2]["choices"][0]["finish_reason"] == "length"
+            reported = list(talk.events())
+            assert reported[-1] == "[DONE]"
+            assert reported[-2]["choices"][0]["finish_reason"] == "length"
         assert whole.json()["usage"]["completion_tokens"] == 30
         assert served.process.wait(PATIENCE) == 0
         assert "Traceback" not in served.log
@@ -105,9 +105,9 @@ def test_what_is_not_finished_in_time_gets_an_error_and_the_status_is_0(
 def assert_ended(talks: tuple[Talk, Talk, Talk], status: int, code: str) -> None:
     """All three requests of `opened` end with that error."""
     begun, stream, whole = talks
-    told = list(begun.events())
-    assert told[-1] == "[DONE]"
-    assert told[-2]["error"]["code"] == code
+    reported = list(begun.events())
+    assert reported[-1] == "[DONE]"
+    assert reported[-2]["error"]["code"] == code
     for talk in (stream, whole):
         assert talk.status == status
         assert talk.error["code"] == code

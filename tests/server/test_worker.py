@@ -64,7 +64,7 @@ class Desk:
             self.steps += 1
         return self._step()
 
-    def is_told(self) -> bool:
+    def is_sent(self) -> bool:
         """Whether a message waits for the next step's end, or the worker has left with it."""
         return not self.worker.inbox.empty() or not self.thread.is_alive()
 
@@ -185,13 +185,13 @@ def test_an_engine_that_becomes_idle_says_so(pair: Pair):
     with working(pair) as desk:
         desk.allow(2)
         desk.send(Submit(1, PROMPT, LONG, "a"))
-        desk.hear(lambda: desk.tokens(1) and desk.snapshot, "news of the first request")
+        desk.hear(lambda: desk.tokens(1) and desk.snapshot, "the first request")
         assert desk.snapshot is not None
         assert desk.snapshot.running == 1
         assert desk.snapshot.kv_used > 0
         desk.send(Finish(1, None, "abort"))
         desk.allow(1)
-        desk.hear(lambda: desk.snapshot and not desk.snapshot.running, "news of an idle engine")
+        desk.hear(lambda: desk.snapshot and not desk.snapshot.running, "an idle engine")
         assert desk.snapshot.kv_used == 0
 
 
@@ -346,7 +346,7 @@ def test_the_engine_leaves_when_the_server_has_gone(pair: Pair, busy: bool):
             desk.send(Submit(1, PROMPT, LONG, "a"))
             desk.hear(lambda: desk.steps == 2 and desk.tokens(1), "it runs")
         desk.pipe.close()
-        until(desk.is_told, "the worker is told")
+        until(desk.is_sent, "the worker is told")
         desk.allow(1)
         until(lambda: not desk.thread.is_alive(), "the worker leaves with its next step")
 
@@ -357,7 +357,7 @@ def test_told_to_stop_it_gives_up_what_runs(pair: Pair):
         desk.send(Submit(1, PROMPT, LONG, "a"), Submit(2, PROMPT, LONG, "b"))
         until(lambda: desk.steps == 2, "they run")
         desk.pipe.send(Stop())
-        until(desk.is_told, "the worker is told")
+        until(desk.is_sent, "the worker is told")
         desk.allow(1)
         until(lambda: not desk.thread.is_alive(), "the worker leaves with its next step")
         assert desk.steps <= 3

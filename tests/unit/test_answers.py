@@ -32,13 +32,13 @@ def scores_of(tokens: Sequence[int], top: int = 2) -> list[TokenLogprob]:
     return [TokenLogprob(t, -t / 100, 1 + t % 2, best) for t in tokens]
 
 
-def event(tokens: Sequence[int], reason: str | None = None, **told: Any) -> TokenEvent:
+def event(tokens: Sequence[int], reason: str | None = None, **reported: Any) -> TokenEvent:
     """An answer's first event."""
-    return TokenEvent("r", 3, tokens, reason, **({"start": START} | told))
+    return TokenEvent("r", 3, tokens, reason, **({"start": START} | reported))
 
 
-def later(tokens: Sequence[int], reason: str | None = None, **told: Any) -> TokenEvent:
-    return event(tokens, reason, start=None, **told)
+def later(tokens: Sequence[int], reason: str | None = None, **reported: Any) -> TokenEvent:
+    return event(tokens, reason, start=None, **reported)
 
 
 def events(
@@ -63,10 +63,10 @@ def answer_of(tokenizer: Tokenizer, params: SamplingParams) -> Answer:
     return Answer(tokenizer, params, request_id="r", index=3)
 
 
-def play(answer: Answer, told: Iterator[TokenEvent]) -> list[tuple[TokenEvent, StreamDelta]]:
+def play(answer: Answer, reported: Iterator[TokenEvent]) -> list[tuple[TokenEvent, StreamDelta]]:
     """What becomes of the events, up to the answer's end."""
     pairs = []
-    for one in told:
+    for one in reported:
         pairs.append((one, answer.push(one)))
         if answer.output.finish_reason is not None:
             break

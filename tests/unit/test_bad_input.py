@@ -226,12 +226,12 @@ def test_recommended_sampling_that_cannot_be(
 
 def test_a_directory_that_is_not_there(pair: Pair, refused: Callable[..., str], tmp_path: Path):
     nowhere = tmp_path / "nowhere"
-    mend = "name a directory that holds a Hugging Face checkpoint"
-    says(refused(nowhere), f"{nowhere} does not exist", mend)
-    says(refused(pair.target, nowhere), f"{nowhere} does not exist", mend)
-    says(refused(tmp_path), f"{tmp_path / 'config.json'} does not exist", mend)
+    hint = "name a directory that holds a Hugging Face checkpoint"
+    says(refused(nowhere), f"{nowhere} does not exist", hint)
+    says(refused(pair.target, nowhere), f"{nowhere} does not exist", hint)
+    says(refused(tmp_path), f"{tmp_path / 'config.json'} does not exist", hint)
     file = pair.target / "config.json"
-    says(refused(file), f"{file} is no directory", mend)
+    says(refused(file), f"{file} is no directory", hint)
 
 
 def test_drafter_and_target_the_wrong_way_round(pair: Pair, refused: Callable[..., str]):

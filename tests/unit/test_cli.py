@@ -498,11 +498,11 @@ def test_the_demo_says_which_prompt_cannot_run(main: Callable[..., Any], short_d
 
 
 def test_the_demos_prompts_come_from_all_families_held_out():
-    examples = demo.pick_examples(12)
+    examples = demo.choose_examples(12)
     assert len(examples) == 12
     assert {example.family for example in examples} == set(FAMILIES)
     assert {example.thinking for example in examples} == {True, False}
-    assert demo.pick_examples(1)[0] == examples[0]
+    assert demo.choose_examples(1)[0] == examples[0]
 
 
 def test_the_demo_of_the_demo_models_drafts_well(main: Callable[..., Any]):

@@ -13,7 +13,7 @@ from scripts.demo_models.tasks import FAMILIES, Example, check, generate, heldou
 from scripts.demo_models.tasks.example import prompt_key
 from scripts.demo_models.write_heldout import lines
 from strobe.demo_models import HELDOUT, read_heldout
-from strobe.tools.demo import pick_examples
+from strobe.tools.demo import choose_examples
 
 
 def full_text(example: Example) -> str:
@@ -127,8 +127,8 @@ def test_the_shipped_answers_pass_their_graders():
 
 
 def test_more_examples_than_there_are_is_said():
-    assert len(read_heldout(240)) == len(pick_examples(240)) == 240
-    for ask in (read_heldout, pick_examples):
+    assert len(read_heldout(240)) == len(choose_examples(240)) == 240
+    for ask in (read_heldout, choose_examples):
         with pytest.raises(ValueError, match=r"prompts is 241, but .* at most 240"):
             ask(241)
 

@@ -131,24 +131,24 @@ def test_nothing_is_wrong_with_the_demo_models(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["doctor", "--device", "cpu", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["healthy"] is True
-    assert {finding["level"] for finding in told["findings"]} == {"ok"}
-    off, on = told["measured"]
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["healthy"] is True
+    assert {finding["level"] for finding in reported["findings"]} == {"ok"}
+    off, on = reported["measured"]
     assert (off["thinking"], on["thinking"]) == (False, True)
     for row in (off, on):
         assert row["tokens_per_step"] > 10
         rates = row["rate_per_position"]
         assert len(rates) == 15
         assert rates == sorted(rates, reverse=True)
-    kinds = {variant["kind"] for variant in told["variants"]}
+    kinds = {variant["kind"] for variant in reported["variants"]}
     assert kinds == {"as it is", "layer offset", "causality", "anchor layout", "rope"}
-    memory = told["facts"]["memory"]
+    memory = reported["facts"]["memory"]
     assert memory["target's keys and values of a token"] == 2 * 16 * 2 * 64 * 4
     assert memory["drafter's keys and values of a token"] == 2 * 3 * 2 * 64 * 4
     assert memory["tokens that fit"] > 1000
-    assert all(len(value) == 64 for value in told["facts"]["files"]["drafter"].values())
-    assert told["facts"]["fit"]["format"] == "z-lab"
+    assert all(len(value) == 64 for value in reported["facts"]["files"]["drafter"].values())
+    assert reported["facts"]["fit"]["format"] == "z-lab"
 
 
 def test_a_large_file_is_told_from_another_of_its_size(

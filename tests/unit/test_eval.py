@@ -271,16 +271,16 @@ def test_each_turn_carries_the_models_own_answers_and_no_more_run_than_asked(pai
     params = SamplingParams(temperature=0, max_tokens=6)
     samples = [Sample(("Hello", "And then?", "Well")), Sample(("Hi",)), Sample(("A", "B"))]
     answering = Answering(llm.engine, llm.tokenizer, params, thinking=False)
-    most, told = 0, list[int]()
+    most, reported = 0, list[int]()
 
-    def tell(done: int) -> None:
+    def report(done: int) -> None:
         nonlocal most
         most = max(most, len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting))
-        told.append(done)
+        reported.append(done)
 
-    run = answering.run(samples, 2, tell)
+    run = answering.run(samples, 2, report)
     assert most == 2
-    assert told[-1] == 3
+    assert reported[-1] == 3
     assert [len(talk.answers) for talk in run.conversations] == [3, 1, 2]
     for talk in run.conversations:
         messages: list[dict[str, Any]] = []

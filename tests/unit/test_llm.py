@@ -218,10 +218,10 @@ def test_the_deltas_of_a_stream_add_up_to_the_answer(llm: LLM, params: SamplingP
 
 
 def test_a_stream_tells_the_end_once_at_the_end(llm: LLM):
-    told: list[bool] = []
+    reported: list[bool] = []
     for delta in llm.stream(PROMPTS[0], GREEDY):
-        told.append(delta.finished)
-    assert told == [False] * (len(told) - 1) + [True]
+        reported.append(delta.finished)
+    assert reported == [False] * (len(reported) - 1) + [True]
 
 
 def test_a_stream_of_siblings_carries_their_numbers(llm: LLM):

@@ -123,14 +123,14 @@ def test_zero_logprobs_name_the_token_itself(llm: LLM):
 
 
 def test_logprobs_are_the_models_own_whatever_the_rules_did(llm: LLM, hf: Any):
-    rules: dict[str, Any] = {
+    processors: dict[str, Any] = {
         "logit_bias": {300: 100.0},
         "presence_penalty": 2.0,
         "temperature": 0.7,
         "top_k": 2,
         "logprobs": 0,
     }
-    (output,) = generate(llm, PROMPTS[0], WARM.clone(**rules))
+    (output,) = generate(llm, PROMPTS[0], WARM.clone(**processors))
     made = output.outputs[0]
     truth = true_logprobs(hf, [*output.prompt_token_ids, *made.token_ids])
     assert made.token_ids[0] == 300
@@ -193,7 +193,7 @@ def test_the_report_of_an_answer_without_tokens_says_why_nothing_was_drafted(llm
     assert report.off_reason == "the answer ended before the first draft"
 
 
-# rules
+# logits processors
 
 
 def test_a_bias_and_allowed_ids_are_obeyed(llm: LLM):

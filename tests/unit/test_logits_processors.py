@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from logit_worlds import STRUCTURED, Admitted, World, check, settled, words_of
+from logit_worlds import STRUCTURED, Admitted, World, check, normalized, words_of
 from torch import Tensor
 
 from strobe.sampling.processors import LogitRows, process, unpack, unpack_by_shifts
@@ -97,7 +97,7 @@ def test_where_nothing_is_left_the_grammar_wins_and_all_it_allows_is_equally_lik
     )
     masks = words_of([{1, 2}, {1, 2}, {3}], 4)
     wanted = [[out, 0, 0, out], [out, out, 2.0, out], [out, out, out, 0]]
-    assert settled(apply(state, logits, masks)) == wanted
+    assert normalized(apply(state, logits, masks)) == wanted
     for temperature in (0.0, 1.0, 100.0):
         for mode in ({}, {"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.1}):
             again = admit(

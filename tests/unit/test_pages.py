@@ -46,7 +46,7 @@ class Pages(RuleBasedStateMachine):
     def held(self) -> set[int]:
         return {page for sequence in self.live for page in sequence.lease.pages}
 
-    def pick(self, data: st.DataObject) -> Sequence:
+    def choose(self, data: st.DataObject) -> Sequence:
         return data.draw(st.sampled_from(self.live))
 
     @rule(data=st.data(), cached=st.booleans())
@@ -136,7 +136,7 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def calls_out_of_order_raise_and_change_nothing(self, data: st.DataObject):
-        sequence = self.pick(data)
+        sequence = self.choose(data)
         lease, open_steps = sequence.lease, sequence.steps
         wrong = []
         if not open_steps:

@@ -50,15 +50,15 @@ def test_angles_are_those_of_transformers(name: str):
     )
     if rope.kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-        speeds, scale = theta**-exponents, 1.0
+        frequencies, scale = theta**-exponents, 1.0
     else:
-        speeds, scale = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
     torch.testing.assert_close(
-        torch.tensor(rope.inverse_frequencies(head_dim)), speeds.float(), rtol=2e-6, atol=0.0
+        torch.tensor(rope.inverse_frequencies(head_dim)), frequencies.float(), rtol=2e-6, atol=0.0
     )
     assert rope.scale == pytest.approx(scale, rel=1e-6)
     table = RotaryTable(head_dim, rope, 40)
-    angle = 39 * speeds[-1].double()
+    angle = 39 * frequencies[-1].double()
     assert float(table.cos[39, head_dim - 1]) == pytest.approx(float(angle.cos() * scale), 1e-5)
     assert float(table.sin[39, head_dim - 1]) == pytest.approx(float(angle.sin() * scale), 1e-5)
 

@@ -12,8 +12,8 @@ from strobe.models.rope import RopeConfig
 WIDTH = 16
 
 
-def turned(x: Tensor, positions: Tensor, width: int, interleaved: bool) -> Tensor:
-    """x [T, heads, D]: the first `width` values of each head as complex numbers, turned."""
+def rotated(x: Tensor, positions: Tensor, width: int, interleaved: bool) -> Tensor:
+    """x [T, heads, D]: the first `width` values of each head as complex numbers, rotated."""
     head, rest = x[..., :width].double(), x[..., width:].double()
     if interleaved:
         z = torch.complex(head[..., 0::2], head[..., 1::2])
@@ -36,7 +36,7 @@ def test_scores_are_those_of_the_layout_as_it_is_published(interleaved: bool, sh
     positions = torch.arange(9) * 3
     angles = RotaryTable(WIDTH, rope, 30)(positions)
     mine = [rotate(x if order is None else x[..., order], angles) for x in (q, k)]
-    wanted = [turned(x, positions, int(WIDTH * share), interleaved) for x in (q, k)]
+    wanted = [rotated(x, positions, int(WIDTH * share), interleaved) for x in (q, k)]
     scores = torch.einsum("qhd,khd->hqk", *mine)
     torch.testing.assert_close(
         scores, torch.einsum("qhd,khd->hqk", *wanted).float(), atol=1e-4, rtol=1e-4

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from slow_sampling import exponential, kept, law, params, row_word, softmax
+from slow_sampling import distribution, exponential, kept, params, row_word, softmax
 from torch import Tensor
 
 from strobe.sampling import sampler
@@ -174,7 +174,7 @@ def test_banned_tokens_are_never_sampled_and_the_rest_keep_their_distribution(te
     if temperature < 1:
         assert counts[0] == 20_000
         return
-    wanted = law([3.0, 1.0, 2.0], temperature)
+    wanted = distribution([3.0, 1.0, 2.0], temperature)
     assert stats.chisquare([counts[0], *counts[2:4]], [p * 20_000 for p in wanted]).pvalue > 0.001
 
 
@@ -192,7 +192,7 @@ def test_a_temperature_near_zero_is_greedy(temperature: float):
 def test_a_high_temperature_follows_the_flat_distribution_without_overflow():
     logits = [-80.0, 0.0, 40.0, 80.0]
     tokens = sample_rows(torch.tensor([logits]).repeat(COUNT, 1), params(COUNT, temperature=100.0))
-    wanted = [p * COUNT for p in law(logits, 100.0)]
+    wanted = [p * COUNT for p in distribution(logits, 100.0)]
     assert stats.chisquare(torch.bincount(tokens, minlength=4).numpy(), wanted).pvalue > 0.001
 
 

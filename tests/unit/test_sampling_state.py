@@ -9,8 +9,8 @@ import pytest
 import torch
 from logit_worlds import STRUCTURED, Admitted, World
 from scipy import stats
-from slow_rules import edited
-from slow_sampling import law, params
+from slow_processors import processed
+from slow_sampling import distribution, params
 from torch import Tensor
 
 from strobe.sampling.logprobs import score
@@ -83,7 +83,7 @@ def test_with_kernels_one_mode_serves_every_mixture_of_sampled_rows():
 
 def test_the_tables_take_as_many_bytes_as_they_say():
     state = SamplingState(7, 100, CPU)
-    held = [*state.tables, state.floats, state.whole]
+    held = [*state.tables, state.floats, state.ints]
     assert SamplingState.num_bytes(7, 100) == sum(t.nbytes for t in held)
 
 
@@ -242,10 +242,10 @@ def admitted(**how: Any) -> SamplingState:
     return state
 
 
-def processed_law(logits: list[float], made: list[int], **how: Any) -> list[float]:
-    changed = edited(logits, SamplingParams(**how), HISTORY[:PROMPT], [*HISTORY[PROMPT:], *made])
+def processed_probs(logits: list[float], made: list[int], **how: Any) -> list[float]:
+    changed = processed(logits, SamplingParams(**how), HISTORY[:PROMPT], [*HISTORY[PROMPT:], *made])
     filters = {k: v for k, v in how.items() if k in ("temperature", "top_k", "top_p", "min_p")}
-    return law(changed, **filters)
+    return distribution(changed, **filters)
 
 
 def check_distribution(tokens: Tensor, wanted: list[float]) -> None:
@@ -297,12 +297,12 @@ def test_sampled_drafts_leave_every_token_and_agree_as_often_as_the_distribution
     assert torch.equal(tokens[:, 0], plain.tokens)
     kept = drafts == plain.tokens
     assert torch.equal(tokens[kept, 1], after[kept])
-    first = processed_law(FIRST, [], **how)
+    first = processed_probs(FIRST, [], **how)
     check_distribution(plain.tokens, first)
-    joint = [p * q for a, p in enumerate(first) for q in processed_law(SECOND[a], [a], **how)]
+    joint = [p * q for a, p in enumerate(first) for q in processed_probs(SECOND[a], [a], **how)]
     check_distribution(plain.tokens * 5 + after, joint)
     filters = {k: v for k, v in how.items() if k in ("temperature", "top_k", "top_p", "min_p")}
-    share = agreement(first, law(draft, **filters))
+    share = agreement(first, distribution(draft, **filters))
     if drafter == "equal" and not mode.processed:
         assert kept.all()
     else:

@@ -456,8 +456,8 @@ def test_a_request_in_error_ends_without_the_tokens_of_its_last_step():
 def test_events_say_what_was_drafted_accepted_and_where():
     world = World(num_drafts=3, accept=lambda drafts: min(drafts, 2), max_model_len=40)
     request = world.add(5, max_tokens=6)
-    told = [world.step()[0] for _ in range(3)]
-    assert [(e.drafted, e.accepted, e.context, len(e.tokens)) for e in told] == [
+    reported = [world.step()[0] for _ in range(3)]
+    assert [(e.drafted, e.accepted, e.context, len(e.tokens)) for e in reported] == [
         (0, 0, 0, 1),
         (3, 2, 5, 3),
         (3, 2, 8, 2),
@@ -829,11 +829,11 @@ def test_a_failed_steps_requests_wait_again_and_then_run_alone_for_a_few_steps(d
     assert list(world.scheduler.waiting) == requests
     assert {request.status for request in requests} == {Status.WAITING}
     assert [request.tokens for request in requests] == made
-    told = []
+    reported = []
     for _ in range(13):
-        told.append(world.who(world.launch()))
+        reported.append(world.who(world.launch()))
         world.collect()
-    assert told == [[one] for one in requests for _ in range(4)] + [requests]
+    assert reported == [[one] for one in requests for _ in range(4)] + [requests]
     world.drain()
     assert not any(request.num_preemptions for request in requests)
     world.check_answers()

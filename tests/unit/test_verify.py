@@ -1,12 +1,12 @@
-"""Verification: which drafts are kept, where a sequence then stands, and that the output's law is
-the target's own."""
+"""Verification: which drafts are kept, where a sequence then stands, and that the output has
+the target's own distribution."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from scipy import stats
-from slow_sampling import law, params
+from slow_sampling import distribution, params
 
 from strobe.runner.batch import lay_out, own_shape
 from strobe.runner.state import DecodeState
@@ -51,8 +51,8 @@ def verify(
     return accepted
 
 
-def verdict(picks: list[list[int]], drafts: list[list[int]], lengths: list[int] | None = None):
-    tokens, given = torch.tensor(picks), torch.tensor(drafts).view(len(picks), -1)
+def verdict(sampled: list[list[int]], drafts: list[list[int]], lengths: list[int] | None = None):
+    tokens, given = torch.tensor(sampled), torch.tensor(drafts).view(len(sampled), -1)
     found = verify(tokens, given, lengths).tolist()
     assert verify(tokens, given, lengths, by_host=True).tolist() == found
     return found
@@ -67,19 +67,19 @@ def test_nothing_is_kept_when_the_first_differs_whatever_follows():
 
 
 def test_drafts_are_kept_up_to_the_first_that_differs():
-    picks = [[1, 7, 3, 9], [1, 2, 7, 9], [7, 7, 7, 9], [1, 2, 3, 1]]
-    assert verdict(picks, [[1, 2, 3]] * 4) == [1, 2, 0, 3]
+    sampled = [[1, 7, 3, 9], [1, 2, 7, 9], [7, 7, 7, 9], [1, 2, 3, 1]]
+    assert verdict(sampled, [[1, 2, 3]] * 4) == [1, 2, 0, 3]
 
 
-def test_the_last_pick_is_never_compared():
+def test_the_last_sampled_token_is_never_compared():
     assert verdict([[1, 2]], [[1]]) == [1]
     assert verdict([[1, 1]], [[2]]) == [0]
 
 
 def test_drafts_beyond_a_rows_length_are_not_kept_even_when_they_match():
-    picks = [[1, 2, 3, 9]] * 4
-    assert verdict(picks, [[1, 2, 3]] * 4, [0, 1, 2, 3]) == [0, 1, 2, 3]
-    assert verdict(picks, [[1, 7, 3]] * 4, [0, 1, 2, 3]) == [0, 1, 1, 1]
+    sampled = [[1, 2, 3, 9]] * 4
+    assert verdict(sampled, [[1, 2, 3]] * 4, [0, 1, 2, 3]) == [0, 1, 2, 3]
+    assert verdict(sampled, [[1, 7, 3]] * 4, [0, 1, 2, 3]) == [0, 1, 1, 1]
 
 
 def test_without_drafts_nothing_is_kept():
@@ -93,9 +93,9 @@ def test_a_draft_that_is_the_true_token_but_for_a_later_place_is_not_kept():
 
 def test_drafts_at_the_contexts_end_are_not_kept():
     """Position LIMIT - 1 is the last one that can take a token."""
-    picks, drafts = torch.tensor([[1, 2, 3, 9]] * 4), torch.tensor([[1, 2, 3]] * 4)
+    sampled, drafts = torch.tensor([[1, 2, 3, 9]] * 4), torch.tensor([[1, 2, 3]] * 4)
     starts = [LIMIT - n for n in (5, 4, 3, 1)]
-    assert verify(picks, drafts, starts=starts).tolist() == [3, 3, 2, 0]
+    assert verify(sampled, drafts, starts=starts).tolist() == [3, 3, 2, 0]
 
 
 def test_prefill_chunks_keep_what_they_have_and_move_on_beside_drafts():
@@ -154,17 +154,17 @@ def speculative(draft: int, **how: float) -> torch.Tensor:
     """The same with one draft for the first token, so that most need one step and some need two."""
     logits = torch.tensor([FIRST, SECOND[draft]]).repeat(DRAWS, 1)
     seeds = [i for i in range(DRAWS) for _ in range(2)]
-    picks = sample_rows(logits, params(2 * DRAWS, seeds=seeds, positions=[5, 6] * DRAWS, **how))
-    picks = picks.view(DRAWS, 2)
-    accepted = verify(picks, torch.full((DRAWS, 1), draft), starts=[5] * DRAWS)
-    first = picks[:, 0]
+    sampled = sample_rows(logits, params(2 * DRAWS, seeds=seeds, positions=[5, 6] * DRAWS, **how))
+    sampled = sampled.view(DRAWS, 2)
+    accepted = verify(sampled, torch.full((DRAWS, 1), draft), starts=[5] * DRAWS)
+    first = sampled[:, 0]
     again = sample_rows(torch.tensor(SECOND)[first], params(DRAWS, positions=6, **how))
-    second = torch.where(accepted == 1, picks[:, 1], again)
-    assert 0 < accepted.sum() < DRAWS or law(FIRST, **how)[draft] == 0
+    second = torch.where(accepted == 1, sampled[:, 1], again)
+    assert 0 < accepted.sum() < DRAWS or distribution(FIRST, **how)[draft] == 0
     return torch.stack([first, second], 1)
 
 
-def check_law(tokens: torch.Tensor, probabilities: list[float]) -> None:
+def check_distribution(tokens: torch.Tensor, probabilities: list[float]) -> None:
     counts = torch.bincount(tokens, minlength=len(probabilities)).tolist()
     possible = [i for i, p in enumerate(probabilities) if p > 0]
     assert sum(counts[i] for i in possible) == len(tokens), "a token that was filtered out appears"
@@ -175,23 +175,23 @@ def check_law(tokens: torch.Tensor, probabilities: list[float]) -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("draft", range(VOCAB))
-def test_one_draft_leaves_the_law_and_every_seeds_tokens_unchanged(name: str, draft: int):
+def test_one_draft_leaves_the_distribution_and_every_seeds_tokens_unchanged(name: str, draft: int):
     how = SETTINGS[name]
     tokens = speculative(draft, **how)
     assert torch.equal(tokens, plain(**how))
-    first = law(FIRST, **how)
-    check_law(tokens[:, 0], first)
-    joint = [p * q for a, p in enumerate(first) for q in law(SECOND[a], **how)]
-    check_law(tokens[:, 0] * VOCAB + tokens[:, 1], joint)
+    first = distribution(FIRST, **how)
+    check_distribution(tokens[:, 0], first)
+    joint = [p * q for a, p in enumerate(first) for q in distribution(SECOND[a], **how)]
+    check_distribution(tokens[:, 0] * VOCAB + tokens[:, 1], joint)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_draft_is_accepted_with_the_targets_probability_of_it(name: str):
     how = SETTINGS[name]
-    wanted = law(FIRST, **how)
-    picks = sample_rows(torch.tensor([FIRST]).repeat(DRAWS, 1), params(DRAWS, positions=5, **how))
+    wanted = distribution(FIRST, **how)
+    sampled = sample_rows(torch.tensor([FIRST]).repeat(DRAWS, 1), params(DRAWS, positions=5, **how))
     for draft in range(VOCAB):
-        two = torch.stack([picks, picks], 1)
+        two = torch.stack([sampled, sampled], 1)
         kept = verify(two, torch.full((DRAWS, 1), draft), starts=[5] * DRAWS).sum().item()
         test = stats.binomtest(kept, DRAWS, wanted[draft])
         assert test.pvalue > 0.001

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from strobe.attention.mask import LayerMask
 from strobe.hub.files import read_json
 from strobe.models.config import DecoderConfig, TargetConfig
-from strobe.models.config_readers.fields import DTYPES, MEND, Fields, positive
+from strobe.models.config_readers.fields import DTYPES, HINT, Fields, positive
 from strobe.models.config_readers.rope import read_rope
 from strobe.models.rope import RopeConfig
 from strobe.sampling_params import SamplingParams
@@ -37,10 +37,10 @@ def read_decoder(
     if heads % kv_heads:
         raise ValueError(
             f"{path}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
-            f"{kv_heads}; {MEND}"
+            f"{kv_heads}; {HINT}"
         )
     if head_dim % 2:
-        raise ValueError(f"{path}: head_dim is {head_dim}, but rope needs an even number; {MEND}")
+        raise ValueError(f"{path}: head_dim is {head_dim}, but rope needs an even number; {HINT}")
     longest = fields.integer("max_position_embeddings", 32768)
     rope = options.pop("rope", None) or read_ropes(fields, masks, theta, longest, drafter=drafter)
     bias = fields.flag("attention_bias", options.pop("attention_bias", False))

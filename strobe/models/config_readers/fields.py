@@ -9,7 +9,7 @@ from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that a checkpoint may be in."""
-MEND = "use the config.json the checkpoint was published with."
+HINT = "use the config.json the checkpoint was published with."
 HARMLESS = frozenset(
     {
         "_name_or_path", "architectures", "auto_map", "transformers_version", "model_type",
@@ -52,7 +52,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ValueError(
                 f"{self.path}: {key} is {value!r}, but must be a whole number of at least {low}; "
-                f"{MEND}"
+                f"{HINT}"
             )
         return value
 
@@ -63,7 +63,7 @@ class Fields:
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise ValueError(f"{self.path}: {key} is {value!r}, but must be true or false; {MEND}")
+            raise ValueError(f"{self.path}: {key} is {value!r}, but must be true or false; {HINT}")
         return value
 
     def inner(self, key: str, beside: Collection[str], first: Collection[str] = ()) -> Fields:
@@ -80,7 +80,7 @@ class Fields:
         """The object there, empty where there is none."""
         value = self.get(key)
         if value is not None and not isinstance(value, dict):
-            raise ValueError(f"{self.path}: {key} is {value!r}, but must be an object; {MEND}")
+            raise ValueError(f"{self.path}: {key} is {value!r}, but must be an object; {HINT}")
         return value or {}
 
     def ids(self, key: str) -> list[int] | None:
@@ -88,7 +88,7 @@ class Fields:
         value = self.get(key)
         if value is not None and (not isinstance(value, list) or not all(map(_index, value))):
             raise ValueError(
-                f"{self.path}: {key} is {value!r}, but must list whole numbers from 0 on; {MEND}"
+                f"{self.path}: {key} is {value!r}, but must list whole numbers from 0 on; {HINT}"
             )
         return value
 
@@ -120,5 +120,5 @@ def positive(value: Any, key: str, path: Path) -> float:
     """A number above 0. Raises ValueError."""
     real = isinstance(value, int | float) and not isinstance(value, bool)
     if not real or not 0 < value < math.inf:
-        raise ValueError(f"{path}: {key} is {value!r}, but must be a positive number; {MEND}")
+        raise ValueError(f"{path}: {key} is {value!r}, but must be a positive number; {HINT}")
     return float(value)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from strobe.models.config import Quantization
-from strobe.models.config_readers.fields import MEND, Fields
+from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.weight_mapping import FLOATS, Fill, WeightMapping, WeightPart
 
 STORED = "F8_E4M3"
-MEND_OTHER = "use a checkpoint in FP8 with scales by blocks, or an unquantized one."
+HINT_OTHER = "use a checkpoint in FP8 with scales by blocks, or an unquantized one."
 SCALE = "_scale_inv"
 WHOLE = "whole"
 """Attribute of a linear layer that is not quantized in FP8 checkpoints, and not held in FP8."""
@@ -39,15 +39,15 @@ def read_quantization(fields: Fields) -> Quantization | None:
     if method != "fp8":
         raise ValueError(
             f"{path}: quantization_config.quant_method is {method!r}, which is not supported; "
-            f"{MEND_OTHER}"
+            f"{HINT_OTHER}"
         )
-    inner.only("fmt", "e4m3", why=MEND_OTHER)
-    inner.only("activation_scheme", "dynamic", why=MEND_OTHER)
+    inner.only("fmt", "e4m3", why=HINT_OTHER)
+    inner.only("activation_scheme", "dynamic", why=HINT_OTHER)
     block = inner.ids("weight_block_size")
     if block is None or len(block) != 2 or 0 in block:
         raise ValueError(
             f"{path}: quantization_config.weight_block_size is {block!r}, but must be two whole "
-            f"numbers of at least 1, such as [128, 128]; {MEND_OTHER if block is None else MEND}"
+            f"numbers of at least 1, such as [128, 128]; {HINT_OTHER if block is None else HINT}"
         )
     inner.finish(("modules_to_not_convert", "ignored_layers", "scale_fmt"))
     return Quantization("fp8", (block[0], block[1]))

@@ -17,7 +17,7 @@ from strobe.models.config_readers.decoder import (
     read_dtype,
     read_layer_types,
 )
-from strobe.models.config_readers.fields import MEND, Fields
+from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.mask_token import read_mask_token
 
 QWEN3: dict[str, Any] = {
@@ -63,7 +63,7 @@ def read_decoder_fields(fields: Fields) -> Fields:
     if not values:
         raise ValueError(
             f"{fields.path}: transformer_layer_config is missing, but must describe the drafter's "
-            f"layers; {MEND}"
+            f"layers; {HINT}"
         )
     for key in BESIDE:  # where older files have them
         if (value := fields.get(key)) is not None and values.get(key) is None:
@@ -115,7 +115,7 @@ def read_recommended(fields: Fields, drafts: int) -> int | None:
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
         raise ValueError(
             f"{fields.path}: speculative_tokens is {found!r}, but must be a whole number of at "
-            f"least 1; {MEND}"
+            f"least 1; {HINT}"
         )
     return min(found, drafts)
 
@@ -139,13 +139,13 @@ def read(config: dict[str, Any], path: Path, target: Path | None = None) -> Draf
     if not ids:
         raise ValueError(
             f"{path}: aux_hidden_state_layer_ids is {ids!r}, but must list the target's hidden "
-            f"states that the drafter reads; {MEND}"
+            f"states that the drafter reads; {HINT}"
         )
     size, block = fields.integer("draft_vocab_size", 32000), fields.integer("block_size", 8, low=2)
     if size > decoder.vocab_size:
         raise ValueError(
             f"{path}: draft_vocab_size is {size}, but the vocabulary has {decoder.vocab_size} "
-            f"tokens; {MEND}"
+            f"tokens; {HINT}"
         )
     first = fields.flag("sample_from_anchor")
     draft = DraftConfig(

@@ -14,7 +14,7 @@ from strobe.models.config import DraftConfig
 VOCABULARY = ("d2t", "t2d")
 """The tensors of a reduced vocabulary: what to add to a row's number to get its token, [V'] int64;
 and whether a token has a row, [V] bool, which says the same once more."""
-MEND = "weights and config.json must come from one checkpoint."
+HINT = "weights and config.json must come from one checkpoint."
 
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
@@ -53,7 +53,7 @@ def draft_parts(
         found = f"has shape {list(shapes['d2t'])}" if "d2t" in shapes else "is missing"
         raise ValueError(
             f"{directory}: tensor d2t {found}, but draft_vocab_size {config.draft_vocab_size} of "
-            f"{config.decoder.vocab_size} needs an offset for each row of the head; {MEND}"
+            f"{config.decoder.vocab_size} needs an offset for each row of the head; {HINT}"
         )
     return own, VOCABULARY
 
@@ -67,7 +67,7 @@ def _check_features(
         raise ValueError(
             f"{directory}: tensor fc.weight reads {fc[1]} values per token, but "
             f"{config.ids_name} {list(config.ids)} names {count} layers of {size}, which make "
-            f"{count * size}; {MEND}"
+            f"{count * size}; {HINT}"
         )
 
 
@@ -80,8 +80,8 @@ def read_target_ids(
     if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) < len(ids):
         raise ValueError(
             f"{directory}: tensor d2t leads to tokens {int(ids.min())} to {int(ids.max())}, which "
-            f"must all differ and lie within 0 to {vocab - 1}; {MEND}"
+            f"must all differ and lie within 0 to {vocab - 1}; {HINT}"
         )
     if t2d is not None and not torch.equal(t2d.nonzero()[:, 0], ids.sort().values):
-        raise ValueError(f"{directory}: tensors t2d and d2t name different tokens; {MEND}")
+        raise ValueError(f"{directory}: tensors t2d and d2t name different tokens; {HINT}")
     return ids

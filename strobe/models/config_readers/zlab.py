@@ -17,7 +17,7 @@ from strobe.models.config_readers.decoder import (
     read_ropes,
     read_window,
 )
-from strobe.models.config_readers.fields import MEND, Fields
+from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.mask_token import find_mask_token
 from strobe.models.rope import RopeConfig
 
@@ -90,7 +90,7 @@ def read_rope(
     if not real or not 0 < share <= 1 or int(head_dim * share) % 2:
         raise ValueError(
             f"{fields.path}: partial_rotary_factor is {share!r}, but must be a number of at most 1 "
-            f"that makes an even part of a head of {head_dim}; {MEND}"
+            f"that makes an even part of a head of {head_dim}; {HINT}"
         )
     return replace(rope, interleaved=not neox, share=float(share))
 
@@ -105,7 +105,7 @@ def read_capture(fields: Fields) -> tuple[tuple[int, ...], int | None]:
     if not ids:
         raise ValueError(
             f"{fields.path}: target_layer_ids is {ids!r}, but must list the target layers whose "
-            f"output the drafter reads, counted from 0; {MEND}"
+            f"output the drafter reads, counted from 0; {HINT}"
         )
     return tuple(i + 1 for i in ids), total
 

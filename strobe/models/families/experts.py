@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.models.config import ExpertShape
-from strobe.models.config_readers.fields import MEND, Fields
+from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.modules import RMSNorm
 from strobe.models.ops.forward import Residual
 from strobe.models.ops.torch_ops import TorchOps
@@ -40,7 +40,7 @@ def read_counts(
     top_k = fields.integer(called, top_k)
     if top_k > count:
         raise ValueError(
-            f"{fields.path}: {called} is {top_k}, but there are {count} experts; {MEND}"
+            f"{fields.path}: {called} is {top_k}, but there are {count} experts; {HINT}"
         )
     return count, top_k
 

@@ -18,7 +18,7 @@ from strobe.models.config_readers.decoder import (
     read_target,
     read_window,
 )
-from strobe.models.config_readers.fields import MEND, Fields
+from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.rope import read_rope
 from strobe.models.families.experts import Experts, read_counts
 from strobe.models.layers import MLP
@@ -73,13 +73,13 @@ def read_ropes(fields: Fields, types: list[str]) -> dict[str, RopeConfig]:
         if not isinstance(own, dict) or not isinstance(own.get("rope_theta"), int | float):
             raise ValueError(
                 f"{fields.path}: rope_parameters must name a rope_theta for {kind}, but is "
-                f"{parameters!r}; {MEND}"
+                f"{parameters!r}; {HINT}"
             )
         share = own.get("partial_rotary_factor")
         if own.get("rope_type", "default") != "proportional" and share not in (None, 1.0):
             raise ValueError(
                 f"{fields.path}: partial_rotary_factor of {kind} is {share!r}, which only a rope "
-                f"of type 'proportional' has; {MEND}"
+                f"of type 'proportional' has; {HINT}"
             )
         found[kind] = read_rope(own, float(own["rope_theta"]), longest, fields.path)
     return found
@@ -111,7 +111,7 @@ def read_shapes(fields: Fields, types: list[str]) -> tuple[LayerShape, ...]:
             raise ValueError(
                 f"{fields.path}: layer {i} has {shape.num_kv_heads} key-value heads of size "
                 f"{shape.head_dim}, but their number must divide num_attention_heads, and their "
-                f"size must be even; {MEND}"
+                f"size must be even; {HINT}"
             )
         found.append(shape)
     return tuple(found)
@@ -124,7 +124,7 @@ def read_own_layers(fields: Fields, count: int) -> dict[int, dict[str, Any]]:
         if not key.isdecimal() or int(key) >= count or not isinstance(values, dict):
             raise ValueError(
                 f"{fields.path}: per_layer_config has {key!r}: {values!r}, but must have an object "
-                f"for the number of a layer, 0 to {count - 1}; {MEND}"
+                f"for the number of a layer, 0 to {count - 1}; {HINT}"
             )
     return {int(key): values for key, values in found.items()}
 
@@ -155,18 +155,18 @@ def refuse_unsupported(fields: Fields) -> None:
     fields.only(
         "use_bidirectional_attention", "vision", False, why="use a checkpoint whose text is causal."
     )
-    mend = "use gemma-4-31B or gemma-4-26B-A4B, which have none."
+    hint = "use gemma-4-31B or gemma-4-26B-A4B, which have none."
     size = "hidden_size_per_layer_input"
     silent = 0 if fields.get("model_type") in UNIFIED else 256
     wide = fields.get(size) if size in fields else silent
     if wide:
         raise ValueError(
             f"{fields.path}: {size} is {wide!r}, but per-layer input embeddings, "
-            f"as Gemma 4 E2B and E4B have them, are not supported; {mend}"
+            f"as Gemma 4 E2B and E4B have them, are not supported; {hint}"
         )
     fields.get("vocab_size_per_layer_input")  # of those embeddings
-    fields.only("num_kv_shared_layers", 0, why=f"layers cannot share keys and values; {mend}")
-    fields.only("use_double_wide_mlp", False, why=f"no layer shares keys and values; {mend}")
+    fields.only("num_kv_shared_layers", 0, why=f"layers cannot share keys and values; {hint}")
+    fields.only("use_double_wide_mlp", False, why=f"no layer shares keys and values; {hint}")
     if fields.get("quantization_config"):
         raise ValueError(
             f"{fields.path}: quantization_config is set, but quantized checkpoints are not "

@@ -17,7 +17,7 @@ from strobe.models.config_readers.decoder import (
     read_target,
     read_window,
 )
-from strobe.models.config_readers.fields import MEND, Fields
+from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.mxfp4 import BLOCK, unpack
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import DecoderLayer
@@ -72,7 +72,7 @@ def read_packing(fields: Fields, *sizes: int) -> Quantization | None:
     if uneven := [size for size in sizes if size % BLOCK]:
         raise ValueError(
             f"{fields.path}: a size of {uneven[0]} does not divide into MXFP4's blocks of {BLOCK}; "
-            f"{MEND}"
+            f"{HINT}"
         )
     return Quantization(method, (1, BLOCK))
 
@@ -101,7 +101,7 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
     fields.get("initial_context_length")  # what rope_scaling says once more
     fields.number("rms_norm_eps")
     if not fields.object("rope_parameters") and not fields.object("rope_scaling"):
-        raise ValueError(f"{fields.path}: there is no rope_scaling; {MEND}")
+        raise ValueError(f"{fields.path}: there is no rope_scaling; {HINT}")
     masks = read_masks(fields)
     longest = fields.integer("max_position_embeddings", 131072)
     decoder = read_decoder(

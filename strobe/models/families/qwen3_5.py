@@ -24,7 +24,7 @@ from strobe.models.config_readers.decoder import (
     read_layer_types,
     read_target,
 )
-from strobe.models.config_readers.fields import MEND, Fields, positive
+from strobe.models.config_readers.fields import HINT, Fields, positive
 from strobe.models.config_readers.fp8 import WHOLE, read_quantization
 from strobe.models.config_readers.rope import read_rope
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
@@ -136,7 +136,7 @@ def _read_states(fields: Fields, layers: int) -> StateSpec:
     if spec.heads % spec.key_heads:
         raise ValueError(
             f"{fields.path}: linear_num_value_heads {spec.heads} is not a multiple of "
-            f"linear_num_key_heads {spec.key_heads}; {MEND}"
+            f"linear_num_key_heads {spec.key_heads}; {HINT}"
         )
     return spec
 
@@ -152,7 +152,7 @@ def _read_rope(fields: Fields) -> RopeConfig:
     if size % 2 or size > fields.integer("head_dim", 256):
         raise ValueError(
             f"{fields.path}: partial_rotary_factor {share!r} turns {size:g} of a head's "
-            f"{fields.integer('head_dim', 256)} numbers, but must turn an even number; {MEND}"
+            f"{fields.integer('head_dim', 256)} numbers, but must turn an even number; {HINT}"
         )
     longest = fields.integer("max_position_embeddings", 32768)
     theta = positive(theta, "rope_theta", fields.path)

@@ -12,7 +12,7 @@ from strobe.models.config_readers.decoder import (
     read_decoder,
     read_target,
 )
-from strobe.models.config_readers.fields import MEND, Fields
+from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.fp8 import read_quantization
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import DecoderLayer
@@ -28,7 +28,7 @@ def read_experts(fields: Fields) -> ExpertShape:
     if unknown := [i for i in dense if i not in layers]:
         raise ValueError(
             f"{fields.path}: mlp_only_layers holds {unknown[0]}, but the layers are 0 to "
-            f"{len(layers) - 1}; {MEND}"
+            f"{len(layers) - 1}; {HINT}"
         )
     return ExpertShape(
         count,

@@ -87,7 +87,7 @@ class Generation:
         if index in self.open:
             self.open.discard(index)
             self._client.send(Finish(self.key, index, reason))
-            self._client.settle(self)
+            self._client.release(self)
 
     def close(self) -> None:
         """Give up all that still runs; the engine frees its pages with its next step."""
@@ -95,7 +95,7 @@ class Generation:
             self._client.send(Finish(self.key, None, "abort"))
         self._closed = True
         self.open.clear()
-        self._client.settle(self)
+        self._client.release(self)
         self._wake.set()
 
     def take(self, events: list[TokenEvent]) -> None:
@@ -177,7 +177,7 @@ class EngineClient:
         except OSError:
             self._died()
 
-    def settle(self, generation: Generation) -> None:
+    def release(self, generation: Generation) -> None:
         """Forget a generation whose answers have all ended."""
         if not generation.open:
             self._generations.pop(generation.key, None)
@@ -234,7 +234,7 @@ class EngineClient:
             generation = self._generations.get(key)
             if generation is not None:
                 generation.take(part)
-                self.settle(generation)
+                self.release(generation)
 
     def _died(self) -> None:
         """The pipe has broken: every open answer fails at once."""

@@ -58,7 +58,7 @@ class Failed(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A prompt that cannot be answered, and the sentence that mends it."""
+    """A prompt that cannot be answered, and the sentence that says why."""
 
     key: int
     error: str

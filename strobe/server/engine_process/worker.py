@@ -49,18 +49,18 @@ def run_engine(pipe: Connection, config: EngineConfig, logs: LogSettings) -> Non
         engine = Engine(config)
         warm_up(engine)
     except ValueError as error:
-        tell(pipe, Failed(str(error), True))
+        send(pipe, Failed(str(error), True))
         return
     except BaseException as error:
         logger.exception("the engine cannot start")
-        tell(pipe, Failed(f"The engine cannot start: {type(error).__name__}: {error}", False))
+        send(pipe, Failed(f"The engine cannot start: {type(error).__name__}: {error}", False))
         raise
-    tell(pipe, facts(engine))
+    send(pipe, facts(engine))
     Worker(engine, pipe).run()
 
 
-def tell(pipe: Connection, message: FromEngine) -> None:
-    """Say something to the server; one that has gone is noticed where messages come in."""
+def send(pipe: Connection, message: FromEngine) -> None:
+    """Send the server a message; one that has gone is noticed where messages come in."""
     with contextlib.suppress(OSError):
         pipe.send(message)
 
@@ -111,7 +111,7 @@ class Worker:
                 for event in wanted:
                     if event.finish_reason is not None:
                         del self.requests[event.key, event.choice]
-                tell(self.pipe, Step(wanted, self.snapshot() if due else None))
+                send(self.pipe, Step(wanted, self.snapshot() if due else None))
 
     def _step(self) -> list[TokenEvent]:
         """One engine step. Where it fails its requests are tried again, alone for a while, unless
@@ -179,7 +179,7 @@ class Worker:
                 message = self.inbox.get(block=wait)
             except queue.Empty:
                 return True
-            wait = False  # what this message changes is told before the next wait
+            wait = False  # what this message changes is sent before the next wait
             if isinstance(message, Stop):
                 return False
             if isinstance(message, Finish):
@@ -189,7 +189,7 @@ class Worker:
             elif isinstance(message, Submit):
                 self._submit(message)
             else:
-                tell(self.pipe, message)
+                send(self.pipe, message)
 
     def _wanted(self, key: int) -> bool:
         """Whether somebody still waits for a prompt, which may have been given up while its grammar
@@ -205,7 +205,7 @@ class Worker:
                 message.prompt_ids, message.params, key=message.key, request_id=message.request_id
             )
         except ValueError as error:
-            tell(self.pipe, Refused(message.key, str(error)))
+            send(self.pipe, Refused(message.key, str(error)))
             return
         self.requests |= {(message.key, i): request for i, request in enumerate(requests)}
 

@@ -13,7 +13,7 @@ export class Sections {
     this.tokens = []; // {piece, start, own, step, covered: kind or null, section: kind}
     this.raw = "";
     this.cursor = 0; // the raw text before it has been matched
-    this.settled = 0; // the sections of the tokens before it are final
+    this.final = 0; // the sections of the tokens before it are final
   }
 
   /** Take one step's [piece, drafted] pairs and its delta; the index of the first token whose
@@ -82,16 +82,16 @@ export class Sections {
   }
 
   resolve(before) {
-    const open = this.tokens.slice(this.settled);
-    const first = this.tokens[this.settled - 1]?.section;
+    const open = this.tokens.slice(this.final);
+    const first = this.tokens[this.final - 1]?.section;
     let last = first ?? open.find((token) => token.covered)?.covered ?? "answer";
     let changed = before;
-    const start = this.settled;
+    const start = this.final;
     for (const [index, token] of open.entries()) {
       last = token.covered ?? last;
       if (token.section !== last) changed = Math.min(changed, start + index);
       token.section = last;
-      if (token.covered) this.settled = start + index + 1;
+      if (token.covered) this.final = start + index + 1;
     }
     return changed;
   }

@@ -41,7 +41,7 @@ class CallObject:
         self._read: Callable[[], bool] = self._brace
         self._key = ""
         self._keys: set[str] = set()
-        self._news = ""
+        self._added = ""
         self._arguments = ""
         self._first = 0
         self._depth = 0
@@ -51,10 +51,10 @@ class CallObject:
     def push(self, text: str) -> str:
         """Take in more text; what it adds to the arguments."""
         self.raw += text
-        self._news = ""
+        self._added = ""
         while self.verdict is None and self._read():
             pass
-        return self._news
+        return self._added
 
     def finish(self) -> str:
         """The last of the arguments, where the answer ended inside them."""
@@ -163,11 +163,11 @@ class CallObject:
 
     def _begin(self, arguments: str) -> None:
         self.begun = True
-        self._news = arguments
+        self._added = arguments
         self._drop(self._at)
 
     def _give(self, arguments: str) -> None:
-        self._news += arguments
+        self._added += arguments
         self._drop(len(arguments))
 
     def _drop(self, count: int) -> None:

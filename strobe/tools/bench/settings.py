@@ -57,11 +57,11 @@ class StepSettings:
 
     @property
     def requests(self) -> tuple[int, ...]:
-        return whole_numbers("concurrency", self.concurrency)
+        return positive_ints("concurrency", self.concurrency)
 
     @property
     def prompt_lens(self) -> tuple[int, ...]:
-        return whole_numbers("prompt_len", self.prompt_len)
+        return positive_ints("prompt_len", self.prompt_len)
 
     @property
     def prefills(self) -> tuple[tuple[int, int], ...]:
@@ -69,7 +69,7 @@ class StepSettings:
         found: list[tuple[int, int]] = []
         for part in self.prefill.split(",") if self.prefill else ():
             numbers = part.strip().split("x")
-            if len(numbers) != 2 or not all(_is_whole(n) for n in numbers):
+            if len(numbers) != 2 or not all(_is_positive(n) for n in numbers):
                 raise ValueError(
                     f"prefill is {self.prefill!r}, but must be prompts x tokens, such as 8x2048."
                 )
@@ -108,17 +108,17 @@ class OfflineSettings:
 
     @property
     def requests(self) -> tuple[int, ...]:
-        return whole_numbers("concurrency", self.concurrency)
+        return positive_ints("concurrency", self.concurrency)
 
 
-def _is_whole(text: str) -> bool:
+def _is_positive(text: str) -> bool:
     return text.strip().isdecimal() and 0 < int(text) < 2**31
 
 
-def whole_numbers(name: str, text: str) -> tuple[int, ...]:
+def positive_ints(name: str, text: str) -> tuple[int, ...]:
     """1,8,32 as numbers. Raises ValueError, naming the option."""
     parts = str(text).split(",")
-    if not all(_is_whole(part) for part in parts):
+    if not all(_is_positive(part) for part in parts):
         raise ValueError(
             f"{name} is {text!r}, but must be whole numbers of at least 1 with commas between, "
             "such as 1,8,32."

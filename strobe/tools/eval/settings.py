@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from strobe.checks import MOST, option, settings
 from strobe.config import EngineConfig
-from strobe.tools.bench.settings import DECIDED, Positive, Temperature, TopP, whole_numbers
+from strobe.tools.bench.settings import DECIDED, Positive, Temperature, TopP, positive_ints
 
 DATA_SETS = (
     "gsm8k", "gsm8k-5shot", "math500", "humaneval", "mbpp", "mbpp-tests", "mt-bench", "alpaca",
@@ -76,7 +76,7 @@ class EvalSettings:
     def _check_together(self) -> EvalSettings:
         self._check_data()
         if self.concurrency:
-            whole_numbers("concurrency", self.concurrency)
+            positive_ints("concurrency", self.concurrency)
         if self.save_answers and not self.output:
             raise ValueError("save_answers is on, but output is empty; name a directory.")
         path = Path(self.output)
@@ -120,9 +120,9 @@ class EvalSettings:
     def requests(self, what: str, most: int) -> tuple[int, ...]:
         """Requests in flight, in order. Raises ValueError where there are fewer prompts."""
         if not self.concurrency:
-            wanted = whole_numbers("concurrency", CONCURRENCY[what])
+            wanted = positive_ints("concurrency", CONCURRENCY[what])
             return tuple(dict.fromkeys(min(count, most) for count in wanted))
-        wanted = whole_numbers("concurrency", self.concurrency)
+        wanted = positive_ints("concurrency", self.concurrency)
         if max(wanted) > most:
             raise ValueError(
                 f"concurrency is {max(wanted)}, but a data set has {most} prompts; lower it, or "

@@ -9,7 +9,7 @@ from pydantic import Field, WithJsonSchema
 
 from strobe.checks import MOST
 from strobe.sampling_params import MOST_ANSWERS
-from strobe.server.openai.protocol.common import StreamOptions, Whole, Within
+from strobe.server.openai.protocol.common import Int, StreamOptions, Within
 from strobe.server.openai.protocol.conversation import Conversation, Messages
 from strobe.server.openai.protocol.errors import BadField
 from strobe.server.openai.protocol.sampling_fields import LogprobCount, ObjectField, Sampling
@@ -29,13 +29,13 @@ class ChatCompletionRequest(Sampling, Conversation):
         description="The conversation: objects with `role` and `content`, a text or a list of text "
         "parts."
     )
-    n: Annotated[Whole, Within(1, MOST_ANSWERS, "ask for one answer or more")] = Field(
+    n: Annotated[Int, Within(1, MOST_ANSWERS, "ask for one answer or more")] = Field(
         1, description="Answers, sampled independently even under one seed."
     )
     max_completion_tokens: (
-        Annotated[Whole, Within(1, MOST, "leave it out for all that fit")] | None
+        Annotated[Int, Within(1, MOST, "leave it out for all that fit")] | None
     ) = Field(None, description="Most tokens to make, reasoning included; all that fit otherwise.")
-    max_tokens: Annotated[Whole, Within(1, MOST, "leave it out for all that fit")] | None = Field(
+    max_tokens: Annotated[Int, Within(1, MOST, "leave it out for all that fit")] | None = Field(
         None, description="The older name of max_completion_tokens."
     )
     logprobs: bool = Field(False, description="Log probabilities of the answer's tokens.")
@@ -71,7 +71,7 @@ class ChatCompletionRequest(Sampling, Conversation):
     echo: bool = Field(
         False, description="Begin the answer with the last message where that is the assistant's."
     )
-    truncate_prompt_tokens: Annotated[Whole, Within(-1, MOST, "-1 keeps all that fit")] | None = (
+    truncate_prompt_tokens: Annotated[Int, Within(-1, MOST, "-1 keeps all that fit")] | None = (
         Field(None, description="Keep only so many of the prompt's last tokens; -1: all that fit.")
     )
     return_tokens_as_token_ids: bool = Field(

@@ -188,15 +188,15 @@ def _plain(number: float) -> str:
     return f"{number:g}" if abs(number) < 1e6 else str(int(number))
 
 
-def _whole(value: Any) -> Any:
+def check_int(value: Any) -> Any:
     """2.0 is the whole number 2 in JSON."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
+Int = Annotated[int, BeforeValidator(check_int)]
 
 
-def is_whole(value: Any) -> bool:
+def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -205,7 +205,7 @@ def token_ids(value: Any, path: str | None) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         raise wrong(path, value, "a list of token ids")
     for index, token in enumerate(value):
-        if not is_whole(token) or not 0 <= token <= MOST:
+        if not is_int(token) or not 0 <= token <= MOST:
             raise wrong(f"{path}[{index}]", token, "a token id", "give whole numbers from 0 up")
     return tuple(value)
 

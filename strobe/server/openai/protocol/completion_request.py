@@ -13,10 +13,10 @@ from strobe.server.openai.protocol.chat_request import check_stream, check_trunc
 from strobe.server.openai.protocol.common import (
     IDS_SCHEMA,
     TEXTS_SCHEMA,
+    Int,
     StreamOptions,
-    Whole,
     Within,
-    is_whole,
+    is_int,
     token_ids,
 )
 from strobe.server.openai.protocol.errors import BadField, wrong
@@ -27,7 +27,7 @@ PROMPT_SCHEMA: dict[str, Any] = {
 }
 PROMPT_IDS_SCHEMA: dict[str, Any] = {"anyOf": [IDS_SCHEMA, {"type": "array", "items": IDS_SCHEMA}]}
 
-Count = Annotated[Whole, Within(1, MOST_ANSWERS, "ask for one answer or more")]
+Count = Annotated[Int, Within(1, MOST_ANSWERS, "ask for one answer or more")]
 
 
 class CompletionRequest(Sampling):
@@ -49,7 +49,7 @@ class CompletionRequest(Sampling):
         description="Answers made per prompt, of which the n most probable per token are returned; "
         "not in a stream unless equal to n.",
     )
-    max_tokens: Annotated[Whole, Within(0, MOST, "leave it out for 16")] = Field(
+    max_tokens: Annotated[Int, Within(0, MOST, "leave it out for 16")] = Field(
         16, description="Most tokens to make; 0 with echo or prompt_logprobs: the prompt alone."
     )
     logprobs: LogprobCount | None = Field(
@@ -74,7 +74,7 @@ class CompletionRequest(Sampling):
     add_special_tokens: bool = Field(
         True, description="Add the tokenizer's special tokens to a prompt given as text."
     )
-    truncate_prompt_tokens: Annotated[Whole, Within(-1, MOST, "-1 keeps all that fit")] | None = (
+    truncate_prompt_tokens: Annotated[Int, Within(-1, MOST, "-1 keeps all that fit")] | None = (
         Field(None, description="Keep only so many of the prompt's last tokens; -1: all that fit.")
     )
     return_tokens_as_token_ids: bool = Field(
@@ -126,7 +126,7 @@ class CompletionRequest(Sampling):
         if isinstance(prompt, str) and path == "prompt":
             return [prompt]
         if isinstance(prompt, list | tuple) and prompt:
-            if is_whole(prompt[0]):
+            if is_int(prompt[0]):
                 return [_ids(prompt, path)]
             if isinstance(prompt[0], list | tuple):
                 return [_ids(one, f"{path}[{i}]") for i, one in enumerate(prompt)]

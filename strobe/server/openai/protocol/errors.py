@@ -78,7 +78,7 @@ def shown(value: Any) -> str:
 
 
 def wrong(path: str | None, value: Any, must: str, hint: str = "") -> BadField:
-    """ "PATH is VALUE, but must be MUST; MEND" """
+    """ "PATH is VALUE, but must be MUST; HINT" """
     tail = f"; {hint}" if hint else ""
     return BadField(f"{path or 'The body'} is {shown(value)}, but must be {must}{tail}.", path)
 

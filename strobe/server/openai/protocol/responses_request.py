@@ -9,7 +9,7 @@ from pydantic import Field, WithJsonSchema
 
 from strobe.checks import MOST
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest, Effort
-from strobe.server.openai.protocol.common import Closed, Whole, Within, take
+from strobe.server.openai.protocol.common import Closed, Int, Within, take
 from strobe.server.openai.protocol.conversation import check_template_options
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
 from strobe.server.openai.protocol.items import ITEM_SCHEMA, read_input
@@ -42,7 +42,7 @@ class ResponsesRequest(Sampling):
         "`function_call_output` and `reasoning`."
     )
     instructions: str | None = Field(None, description="The system message.")
-    max_output_tokens: Annotated[Whole, Within(1, MOST, "leave it out for all that fit")] | None = (
+    max_output_tokens: Annotated[Int, Within(1, MOST, "leave it out for all that fit")] | None = (
         Field(None, description="Most tokens to make, reasoning included; all that fit otherwise.")
     )
     top_logprobs: LogprobCount | None = Field(

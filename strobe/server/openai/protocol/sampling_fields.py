@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, Wit
 
 from strobe.checks import MOST
 from strobe.sampling_params import METHODS, Speculation
-from strobe.server.openai.protocol.common import Closed, Texts, TokenIds, Whole, Within
+from strobe.server.openai.protocol.common import Closed, Int, Texts, TokenIds, Within
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
 from strobe.server.openai.protocol.response_format import SOURCES, Constraint, read_constraint
 
@@ -96,7 +96,7 @@ ObjectField = Annotated[Any, WithJsonSchema({"type": "object"})]
 TextField = Annotated[Any, WithJsonSchema({"type": "string"})]
 TextListField = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "string"}})]
 
-LogprobCount = Annotated[Whole, Within(0, 20, "0 gives the sampled token alone")]
+LogprobCount = Annotated[Int, Within(0, 20, "0 gives the sampled token alone")]
 Penalty = Annotated[float, Within(-2, 2, "0 is off")]
 
 
@@ -112,14 +112,14 @@ class Sampling(Closed):
     top_p: Annotated[float, Within(0, 1, "1 keeps every token", above=True)] | None = Field(
         None, description="Keep the most probable tokens up to this mass; 1 is off."
     )
-    top_k: Annotated[Whole, Within(-1, MOST, "0 or -1 keeps every token")] | None = Field(
+    top_k: Annotated[Int, Within(-1, MOST, "0 or -1 keeps every token")] | None = Field(
         None, description="Keep this many most probable tokens; 0 or -1 is off."
     )
     min_p: Annotated[float, Within(0, 1, "0 keeps every token")] | None = Field(
         None, description="Drop tokens less probable than this share of the best; 0 is off."
     )
     seed: (
-        Annotated[Whole, Within(-(2**63), 2**63 - 1, "leave it out for the server's own")] | None
+        Annotated[Int, Within(-(2**63), 2**63 - 1, "leave it out for the server's own")] | None
     ) = Field(
         None,
         description="The same seed gives the same tokens, whatever else runs and however it "
@@ -150,7 +150,7 @@ class Sampling(Closed):
         False, description="Leave the stop text in the answer."
     )
     ignore_eos: bool = Field(False, description="The model's own end tokens do not end the answer.")
-    min_tokens: Annotated[Whole, Within(0, MOST, "0 asks for no minimum")] = Field(
+    min_tokens: Annotated[Int, Within(0, MOST, "0 asks for no minimum")] = Field(
         0, description="Nothing ends the answer before so many tokens."
     )
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")

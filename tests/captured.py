@@ -89,7 +89,7 @@ def tensors(result: Any) -> list[Tensor]:
     return [tensor for part in result for tensor in tensors(part)]
 
 
-def recorded(parts: Parts, max_spans: int, num_drafts: int) -> Double:
+def captured(parts: Parts, max_spans: int, num_drafts: int) -> Double:
     """Have an engine's parts pad, capture and replay."""
     double = Double(parts)
     parts.graphs = Graphs(double)

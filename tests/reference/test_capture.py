@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import recorded
+from captured import captured
 from tiny import Scripted, make_engine, put, run, watched, wavering
 
 from strobe import EngineConfig, SamplingParams
@@ -53,7 +53,7 @@ def test_replayed_steps_give_what_plain_steps_give(
     plain = run(make_engine(config(target, method="none")), PROMPTS, plain_ones())
     resolved = resolve(config(target, draft(), overlap=overlap, max_num_batched_tokens=budget))
     parts = build(resolved)
-    double = recorded(parts, 5, resolved.limits.num_drafts)
+    double = captured(parts, 5, resolved.limits.num_drafts)
     engine = watched(Engine(resolved, parts=parts))
     assert run(engine, PROMPTS, ASKED) == plain
     assert double.captured == len(parts.graphs) > 3
@@ -71,7 +71,7 @@ def test_accepted_drafts_move_replayed_steps_on(target: Any):
     parts = build(resolved)
     script = Scripted(parts.state, 6, wavering)
     put(parts, {"ngram": script})
-    double = recorded(parts, 5, 6)
+    double = captured(parts, 5, 6)
     engine = watched(Engine(resolved, parts=parts))
     requests = [engine.add(prompt, COLD) for prompt in PROMPTS]
     for request, prompt, answer in zip(requests, PROMPTS, plain, strict=True):
@@ -127,9 +127,9 @@ def test_what_rows_are_sampled_by_lies_close_together(target: Any):
     temperature, top_p, _ = state.floats[:, :2]
     assert sorted(temperature.tolist()) == pytest.approx([0.0, 0.9])
     assert sorted(top_p.tolist()) == pytest.approx([0.8, 1.0])
-    assert sorted(state.whole[0, :2].tolist()) == [0, 30]
+    assert sorted(state.ints[0, :2].tolist()) == [0, 30]
     slots = torch.tensor([0, 1])
-    for table in (state.floats, state.whole):
+    for table in (state.floats, state.ints):
         assert all(column.stride() == (1,) for column in table.index_select(1, slots).unbind())
 
 
@@ -137,7 +137,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(target: Any):
     plain = run(make_engine(config(target)), PROMPTS, COLD)
     resolved = resolve(config(target))
     parts = build(resolved)
-    double = recorded(parts, 5, 0)
+    double = captured(parts, 5, 0)
     asked: list[Any] = []
 
     def refusing(body: Callable[[], Any]) -> Any:
@@ -181,7 +181,7 @@ def test_a_cache_in_fp8_is_as_lossless_as_another(target: Any, draft: Callable[.
 def warmed(target: Any, drafter: Path, **options: Any) -> Engine:
     resolved = resolve(config(target, drafter, **options))
     parts = build(resolved)
-    recorded(parts, resolved.limits.max_num_seqs, resolved.limits.num_drafts)
+    captured(parts, resolved.limits.max_num_seqs, resolved.limits.num_drafts)
     engine = watched(Engine(resolved, parts=parts))
     warm_up(engine)
     return engine

@@ -1,4 +1,4 @@
-"""Every rule on logits, every grammar and every log probability, while speculating.
+"""Every logits processor, every grammar and every log probability, while speculating.
 
 Three ways to the same tokens: plain Python over transformers' logits, one token after another;
 plain decoding, one request at a time; and each way to draft, schedule and store. Each pair of the
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import slow_rules
+import slow_processors
 import torch
 from llguidance import LLMatcher
 from pairwise import all_pairs, covering, pairs_of
@@ -275,7 +275,7 @@ class Reading:
 
 
 def check_tokens(reader: Reader, job: Job, sibling: int, made: list[int]) -> tuple[int, int]:
-    """Each token is what the slow rules and the noise make of transformers' logits; returns how
+    """Each token is what slow processors and the noise make of transformers' logits; returns how
     many, and how many were too near an edge to tell."""
     prompt, asks = job
     ends = {*asks.stop_token_ids, *(() if asks.ignore_eos else EOS_IDS)}
@@ -287,9 +287,9 @@ def check_tokens(reader: Reader, job: Job, sibling: int, made: list[int]) -> tup
     logits = reader.logits([*prompt, *made])
     for i, token in enumerate(made):
         row = logits[len(prompt) + i - 1].tolist()
-        row = slow_rules.edited(row, asks, prompt, made[:i], ends)
+        row = slow_processors.processed(row, asks, prompt, made[:i], ends)
         if reading is not None:
-            row = slow_rules.within(row, reading.allowed(made[:i]))
+            row = slow_processors.within(row, reading.allowed(made[:i]))
         if asks.temperature == 0:
             best = max(row)
             unsure += sum(x > best - 1e-4 for x in row) > 1 and best != 0
@@ -308,7 +308,7 @@ def check_tokens(reader: Reader, job: Job, sibling: int, made: list[int]) -> tup
     return len(made), unsure
 
 
-class Told(NamedTuple):
+class Output(NamedTuple):
     """What became of one answer."""
 
     tokens: list[int]
@@ -317,8 +317,8 @@ class Told(NamedTuple):
     finish_reason: str | None
 
 
-def told(requests: Sequence[Request], logprobs: dict[Request, list[TokenLogprob]]) -> list[Told]:
-    return [Told(r.output_ids, logprobs[r], r.prompt_logprobs, r.finish_reason) for r in requests]
+def outputs(requests: Sequence[Request], found: dict[Request, list[TokenLogprob]]) -> list[Output]:
+    return [Output(r.output_ids, found[r], r.prompt_logprobs, r.finish_reason) for r in requests]
 
 
 def config(reader: Reader, **options: Any) -> EngineConfig:
@@ -334,24 +334,24 @@ def add(engine: Engine, given: Sequence[Job]) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def plain(reader: Reader) -> Callable[[str], list[Told]]:
+def plain(reader: Reader) -> Callable[[str], list[Output]]:
     """plain(feature) -> every answer by plain decoding, one request at a time."""
-    made: dict[str, list[Told]] = {}
+    made: dict[str, list[Output]] = {}
 
-    def get(feature: str) -> list[Told]:
+    def get(feature: str) -> list[Output]:
         if feature not in made:
             options: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
             engine = make_engine(config(reader, **options))
             requests = add(engine, jobs(feature))
-            made[feature] = told(requests, drain(engine, requests))
+            made[feature] = outputs(requests, drain(engine, requests))
         return made[feature]
 
     return get
 
 
 @pytest.mark.parametrize("feature", DIMENSIONS["feature"])
-def test_plain_decoding_is_what_the_slow_rules_make_of_transformers_logits(
-    feature: str, reader: Reader, plain: Callable[[str], list[Told]]
+def test_plain_decoding_is_what_the_slow_processors_make_of_transformers_logits(
+    feature: str, reader: Reader, plain: Callable[[str], list[Output]]
 ):
     answers = iter(plain(feature))
     total = unsure = 0
@@ -370,7 +370,7 @@ def test_plain_decoding_is_what_the_slow_rules_make_of_transformers_logits(
 
 
 def test_the_rules_change_the_answers_and_grammars_come_to_their_ends(
-    reader: Reader, plain: Callable[[str], list[Told]]
+    reader: Reader, plain: Callable[[str], list[Output]]
 ):
     """Or the comparisons would prove little."""
     for feature in ("penalties", "bias"):
@@ -421,7 +421,7 @@ def check_scores(rows: Tensor, tokens: Sequence[int], found: Sequence[Any], top:
             assert dict(one.top)[token] == one.logprob
 
 
-def check_logprobs(reader: Reader, job: Job, sibling: int, answer: Told) -> None:
+def check_logprobs(reader: Reader, job: Job, sibling: int, answer: Output) -> None:
     """Log probabilities are those of transformers' logits, and only where asked for."""
     (prompt, asks), made = job, answer.tokens
     logits = reader.logits([*prompt, *made])
@@ -440,12 +440,12 @@ def check_logprobs(reader: Reader, job: Job, sibling: int, answer: Told) -> None
 
 @pytest.mark.parametrize("feature", DIMENSIONS["feature"])
 def test_plain_log_probabilities_are_transformers(
-    feature: str, reader: Reader, plain: Callable[[str], list[Told]]
+    feature: str, reader: Reader, plain: Callable[[str], list[Output]]
 ):
     check_all_logprobs(reader, feature, plain(feature))
 
 
-def check_all_logprobs(reader: Reader, feature: str, answers: Sequence[Told]) -> None:
+def check_all_logprobs(reader: Reader, feature: str, answers: Sequence[Output]) -> None:
     siblings = [(job, i) for job in jobs(feature) for i in range(job[1].n)]
     for (job, sibling), answer in zip(siblings, answers, strict=True):
         check_logprobs(reader, job, sibling, answer)
@@ -481,7 +481,7 @@ def engine_for(c: Combination, reader: Reader, drafter: Path) -> Engine:
 
 def check_counts(c: Combination, requests: Sequence[Request]) -> None:
     """The oracle's drafts are all kept up to the answer's end, the adversary's never, but where a
-    grammar mends them."""
+    grammar forces others."""
     for request in requests:
         counts = request.speculation
         if c.proposer == "adversary" and request.sampling.structured_outputs is None:
@@ -497,7 +497,7 @@ def test_speculation_changes_no_token_and_no_log_probability(
     c: Combination,
     reader: Reader,
     draft: Callable[..., Path],
-    plain: Callable[[str], list[Told]],
+    plain: Callable[[str], list[Output]],
 ):
     """Twice over the same engine, so that prefixes are in the cache the second time."""
     wanted = plain(c.feature)
@@ -508,7 +508,7 @@ def test_speculation_changes_no_token_and_no_log_probability(
             script: Any = engine.proposers["ngram"]
             for request, answer in zip(requests, wanted, strict=True):
                 script.answers[request] = request.tokens + answer.tokens
-        answers = told(requests, drain(engine, requests))
+        answers = outputs(requests, drain(engine, requests))
         assert [a.tokens for a in answers] == [a.tokens for a in wanted]
         assert [a.finish_reason for a in answers] == [a.finish_reason for a in wanted]
         check_all_logprobs(reader, c.feature, answers)
@@ -533,7 +533,7 @@ def scripted(reader: Reader, drafts: int, **options: Any) -> tuple[Engine, dict[
 @pytest.mark.parametrize("drafts", [1, 7])
 @pytest.mark.parametrize("feature", DIMENSIONS["feature"])
 def test_true_drafts_are_all_accepted_under_every_feature(
-    feature: str, drafts: int, reader: Reader, plain: Callable[[str], list[Told]]
+    feature: str, drafts: int, reader: Reader, plain: Callable[[str], list[Output]]
 ):
     engine, answers = scripted(reader, drafts, overlap=2)
     requests = add(engine, jobs(feature))
@@ -575,7 +575,7 @@ def test_a_prompt_preempted_while_it_is_scored_is_scored_whole(reader: Reader):
     )
     assert any(preempted and 1 < known < 56 for preempted, known in seen)
     assert scored.output_ids == greedy(reader.hf, long, 4, eos_token_id=None)
-    answer = told([scored], logprobs)[0]
+    answer = outputs([scored], logprobs)[0]
     check_logprobs(reader, (long, asks), 0, answer)
 
 
@@ -586,7 +586,7 @@ def test_a_prompt_whose_beginning_is_in_the_cache_is_read_anew_to_be_scored(read
     for scores, cached in ((None, 0), (None, 28), (1, 0), (None, 28), (0, 0)):
         job = (prompt, asks.clone(prompt_logprobs=scores))
         requests = add(engine, [job])
-        (answer,) = told(requests, drain(engine, requests))
+        (answer,) = outputs(requests, drain(engine, requests))
         check_logprobs(reader, job, 0, answer)
         assert requests[0].num_cached == cached
 
@@ -594,7 +594,7 @@ def test_a_prompt_whose_beginning_is_in_the_cache_is_read_anew_to_be_scored(read
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("place", ["sample", "count"])
 def test_a_step_that_failed_counts_no_token_twice(
-    place: str, overlap: int, reader: Reader, plain: Callable[[str], list[Told]]
+    place: str, overlap: int, reader: Reader, plain: Callable[[str], list[Output]]
 ):
     engine, answers = scripted(reader, 3, overlap=overlap, max_num_seqs=3)
     true, calls = getattr(engine.sampling, place), 0
@@ -658,7 +658,7 @@ def test_a_grammars_end_ends_the_answer_before_min_tokens(reader: Reader):
 
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_a_grammar_has_taken_in_all_tokens_before_it_walks(
-    overlap: int, reader: Reader, plain: Callable[[str], list[Told]]
+    overlap: int, reader: Reader, plain: Callable[[str], list[Output]]
 ):
     """Also where two steps are in flight, in which requests with grammars take part."""
     engine, answers = scripted(reader, 3, overlap=overlap)
@@ -704,7 +704,7 @@ FORMER = {
 
 
 @pytest.mark.parametrize("name", FORMER)
-def test_a_slots_former_rules_do_not_reach_its_next_request(name: str, reader: Reader):
+def test_a_slots_former_processors_do_not_reach_its_next_request(name: str, reader: Reader):
     """One behind the other in the one slot there is, against each alone."""
     texts = [TEXTS[4], TEXTS[2]]
 

@@ -1,4 +1,4 @@
-"""The rules on logits written out in plain Python, for one row at a time: vLLM's formulas, in its
+"""The logits processors written out in plain Python, for one row at a time: vLLM's formulas, in its
 order (bias and allowed ids, penalties, bans, a grammar's mask)."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def within(row: Sequence[float], allowed: Collection[int]) -> list[float]:
     return [0.0 if token in allowed else -math.inf for token in range(len(row))]
 
 
-def edited(
+def processed(
     row: Sequence[float],
     asked: SamplingParams,
     prompt: Sequence[int],
