@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from strobe.models.config import ExpertShape
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.modules import RMSNorm
-from strobe.models.ops.forward import Residual
-from strobe.models.ops.torch_ops import TorchOps
+from strobe.models.ops.torch_ops import Residual, TorchOps
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 
 GATHERED = 1 << 26

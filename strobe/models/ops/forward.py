@@ -1,12 +1,12 @@
-"""What one forward carries from layer to layer: the residual stream, and what its rows are.
+"""What one forward's rows are, beside the residual stream.
 
-Legend: T rows, H hidden size, Hq / Hkv query and key-value heads, D head size.
+Legend: T rows, Hq / Hkv query and key-value heads, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -38,20 +38,3 @@ class Rows:
         if found is None:
             found = self._angles[table] = table(self.positions)
         return found
-
-
-class Residual(Protocol):
-    """The residual stream of one forward, `value` [T, H], and the features captured from it.
-    Layers add to it through ops, or put a sum in its place."""
-
-    value: Tensor
-
-    def begin(self, done: int, then: Tensor | None) -> None:
-        """Before the layer with which `done` are done. then: the weight of the norm that reads the
-        stream behind it; None behind the last."""
-
-    def end(self, done: int) -> None:
-        """After that layer."""
-
-    def features(self) -> Tensor | None:
-        """[T, n * H], side by side; None where nothing is captured."""

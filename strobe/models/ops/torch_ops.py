@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 from strobe.kv.store import KVStore
 from strobe.models.modules import Attention, RMSNorm, rotate, unit_rms
-from strobe.models.ops.forward import Residual, Rows
+from strobe.models.ops.forward import Rows
 from strobe.sampling.sampler import argmax
+
+if TYPE_CHECKING:
+    from strobe.kernels.residual import FusedResidual
 
 Activation = Literal["silu", "gelu_tanh"]
 """Of a gated linear layer, whose output is [gate | up]: activation(gate) * up."""
@@ -47,21 +50,29 @@ Linear = nn.Linear | ContextWeights
 
 
 class Stream:
-    """A residual stream of which nothing is overwritten."""
+    """The residual stream of one forward, `value` [T, H], and the features captured from it.
+    Layers add to it through ops, or put a sum in its place; nothing is overwritten."""
 
     def __init__(self, value: Tensor, capture: tuple[int, ...]):
         self.value, self.capture = value, capture
         self._captured = {0: value} if 0 in capture else {}
 
     def begin(self, done: int, then: Tensor | None) -> None:
-        pass
+        """Before the layer with which `done` are done. then: the weight of the norm that reads the
+        stream behind it; None behind the last."""
 
     def end(self, done: int) -> None:
+        """After that layer."""
         if done in self.capture:
             self._captured[done] = self.value
 
     def features(self) -> Tensor | None:
+        """[T, n * H], side by side; None where nothing is captured."""
         return torch.cat([self._captured[k] for k in self.capture], -1) if self.capture else None
+
+
+Residual: TypeAlias = "Stream | FusedResidual"
+"""The stream as `TorchOps` or as kernels keep it: with the same attributes and methods."""
 
 
 class TorchOps:
