@@ -1,4 +1,4 @@
-"""What one forward's rows are, beside the residual stream.
+"""What one forward knows of its rows: where they stand, how they are rotated, how they attend.
 
 Legend: T rows, Hq / Hkv query and key-value heads, D head size.
 """

@@ -1,7 +1,7 @@
 """Every operation in plain torch: the definition of right, and what gradients flow through.
 
 Legend: T rows, H hidden size, I intermediate size, V vocabulary, Hq / Hkv query and key-value
-heads, D head size, L layers; of a gated delta rule Hv value heads of Dv, C channels.
+heads, D head size, L layers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 Activation = Literal["silu", "gelu_tanh"]
 """Of a gated linear layer, whose output is [gate | up]: activation(gate) * up."""
-
-Routed = tuple[Tensor, Tensor]
-"""(weights, expert ids) [T, top_k], a router's."""
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -129,19 +126,6 @@ class TorchOps:
             v = unit_rms(v, of.eps, None)
         sinks = () if of.sinks is None else (of.sinks,)
         return rows.attend(of.layer, qk[:, : of.q_heads], qk[:, of.q_heads :], v, *sinks)
-
-    def experts(self, x: Tensor, routed: Routed, experts: nn.Module, residual: Tensor) -> Tensor:
-        """x, residual [T, H] -> residual + the weighted results of the experts, which hold their
-        parameters and this form of it."""
-        return experts(x, *routed, residual)
-
-    def delta_rule(
-        self, qkv: Tensor, decay: Tensor, rate: Tensor, conv: Tensor, layer: int, rows: Rows
-    ) -> Tensor:
-        """The gated delta rule behind a convolution, over the sequences' states (Yang et al., arXiv
-        2412.06464): qkv [T, C], decay (its logarithm) and rate [T, Hv] in fp32, conv [C, kernel] ->
-        [T, Hv, Dv]. layer: counts recurrent ones only."""
-        return rows.attend.mix(layer, qkv, decay, rate, conv)
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         """Residual stream [R, H], weight [V, H] -> logits [R, V]."""
