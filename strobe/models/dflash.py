@@ -75,15 +75,13 @@ class DFlash(Decoder):
         says which."""
         return self._shared[1] if self.lm_head is None else self.lm_head.weight
 
-    def share(self) -> None:
-        """After loading: give up an own embedding or head that is the same as the target's."""
+    def fold(self) -> None:
+        """After loading: give up an own embedding or head that is the same as the target's, and
+        keep the context weights of all layers as one."""
         for name, theirs in zip(("embed_tokens", "lm_head"), self._shared, strict=True):
             own = getattr(self, name)
             if own is not None and torch.equal(own.weight, theirs):
                 setattr(self, name, None)
-
-    def join(self) -> None:
-        """After loading: keep the context weights of all layers as one."""
         self._context = self._context_weights()
 
     def _context_weights(self) -> ContextWeights:

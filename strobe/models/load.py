@@ -211,7 +211,9 @@ def load_draft(
     shared, load_format = (target.embed_tokens.weight, target.head_weight), place.get("load_format")
     module = _meta_draft(directory, config, max_positions, shared, load_format or "auto")
     module = _load(module, directory, place)
-    module.share()
+    module.fold()
+    if place.get("fp8") and module.head_in_fp8:
+        module.fp8_head = fp8_rows(module.head_weight)
     if config.draft_vocab_size is not None:
         ids = torch.arange(config.draft_vocab_size)
         if load_format != "dummy":
@@ -235,10 +237,6 @@ def _load(module: Model, directory: Path, place: Place) -> Model:
             part.dtype = place["dtype"]
         if isinstance(part, RMSNorm | Attention):
             part.fold()
-    if isinstance(module, DFlash):
-        module.join()
-        if place.get("fp8") and module.head_in_fp8:
-            module.fp8_head = fp8_rows(module.head_weight)
     return module
 
 
