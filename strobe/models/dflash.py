@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from strobe.kv.store import KVStore
 from strobe.models.config import DraftConfig
-from strobe.models.layers import Attend, Decoder, DecoderLayer, softcapped
+from strobe.models.layers import Decoder, DecoderLayer, softcapped
 from strobe.models.modules import RMSNorm, scale_of
-from strobe.models.ops.forward import Rows
-from strobe.models.ops.torch_ops import ContextWeights
+from strobe.models.ops.torch_ops import Attend, ContextWeights, Rows
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 from strobe.sampling.sampler import argmax
 

@@ -23,8 +23,7 @@ from strobe.models.config_readers.rope import read_rope
 from strobe.models.families.experts import Experts, read_counts
 from strobe.models.layers import MLP
 from strobe.models.modules import Attention, RMSNorm
-from strobe.models.ops.forward import Rows
-from strobe.models.ops.torch_ops import Residual, TorchOps
+from strobe.models.ops.torch_ops import Residual, Rows, TorchOps
 from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, WeightPart

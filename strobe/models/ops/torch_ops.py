@@ -1,4 +1,5 @@
-"""Every operation in plain torch: the definition of right, and what gradients flow through.
+"""Every operation in plain torch: the definition of right, and what gradients flow through; and
+what operations are given beside tensors and modules: the residual stream and its rows.
 
 Legend: T rows, H hidden size, I intermediate size, V vocabulary, Hq / Hkv query and key-value
 heads, D head size, L layers.
@@ -6,17 +7,16 @@ heads, D head size, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.kv.store import KVStore
-from strobe.models.modules import Attention, RMSNorm, rotate, unit_rms
-from strobe.models.ops.forward import Rows
+from strobe.models.modules import Attention, RMSNorm, Rope, RotaryTable, rotate, unit_rms
 from strobe.sampling.sampler import argmax
 
 if TYPE_CHECKING:
@@ -70,6 +70,34 @@ class Stream:
 
 Residual: TypeAlias = "Stream | FusedResidual"
 """The stream as `TorchOps` or as kernels keep it: with the same attributes and methods."""
+
+
+Attend = Callable[..., Tensor]
+"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]; sinks [Hq] come fifth, to
+layers that have some.
+
+Stores the rows' keys and values and attends over what each row may see. Models know nothing else
+about caches, masks or batches: the engine passes one of these, training passes another.
+"""
+
+
+class Rows:
+    """The rows of one forward. tables: the rotary table of each layer with attention; attend: any
+    `Attend`, with more methods where recurrent layers or kernels need them."""
+
+    __slots__ = ("_angles", "attend", "positions", "tables")
+
+    def __init__(self, positions: Tensor, attend: Any, tables: Sequence[RotaryTable]):
+        self.positions, self.attend, self.tables = positions, attend, tables
+        self._angles: dict[RotaryTable, Rope] = {}
+
+    def angles(self, layer: int) -> Rope:
+        """By which the layer rotates; computed once for all layers of one table."""
+        table = self.tables[layer]
+        found = self._angles.get(table)
+        if found is None:
+            found = self._angles[table] = table(self.positions)
+        return found
 
 
 class TorchOps:
