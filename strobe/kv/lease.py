@@ -21,47 +21,44 @@ class LeaseError(RuntimeError):
 
 
 class Lease:
-    """Pages for one sequence. `limit` is the most positions that ever need a page of their own."""
+    """Pages for one sequence. `limit` is the most positions that ever need a page of their own;
+    `reserved`: positions of each open reservation, the oldest first."""
 
     def __init__(self, pool: PagePool, limit: int):
         self.pool, self.limit = pool, limit
         self.pages: list[int] = []
         self.length = 0
         self.released = False
-        self._open: deque[int] = deque()
+        self.reserved: deque[int] = deque()
         self._keys: list[bytes] = []
 
     @property
     def open(self) -> int:
         """Positions in open reservations."""
-        return sum(self._open)
+        return sum(self.reserved)
 
     @property
     def num_open(self) -> int:
-        return len(self._open)
+        return len(self.reserved)
 
     def pages_for(self, count: int) -> int:
         """Pages a further reservation of `count` positions would have to add."""
         end = min(self.length + self.open + count, self.limit)
         return max(0, -(-end // self.pool.page_size) - len(self.pages))
 
-    def _grow(self, count: int) -> None:
-        self.pages += self.pool.allocate(self.pages_for(count))
-        self._open.append(count)
-
     def commit(self, rows: int) -> None:
         """Keep the first `rows` positions of the oldest open reservation."""
         self._require_open("commit")
-        count = self._open[0]
+        count = self.reserved[0]
         if not 0 <= rows <= count:
             raise LeaseError(f"commit({rows}) exceeds the reservation of {count} positions")
-        self._open.popleft()
+        self.reserved.popleft()
         self.length += rows
 
     def rollback(self) -> None:
         """Give up the newest open reservation and the pages only it needed."""
         self._require_open("rollback")
-        self._open.pop()
+        self.reserved.pop()
         end = min(self.length + self.open, self.limit)
         keep = -(-end // self.pool.page_size)
         self.pool.drop(self.pages[keep:])
@@ -69,7 +66,7 @@ class Lease:
 
     def release(self) -> None:
         """Give every page back. No reservation may be open, and nothing may follow."""
-        if self.released or self._open:
+        if self.released or self.reserved:
             raise LeaseError("release() comes once, after every reservation has ended")
         self.released = True
         self.pool.drop(self.pages)
@@ -80,7 +77,7 @@ class Lease:
 
         At least the last token is left to run, since its logits are needed.
         """
-        if self.pages or self.length or self._open or self.released:
+        if self.pages or self.length or self.reserved or self.released:
             raise LeaseError("adopt() comes before the first reservation")
         size, parent = self.pool.page_size, b""
         for end in range(size, len(tokens), size):
@@ -104,7 +101,7 @@ class Lease:
             self.pool.publish(self.pages[i], key)
 
     def _require_open(self, call: str) -> None:
-        if self.released or not self._open:
+        if not self.reserved:  # as after a release
             raise LeaseError(f"{call}() needs an open reservation")
 
 
@@ -119,5 +116,6 @@ def reserve_all(wants: Sequence[tuple[Lease, int]]) -> bool:
     if sum(lease.pages_for(count) for lease, count in wants) > pool.available:
         return False
     for lease, count in wants:
-        lease._grow(count)  # pyright: ignore[reportPrivateUsage]
+        lease.pages += pool.allocate(lease.pages_for(count))
+        lease.reserved.append(count)
     return True

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import mmap
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,16 +26,6 @@ TORCH = {
 
 AT_ONCE = 8 << 20
 """Bytes that are copied before their pages are let go."""
-
-
-class _Entry(NamedTuple):
-    """Where a tensor is: its file, and its first byte and the one behind its last there."""
-
-    file: _File
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 class _File:
@@ -62,13 +51,12 @@ class _File:
             warnings.simplefilter("ignore")
             self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
 
-    def entries(self) -> Iterator[tuple[str, _Entry]]:
-        size = 8 + int.from_bytes(self.map[:8], "little")
-        for key, value in json.loads(self.map[8:size]).items():
-            if key != "__metadata__":
-                start, end = value["data_offsets"]
-                where = size + start, size + end
-                yield key, _Entry(self, value["dtype"], tuple(value["shape"]), *where)
+    def header(self) -> tuple[dict[str, Any], int]:
+        """What the file says of each tensor, and the byte that their offsets count from."""
+        start = 8 + int.from_bytes(self.map[:8], "little")
+        header = json.loads(self.map[8:start])
+        header.pop("__metadata__", None)
+        return header, start
 
     def release(self, start: int, end: int) -> None:
         """Let the pages of these bytes go; they are read again if they are needed again."""
@@ -80,55 +68,55 @@ class _File:
 class Checkpoint:
     """The safetensors of one directory, mapped but not read.
 
-    Raises ValueError when a file is missing, damaged or cut short.
+    shapes, dtypes: of the tensors, in the order in which they are stored; dtypes have safetensors'
+    names. Raises ValueError when a file is missing, damaged or cut short.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._entries: dict[str, _Entry] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._places: dict[str, tuple[_File, int, int]] = {}  # first byte, and one behind the last
         for name in weight_files(directory):
-            found = _File(directory / name).entries()
-            for key, entry in sorted(found, key=lambda item: item[1].start):
+            file = _File(directory / name)
+            header, first = file.header()
+            for key, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
                 own = own_name(key)
-                if own in self._entries:
+                if own in self._places:
                     raise ValueError(
                         f"{directory / name}: tensor {key} is there twice; download or save the "
                         "checkpoint again."
                     )
-                self._entries[own] = entry
-
-    def dtypes(self) -> dict[str, str]:
-        """The tensors' dtypes under safetensors' names, in the order in which they are stored."""
-        return {name: entry.dtype for name, entry in self._entries.items()}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: entry.shape for name, entry in self._entries.items()}
+                self.shapes[own], self.dtypes[own] = tuple(value["shape"]), value["dtype"]
+                start, end = value["data_offsets"]
+                self._places[own] = file, first + start, first + end
 
     def bytes_of(self, name: str) -> int:
-        return self._entries[name].end - self._entries[name].start
+        _, start, end = self._places[name]
+        return end - start
 
     def read(self, name: str) -> Tensor:
         """The tensor as it is stored: the file's own pages, read when they are first touched, and
         not to be written to."""
-        entry = self._entries[name]
-        data, dtype = entry.file.bytes[entry.start : entry.end], TORCH[entry.dtype]
-        if entry.start % dtype.itemsize:  # older writers aligned nothing
+        file, start, end = self._places[name]
+        data, dtype = file.bytes[start:end], TORCH[self.dtypes[name]]
+        if start % dtype.itemsize:  # older writers aligned nothing
             data = data.clone()
-        return data.view(dtype).view(entry.shape)
+        return data.view(dtype).view(self.shapes[name])
 
     def fill(self, out: Tensor, part: WeightPart) -> None:
         """Fill one part of a parameter. Pages are let go as soon as they were read, so that the
         host holds no second copy of the weights."""
-        entries = [self._entries[name] for name in part.sources]
+        places = [self._places[name] for name in part.sources]
         tensors = [self.read(name) for name in part.sources]
         if part.fill is not copy or out.ndim == 0:
             part.fill(out, *tensors)
-            for entry in entries:
-                entry.file.release(entry.start, entry.end)
+            for file, start, end in places:
+                file.release(start, end)
             return
-        (entry,), (stored,) = entries, tensors
-        start, count = entry.start, max(AT_ONCE // stored[:1].nbytes, 1)
+        ((file, start, _),), (stored,) = places, tensors
+        count = max(AT_ONCE // stored[:1].nbytes, 1)
         for into, some in zip(out.split(count), stored.split(count), strict=True):
             copy(into, some)
-            entry.file.release(start, start + some.nbytes)
+            file.release(start, start + some.nbytes)
             start += some.nbytes

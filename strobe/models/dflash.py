@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from strobe.kv.store import KVStore
 from strobe.models.config import DraftConfig
-from strobe.models.layers import Attend, Decoder, DecoderLayer, softcapped
+from strobe.models.layers import Decoder, DecoderLayer, softcapped
 from strobe.models.modules import RMSNorm, scale_of
-from strobe.models.ops.forward import Rows
-from strobe.models.ops.torch_ops import ContextWeights
+from strobe.models.ops.torch_ops import Attend, ContextWeights, Rows
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 from strobe.sampling.sampler import argmax
 
@@ -75,15 +74,13 @@ class DFlash(Decoder):
         says which."""
         return self._shared[1] if self.lm_head is None else self.lm_head.weight
 
-    def share(self) -> None:
-        """After loading: give up an own embedding or head that is the same as the target's."""
+    def fold(self) -> None:
+        """After loading: give up an own embedding or head that is the same as the target's, and
+        keep the context weights of all layers as one."""
         for name, theirs in zip(("embed_tokens", "lm_head"), self._shared, strict=True):
             own = getattr(self, name)
             if own is not None and torch.equal(own.weight, theirs):
                 setattr(self, name, None)
-
-    def join(self) -> None:
-        """After loading: keep the context weights of all layers as one."""
         self._context = self._context_weights()
 
     def _context_weights(self) -> ContextWeights:

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from strobe.models.config import DecoderConfig
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
-from strobe.models.ops.forward import Attend as Attend
-from strobe.models.ops.forward import Residual, Rows
-from strobe.models.ops.torch_ops import TorchOps
+from strobe.models.ops.torch_ops import Attend, Residual, Rows, TorchOps
 from strobe.models.weight_mapping import WeightMapping, stacked
 
 

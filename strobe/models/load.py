@@ -34,7 +34,7 @@ Model = TypeVar("Model", Target, DFlash)
 def _check(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMapping:
     """What the module's parameters are made of. Raises ValueError for a tensor that is missing, of
     another shape or dtype, or that nothing is made of."""
-    shapes, dtypes, where = checkpoint.shapes(), checkpoint.dtypes(), checkpoint.directory
+    shapes, dtypes, where = checkpoint.shapes, checkpoint.dtypes, checkpoint.directory
     mapping = with_scales(module, mapping_of(module, shapes), dtypes, module.config.quantization)
     used = set[str]()
     for part in chain.from_iterable(mapping.values()):
@@ -122,7 +122,7 @@ def _read(module: Target | DFlash, checkpoint: Checkpoint, place: Place) -> None
     from tqdm.auto import tqdm
 
     mapping = _check(module, checkpoint)
-    at = {name: i for i, name in enumerate(checkpoint.shapes())}
+    at = {name: i for i, name in enumerate(checkpoint.shapes)}
     order = sorted(mapping, key=lambda name: at[next(iter(mapping[name][0].sources))])
     total, began = sum(map(checkpoint.bytes_of, at)), time.perf_counter()
     with tqdm(
@@ -159,7 +159,7 @@ def _meta_draft(
     shared: tuple[Tensor, Tensor],
     load_format: str = "auto",
 ) -> DFlash:
-    shapes = None if load_format == "dummy" else Checkpoint(directory).shapes()
+    shapes = None if load_format == "dummy" else Checkpoint(directory).shapes
     own, skipped = draft_parts(shapes, config, directory)
     with torch.device("meta"):
         module = DFlash(config, *shared, max_positions, own)
@@ -211,12 +211,14 @@ def load_draft(
     shared, load_format = (target.embed_tokens.weight, target.head_weight), place.get("load_format")
     module = _meta_draft(directory, config, max_positions, shared, load_format or "auto")
     module = _load(module, directory, place)
-    module.share()
+    module.fold()
+    if place.get("fp8") and module.head_in_fp8:
+        module.fp8_head = fp8_rows(module.head_weight)
     if config.draft_vocab_size is not None:
         ids = torch.arange(config.draft_vocab_size)
         if load_format != "dummy":
             checkpoint = Checkpoint(directory)
-            t2d = checkpoint.read("t2d") if "t2d" in checkpoint.shapes() else None
+            t2d = checkpoint.read("t2d") if "t2d" in checkpoint.shapes else None
             ids = read_target_ids(checkpoint.read("d2t"), t2d, config, directory)
         module.target_ids = ids.to(place["device"])
     return module
@@ -235,10 +237,6 @@ def _load(module: Model, directory: Path, place: Place) -> Model:
             part.dtype = place["dtype"]
         if isinstance(part, RMSNorm | Attention):
             part.fold()
-    if isinstance(module, DFlash):
-        module.join()
-        if place.get("fp8") and module.head_in_fp8:
-            module.fp8_head = fp8_rows(module.head_weight)
     return module
 
 

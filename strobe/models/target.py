@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from strobe.models.config import TargetConfig
-from strobe.models.layers import Attend, Decoder, softcapped
+from strobe.models.layers import Decoder, softcapped
+from strobe.models.ops.torch_ops import Attend
 from strobe.sampling.sampler import argmax
 
 

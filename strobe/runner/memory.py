@@ -67,6 +67,7 @@ def plan_pages(
     per_page = sum(group.bytes_per_page(limits.page_size) for group in groups)
     useful = limits.max_num_seqs * limits.max_pages + 1
     least = limits.max_pages + 1
+    need = least * per_page
     free = free_memory(device)
     seqs, rows = f"max_num_seqs is {limits.max_num_seqs}, whose", limits.max_num_batched_tokens
     smaller = "use a smaller model, dtype bfloat16 or another device"
@@ -85,6 +86,7 @@ def plan_pages(
             f"{seqs} page tables take {tables} bytes, but {device} has {free} bytes free; ask for "
             "fewer."
         )
+    more = f"kv_cache_memory to {need} bytes"
     if config.kv_cache_memory is not None:
         budget = parse_bytes(config.kv_cache_memory)
         if budget > free:
@@ -94,20 +96,17 @@ def plan_pages(
             )
     elif device.type == "cuda" and config.gpu_memory_utilization is not None:
         budget = free - _beyond(config.gpu_memory_utilization, free, device)
+        more = "gpu_memory_utilization"
     elif device.type == "cuda":
         budget = int(free * _GPU_SHARE)
     else:
-        budget = min(max(_CPU_DEFAULT, least * per_page), free // 2)
+        budget = min(max(_CPU_DEFAULT, need), free // 2)
     pages = min(budget // per_page, useful)
     if pages < least:
-        need = least * per_page
-        raised = f"kv_cache_memory to {need} bytes"
-        if config.gpu_memory_utilization is not None and device.type == "cuda":
-            raised = "gpu_memory_utilization"
-        more = f"raise {raised} or " if need <= free else ""
+        hint = f"raise {more} or " if need <= free else ""
         raise ValueError(
             f"{budget} bytes of KV cache hold {max(pages - 1, 0) * limits.page_size} tokens in "
-            f"pages of {limits.page_size}, but max_model_len is {limits.max_model_len}; {more}"
+            f"pages of {limits.page_size}, but max_model_len is {limits.max_model_len}; {hint}"
             "lower max_model_len or page_size."
         )
     return pages

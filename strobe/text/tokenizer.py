@@ -20,10 +20,12 @@ class Tokenizer:
 
     def __init__(self, directory: Path):
         from transformers import AutoTokenizer  # slow to import, and only needed here
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         hint = "download or save the checkpoint again."
         if not any((directory / name).exists() for name in ("tokenizer.json", "vocab.json")):
             raise ValueError(f"{directory / 'tokenizer.json'} does not exist; {hint}")
+        self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         self.token_text = functools.lru_cache(1 << 16)(self._token_text)
         try:
             self.hf: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
@@ -49,13 +51,14 @@ class Tokenizer:
         return list(self.fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def token_bytes(self, token: int) -> bytes:
-        """One token's bytes, also where they are no whole character."""
+        """One token's bytes, also where they are no whole character: vocabularies write such a byte
+        as <0xNN>, or as the character that byte-level BPE has for it (Radford et al., 2019)."""
         text = self.token_text(token)
         written = self.fast.id_to_token(token) or ""
         if "\ufffd" in text and (single := re.fullmatch("<0x([0-9A-F]{2})>", written)):
             return bytes.fromhex(single[1])
-        if "\ufffd" in text and _BYTES.keys() >= set(written):
-            return bytes(_BYTES[character] for character in written)
+        if "\ufffd" in text and self._byte_of.keys() >= set(written):
+            return bytes(self._byte_of[character] for character in written)
         return text.encode("utf-8", "replace")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -101,17 +104,6 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of `chat_text`."""
         return self.encode(self.chat_text(messages, **options), add_special_tokens=False)
-
-
-def _byte_table() -> dict[str, int]:
-    """The character that byte-level BPE writes for each byte (Radford et al., 2019): itself where
-    it is printable in Latin-1, else one from U+0100 on, in order."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
-
-
-_BYTES = _byte_table()
 
 
 def _line(error: Exception) -> str:

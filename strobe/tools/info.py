@@ -91,13 +91,13 @@ def _quantization(found: Quantization | None, decoder: DecoderConfig) -> dict[st
 
 def _decoder_facts(path: Path, decoder: DecoderConfig) -> dict[str, Any]:
     checkpoint = Checkpoint(path)
-    shapes = {n: s for n, s in checkpoint.shapes().items() if not n.endswith((SCALE, "_scales"))}
+    shapes = {n: s for n, s in checkpoint.shapes.items() if not n.endswith((SCALE, "_scales"))}
     counts = [math.prod(s) * (2 if n.endswith("_blocks") else 1) for n, s in shapes.items()]
     heads = map(decoder.shape_of, range(len(decoder.masks)))
     kv = 2 * sum(shape.num_kv_heads * shape.head_dim for shape in heads)
     return {
         "parameters": sum(counts),
-        "bytes_on_disk": sum(map(checkpoint.bytes_of, checkpoint.shapes())),
+        "bytes_on_disk": sum(map(checkpoint.bytes_of, checkpoint.shapes)),
         "layers": decoder.num_layers,
         "hidden_size": decoder.hidden_size,
         "heads": f"{decoder.num_heads} query, {decoder.num_kv_heads} key-value, "

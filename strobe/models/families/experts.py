@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from strobe.models.config import ExpertShape
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.modules import RMSNorm
-from strobe.models.ops.forward import Residual
-from strobe.models.ops.torch_ops import TorchOps
+from strobe.models.ops.torch_ops import Residual, TorchOps
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 
 GATHERED = 1 << 26
@@ -140,7 +139,7 @@ class SparseMLP(nn.Module):
 
     def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm) -> None:
         rows = ops.norm(x.value, norm)
-        x.value = ops.experts(rows, self.router(rows), self.experts, x.value)
+        x.value = self.experts(rows, *self.router(rows), x.value)
 
 
 def grouped_gemm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

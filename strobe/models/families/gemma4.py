@@ -23,8 +23,7 @@ from strobe.models.config_readers.rope import read_rope
 from strobe.models.families.experts import Experts, read_counts
 from strobe.models.layers import MLP
 from strobe.models.modules import Attention, RMSNorm
-from strobe.models.ops.forward import Residual, Rows
-from strobe.models.ops.torch_ops import TorchOps
+from strobe.models.ops.torch_ops import Residual, Rows, TorchOps
 from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, WeightPart
@@ -299,5 +298,5 @@ class Gemma4SparseLayer(Gemma4Layer):
     def feed(self, ops: TorchOps, x: Residual) -> Tensor:
         every = ops.norm(super().feed(ops, x), self.post_feedforward_layernorm_1)
         rows = ops.norm(x.value, self.pre_feedforward_layernorm_2)
-        few = ops.experts(rows, self.router(x.value), self.experts, torch.zeros_like(rows))
+        few = self.experts(rows, *self.router(x.value), torch.zeros_like(rows))
         return every + ops.norm(few, self.post_feedforward_layernorm_2)

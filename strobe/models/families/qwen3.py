@@ -21,18 +21,14 @@ from strobe.models.target import Target
 def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
     """What each layer's rows may see. Older configs name no types but a number of full layers."""
     types = read_layer_types(fields)
-    sliding, full = fields.flag("use_sliding_window"), fields.get("max_window_layers", 28)
-    if sliding and not fields.get("layer_types"):
+    fields.get("max_window_layers")  # means nothing elsewhere
+    if fields.flag("use_sliding_window") and not fields.get("layer_types"):
         full = fields.integer("max_window_layers", 28, low=0)
-        # Without the key a window is transformers' default; a null is none.
-        full = (
-            full if "sliding_window" not in fields or fields.get("sliding_window") else len(types)
-        )
+        if "sliding_window" in fields and not fields.get("sliding_window"):  # a null is none
+            full = len(types)
         types = [t if i < full else "sliding_attention" for i, t in enumerate(types)]
-    window = None
-    if "sliding_attention" in types:
-        window = 4096 if "sliding_window" not in fields else read_window(fields, types)
-    fields.get("sliding_window")  # means nothing where no layer slides
+    # Without the key a window is transformers' default.
+    window = read_window(fields, types) if "sliding_window" in fields else 4096
     return tuple(LayerMask(True, window if t == "sliding_attention" else None) for t in types)
 
 

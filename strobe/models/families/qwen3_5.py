@@ -30,8 +30,7 @@ from strobe.models.config_readers.rope import read_rope
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import MLP, DecoderLayer
 from strobe.models.modules import Attention, RMSNorm
-from strobe.models.ops.forward import Residual, Rows
-from strobe.models.ops.torch_ops import TorchOps
+from strobe.models.ops.torch_ops import Residual, Rows, TorchOps
 from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, copy
@@ -199,7 +198,7 @@ class GatedDeltaNet(nn.Module):
         decay = -self.A_log.float().exp() * time
         rate = ops.linear(x, self.in_proj_b).sigmoid().float()
         qkv, conv = ops.linear(x, self.in_proj_qkv), self.conv1d.weight[:, 0]
-        out = ops.delta_rule(qkv, decay, rate, conv, self.layer, rows)
+        out = rows.attend.mix(self.layer, qkv, decay, rate, conv)
         return self.norm(out, ops.linear(x, self.in_proj_z).view(out.shape)).flatten(1)
 
 
@@ -217,7 +216,7 @@ class SharedMLP(SparseMLP):
         rows, shared = ops.norm(x.value, norm), self.shared_expert
         inner = ops.linear(rows, shared.gate_up_proj, "silu")
         every = ops.linear(inner, shared.down_proj) * self.shared_expert_gate(rows).sigmoid()
-        x.value = x.value + ops.experts(rows, self.router(rows), self.experts, every)
+        x.value = x.value + self.experts(rows, *self.router(rows), every)
 
 
 class GatedAttention(Attention):

@@ -1,29 +1,29 @@
-"""Every operation in plain torch: the definition of right, and what gradients flow through.
+"""Every operation in plain torch: the definition of right, and what gradients flow through; and
+what operations are given beside tensors and modules: the residual stream and its rows.
 
 Legend: T rows, H hidden size, I intermediate size, V vocabulary, Hq / Hkv query and key-value
-heads, D head size, L layers; of a gated delta rule Hv value heads of Dv, C channels.
+heads, D head size, L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.kv.store import KVStore
-from strobe.models.modules import Attention, RMSNorm, rotate, unit_rms
-from strobe.models.ops.forward import Residual, Rows
+from strobe.models.modules import Attention, RMSNorm, Rope, RotaryTable, rotate, unit_rms
 from strobe.sampling.sampler import argmax
+
+if TYPE_CHECKING:
+    from strobe.kernels.residual import FusedResidual
 
 Activation = Literal["silu", "gelu_tanh"]
 """Of a gated linear layer, whose output is [gate | up]: activation(gate) * up."""
-
-Routed = tuple[Tensor, Tensor]
-"""(weights, expert ids) [T, top_k], a router's."""
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -47,21 +47,57 @@ Linear = nn.Linear | ContextWeights
 
 
 class Stream:
-    """A residual stream of which nothing is overwritten."""
+    """The residual stream of one forward, `value` [T, H], and the features captured from it.
+    Layers add to it through ops, or put a sum in its place; nothing is overwritten."""
 
     def __init__(self, value: Tensor, capture: tuple[int, ...]):
         self.value, self.capture = value, capture
         self._captured = {0: value} if 0 in capture else {}
 
     def begin(self, done: int, then: Tensor | None) -> None:
-        pass
+        """Before the layer with which `done` are done. then: the weight of the norm that reads the
+        stream behind it; None behind the last."""
 
     def end(self, done: int) -> None:
+        """After that layer."""
         if done in self.capture:
             self._captured[done] = self.value
 
     def features(self) -> Tensor | None:
+        """[T, n * H], side by side; None where nothing is captured."""
         return torch.cat([self._captured[k] for k in self.capture], -1) if self.capture else None
+
+
+Residual: TypeAlias = "Stream | FusedResidual"
+"""The stream as `TorchOps` or as kernels keep it: with the same attributes and methods."""
+
+
+Attend = Callable[..., Tensor]
+"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]; sinks [Hq] come fifth, to
+layers that have some.
+
+Stores the rows' keys and values and attends over what each row may see. Models know nothing else
+about caches, masks or batches: the engine passes one of these, training passes another.
+"""
+
+
+class Rows:
+    """The rows of one forward. tables: the rotary table of each layer with attention; attend: any
+    `Attend`, with more methods where recurrent layers or kernels need them."""
+
+    __slots__ = ("_angles", "attend", "positions", "tables")
+
+    def __init__(self, positions: Tensor, attend: Any, tables: Sequence[RotaryTable]):
+        self.positions, self.attend, self.tables = positions, attend, tables
+        self._angles: dict[RotaryTable, Rope] = {}
+
+    def angles(self, layer: int) -> Rope:
+        """By which the layer rotates; computed once for all layers of one table."""
+        table = self.tables[layer]
+        found = self._angles.get(table)
+        if found is None:
+            found = self._angles[table] = table(self.positions)
+        return found
 
 
 class TorchOps:
@@ -118,19 +154,6 @@ class TorchOps:
             v = unit_rms(v, of.eps, None)
         sinks = () if of.sinks is None else (of.sinks,)
         return rows.attend(of.layer, qk[:, : of.q_heads], qk[:, of.q_heads :], v, *sinks)
-
-    def experts(self, x: Tensor, routed: Routed, experts: nn.Module, residual: Tensor) -> Tensor:
-        """x, residual [T, H] -> residual + the weighted results of the experts, which hold their
-        parameters and this form of it."""
-        return experts(x, *routed, residual)
-
-    def delta_rule(
-        self, qkv: Tensor, decay: Tensor, rate: Tensor, conv: Tensor, layer: int, rows: Rows
-    ) -> Tensor:
-        """The gated delta rule behind a convolution, over the sequences' states (Yang et al., arXiv
-        2412.06464): qkv [T, C], decay (its logarithm) and rate [T, Hv] in fp32, conv [C, kernel] ->
-        [T, Hv, Dv]. layer: counts recurrent ones only."""
-        return rows.attend.mix(layer, qkv, decay, rate, conv)
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         """Residual stream [R, H], weight [V, H] -> logits [R, V]."""

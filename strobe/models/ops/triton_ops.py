@@ -18,8 +18,7 @@ from strobe.kernels.rowwise import context_store, qk_norm_rope_store, rms_norm
 from strobe.kernels.steps import gather_rows
 from strobe.kv.store import KVStore
 from strobe.models.modules import Attention, RMSNorm, scale_of
-from strobe.models.ops.forward import Residual, Rows
-from strobe.models.ops.torch_ops import Activation, ContextWeights, Linear, TorchOps
+from strobe.models.ops.torch_ops import Activation, ContextWeights, Linear, Residual, Rows, TorchOps
 
 
 class TritonOps(TorchOps):
