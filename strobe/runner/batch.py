@@ -21,10 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from strobe.step import TAIL, Span
 from strobe.transfer import upload
+
+IntArray = NDArray[np.int64]
 
 FIELDS = (
     ("slots", "certain", "drafts", "sizes", "row_starts", "active"),
@@ -52,32 +55,48 @@ class Scored(NamedTuple):
     top: int
 
 
+class Arrays(NamedTuple):
+    """Parts of a layout in NumPy. source [T]: where a row's token stands among the spans' newest
+    ones, the host's and the device's drafts; first_tokens [S]: of each span's among all sampled."""
+
+    slots: IntArray
+    certain: IntArray
+    drafts: IntArray
+    tokens: IntArray
+    span_of_row: IntArray
+    offset: IntArray
+    slot_of_row: IntArray
+    draft_rows: IntArray
+    source: IntArray
+    first_tokens: IntArray
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The geometry of a batch; the same for every step while the same requests decode.
 
-    row_counts: rows of each span that is not padding. Per span [S]: slots; certain, rows that are
-    no drafts; drafts; sizes, all rows; row_starts, the first row; active, 1 where logits are
-    wanted. Per row [T]: span_of_row; offset, its place in the span;
+    spans: those that are no padding; where they start differs from step to step. Per span [S]:
+    slots; certain, rows that are no drafts; drafts; sizes, all rows; row_starts, the first row;
+    active, 1 where logits are wanted. Per row [T]: span_of_row; offset, its place in the span;
     tokens: the host's, TAIL, or TAIL - 1 - j for draft j of the device. logits_rows [S * W]; None
     where each row is one. packed: all of these in one int64 tensor.
     """
 
     shape: Shape
-    row_counts: tuple[int, ...]
+    spans: tuple[Span, ...]
     padded: bool
     scored: Scored | None
     packed: Tensor
-    slots: Any
-    certain: Any
-    drafts: Any
-    sizes: Any
-    row_starts: Any
-    active: Any
-    span_of_row: Any
-    offset: Any
-    tokens: Any
-    logits_rows: Any
+    slots: Tensor
+    certain: Tensor
+    drafts: Tensor
+    sizes: Tensor
+    row_starts: Tensor
+    active: Tensor
+    span_of_row: Tensor
+    offset: Tensor
+    tokens: Tensor
+    logits_rows: Tensor | None
 
     def over(self, packed: Tensor) -> Layout:
         """The same layout read from elsewhere, where others of its shape will be."""
@@ -86,36 +105,58 @@ class Layout:
         return replace(self, packed=packed, **unpack(packed, self.shape))
 
     @functools.cached_property
-    def arrays(self) -> Layout:
-        """The same over NumPy arrays on a CPU, whose small operations cost a third of torch's."""
-        if self.packed.device.type != "cpu":
-            return self
-        return replace(self, **unpack(self.packed.numpy(), self.shape))
+    def row_counts(self) -> list[int]:
+        """Rows of each of the spans."""
+        return [span.num_rows for span in self.spans]
 
     @functools.cached_property
-    def slot_of_row(self) -> Any:
+    def arrays(self) -> Arrays:
+        """The same in NumPy, of a layout on a CPU."""
+        parts: dict[str, Any] = {
+            name: part.numpy()
+            for name, part in unpack(self.packed, self.shape).items()
+            if part is not None
+        }
+        spans, rows = self.shape.spans, self.shape.rows
+        tokens, span = parts["tokens"], parts["span_of_row"]
+        made = spans + rows + span * self.shape.drafts + self.draft_of_row.numpy()
+        given = np.where(tokens == TAIL, span, spans + np.arange(rows))
+        return Arrays(
+            slots=parts["slots"],
+            certain=parts["certain"],
+            drafts=parts["drafts"],
+            tokens=tokens,
+            span_of_row=span,
+            offset=parts["offset"],
+            slot_of_row=self.slot_of_row.numpy(),
+            draft_rows=self.draft_rows.numpy(),
+            source=np.where(tokens < TAIL, made, given),
+            first_tokens=np.arange(spans) * self.shape.logits,
+        )
+
+    @functools.cached_property
+    def slot_of_row(self) -> Tensor:
         """[T]"""
         return self.slots[self.span_of_row]
 
     @functools.cached_property
-    def draft_of_row(self) -> Any:
+    def draft_of_row(self) -> Tensor:
         """[T]: which of the device's drafts a row holds; 0 where it holds none."""
         return (TAIL - 1 - self.tokens).clip(0)
 
     @functools.cached_property
-    def draft_rows(self) -> Any:
+    def draft_rows(self) -> Tensor:
         """[S, K]: the rows behind each span's certain ones, its drafts and whatever follows."""
-        torch_like = isinstance(self.slots, Tensor)
-        width, last = self.shape.drafts, self.shape.rows - 1
-        steps = torch.arange(width, device=self.slots.device) if torch_like else np.arange(width)
-        return ((self.row_starts + self.certain)[:, None] + steps).clip(max=last)
+        steps = torch.arange(self.shape.drafts, device=self.slots.device)
+        first = self.row_starts + self.certain
+        return (first[:, None] + steps).clip(max=self.shape.rows - 1)
 
     def select(self, x: Tensor) -> Tensor:
         """Rows [T, ...] -> those with logits, [S * W, ...]."""
         return x if self.logits_rows is None else x.index_select(0, self.logits_rows)
 
 
-def unpack(packed: Any, shape: Shape) -> dict[str, Any]:
+def unpack(packed: Tensor, shape: Shape) -> dict[str, Any]:
     """The parts of a packed layout, as views."""
     found: dict[str, Any] = {}
     first = 0
@@ -143,7 +184,7 @@ def lay_out(
     packed = upload(_pack(spans, counts, shape, spare, index=index), device)
     scored = _scored(spans, counts, device) if any(span.scored for span in spans) else None
     parts = unpack(packed, shape)
-    return Layout(shape, tuple(counts), padded, scored, packed, **parts)
+    return Layout(shape, tuple(spans), padded, scored, packed, **parts)
 
 
 def _pack(

@@ -66,12 +66,14 @@ class DecodeState:
 
     def place(self, layout: Layout, drafts: Tensor | None, bounds: Sequence[int] = ()) -> Batch:
         """The batch of a layout as its spans stand now. drafts [S, K]: those made on the device."""
-        if self.kernels and layout.padded:
+        if self._in_numpy(layout):
+            found = self._place_in_numpy(layout, drafts)
+        elif self.kernels and layout.padded:
             from strobe.kernels.steps import place
 
             found = place(self.cursor, self.table, layout, drafts, self.limit, self.page_size)
         else:
-            found = self._place(layout.arrays, drafts)
+            found = self._place(layout, drafts)
         ids, positions, kv_slots, starts, draft_lengths = found
         return Batch(
             ids=ids,
@@ -90,20 +92,35 @@ class DecodeState:
         )
 
     def _place(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
-        cursor, table = self._array(self.cursor), self._array(self.table)
-        where, slot_of_row = self._where, layout.slot_of_row
-        lengths, newest = cursor[:, 0], cursor[:, 1]
+        slot_of_row, (lengths, newest) = layout.slot_of_row, self.cursor.unbind(1)
         starts = lengths[layout.slots]
         positions = lengths[slot_of_row] + layout.offset
-        kv_slots = table[slot_of_row, positions // self.page_size] + positions
-        ids = where(layout.tokens == TAIL, newest[slot_of_row], layout.tokens)
+        kv_slots = self.table[slot_of_row, positions // self.page_size] + positions
+        ids = torch.where(layout.tokens == TAIL, newest[slot_of_row], layout.tokens)
         if drafts is not None and drafts.shape[1]:
-            made = self._array(drafts)[layout.span_of_row, layout.draft_of_row]
-            ids = where(layout.tokens < TAIL, made, ids)
-        room = self.limit - 1 - starts
-        room = where(room > 0, room, 0)
-        found = ids, positions, kv_slots, starts, where(layout.drafts < room, layout.drafts, room)
-        return [self._tensor(array) for array in found]
+            made = drafts[layout.span_of_row, layout.draft_of_row]
+            ids = torch.where(layout.tokens < TAIL, made, ids)
+        room = (self.limit - 1 - starts).clamp_(min=0)
+        return [ids, positions, kv_slots, starts, torch.minimum(layout.drafts, room)]
+
+    def _in_numpy(self, layout: Layout) -> bool:
+        """Whether NumPy does the work of `place` and `accept`: on a CPU, where a forward has just
+        swept the caches, each of the first small operations takes 20 to 50 us, torch's longest."""
+        return self.device.type == "cpu" and not layout.padded
+
+    def _place_in_numpy(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
+        at, current = layout.arrays, self.cursor.numpy()[layout.arrays.slots]
+        starts = current[:, 0]
+        positions = starts.take(at.span_of_row)
+        positions += at.offset
+        kv_slots = self.table.numpy()[at.slot_of_row, positions // self.page_size]
+        kv_slots += positions
+        tokens, lengths = [current[:, 1], at.tokens], at.drafts
+        if drafts is not None and drafts.shape[1]:
+            tokens.append(drafts.numpy().ravel())
+            lengths = np.minimum(lengths, np.maximum(self.limit - 1 - starts, 0))
+        ids = np.concatenate(tokens).take(at.source)
+        return list(map(torch.from_numpy, (ids, positions, kv_slots, starts, lengths)))
 
     def accept(
         self, layout: Layout, batch: Batch, tokens: Tensor, simulated: float | None = None
@@ -114,38 +131,41 @@ class DecodeState:
         rejection sampling for a draft that is a fixed token (Leviathan et al., arXiv 2211.17192,
         with q one-hot). simulated: instead, so many tokens a step on average, for speed alone.
         """
+        if self._in_numpy(layout):
+            return self._accept_in_numpy(layout, batch, tokens, simulated)
         if self.kernels and layout.padded:
             from strobe.kernels.steps import accept
 
             return accept(tokens, batch, layout, self.cursor, simulated)
-        parts, cursor, sampled = layout.arrays, self._array(self.cursor), self._array(tokens)
-        starts, lengths = self._array(batch.starts), self._array(batch.draft_lengths)
-        accepted = lengths * 0
+        starts, lengths = batch.starts, batch.draft_lengths
+        accepted = torch.zeros_like(lengths)
         if width := layout.shape.drafts:
-            steps, drafts = self._range(width), self._array(batch.ids)[parts.draft_rows]
-            matched = (drafts == sampled[:, :width]) & (steps < lengths[:, None])
-            accepted = (matched.cumsum(1) == steps + 1).sum(1)
+            matched = batch.ids[layout.draft_rows] == tokens[:, :width]
+            accepted = torch.minimum(matched.cumprod(1).sum(1), lengths)
         if simulated is not None:
-            more = (starts * 0.6180339887498949) % 1 < simulated - 1 - int(simulated - 1)
-            kept = more + int(simulated - 1)
-            accepted = self._where(kept < lengths, kept, lengths)
-        cursor[parts.slots, 0] = starts + parts.certain + accepted
-        cursor[parts.slots, 1] = sampled[self._range(len(accepted)), accepted]
-        return self._tensor(accepted)
+            accepted = torch.minimum(_simulated(starts, simulated), lengths)
+        newest = tokens.gather(1, accepted[:, None])[:, 0]
+        self.cursor[layout.slots] = torch.stack([starts + layout.certain + accepted, newest], 1)
+        return accepted
 
-    # One text for both: NumPy on a CPU, whose small operations cost a third of torch's, else torch.
+    def _accept_in_numpy(
+        self, layout: Layout, batch: Batch, tokens: Tensor, simulated: float | None
+    ) -> Tensor:
+        at, sampled = layout.arrays, tokens.numpy()
+        starts, accepted = batch.starts.numpy(), batch.draft_lengths.numpy()
+        if width := layout.shape.drafts:
+            matched = np.zeros((len(starts), width + 1), dtype=np.bool_)
+            np.equal(batch.ids.numpy().take(at.draft_rows), sampled[:, :width], matched[:, :width])
+            kept = matched.argmin(1) if simulated is None else _simulated(starts, simulated)
+            accepted = np.minimum(kept, accepted)
+        now = np.empty((len(starts), 2), dtype=np.int64)
+        np.add(starts + at.certain, accepted, now[:, 0])
+        sampled.ravel().take(at.first_tokens + accepted, out=now[:, 1])
+        self.cursor.numpy()[at.slots] = now
+        return torch.from_numpy(accepted)
 
-    def _array(self, tensor: Tensor) -> Any:
-        return tensor.numpy() if self.device.type == "cpu" else tensor
 
-    def _tensor(self, array: Any) -> Tensor:
-        return array if isinstance(array, Tensor) else torch.from_numpy(array)
-
-    def _range(self, size: int) -> Any:
-        return (
-            np.arange(size) if self.device.type == "cpu" else torch.arange(size, device=self.device)
-        )
-
-    @property
-    def _where(self) -> Any:
-        return np.where if self.device.type == "cpu" else torch.where
+def _simulated(start: Any, tokens: float) -> Any:
+    """Drafts to keep at a position so that steps bring so many tokens on average: as many more than
+    the whole part as a low-discrepancy sequence says."""
+    return ((start * 0.6180339887498949) % 1 < tokens - 1 - int(tokens - 1)) + int(tokens - 1)
