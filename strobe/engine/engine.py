@@ -58,7 +58,6 @@ class Engine:
         self.mark: Callable[[str], None] = lambda name: None
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
         self._pending: deque[PendingStep] = deque()
-        self._masks: Tensor | None = None
         self._numbers = itertools.count()
 
     def step(self) -> list[TokenEvent]:
@@ -143,7 +142,12 @@ class Engine:
             else []
             for i, s in enumerate(spans)
         ]
-        masks = self._room_for_masks(shape)
+        # A GPU copies from pinned memory by itself, and torch keeps that until the copy is made.
+        masks = torch.empty(
+            (shape.spans, shape.logits, self.grammars.compiler.words),
+            dtype=torch.int32,
+            pin_memory=self.state.device.type == "cuda",
+        )
         # A chunk in the middle of a prompt gives no token, and its rows stay free.
         slots = [span.slot if span.logits else -1 for span in spans]
         forced, errors = self.grammars.walk(slots, given, masks.numpy())
@@ -157,15 +161,6 @@ class Engine:
             drafts = upload(made, self.state.device)
         masks = masks.to(self.state.device, non_blocking=True).flatten(0, 1)
         return plan._replace(spans=tuple(spans)), drafts, masks, errors
-
-    def _room_for_masks(self, shape: Shape) -> Tensor:
-        """[S, W, words] int32 on the host; on a GPU's in memory that it copies from by itself. By
-        the time of the next walk, which waits for drafts behind it, the copy is made."""
-        words, count = self.grammars.compiler.words, shape.spans * shape.logits
-        if self._masks is None or len(self._masks) < count:
-            pinned = self.state.device.type == "cuda"
-            self._masks = torch.zeros(count, words, dtype=torch.int32, pin_memory=pinned)
-        return self._masks[:count].view(shape.spans, shape.logits, words)
 
     def _land(self, pending: PendingStep) -> StepResult:
         """Wait for a step, and have grammars follow its tokens, once."""
