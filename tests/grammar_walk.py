@@ -11,7 +11,7 @@ from strobe.sampling.grammar import GrammarState
 
 
 class Walked(NamedTuple):
-    """drafts, errors: see GrammarStep; masks [n, K + 1, words] int32."""
+    """drafts, errors: see GrammarState.walk; masks [n, K + 1, words] int32."""
 
     drafts: list[list[int]]
     masks: np.ndarray
@@ -22,5 +22,5 @@ def walk(state: GrammarState, slots: Sequence[int], drafts: Sequence[Sequence[in
     """Rows that the walk leaves alone have -1."""
     width = 1 + max(map(len, drafts), default=0)
     masks = np.full((len(drafts), width, state.compiler.words), -1, dtype=np.int32)
-    step = state.walk(slots, drafts, masks)
-    return Walked(step.drafts, masks, step.errors)
+    found, errors = state.walk(slots, drafts, masks)
+    return Walked(found, masks, errors)

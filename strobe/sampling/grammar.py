@@ -28,14 +28,6 @@ LANES = 16
 Masks = NDArray[np.int32]
 
 
-class GrammarStep(NamedTuple):
-    """drafts: as they came, but for forced tokens. errors: what ails a request's grammar, by its
-    place among the n; its rows are free."""
-
-    drafts: list[list[int]]
-    errors: dict[int, str]
-
-
 class Job(NamedTuple):
     """Masks to compute from `row` on: where the matcher stands, and behind each of the tokens."""
 
@@ -145,9 +137,11 @@ class GrammarState:
 
     def walk(
         self, slots: Sequence[int], drafts: Sequence[Sequence[int]], masks: Masks
-    ) -> GrammarStep:
+    ) -> tuple[list[list[int]], dict[int, str]]:
         """Walk along the drafts of n slots, and write their masks [n or more, K + 1 or more,
-        words]; those of slots that follow no grammar are left as they are."""
+        words]; those of slots that follow no grammar are left as they are. Returns the drafts as
+        they came, but for forced tokens, and what ails a request's grammar, by its place among the
+        n; its rows are free."""
         found = [list(tokens) for tokens in drafts]
         width = masks.shape[1]
         followed = [(i, f) for i, s in enumerate(slots) if (f := self._followers.get(s))]
@@ -169,7 +163,7 @@ class GrammarState:
                 errors[i], masks[i] = follower.error, -1
             elif follower.opener is not None and not follower.made:
                 masks[i, 0] |= _bits([follower.opener], self.compiler.words)
-        return GrammarStep(found, errors)
+        return found, errors
 
     @cached_property
     def _executor(self) -> LLExecutor:
