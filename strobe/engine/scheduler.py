@@ -319,13 +319,14 @@ class Scheduler:
 
     def _computed_elsewhere(self, request: Request) -> bool:
         """Whether a running request is computing at least half of what it would have to."""
-        computing = [r.request.page_keys for r in self.running if r.lease.length < r.goal]
+        computing = [record for record in self.running if record.lease.length < record.goal]
         if not computing or not self.prefix_caching or request.scores_prompt:
             return False
         keys, size = self.pool.extend(request.page_keys, request.tokens), self.pool.page_size
+        others = [r.request.page_keys[: (r.goal - 1) // size] for r in computing]
         done = next((i for i, k in enumerate(keys) if self.pool.lookup(k) is None), len(keys))
         # A key stands for all the tokens up to its page's end: equal ones are a common prefix's.
-        coming = max([sum(map(eq, keys, others)) for others in computing]) - done
+        coming = max([sum(map(eq, keys, other)) for other in others]) - done
         return 2 * size * coming >= len(request.tokens) - done * size
 
     def _page_write(self, record: Record) -> PageWrite | None:
