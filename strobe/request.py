@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
@@ -64,43 +64,46 @@ class SpeculationCount:
         return 1 + self.accepted / self.steps if self.steps else None
 
 
-@dataclass(eq=False)
 class Request:
-    """One answer in the making. The scheduler owns its status; `tokens` is prompt then output.
+    """One answer in the making. The scheduler owns its status; `tokens` is prompt then output."""
 
-    sibling: which of a prompt's n answers; key: what the caller names the prompt by. queued:
-    seconds until it ran; num_cached: positions that came from the prefix cache then, None before.
-    """
-
-    id: str
-    prompt_ids: InitVar[Sequence[int]]
-    sampling: SamplingParams
-    _: KW_ONLY
-    seed: int
-    sibling: int = 0
-    stop_ids: frozenset[int] = frozenset()
-    method: str = "none"
-    num_drafts: int = 0
-    off_reason: str | None = None
-    key: Hashable = None
-    status: Status = Status.WAITING
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    stop_reason: int | str | None = None
-    num_preemptions: int = 0
-    num_cached: int | None = None
-    queued: float = 0.0
-    started: bool = False
-    failures: int = 0
-    failed_at: int = -1
-
-    def __post_init__(self, prompt_ids: Sequence[int]):
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        sibling: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+        method: str = "none",
+        num_drafts: int = 0,
+        off_reason: str | None = None,
+        key: Hashable = None,
+    ):
+        """sibling: which of a prompt's n answers; key: what the caller names the prompt by. Of its
+        own, `queued`: seconds until it ran."""
+        self.id, self.key = request_id, key
         self.tokens = list(prompt_ids)
         self.num_prompt = len(self.tokens)
-        self.arrived_at = time.monotonic()
+        self.sampling = sampling
+        self.seed, self.sibling = seed, sibling
+        self.stop_ids = stop_ids
+        self.method, self.num_drafts = method, num_drafts
+        self.off_reason = off_reason
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self.stop_reason: int | str | None = None
         self.speculation = SpeculationCount()
+        self.num_preemptions = 0
+        self.num_cached: int | None = None
+        self.arrived_at = time.monotonic()
+        self.queued = 0.0
+        self.started = False
+        self.failures, self.failed_at = 0, -1
         self.page_keys: list[bytes] = []
-        self.scores_prompt = self.sampling.prompt_logprobs is not None and not self.sibling
+        self.scores_prompt = sampling.prompt_logprobs is not None and not sibling
         self.prompt_logprobs: list[TokenLogprob | None] = [None] if self.scores_prompt else []
 
     @property
