@@ -12,8 +12,8 @@ from torch import Tensor
 
 from strobe.config import EngineConfig
 from strobe.engine.build import Parts, Resolved, build, resolve
+from strobe.engine.outcomes import EngineStats
 from strobe.engine.scheduler import Scheduler
-from strobe.engine.stats import EngineStats
 from strobe.request import FinishReason, Request
 from strobe.runner.batch import Layout, Shape
 from strobe.runner.graphs import Eager
@@ -61,7 +61,6 @@ class Engine:
         self.mark: Callable[[str], None] = lambda name: None
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
         self._pending: deque[PendingStep] = deque()
-        self._host_masks: Tensor | None = None
         self._numbers = itertools.count()
 
     def step(self) -> list[TokenEvent]:
@@ -172,16 +171,16 @@ class Engine:
         return plan._replace(spans=tuple(spans)), drafts, walk
 
     def _masks(self, walk: GrammarWalk, shape: Shape) -> tuple[Tensor, dict[int, str]]:
-        """The masks [S * W, words] of all rows, and by span why its request cannot go on. Filled in
-        on a GPU's host in memory that it copies from by itself; by the time of the next masks,
-        whose walk waits for drafts behind it, the copy is made."""
-        words, count = self.grammars.compiler.words, shape.spans * shape.logits
-        if self._host_masks is None or len(self._host_masks) < count:
-            pinned = self.state.device.type == "cuda"
-            self._host_masks = torch.zeros(count, words, dtype=torch.int32, pin_memory=pinned)
-        masks = self._host_masks[:count]
-        errors = self.grammars.fill(walk, masks.view(shape.spans, shape.logits, words).numpy())
-        return masks.to(self.state.device, non_blocking=True), errors
+        """The masks [S * W, words] of all rows, and by span why its request cannot go on."""
+        device, words = self.state.device, self.grammars.compiler.words
+        # A GPU copies from pinned memory by itself, and torch keeps that until the copy is made.
+        masks = torch.empty(
+            (shape.spans, shape.logits, words),
+            dtype=torch.int32,
+            pin_memory=device.type == "cuda",
+        )
+        errors = self.grammars.fill(walk, masks.numpy())
+        return masks.to(device, non_blocking=True).flatten(0, 1), errors
 
     def _result(self, pending: PendingStep) -> StepResult:
         """Wait for a step, and have grammars follow its tokens, once."""
@@ -303,16 +302,14 @@ class Engine:
         self._check_ids("The prompt", prompt_ids)
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
+        self._check_ids("logit_bias", list(sampling.logit_bias or ()))
         structured = StructuredOutputs.of(sampling.structured_outputs)
-        ids = {
-            "stop_token_ids": sampling.stop_token_ids,
-            "allowed_token_ids": sampling.allowed_token_ids,
-            "logit_bias": list(sampling.logit_bias or ()),
-            "structured_outputs.after": structured and structured.after,
-            "structured_outputs.opener": structured and structured.opener_ids,
-        }
-        for name, given in ids.items():
-            self._check_ids(name, given or ())
+        if structured is not None:
+            self._check_ids("structured_outputs.after", structured.after)
+            opener = [] if structured.opener is None else [structured.opener]
+            self._check_ids("structured_outputs.opener", opener)
         size = self.resolved.target.decoder.vocab_size
         for name in ("logprobs", "prompt_logprobs"):
             top = getattr(sampling, name) or 0
@@ -344,7 +341,7 @@ class Engine:
             if self.resolved.draft is None:
                 return "none", 0, "no drafter is loaded"
             return "none", 0, "the engine's method is none"
-        if method not in self.proposers.names or not most:
+        if method not in self.proposers.all or not most:
             hint = "start the engine with a drafter" if method == "dflash" else "give num_drafts"
             raise ValueError(
                 f"speculation.method is {method!r}, but this engine cannot draft so; {hint}."

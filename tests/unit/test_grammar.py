@@ -525,6 +525,7 @@ def test_a_grammar_is_compiled_once_and_the_oldest_are_forgotten(
 
     monkeypatch.setattr("strobe.sampling.grammar_compiler.LLMatcher", Counting(counting))
     monkeypatch.setattr("strobe.sampling.grammar_compiler._KEPT", 3)
+    monkeypatch.setattr("strobe.sampling.grammar_compiler._QUICK", 60.0)
     grammars = GrammarCompiler(FILE, VOCAB, [2])
 
     def compiled(*letters: str, lane: int = 0) -> int:
