@@ -291,7 +291,7 @@ class World:
 
     def plan(self) -> Plan:
         """The next plan, checked against the requests that it is made of."""
-        before, alone = list(self.scheduler.waiting), bool(self.scheduler._suspects)
+        before, alone = list(self.scheduler.waiting), self.scheduler._suspects.first()
         plan = self.scheduler.plan()
         assert plan.spans or self.flying or not self.scheduler.has_work, "nobody moves"
         records = {record.slot: record.request for record in self.scheduler.running}
@@ -316,7 +316,7 @@ class World:
             assert span.drafts <= min(request.num_drafts, self.limits.num_drafts)
         used = sum(span.num_rows for span in plan.spans)
         assert used <= self.limits.max_num_batched_tokens, "the token budget is exceeded"
-        if not alone:
+        if alone is None:
             self._check_overtaken(before, [self.at[one.slot] for one in plan.admitted])
         return plan
 
