@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import eq
 from typing import TYPE_CHECKING
 
 from strobe.config import Limits
@@ -87,7 +88,6 @@ class Scheduler:
         self._draining: list[Record] = []
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._flying: deque[list[Record]] = deque()
-        self._prefilling: dict[bytes, Record] = {}
         self._suspects = Suspects()
 
     @property
@@ -166,8 +166,8 @@ class Scheduler:
             if span.logits or i in result.errors:
                 drafted = max(0, min(span.drafts, self.limits.max_model_len - 1 - start))
                 events.append(self.outcomes.take(request, start, drafted, i, result))
-            if self.prefix_caching:
-                self._publish(record)
+            if self.prefix_caching and request.error is None:
+                record.lease.publish(request.tokens)
             if request.status is Status.FINISHED:
                 self._leave(record)
         return events
@@ -209,7 +209,6 @@ class Scheduler:
         assert len(held) + len(self._slots) == self.limits.max_num_seqs, "a slot is lost"
         if not held:
             assert self.pool.available == self.pool.capacity, "an idle engine holds pages"
-            assert not self._prefilling, "an idle engine computes prompts"
         for record in held:
             assert record.lease.num_open == record.in_flight
             if record.decoding and not record.in_flight and not record.draining:
@@ -298,9 +297,10 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int) -> tuple[Record, Span] | None:
         """Start a waiting request if all its known tokens and a block more find pages."""
-        lease, start = Lease(self.pool, self.limits.max_model_len), 0
-        if self.prefix_caching and not request.scores_prompt:
-            start = lease.adopt(request.tokens)
+        lease, start = Lease(self.pool, self.limits.max_model_len, request.page_keys), 0
+        if self.prefix_caching:
+            self.pool.extend(request.page_keys, request.tokens)
+            start = 0 if request.scores_prompt else lease.adopt(request.tokens)
         record = Record(request, self._slots[-1], lease, start, len(request.tokens))
         span = self._prefill_span(record, budget)
         rest = record.goal - start + self.limits.block
@@ -317,38 +317,19 @@ class Scheduler:
         request.status = Status.RUNNING
         self.running.append(record)
         self._records[request] = record
-        if self.prefix_caching:
-            for key in self._page_keys(request)[start // self.pool.page_size :]:
-                self._prefilling.setdefault(key, record)
         return record, span
 
-    def _page_keys(self, request: Request) -> list[bytes]:
-        """The keys of the full pages before the last of its tokens, which a prefix can be."""
-        size, keys, tokens = self.pool.page_size, request.page_keys, request.tokens
-        for i in range(len(keys), (len(tokens) - 1) // size):
-            parent = keys[-1] if keys else b""
-            keys.append(self.pool.key(parent, tokens[i * size : (i + 1) * size]))
-        return keys
-
     def _computed_elsewhere(self, request: Request) -> bool:
-        """Whether running requests are computing at least half of what it would have to."""
-        if not self._prefilling or not self.prefix_caching or request.scores_prompt:
+        """Whether a running request is computing at least half of what it would have to."""
+        computing = [record for record in self.running if record.lease.length < record.goal]
+        if not computing or not self.prefix_caching or request.scores_prompt:
             return False
-        keys, size = self._page_keys(request), self.pool.page_size
+        keys, size = self.pool.extend(request.page_keys, request.tokens), self.pool.page_size
+        others = [r.request.page_keys[: (r.goal - 1) // size] for r in computing]
         done = next((i for i, k in enumerate(keys) if self.pool.lookup(k) is None), len(keys))
-        coming = itertools.takewhile(lambda key: key in self._prefilling, keys[done:])
-        return 2 * size * sum([1 for _ in coming]) >= len(request.tokens) - done * size
-
-    def _publish(self, record: Record) -> None:
-        """Make its full pages findable."""
-        if record.request.error is None:
-            record.lease.publish(record.request.tokens)
-        if self._prefilling and record.lease.length >= record.goal:
-            self._forget_prefill(record)
-
-    def _forget_prefill(self, record: Record) -> None:
-        for key in [key for key in record.request.page_keys if self._prefilling.get(key) is record]:
-            del self._prefilling[key]
+        # A key stands for all the tokens up to its page's end: equal ones are a common prefix's.
+        coming = max([sum(map(eq, keys, other)) for other in others]) - done
+        return 2 * size * coming >= len(request.tokens) - done * size
 
     def _page_write(self, record: Record) -> PageWrite | None:
         first, pages = record.sent, record.lease.pages
@@ -367,7 +348,6 @@ class Scheduler:
     def _leave(self, record: Record) -> None:
         self.running.remove(record)
         del self._records[record.request]
-        self._forget_prefill(record)
         record.draining = True
         self._draining.append(record)
         self._release_if_done(record)

@@ -22,15 +22,17 @@ class LeaseError(RuntimeError):
 
 class Lease:
     """Pages for one sequence. `limit` is the most positions that ever need a page of their own;
-    `reserved`: positions of each open reservation, the oldest first."""
+    `keys`, its first pages' content keys, are extended as they are needed. `reserved`: positions of
+    each open reservation, the oldest first."""
 
-    def __init__(self, pool: PagePool, limit: int):
+    def __init__(self, pool: PagePool, limit: int, keys: list[bytes] | None = None):
         self.pool, self.limit = pool, limit
+        self.keys = [] if keys is None else keys
         self.pages: list[int] = []
         self.length = 0
         self.released = False
         self.reserved: deque[int] = deque()
-        self._keys: list[bytes] = []
+        self._published = 0
 
     @property
     def open(self) -> int:
@@ -79,26 +81,24 @@ class Lease:
         """
         if self.pages or self.length or self.reserved or self.released:
             raise LeaseError("adopt() comes before the first reservation")
-        size, parent = self.pool.page_size, b""
-        for end in range(size, len(tokens), size):
-            parent = self.pool.key(parent, tokens[end - size : end])
-            page = self.pool.lookup(parent)
+        for key in self.pool.extend(self.keys, tokens):
+            page = self.pool.lookup(key)
             if page is None:
                 break
             self.pool.share(page)
             self.pages.append(page)
-            self._keys.append(parent)
-        self.length = len(self.pages) * size
+        self._published = len(self.pages)
+        self.length = self._published * self.pool.page_size
         return self.length
 
     def publish(self, tokens: Sequence[int]) -> None:
         """Make full committed pages findable; `tokens` are the sequence's known ones."""
-        size = self.pool.page_size
-        for i in range(len(self._keys), min(self.length, len(tokens)) // size):
-            parent = self._keys[-1] if self._keys else b""
-            key = self.pool.key(parent, tokens[i * size : (i + 1) * size])
-            self._keys.append(key)
-            self.pool.publish(self.pages[i], key)
+        full = min(self.length, len(tokens)) // self.pool.page_size
+        if full > self._published:
+            self.pool.extend(self.keys, tokens)
+        for i in range(self._published, full):
+            self.pool.publish(self.pages[i], self.keys[i])
+        self._published = full
 
     def _require_open(self, call: str) -> None:
         if not self.reserved:  # as after a release

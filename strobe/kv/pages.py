@@ -80,6 +80,14 @@ class PagePool:
         """The content key of a full page: its tokens and everything before them."""
         return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
+    def extend(self, keys: list[bytes], tokens: Sequence[int]) -> list[bytes]:
+        """Add to a sequence's `keys`, those of its first pages, the keys of its other full pages.
+        Returns those that a prefix can be: at least the last token is left to run."""
+        size = self.page_size
+        for end in range((len(keys) + 1) * size, len(tokens) + 1, size):
+            keys.append(self.key(keys[-1] if keys else b"", tokens[end - size : end]))
+        return keys[: (len(tokens) - 1) // size]
+
     def publish(self, page: int, key: bytes) -> None:
         """Let later requests find a full, committed page; the first page with a key keeps it."""
         assert self._holders.get(page, 0) > 0, f"page {page} is not held"
