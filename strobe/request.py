@@ -81,7 +81,8 @@ class Request:
         off_reason: str | None = None,
         key: Hashable = None,
     ):
-        """sibling: which of a prompt's n answers; key: what the caller names the prompt by."""
+        """sibling: which of a prompt's n answers; key: what the caller names the prompt by. Of its
+        own, `queued`: seconds until it ran."""
         self.id, self.key = request_id, key
         self.tokens = list(prompt_ids)
         self.num_prompt = len(self.tokens)
@@ -98,7 +99,7 @@ class Request:
         self.num_preemptions = 0
         self.num_cached: int | None = None
         self.arrived_at = time.monotonic()
-        self.admitted_at: float | None = None
+        self.queued = 0.0
         self.started = False
         self.failures, self.failed_at = 0, -1
         self.page_keys: list[bytes] = []

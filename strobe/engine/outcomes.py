@@ -41,12 +41,11 @@ class Outcomes:
         start = None
         if not request.started:
             request.started = True
-            admitted = request.admitted_at or request.arrived_at
             start = RequestStart(
                 method=request.method,
                 off_reason=request.off_reason,
                 num_cached=request.num_cached or 0,
-                queued=admitted - request.arrived_at,
+                queued=request.queued,
                 prompt_logprobs=tuple(request.prompt_logprobs),
                 stop_ids=request.stop_ids,
             )

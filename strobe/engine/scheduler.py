@@ -311,7 +311,7 @@ class Scheduler:
         assert reserved, "pages that were available are not"
         self._slots.pop()
         if request.num_cached is None:
-            request.num_cached, request.admitted_at = start, time.monotonic()
+            request.num_cached, request.queued = start, time.monotonic() - request.arrived_at
             self.stats.prefix_queries += len(request.tokens)
             self.stats.prefix_hits += start
         request.status = Status.RUNNING
