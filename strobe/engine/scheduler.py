@@ -84,7 +84,6 @@ class Scheduler:
         self.outcomes = Outcomes(limits)
         self.waiting: deque[Request] = deque()
         self.running: list[Record] = []
-        self._records: dict[Request, Record] = {}
         self._draining: list[Record] = []
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._flying: deque[list[Record]] = deque()
@@ -110,8 +109,8 @@ class Scheduler:
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         request.status, request.finish_reason = Status.FINISHED, reason
-        if request in self._records:
-            self._leave(self._records[request])
+        for record in [r for r in self.running if r.request is request]:
+            self._leave(record)
 
     def plan(self) -> Plan:
         """Choose this step's spans and reserve their pages, all or nothing."""
@@ -187,13 +186,11 @@ class Scheduler:
                 record.request.failures = 0
             record.request.failed_at = record.start
         back = [record for record in records if not record.draining]
-        for record in reversed(back):
-            record.request.status = Status.WAITING
-            self._leave(record)
-            self.waiting.appendleft(record.request)
         for record in records:
-            if record.draining and record in self._draining:
+            if record.draining:
                 self._release_if_done(record)
+        for record in reversed(back):
+            self._wait_again(record)
         request = self._suspects.failed([record.request for record in back])
         if request is None:
             return []
@@ -204,7 +201,7 @@ class Scheduler:
     def check(self) -> None:
         """Raises AssertionError where bookkeeping disagrees with itself."""
         self.pool.check()
-        held = [*self._records.values(), *self._draining]
+        held = [*self.running, *self._draining]
         assert len({r.slot for r in held}) == len(held), "a slot is used twice"
         assert len(held) + len(self._slots) == self.limits.max_num_seqs, "a slot is lost"
         if not held:
@@ -273,7 +270,9 @@ class Scheduler:
                 chosen = chosen[:-1]
                 continue
             victim = self.running[-1]
-            self._preempt(victim)
+            victim.request.num_preemptions += 1
+            self.stats.preemptions += 1
+            self._wait_again(victim)
             chosen = [(r, s) for r, s in chosen if r is not victim]
         return chosen
 
@@ -316,7 +315,6 @@ class Scheduler:
             self.stats.prefix_hits += start
         request.status = Status.RUNNING
         self.running.append(record)
-        self._records[request] = record
         return record, span
 
     def _computed_elsewhere(self, request: Request) -> bool:
@@ -336,18 +334,14 @@ class Scheduler:
         record.sent = len(pages)
         return PageWrite(record.slot, first, tuple(pages[first:])) if first < len(pages) else None
 
-    def _preempt(self, record: Record) -> None:
+    def _wait_again(self, record: Record) -> None:
         """Take a running request's pages; it starts over from the tokens it has, first in line."""
-        request = record.request
-        request.status = Status.WAITING
-        request.num_preemptions += 1
-        self.stats.preemptions += 1
+        record.request.status = Status.WAITING
         self._leave(record)
-        self.waiting.appendleft(request)
+        self.waiting.appendleft(record.request)
 
     def _leave(self, record: Record) -> None:
         self.running.remove(record)
-        del self._records[record.request]
         record.draining = True
         self._draining.append(record)
         self._release_if_done(record)

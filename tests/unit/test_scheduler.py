@@ -790,7 +790,7 @@ def test_when_the_one_that_computes_a_prompt_leaves_another_goes_on(how: str, de
         world.cancel(world.plan())
         world.scheduler.finish(leader, "abort")
     else:
-        world.scheduler._preempt(world.scheduler.running[0])
+        world.scheduler._wait_again(world.scheduler.running[0])
     plan = world.launch()
     (goes_on,) = world.who(plan)
     assert goes_on is (leader if how == "preemption" else second)
