@@ -267,8 +267,7 @@ def make_engine(
 
 def put(parts: Parts, proposers: Mapping[str, Any]) -> None:
     """Let proposers stand in for those of these names."""
-    own = {name: parts.proposers[name] for name in parts.proposers.names}
-    parts.proposers = ProposerSet({**own, **proposers}, parts.state.device)
+    parts.proposers = ProposerSet({**parts.proposers.all, **proposers}, parts.state.device)
 
 
 def watched(engine: Engine) -> Engine:

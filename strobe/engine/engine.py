@@ -344,7 +344,7 @@ class Engine:
             if self.resolved.draft is None:
                 return "none", 0, "no drafter is loaded"
             return "none", 0, "the engine's method is none"
-        if method not in self.proposers.names or not most:
+        if method not in self.proposers.all or not most:
             hint = "start the engine with a drafter" if method == "dflash" else "give num_drafts"
             raise ValueError(
                 f"speculation.method is {method!r}, but this engine cannot draft so; {hint}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, cast
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from strobe.step import Plan, Span
 from strobe.transfer import upload
 
 
+@runtime_checkable
 class Proposer(Protocol):
     """Drafts on the device. Only tokens leave it; hidden states stay inside.
 
@@ -46,23 +47,14 @@ class ProposerSet:
     """Several methods by name; each drafts for the requests that chose it."""
 
     def __init__(self, proposers: Mapping[str, Proposer | HostProposer], device: torch.device):
-        self.device = device
-        self.on_device: dict[str, Proposer] = {}
-        self.on_host: dict[str, HostProposer] = {}
-        for name, proposer in proposers.items():
-            if hasattr(proposer, "observe"):
-                self.on_device[name] = cast(Proposer, proposer)
-            else:
-                self.on_host[name] = cast(HostProposer, proposer)
+        self.device, self.all = device, dict(proposers)
+        self.on_device = {n: p for n, p in proposers.items() if isinstance(p, Proposer)}
+        self.on_host = {n: p for n, p in proposers.items() if not isinstance(p, Proposer)}
         captured = [layer for proposer in self.on_device.values() for layer in proposer.capture]
         self.capture = tuple(dict.fromkeys(captured))
 
     def __getitem__(self, name: str) -> Proposer | HostProposer:
-        return self.on_device[name] if name in self.on_device else self.on_host[name]
-
-    @property
-    def names(self) -> list[str]:
-        return [*self.on_device, *self.on_host]
+        return self.all[name]
 
     def propose(self, plan: Plan, shape: Shape) -> Tensor | None:
         """The drafts [S, K] of a layout of that shape that are made on the device; None: K is 0."""

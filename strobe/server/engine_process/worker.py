@@ -68,7 +68,7 @@ def send(pipe: Connection, message: FromEngine) -> None:
 def facts(engine: Engine) -> Ready:
     """What the server needs to know of the engine."""
     resolved = engine.resolved
-    held = [name for name in engine.proposers.names if engine.limits.num_drafts]
+    held = [name for name in engine.proposers.all if engine.limits.num_drafts]
     methods = dict.fromkeys((resolved.method, *held, "none"))
     return Ready(
         max_model_len=engine.limits.max_model_len,
