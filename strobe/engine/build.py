@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +103,8 @@ def resolve(config: EngineConfig) -> Resolved:
             "draft_sample_method is 'probabilistic', but no drafter is loaded; name one with "
             "draft, or leave draft_sample_method out."
         )
-    found = {name: method.read(config, target) for name, method in REGISTRY.items()}
-    drafts = {name: draft for name, draft in found.items() if draft is not None}
+    read = {name: method.read(config, target) for name, method in REGISTRY.items()}
+    drafts = {name: found for name, found in read.items() if found is not None}
     draft = next(iter(drafts.values()), None)
     method = config.method or next(iter(drafts), "none")
     device = choose_device(config.device)
@@ -123,7 +123,8 @@ def resolve(config: EngineConfig) -> Resolved:
     if config.load_format != "dummy":
         fetch_weights(*filter(None, (config.draft, config.target)))
     modules: list[Target | DFlash] = [check_target_tensors(target_path, target, config.load_format)]
-    modules += [REGISTRY[name].check(config, draft) for name, draft in drafts.items()]
+    for name, found in drafts.items():
+        modules.append(REGISTRY[name].check(Path(config.draft or ""), found, config.load_format))
     groups = list(kv_groups(target, drafts, choice.kv_dtype).values())
     scratch = 0
     if device.type == "cuda":
@@ -171,7 +172,7 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
             logger.info("Weights in %s are held in %s: %d bytes.", stored.method, dtype, size)
     groups = kv_groups(resolved.target, resolved.drafts, choice.kv_dtype)
     drafters = {
-        name: REGISTRY[name].load(config, draft, target, **how)
+        name: REGISTRY[name].load(Path(config.draft or ""), draft, target, **how)
         for name, draft in resolved.drafts.items()
     }
     ops = TorchOps()
@@ -211,9 +212,9 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
     if choice.graphs:
         buckets = Buckets(limits.max_num_seqs, limits.num_drafts, limits.block)
         graphs = Graphs(CUDACapturer())
-    given = Context(config, state, sampling, graphs, buckets, draft_backend)
+    given = Context(config, state, sampling, graphs, buckets, draft_backend, drafters, stores)
     made = {
-        name: method.make(replace(given, model=drafters.get(name), store=stores.get(name)))
+        name: method.make(given)
         for name, method in REGISTRY.items()
         if name in drafters or method.read is no_checkpoint
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from strobe.models.config_readers.pair import check_pair
 from strobe.models.dflash import DFlash
 from strobe.models.load import check_draft_tensors, load_draft
 from strobe.models.registry import load_draft_config
-from strobe.models.target import Target
 from strobe.runner.buckets import Buckets
 from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.runner import ModelRunner
@@ -29,7 +28,7 @@ from strobe.spec.ngram import NgramProposer
 
 @dataclass(frozen=True)
 class Context:
-    """What a proposer is made with. model, store: the method's own weights and K/V, where it has
+    """What a proposer is made with. models, stores: weights and K/V by method, of those that have
     some."""
 
     config: EngineConfig
@@ -38,20 +37,21 @@ class Context:
     graphs: Graphs | Eager
     buckets: Buckets | None
     backend: AttentionBackend
-    model: Any = None
-    store: KVStore | None = None
+    models: Mapping[str, DFlash]
+    stores: Mapping[str, KVStore]
 
 
 @dataclass(frozen=True)
 class Method:
     """read: the config of the method's own checkpoint, checked against the target's; None where the
-    settings name none. check: its module on the meta device, every tensor's header checked. load:
-    its module, given the target's and how `strobe.models.load` is to hold its weights. make: its
-    proposer, on the device or on the host."""
+    settings name none. check: its module on the meta device, every tensor's header checked, given
+    the checkpoint's directory, that config and `load_format`. load: its module, given directory,
+    config, the target's and how `strobe.models.load` is to hold its weights. make: its proposer, on
+    the device or on the host."""
 
     name: str
     read: Callable[[EngineConfig, TargetConfig], DraftConfig | None]
-    check: Callable[[EngineConfig, DraftConfig], DFlash]
+    check: Callable[[Path, DraftConfig, str], DFlash]
     load: Callable[..., DFlash]
     make: Callable[[Context], Proposer | HostProposer]
 
@@ -70,28 +70,19 @@ def _read_dflash(config: EngineConfig, target: TargetConfig) -> DraftConfig | No
     return draft
 
 
-def _check_dflash(config: EngineConfig, draft: DraftConfig) -> DFlash:
-    return check_draft_tensors(Path(config.draft or ""), draft, config.load_format)
-
-
-def _load_dflash(config: EngineConfig, draft: DraftConfig, target: Target, **how: Any) -> DFlash:
-    return load_draft(Path(config.draft or ""), draft, target, **how)
-
-
 def _make_dflash(given: Context) -> Proposer:
-    assert given.model is not None
-    assert given.store is not None
+    model = given.models["dflash"]
     runner = ModelRunner(
-        given.model,
-        given.model.config.decoder.masks,
-        given.store,
+        model,
+        model.config.decoder.masks,
+        given.stores["dflash"],
         given.state,
         given.sampling,
         given.backend,
         buckets=given.buckets,
     )
     sampled = given.config.draft_sample_method == "probabilistic"
-    return DFlashProposer(given.model, runner, given.graphs, sampled=sampled)
+    return DFlashProposer(model, runner, given.graphs, sampled=sampled)
 
 
 def no_checkpoint(*given: Any, **named: Any) -> Any:
@@ -102,8 +93,8 @@ def no_checkpoint(*given: Any, **named: Any) -> Any:
 DFLASH = Method(
     "dflash",
     read=_read_dflash,
-    check=_check_dflash,
-    load=_load_dflash,
+    check=check_draft_tensors,
+    load=load_draft,
     make=_make_dflash,
 )
 NGRAM = Method(
