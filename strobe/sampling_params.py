@@ -86,11 +86,6 @@ class StructuredOutputs:
             )
         return self
 
-    @property
-    def opener_ids(self) -> tuple[int, ...]:
-        """The opener, where there is one."""
-        return () if self.opener is None else (self.opener,)
-
     @staticmethod
     def of(value: Any) -> StructuredOutputs | None:
         """Read an object with these fields, or None."""

@@ -303,16 +303,14 @@ class Engine:
         self._check_ids("The prompt", prompt_ids)
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
+        self._check_ids("logit_bias", list(sampling.logit_bias or ()))
         structured = StructuredOutputs.of(sampling.structured_outputs)
-        ids = {
-            "stop_token_ids": sampling.stop_token_ids,
-            "allowed_token_ids": sampling.allowed_token_ids,
-            "logit_bias": list(sampling.logit_bias or ()),
-            "structured_outputs.after": structured and structured.after,
-            "structured_outputs.opener": structured and structured.opener_ids,
-        }
-        for name, given in ids.items():
-            self._check_ids(name, given or ())
+        if structured is not None:
+            self._check_ids("structured_outputs.after", structured.after)
+            opener = [] if structured.opener is None else [structured.opener]
+            self._check_ids("structured_outputs.opener", opener)
         size = self.resolved.target.decoder.vocab_size
         for name in ("logprobs", "prompt_logprobs"):
             top = getattr(sampling, name) or 0
