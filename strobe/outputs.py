@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from strobe.engine.stats import EngineStats
+from strobe.engine.outcomes import EngineStats
 from strobe.request import FinishReason, SpeculationCount, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.step import TokenEvent

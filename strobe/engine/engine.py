@@ -12,8 +12,8 @@ from torch import Tensor
 
 from strobe.config import EngineConfig
 from strobe.engine.build import Parts, Resolved, build, resolve
+from strobe.engine.outcomes import EngineStats
 from strobe.engine.scheduler import Scheduler
-from strobe.engine.stats import EngineStats
 from strobe.request import FinishReason, Request
 from strobe.runner.batch import Layout, Shape
 from strobe.runner.graphs import Eager

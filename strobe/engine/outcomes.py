@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 
 from strobe.config import Limits
-from strobe.engine.stats import EngineStats
-from strobe.request import FinishReason, Request, Status
+from strobe.request import FinishReason, Request, SpeculationCount, Status
 from strobe.step import RequestStart, StepResult, TokenEvent
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EngineStats:
+    """What was counted of all requests. prefix_queries, prefix_hits: tokens of admitted ones, and
+    those found in cached pages."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    speculation: SpeculationCount = field(default_factory=SpeculationCount)
 
 
 class Outcomes:

@@ -19,8 +19,7 @@ from operator import eq
 from typing import TYPE_CHECKING
 
 from strobe.config import Limits
-from strobe.engine.outcomes import Outcomes
-from strobe.engine.stats import EngineStats
+from strobe.engine.outcomes import EngineStats, Outcomes
 from strobe.engine.suspects import Suspects
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool

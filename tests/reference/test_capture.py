@@ -14,7 +14,7 @@ from tiny import Scripted, make_engine, put, run, watched, wavering
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
-from strobe.engine.stats import EngineStats
+from strobe.engine.outcomes import EngineStats
 from strobe.runner.batch import Shape
 from strobe.runner.buckets import Buckets
 from strobe.server.engine_process.warmup import warm_up

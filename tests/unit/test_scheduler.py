@@ -40,7 +40,6 @@ def test_bookkeeping_modules_load_no_torch():
         "kv.lease",
         "engine.outcomes",
         "engine.scheduler",
-        "engine.stats",
         "spec.budget",
         "spec.ngram",
     ]
