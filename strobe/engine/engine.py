@@ -61,7 +61,6 @@ class Engine:
         self.mark: Callable[[str], None] = lambda name: None
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
         self._pending: deque[PendingStep] = deque()
-        self._host_masks: Tensor | None = None
         self._numbers = itertools.count()
 
     def step(self) -> list[TokenEvent]:
@@ -172,16 +171,13 @@ class Engine:
         return plan._replace(spans=tuple(spans)), drafts, walk
 
     def _masks(self, walk: GrammarWalk, shape: Shape) -> tuple[Tensor, dict[int, str]]:
-        """The masks [S * W, words] of all rows, and by span why its request cannot go on. Filled in
-        on a GPU's host in memory that it copies from by itself; by the time of the next masks,
-        whose walk waits for drafts behind it, the copy is made."""
-        words, count = self.grammars.compiler.words, shape.spans * shape.logits
-        if self._host_masks is None or len(self._host_masks) < count:
-            pinned = self.state.device.type == "cuda"
-            self._host_masks = torch.zeros(count, words, dtype=torch.int32, pin_memory=pinned)
-        masks = self._host_masks[:count]
-        errors = self.grammars.fill(walk, masks.view(shape.spans, shape.logits, words).numpy())
-        return masks.to(self.state.device, non_blocking=True), errors
+        """The masks [S * W, words] of all rows, and by span why its request cannot go on. A GPU
+        copies them from pinned memory, which torch gives to nobody else until that is done."""
+        size = shape.spans, shape.logits, self.grammars.compiler.words
+        pinned = self.state.device.type == "cuda"
+        masks = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
+        errors = self.grammars.fill(walk, masks.numpy())
+        return masks.to(self.state.device, non_blocking=True).flatten(0, 1), errors
 
     def _result(self, pending: PendingStep) -> StepResult:
         """Wait for a step, and have grammars follow its tokens, once."""
