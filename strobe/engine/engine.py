@@ -171,16 +171,13 @@ class Engine:
         return plan._replace(spans=tuple(spans)), drafts, walk
 
     def _masks(self, walk: GrammarWalk, shape: Shape) -> tuple[Tensor, dict[int, str]]:
-        """The masks [S * W, words] of all rows, and by span why its request cannot go on."""
-        device, words = self.state.device, self.grammars.compiler.words
-        # A GPU copies from pinned memory by itself, and torch keeps that until the copy is made.
-        masks = torch.empty(
-            (shape.spans, shape.logits, words),
-            dtype=torch.int32,
-            pin_memory=device.type == "cuda",
-        )
+        """The masks [S * W, words] of all rows, and by span why its request cannot go on. A GPU
+        copies them from pinned memory, which torch gives to nobody else until that is done."""
+        size = shape.spans, shape.logits, self.grammars.compiler.words
+        pinned = self.state.device.type == "cuda"
+        masks = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
         errors = self.grammars.fill(walk, masks.numpy())
-        return masks.to(device, non_blocking=True).flatten(0, 1), errors
+        return masks.to(self.state.device, non_blocking=True).flatten(0, 1), errors
 
     def _result(self, pending: PendingStep) -> StepResult:
         """Wait for a step, and have grammars follow its tokens, once."""

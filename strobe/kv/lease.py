@@ -22,8 +22,8 @@ class LeaseError(RuntimeError):
 
 class Lease:
     """Pages for one sequence. `limit` is the most positions that ever need a page of their own;
-    `reserved`: positions of each open reservation, the oldest first; `keys`, its first pages'
-    content keys, are extended as they are needed."""
+    `keys`, its first pages' content keys, are extended as they are needed. `reserved`: positions of
+    each open reservation, the oldest first."""
 
     def __init__(self, pool: PagePool, limit: int, keys: list[bytes] | None = None):
         self.pool, self.limit = pool, limit
