@@ -228,7 +228,7 @@ def resolve_limits(
     if drafts is None and draft is not None:
         drafts = min(draft.drafts, draft.num_drafts or draft.drafts)
     elif drafts is None:
-        drafts = 8 if method == "ngram" else 0
+        drafts = 0 if method == "none" else 8
     elif draft is not None and drafts > draft.drafts:
         raise ValueError(
             f"num_drafts is {drafts}, but the drafter's blocks of {draft.block_size} hold at most "

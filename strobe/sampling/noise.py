@@ -16,6 +16,7 @@ so v has its full relative precision there. Legend: R rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,10 @@ tokens' v are scaled alike, which changes no race."""
 
 GREATEST = 22.88
 """More than any noise: -log(-log(1 - UNIT / 2)) is 22.873."""
+
+NEAR = 6.0
+NEAR_HASH = int(2**32 * -math.expm1(-math.exp(-NEAR)) * 1.001)
+"""All noise above NEAR is that of smaller hashes."""
 
 _CHUNK = 1 << 16
 """Elements that the CPU's form works on at a time, so that they stay in the L2 cache."""
@@ -113,20 +118,30 @@ class Gumbel:
     def race(
         self, scores: NDArray[np.float32], words: NDArray[np.int64], least: NDArray[np.float32]
     ) -> NDArray[np.int64]:
-        """scores [R, V], words [R] -> the first maximum of scores plus noise [R], which has a score
-        of at least `least` [R]: mostly that leaves few tokens whose noise is asked for."""
-        near = scores >= least[:, None]
-        if 4 * np.count_nonzero(near) > near.size:
+        """scores [R, V], words [R] -> the first maximum of scores plus noise [R], which is at least
+        `least` [R]. Mostly few tokens come near that with the greatest noise there is, or have a
+        score that needs less than NEAR or a hash that gives more; only theirs is computed."""
+        near = scores >= (least - GREATEST)[:, None]
+        if _crowded(near):
+            low, high = _halves(words)[:, :, None]
+            near = self._hashes(self.ids, low, high)[0] < NEAR_HASH
+            near |= scores >= (least - NEAR)[:, None]
+        if _crowded(near):
             return (self.of(words) + scores).argmax(-1)
         row, token = np.divmod(np.flatnonzero(near), scores.shape[1])
         sums, rows = scores[row, token] + self.at(words[row], token), np.arange(len(scores))
         won = np.flatnonzero(sums == np.maximum.reduceat(sums, np.searchsorted(row, rows))[row])
         return token[won[np.searchsorted(row[won], rows)]]
 
-    def _fill(
-        self, ids: NDArray[Any], low: NDArray[Any], high: NDArray[Any], out: NDArray[Any]
-    ) -> None:
-        hashed, other = (room[: out.size].reshape(out.shape) for room in self._room)
+    def _hashes(
+        self, ids: NDArray[Any], low: NDArray[Any], high: NDArray[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The hashes, and as much room again, both only until the next call."""
+        shape = np.broadcast_shapes(ids.shape, low.shape)
+        size = math.prod(shape)
+        if size > self._room.shape[1]:
+            self._room = np.empty((2, size), dtype=np.uint32)
+        hashed, other = (room[:size].reshape(shape) for room in self._room)
         np.bitwise_xor(ids, low, out=hashed)
         hashed *= np.uint32(_ROUNDS[0][1])
         hashed ^= high
@@ -134,6 +149,12 @@ class Gumbel:
             hashed ^= np.right_shift(hashed, shift, out=other)
             hashed *= np.uint32(factor)
         hashed ^= np.right_shift(hashed, _LAST, out=other)
+        return hashed, other
+
+    def _fill(
+        self, ids: NDArray[Any], low: NDArray[Any], high: NDArray[Any], out: NDArray[Any]
+    ) -> None:
+        hashed, other = self._hashes(ids, low, high)
         np.copyto(out, hashed, casting="unsafe")
         out += np.float32(0.5)
         out *= np.float32(UNIT)
@@ -144,6 +165,11 @@ class Gumbel:
         out -= np.subtract(np.float32(1), u, out=rounded)
         out -= np.log(u, out=u)
         np.negative(np.log(out, out=out), out=out)
+
+
+def _crowded(near: NDArray[np.bool_]) -> bool:
+    """Whether the noise of all is computed faster than that of some."""
+    return bool(4 * np.count_nonzero(near) > near.size)
 
 
 def _halves(words: NDArray[np.int64]) -> NDArray[Any]:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from strobe.sampling.noise import GREATEST, Gumbel, gumbel, row_words
+from strobe.sampling.noise import Gumbel, gumbel, row_words
 
 COLDEST = 1e-30
 """The least temperature that is divided by, so that its reciprocal is a float32."""
@@ -99,12 +99,12 @@ def by_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
     more than their maximum. The token that wins the race of all is mostly one that the filters
     keep, and then wins theirs, too: only other rows are sorted, and race again."""
     given, words = logits.numpy(), row_words(rows.key, rows.position).numpy()
-    top_p, min_p, top_k = (column.numpy() for column in rows[1:4])
+    top_p, min_p, top_k = rows.top_p.numpy(), rows.min_p.numpy(), rows.top_k.numpy()
     best = given.argmax(-1) if len(given) else np.empty(0, dtype=np.int64)
     tokens, top = best.copy(), given[np.arange(len(best)), best][:, None]
     temperature = rows.temperature.numpy()[:, None]
     scale, noise = 1 / np.maximum(temperature, np.float32(COLDEST)), Gumbel(logits.shape[1])
-    least = noise.at(words, best) - GREATEST  # the best token has score 0, and no noise is greater
+    least = noise.at(words, best)  # what the best token comes to, whose score is 0
     racing = np.flatnonzero(np.isfinite(top) & (temperature > 0))
     ranked = (top_k[racing] > 0) & filtered
     doubtful = [racing[ranked]]

@@ -41,19 +41,23 @@ class Context:
     stores: Mapping[str, KVStore]
 
 
+LEFT_OUT: Any = None
+
+
 @dataclass(frozen=True)
 class Method:
     """read: the config of the method's own checkpoint, checked against the target's; None where the
     settings name none. check: its module on the meta device, every tensor's header checked, given
     the checkpoint's directory, that config and `load_format`. load: its module, given directory,
     config, the target's and how `strobe.models.load` is to hold its weights. make: its proposer, on
-    the device or on the host."""
+    the device or on the host. Raises TypeError, naming the method, for a part that is left out or
+    cannot be called."""
 
     name: str
-    read: Callable[[EngineConfig, TargetConfig], DraftConfig | None]
-    check: Callable[[Path, DraftConfig, str], DFlash]
-    load: Callable[..., DFlash]
-    make: Callable[[Context], Proposer | HostProposer]
+    read: Callable[[EngineConfig, TargetConfig], DraftConfig | None] = LEFT_OUT
+    check: Callable[[Path, DraftConfig, str], DFlash] = LEFT_OUT
+    load: Callable[..., DFlash] = LEFT_OUT
+    make: Callable[[Context], Proposer | HostProposer] = LEFT_OUT
 
     def __post_init__(self) -> None:
         for part in fields(self)[1:]:
@@ -105,4 +109,5 @@ NGRAM = Method(
     make=lambda given: NgramProposer(given.config.ngram_min, given.config.ngram_max),
 )
 REGISTRY = {method.name: method for method in (DFLASH, NGRAM)}
-assert {*REGISTRY, "none"} == set(METHODS), "a drafting method that requests cannot name"
+_odd = {*REGISTRY, "none"} ^ set(METHODS)
+assert not _odd, f"only in one of REGISTRY and sampling_params.Method: {sorted(_odd)}"

@@ -12,7 +12,16 @@ from scipy import stats
 from slow_sampling import exponential, params, row_word, token_hash
 from torch import Tensor
 
-from strobe.sampling.noise import GREATEST, Gumbel, gumbel, gumbel_by_torch, noise_key, row_words
+from strobe.sampling.noise import (
+    GREATEST,
+    NEAR,
+    NEAR_HASH,
+    Gumbel,
+    gumbel,
+    gumbel_by_torch,
+    noise_key,
+    row_words,
+)
 
 COUNT = 40_000
 REAL = 151_936
@@ -63,7 +72,9 @@ def unhash(hashed: int) -> int:
     return x
 
 
-@pytest.mark.parametrize("hashed", [0, 1, 2, 127, 2**31, 2**32 - 257, 2**32 - 2, 2**32 - 1])
+@pytest.mark.parametrize(
+    "hashed", [0, 1, 2, 127, NEAR_HASH - 1, NEAR_HASH, 2**31, 2**32 - 257, 2**32 - 2, 2**32 - 1]
+)
 def test_the_ends_of_the_noise_are_finite_and_exact(hashed: int):
     """No uniform is 0 or 1, and the smallest have all of their digits."""
     low = unhash(hashed)
@@ -74,9 +85,10 @@ def test_the_ends_of_the_noise_are_finite_and_exact(hashed: int):
         assert found.isfinite().all()
         assert close(found.item(), e)
         assert -3 < found.item() < GREATEST
+        assert found.item() < NEAR or hashed < NEAR_HASH
 
 
-@pytest.mark.parametrize("spread", [0.1, 1.0, 8.0])
+@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 5.0, 8.0])
 @pytest.mark.parametrize("size", [1, 7, 2048, REAL])
 def test_the_race_is_the_same_where_hopeless_tokens_are_left_out(spread: float, size: int):
     scores = spread * torch.randn(9, size, generator=torch.Generator().manual_seed(size))
@@ -87,7 +99,7 @@ def test_the_race_is_the_same_where_hopeless_tokens_are_left_out(spread: float, 
     for row, token in ((0, 0), (3, size // 2), (8, size - 1)):
         alone = noise.at(words[[row]], torch.tensor([token]).numpy())
         assert alone == whole[row, token]
-    least = noise.at(words, scores.argmax(1)) - GREATEST
+    least = noise.at(words, scores.argmax(1))
     assert (noise.race(scores, words, least) == (scores + whole).argmax(1)).all()
 
 
