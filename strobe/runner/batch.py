@@ -21,13 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from strobe.step import TAIL, Span
 from strobe.transfer import upload
-
-IntArray = NDArray[np.int64]
 
 FIELDS = (
     ("slots", "certain", "drafts", "sizes", "row_starts", "active"),
@@ -51,24 +48,8 @@ class Scored(NamedTuple):
     probable are named."""
 
     rows: Tensor
-    tokens: Tensor
+    tokens: Any
     top: int
-
-
-class Arrays(NamedTuple):
-    """Parts of a layout in NumPy. source [T]: where a row's token stands among the spans' newest
-    ones, the host's and the device's drafts; first_tokens [S]: of each span's among all sampled."""
-
-    slots: IntArray
-    certain: IntArray
-    drafts: IntArray
-    tokens: IntArray
-    span_of_row: IntArray
-    offset: IntArray
-    slot_of_row: IntArray
-    draft_rows: IntArray
-    source: IntArray
-    first_tokens: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,16 +68,16 @@ class Layout:
     padded: bool
     scored: Scored | None
     packed: Tensor
-    slots: Tensor
-    certain: Tensor
-    drafts: Tensor
-    sizes: Tensor
-    row_starts: Tensor
-    active: Tensor
-    span_of_row: Tensor
-    offset: Tensor
-    tokens: Tensor
-    logits_rows: Tensor | None
+    slots: Any
+    certain: Any
+    drafts: Any
+    sizes: Any
+    row_starts: Any
+    active: Any
+    span_of_row: Any
+    offset: Any
+    tokens: Any
+    logits_rows: Any
 
     def over(self, packed: Tensor) -> Layout:
         """The same layout read from elsewhere, where others of its shape will be."""
@@ -110,37 +91,26 @@ class Layout:
         return [span.num_rows for span in self.spans]
 
     @functools.cached_property
-    def arrays(self) -> Arrays:
-        """The same in NumPy, of a layout on a CPU."""
-        parts: dict[str, Any] = {
-            name: part.numpy()
-            for name, part in unpack(self.packed, self.shape).items()
-            if part is not None
-        }
-        spans, rows = self.shape.spans, self.shape.rows
-        tokens, span = parts["tokens"], parts["span_of_row"]
-        made = spans + rows + span * self.shape.drafts + self.draft_of_row.numpy()
-        given = np.where(tokens == TAIL, span, spans + np.arange(rows))
-        return Arrays(
-            slots=parts["slots"],
-            certain=parts["certain"],
-            drafts=parts["drafts"],
-            tokens=tokens,
-            span_of_row=span,
-            offset=parts["offset"],
-            slot_of_row=self.slot_of_row.numpy(),
-            draft_rows=self.draft_rows.numpy(),
-            source=np.where(tokens < TAIL, made, given),
-            first_tokens=np.arange(spans) * self.shape.logits,
-        )
+    def arrays(self) -> Layout:
+        """The same over NumPy arrays, of a layout on a CPU."""
+        return replace(self, **unpack(self.packed.numpy(), self.shape))
 
     @functools.cached_property
-    def slot_of_row(self) -> Tensor:
+    def source(self) -> Any:
+        """[T], of `arrays`: where a row's token stands among the spans' newest ones, the host's and
+        the device's drafts, one behind the other."""
+        host = self.shape.spans + np.arange(self.shape.rows)
+        drafts = host[-1] + 1 + self.span_of_row * self.shape.drafts + self.draft_of_row
+        given = np.where(self.tokens == TAIL, self.span_of_row, host)
+        return np.where(self.tokens < TAIL, drafts, given)
+
+    @functools.cached_property
+    def slot_of_row(self) -> Any:
         """[T]"""
         return self.slots[self.span_of_row]
 
     @functools.cached_property
-    def draft_of_row(self) -> Tensor:
+    def draft_of_row(self) -> Any:
         """[T]: which of the device's drafts a row holds; 0 where it holds none."""
         return (TAIL - 1 - self.tokens).clip(0)
 
@@ -156,7 +126,7 @@ class Layout:
         return x if self.logits_rows is None else x.index_select(0, self.logits_rows)
 
 
-def unpack(packed: Tensor, shape: Shape) -> dict[str, Any]:
+def unpack(packed: Any, shape: Shape) -> dict[str, Any]:
     """The parts of a packed layout, as views."""
     found: dict[str, Any] = {}
     first = 0

@@ -48,12 +48,8 @@ class ModelRunner:
         """capture: layers whose outputs are kept, as counts of layers done. buckets: what batches
         are padded to; None: they are as large as their spans."""
         self.model, self.masks, self.store, self.state = model, masks, store, state
-        self.sampling, self.backend, self.capture, self.buckets = (
-            sampling,
-            backend,
-            capture,
-            buckets,
-        )
+        self.sampling, self.backend = sampling, backend
+        self.capture, self.buckets = capture, buckets
         self._layouts: dict[Hashable, Layout] = {}
 
     def shape_of(self, spans: Sequence[Span]) -> Shape:

@@ -109,15 +109,17 @@ class DecodeState:
         return self.device.type == "cpu" and not layout.padded
 
     def _place_in_numpy(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
-        at, current = layout.arrays, self.cursor.numpy()[layout.arrays.slots]
+        at = layout.arrays
+        current = self.cursor.numpy()[at.slots]
         starts = current[:, 0]
         positions = starts.take(at.span_of_row)
         positions += at.offset
         kv_slots = self.table.numpy()[at.slot_of_row, positions // self.page_size]
         kv_slots += positions
         tokens, lengths = [current[:, 1], at.tokens], at.drafts
-        if drafts is not None and drafts.shape[1]:
+        if drafts is not None:
             tokens.append(drafts.numpy().ravel())
+        if layout.shape.drafts:
             lengths = np.minimum(lengths, np.maximum(self.limit - 1 - starts, 0))
         ids = np.concatenate(tokens).take(at.source)
         return list(map(torch.from_numpy, (ids, positions, kv_slots, starts, lengths)))
@@ -155,12 +157,16 @@ class DecodeState:
         starts, accepted = batch.starts.numpy(), batch.draft_lengths.numpy()
         if width := layout.shape.drafts:
             matched = np.zeros((len(starts), width + 1), dtype=np.bool_)
-            np.equal(batch.ids.numpy().take(at.draft_rows), sampled[:, :width], matched[:, :width])
+            np.equal(
+                batch.ids.numpy().take(layout.draft_rows.numpy()),
+                sampled[:, :width],
+                matched[:, :width],
+            )
             kept = matched.argmin(1) if simulated is None else _simulated(starts, simulated)
             accepted = np.minimum(kept, accepted)
         now = np.empty((len(starts), 2), dtype=np.int64)
         np.add(starts + at.certain, accepted, now[:, 0])
-        sampled.ravel().take(at.first_tokens + accepted, out=now[:, 1])
+        now[:, 1] = sampled[np.arange(len(starts)), accepted]
         self.cursor.numpy()[at.slots] = now
         return torch.from_numpy(accepted)
 

@@ -1,0 +1,64 @@
+"""Two versions of Strobe on one GPU in turns: time per step, cell by cell.
+
+    python benchmarks/turns.py BEFORE [--turns 3] [--json FILE] -- --shapes qwen3-8b --steps 40
+
+BEFORE is a checkout of the earlier version; the later one is this. What stands behind -- goes to
+`strobe bench step` of both. Turns alternate (after, before, before, after, ...), so that a GPU that
+warms up or slows down does so for both. The figures are medians over the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+AFTER = Path(__file__).parents[1]
+
+
+def measured(tree: Path, arguments: list[str]) -> dict[str, float]:
+    """Milliseconds by cell of one run."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "figures.json"
+        command = "import sys; from strobe.cli%s import main; sys.exit(main())"
+        module = ".main" if (tree / "strobe" / "cli").is_dir() else ""
+        subprocess.run(
+            [sys.executable, "-c", command % module, "bench", "step", *arguments, "--json", file],
+            check=True,
+            env={**os.environ, "PYTHONPATH": f"{tree}:{os.environ.get('PYTHONPATH', '')}"},
+            stdout=subprocess.DEVNULL,
+        )
+        rows = json.loads(file.read_text())["rows"]
+    return {f"{row['method']}, c = {row['concurrency']}": row["ms"] for row in rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    own, rest = sys.argv[1:], list[str]()
+    if "--" in own:
+        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
+    options = parser.parse_args(own)
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"before": [], "after": []})
+    trees = {"before": options.before.resolve(), "after": AFTER}
+    for turn in range(options.turns):
+        for name in list(trees)[:: -1 if turn % 2 == 0 else 1]:
+            for cell, ms in measured(trees[name], rest).items():
+                found[cell][name].append(ms)
+    for cell, times in found.items():
+        before, after = median(times["before"]), median(times["after"])
+        print(f"{cell}: {before:.3f} -> {after:.3f} ms, {100 * (after / before - 1):+.1f} %")
+    if options.json:
+        options.json.write_text(json.dumps({"arguments": rest, "ms": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
