@@ -31,6 +31,7 @@ def measured(tree: Path, arguments: list[str]) -> dict[str, float]:
         subprocess.run(
             [sys.executable, "-c", command % module, "bench", "step", *arguments, "--json", file],
             check=True,
+            cwd=tree,
             env={**os.environ, "PYTHONPATH": f"{tree}:{os.environ.get('PYTHONPATH', '')}"},
             stdout=subprocess.DEVNULL,
         )
