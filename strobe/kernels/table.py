@@ -123,8 +123,11 @@ def guess(gemm: Gemm, bucket: int, processors: int = 132) -> Config:
 
     64 rows of W a tile (128 where a tile of x is large or W is gated), 128 columns a step, as many
     stages as let two programs share a multiprocessor, and the split that fills all of them evenly.
+    GEMMs of more than 32 rows are cuBLAS's, which chooses better without having measured.
     """
     m = block_m(bucket)
+    if m >= 64 and gemm.dtype != torch.float32 and not gemm.fp8 and not gemm.argmax:
+        return Config("cublas")
     if gemm.dtype == torch.float32 and not gemm.fp8:  # no tensor cores: small tiles
         n, k, stages, warps = 32, 32, 3, 4
     else:
