@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -222,7 +223,7 @@ def markdown(figures: Figures, pictures: Sequence[tuple[str, str]]) -> str:
         "",
         f"`{figures['command']}`",
         "",
-        *(f"- {line}" for line in head(figures)),
+        *(_wrapped(f"- {line}") for line in head(figures)),
     ]
     for section in sections(figures):
         lines += ["", f"## {section.title}", "", _line(section.columns)]
@@ -232,12 +233,20 @@ def markdown(figures: Figures, pictures: Sequence[tuple[str, str]]) -> str:
         lines.append(_line(["---" if word else "---:" for word in words]))
         lines += [_line(row) for row in section.rows]
         if section.note:
-            lines += ["", section.note]
+            lines += ["", _wrapped(section.note)]
     for name, shows in pictures:
         lines += ["", f"![{shows}]({name})"]
     if found := remarks(figures):
-        lines += ["", "## Remarks", "", *(f"- {line}" for line in found)]
+        lines += ["", "## Remarks", "", *(_wrapped(f"- {line}") for line in found)]
     return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str) -> str:
+    """A paragraph, or a list's item, in lines of 120 columns."""
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(
+        text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _line(cells: Sequence[str]) -> str:
