@@ -57,7 +57,8 @@ class SlowBackend:
 
 
 class Double:
-    """Captures by running once and taking all effects back; replays by running again."""
+    """Captures by running once and taking all effects back; replays by running again. What other
+    graphs wrote is gone then, as in the memory that they share on a GPU."""
 
     def __init__(self, parts: Parts):
         stores = [store.data for store in parts.stores.values()]
@@ -66,6 +67,7 @@ class Double:
             held = parts.states
             self.state += [held.length, held.state, held.window, held.gates]
         self.captured = self.replayed = 0
+        self.results: list[list[Tensor]] = []
 
     def capture(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         self.captured += 1
@@ -75,9 +77,15 @@ class Double:
         for tensor, value in zip(self.state, before, strict=True):
             tensor.copy_(value)
 
+        written = tensors(result)
+        self.results.append(written)
+
         def replay() -> None:
             self.replayed += 1
-            for own, new in zip(tensors(result), tensors(body()), strict=True):
+            found = tensors(body())
+            for tensor in (tensor for others in self.results for tensor in others):
+                tensor.zero_()
+            for own, new in zip(written, found, strict=True):
                 own.copy_(new)
 
         return replay, result

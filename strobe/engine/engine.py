@@ -166,8 +166,8 @@ class Engine:
                 spans[i] = spans[i]._replace(tokens=(spans[i].tokens[0], *walk.drafts[i]))
             else:
                 made[i][: len(given[i])] = walk.drafts[i]
-        if changed and drafts is not None:
-            drafts = upload(made, self.state.device)
+        if drafts is not None:  # a copy: the forward's graph may use the memory of the drafter's
+            drafts = upload(made, self.state.device) if changed else drafts.clone()
         return plan._replace(spans=tuple(spans)), drafts, walk
 
     def _masks(self, walk: GrammarWalk, shape: Shape) -> tuple[Tensor, dict[int, str]]:

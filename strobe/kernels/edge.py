@@ -66,6 +66,7 @@ def exchange(room, turn, one, two, three, PARTS: tl.constexpr):
     while tl.load(room, volatile=True) < PARTS * (turn + 1):
         pass
     tl.atomic_add(room, 0, sem="acquire")
+    tl.debug_barrier()
     numbers += index
     one, two = tl.load(numbers, volatile=True), tl.load(numbers + PARTS, volatile=True)
     return one, two, tl.load(numbers + 2 * PARTS, volatile=True)

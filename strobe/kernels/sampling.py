@@ -123,7 +123,7 @@ def parts_of(rows: int, device: torch.device) -> int:
     them at once, for they wait for one another."""
     if device.type != "cuda":
         return 1
-    most = torch.cuda.get_device_properties(device).multi_processor_count // rows
+    most = torch.cuda.get_device_properties(device).multi_processor_count // max(rows, 1)
     return 1 << (min(max(most, 1), MOST_PARTS).bit_length() - 1)
 
 
@@ -139,9 +139,9 @@ def sample_rows(
     """logits [R, V] -> tokens [R] int64, each row as by `strobe.sampling.sampler.sample_rows`.
 
     temperature, top_p, min_p [R] float32, temperature 0 is greedy; top_k [R] int64, 0 is off; key,
-    position [R] int64. Sums are in float32 in a fixed order; where their rounding moves an edge,
-    a token more or less races. Rows without weights (NaN, +inf, or nothing but -inf) give their
-    first maximum, a NaN above all.
+    position [R] int64. Sums are in float32, in an order that R decides; where their rounding moves
+    an edge, a token more or less races. Rows without weights (NaN, +inf, or nothing but -inf) give
+    their first maximum, a NaN above all.
     """
     rows, size = logits.shape
     assert all(t.stride(0) == 1 for t in (temperature, top_p, min_p, top_k, key, position))

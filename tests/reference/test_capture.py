@@ -12,6 +12,7 @@ from captured import captured
 from tiny import Scripted, make_engine, put, run, watched, wavering
 
 from strobe import EngineConfig, SamplingParams
+from strobe.config import DEMO_MODELS
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.engine.outcomes import EngineStats
@@ -19,6 +20,7 @@ from strobe.runner.batch import Shape
 from strobe.runner.buckets import Buckets
 from strobe.server.engine_process.warmup import warm_up
 from strobe.step import TAIL, Span
+from strobe.text.tokenizer import Tokenizer
 
 COLD = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
 WARM = COLD.clone(temperature=0.9, top_p=0.8, top_k=30, seed=4)
@@ -82,6 +84,35 @@ def test_accepted_drafts_move_replayed_steps_on(target: Any):
     assert [request.output_ids for request in requests] == plain
     assert double.replayed > double.captured
     assert sum(request.speculation.accepted for request in requests) > 50
+
+
+def test_drafts_outlive_the_forward_that_runs_before_a_grammars_masks():
+    """Forward and drafter are graphs of their own there, which share their memory."""
+    settings = EngineConfig(
+        str(DEMO_MODELS / "target"), draft=str(DEMO_MODELS / "draft"), max_model_len=256,
+        max_num_seqs=2, draft_sample_method="probabilistic", enable_prefix_caching=False,
+    )  # fmt: skip
+    spelled = COLD.clone(structured_outputs={"regex": "[^~]{40,120}"}, ignore_eos=False)
+    asked = [spelled, spelled.clone(temperature=0.8, seed=1)]
+    question = [{"role": "user", "content": "What is 17 + 25?"}]
+    prompt = Tokenizer(DEMO_MODELS / "target").render_chat(question)
+    found: list[list[tuple[list[int], int]]] = []
+    for graphs in (False, True):
+        resolved = resolve(settings)
+        parts = build(resolved)
+        if graphs:
+            double = captured(parts, 2, resolved.limits.num_drafts)
+        engine = Engine(resolved, parts=parts)
+        answers: list[tuple[list[int], int]] = []
+        for sampling in asked:
+            request = engine.add(prompt, sampling)
+            while engine.has_work:
+                engine.step()
+            answers.append((request.output_ids, request.speculation.accepted))
+        found.append(answers)
+    assert found[1] == found[0]
+    assert all(accepted for _, accepted in found[0])
+    assert double.replayed > double.captured
 
 
 def decoding(count: int, drafts: int) -> list[Span]:
