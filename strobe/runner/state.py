@@ -157,11 +157,8 @@ class DecodeState:
         starts, accepted = batch.starts.numpy(), batch.draft_lengths.numpy()
         if width := layout.shape.drafts:
             matched = np.zeros((len(starts), width + 1), dtype=np.bool_)
-            np.equal(
-                batch.ids.numpy().take(layout.draft_rows.numpy()),
-                sampled[:, :width],
-                matched[:, :width],
-            )
+            drafts = batch.ids.numpy().take(layout.draft_rows.numpy())
+            np.equal(drafts, sampled[:, :width], matched[:, :width])
             kept = matched.argmin(1) if simulated is None else _simulated(starts, simulated)
             accepted = np.minimum(kept, accepted)
         now = np.empty((len(starts), 2), dtype=np.int64)

@@ -108,11 +108,8 @@ class Gumbel:
 
     def at(self, words: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """words, tokens [C] -> [C], the noise of one token each."""
-        out, ids = np.empty(len(tokens), dtype=np.float32), self.ids[tokens]
-        low, high = _halves(words)
-        for first in range(0, len(tokens), len(self._room[0])):
-            part = slice(first, first + len(self._room[0]))
-            self._fill(ids[part], low[part], high[part], out[part])
+        out = np.empty(len(tokens), dtype=np.float32)
+        self._fill(self.ids[tokens], *_halves(words), out)
         return out
 
     def race(

@@ -298,5 +298,5 @@ class Gemma4SparseLayer(Gemma4Layer):
     def feed(self, ops: TorchOps, x: Residual) -> Tensor:
         every = ops.norm(super().feed(ops, x), self.post_feedforward_layernorm_1)
         rows = ops.norm(x.value, self.pre_feedforward_layernorm_2)
-        few = self.experts(rows, *self.router(x.value), torch.zeros_like(rows))
+        few = ops.experts(rows, self.router(x.value), self.experts, torch.zeros_like(rows))
         return every + ops.norm(few, self.post_feedforward_layernorm_2)

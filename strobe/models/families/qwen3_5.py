@@ -198,7 +198,7 @@ class GatedDeltaNet(nn.Module):
         decay = -self.A_log.float().exp() * time
         rate = ops.linear(x, self.in_proj_b).sigmoid().float()
         qkv, conv = ops.linear(x, self.in_proj_qkv), self.conv1d.weight[:, 0]
-        out = rows.attend.mix(self.layer, qkv, decay, rate, conv)
+        out = ops.delta_rule(qkv, decay, rate, conv, self.layer, rows)
         return self.norm(out, ops.linear(x, self.in_proj_z).view(out.shape)).flatten(1)
 
 
@@ -216,7 +216,7 @@ class SharedMLP(SparseMLP):
         rows, shared = ops.norm(x.value, norm), self.shared_expert
         inner = ops.linear(rows, shared.gate_up_proj, "silu")
         every = ops.linear(inner, shared.down_proj) * self.shared_expert_gate(rows).sigmoid()
-        x.value = x.value + self.experts(rows, *self.router(rows), every)
+        x.value = x.value + ops.experts(rows, self.router(rows), self.experts, every)
 
 
 class GatedAttention(Attention):

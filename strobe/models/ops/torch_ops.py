@@ -2,7 +2,7 @@
 what operations are given beside tensors and modules: the residual stream and its rows.
 
 Legend: T rows, H hidden size, I intermediate size, V vocabulary, Hq / Hkv query and key-value
-heads, D head size, L layers.
+heads, D head size, L layers; of a gated delta rule Hv value heads of Dv, C channels.
 """
 
 from __future__ import annotations
@@ -154,6 +154,21 @@ class TorchOps:
             v = unit_rms(v, of.eps, None)
         sinks = () if of.sinks is None else (of.sinks,)
         return rows.attend(of.layer, qk[:, : of.q_heads], qk[:, of.q_heads :], v, *sinks)
+
+    def experts(
+        self, x: Tensor, routed: tuple[Tensor, Tensor], experts: nn.Module, residual: Tensor
+    ) -> Tensor:
+        """x, residual [T, H], the router's weights and expert ids [T, top_k] -> residual + the
+        weighted results of the experts, which hold their parameters and this form of it."""
+        return experts(x, *routed, residual)
+
+    def delta_rule(
+        self, qkv: Tensor, decay: Tensor, rate: Tensor, conv: Tensor, layer: int, rows: Rows
+    ) -> Tensor:
+        """The gated delta rule behind a convolution, over the sequences' states (Yang et al., arXiv
+        2412.06464): qkv [T, C], decay (its logarithm) and rate [T, Hv] in fp32, conv [C, kernel] ->
+        [T, Hv, Dv]. layer: counts recurrent ones only."""
+        return rows.attend.mix(layer, qkv, decay, rate, conv)
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         """Residual stream [R, H], weight [V, H] -> logits [R, V]."""
