@@ -101,9 +101,8 @@ class ModelRunner:
         if mode == GREEDY:
             return Sampled(self.model.argmax(rows), None)
         span = layout.select(layout.span_of_row)
-        where = LogitRows(
-            layout.slots.index_select(0, span), layout.select(batch.positions) + ahead
-        )
+        slots, positions = layout.slots.index_select(0, span), layout.select(batch.positions)
+        where = LogitRows(slots, positions + ahead)
         if mode.processed:
             rank = layout.select(layout.offset) - layout.certain.index_select(0, span) + 1
             drafts = batch.ids[layout.draft_rows]

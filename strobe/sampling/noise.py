@@ -109,7 +109,8 @@ class Gumbel:
     def at(self, words: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """words, tokens [C] -> [C], the noise of one token each."""
         out = np.empty(len(tokens), dtype=np.float32)
-        self._fill(self.ids[tokens], *_halves(words), out)
+        low, high = _halves(words)
+        self._fill(self.ids[tokens], low, high, out)
         return out
 
     def race(

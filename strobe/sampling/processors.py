@@ -107,10 +107,8 @@ def process(
 
 def _processed(x: Tensor, tables: Tables, rows: LogitRows) -> Tensor:
     """Rows [R, V] with bias, penalties and bans."""
-    slots, drafts, span, rank = rows.slots, rows.drafts, rows.span, rows.rank
-    assert drafts is not None
-    assert span is not None
-    assert rank is not None
+    slots = rows.slots
+    drafts, span, rank = (part for part in rows[2:] if part is not None)
     x = x + tables.bias.index_select(0, slots)
     before = torch.arange(drafts.shape[1], device=x.device) < rank[:, None]
     counts = tables.counts.index_select(0, slots)

@@ -158,8 +158,8 @@ class TorchOps:
     def experts(
         self, x: Tensor, routed: tuple[Tensor, Tensor], experts: nn.Module, residual: Tensor
     ) -> Tensor:
-        """x, residual [T, H], the router's weights and expert ids [T, top_k] -> residual + the
-        weighted results of the experts, which hold their parameters and this form of it."""
+        """x, residual [T, H], weights and expert ids [T, top_k] -> residual + the weighted results
+        of the experts, which hold their parameters and this form of it."""
         return experts(x, *routed, residual)
 
     def delta_rule(
