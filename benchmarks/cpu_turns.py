@@ -1,0 +1,193 @@
+"""Two versions of Strobe on one CPU in turns: tokens per second and the engine's own work per step.
+
+    python benchmarks/cpu_turns.py BEFORE [--rounds 3] [--prompts 12] [--json FILE]
+
+BEFORE is a checkout of the earlier version; the later one is this. Each version is a process of its
+own that answers the same prompts with the demo models of this checkout, or takes one step, while
+the other one waits: a machine that slows down does so for both. A prompt's time is the fastest of
+`repeats`; own work is as benchmarks/cpu.py defines it, the median over steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+AFTER = Path(__file__).parents[1]
+OWN_WORK = ((1, 0.0), (32, 0.0), (1, 1.0), (32, 1.0))  # requests, temperature
+STEPS = 60
+
+
+class Stopwatch:
+    """Time spent in wrapped calls; a wrapped call within another one counts once."""
+
+    def __init__(self) -> None:
+        self.seconds, self.depth = 0.0, 0
+
+    def wrap(self, owner: Any, name: str) -> None:
+        call = getattr(owner, name, None)
+        if call is None:
+            return
+
+        def timed_call(*args: Any, **kwargs: Any) -> Any:
+            self.depth, began = self.depth + 1, time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.depth -= 1
+                if not self.depth:
+                    self.seconds += time.perf_counter() - began
+
+        setattr(owner, name, timed_call)
+
+
+class Worker:
+    """One version, asked line by line."""
+
+    def __init__(self, models: Path) -> None:
+        from strobe import LLM
+
+        self.pair = {"target": str(models / "target"), "draft": str(models / "draft")}
+        self.llms = {
+            "plain": LLM(self.pair["target"], method="none", enable_prefix_caching=False),
+            "dflash": LLM(**self.pair, enable_prefix_caching=False),
+        }
+        self.engine: Any = None
+        self.watch = Stopwatch()
+
+    def answer(self, way: str, ids: list[int]) -> tuple[float, int]:
+        """Seconds and tokens of one greedy answer."""
+        from strobe import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=256)
+        began = time.perf_counter()
+        (output,) = self.llms[way].generate([ids], params, use_tqdm=False)
+        return time.perf_counter() - began, len(output.outputs[0].token_ids)
+
+    def start(self, prompts: list[list[int]], temperature: float) -> None:
+        """Begin as many requests as prompts, and step until all of them decode."""
+        from strobe import EngineConfig, SamplingParams
+        from strobe.engine.engine import Engine
+
+        engine = self.engine = Engine(EngineConfig(**self.pair, max_num_seqs=len(prompts)))
+        drafter = getattr(engine.proposers, "proposers", engine.proposers)["dflash"]
+        for runner in (engine.runner, drafter.runner):
+            for owner, name in ((runner, "forward"), (runner.model, "head")):
+                self.watch.wrap(owner, name)
+            for name in ("argmax", "pick"):
+                self.watch.wrap(runner.model, name)
+        self.watch.wrap(drafter, "observe")
+        params = SamplingParams(max_tokens=600, ignore_eos=True, seed=1, temperature=temperature)
+        for ids in prompts:
+            engine.add(ids, params)
+        while engine.scheduler.waiting or not all(r.decoding for r in engine.scheduler.running):
+            engine.step()
+
+    def step(self) -> float:
+        """Seconds of the engine's own work in one step."""
+        self.watch.seconds, began = 0.0, time.perf_counter()
+        self.engine.step()
+        return time.perf_counter() - began - self.watch.seconds
+
+    def serve(self) -> None:
+        for line in sys.stdin:
+            name, *arguments = json.loads(line)
+            print(json.dumps(getattr(self, name)(*arguments)), flush=True)
+
+
+class Version:
+    """A worker in the tree of one version."""
+
+    def __init__(self, tree: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", str(AFTER / "strobe" / "demo_models"), "."],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+        )
+
+    def ask(self, *question: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(question), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+
+def measured(
+    trees: dict[str, Path], prompts: list[list[int]], repeats: int
+) -> dict[str, dict[str, float]]:
+    """Figures by cell and version, of one process each."""
+    versions = {name: Version(tree) for name, tree in trees.items()}
+    names = list(versions)
+    figures: dict[str, dict[str, float]] = {}
+    for way in ("plain", "dflash"):
+        seconds, tokens = dict.fromkeys(names, 0.0), 0
+        for ids in prompts:
+            fastest, made = dict.fromkeys(names, float("inf")), 0
+            for turn in range(repeats):
+                for name in names[:: 1 if turn % 2 else -1]:
+                    took, made = versions[name].ask("answer", way, ids)
+                    fastest[name] = min(fastest[name], took)
+            tokens += made
+            for name in names:
+                seconds[name] += fastest[name]
+        figures[f"{way}, tokens/s"] = {name: tokens / seconds[name] for name in names}
+    for count, temperature in OWN_WORK:
+        took = {name: list[float]() for name in names}
+        for name in names:
+            versions[name].ask("start", (prompts * 32)[:count], temperature)
+        for turn in range(STEPS // (2 if count > 1 else 1)):
+            for name in names[:: 1 if turn % 2 else -1]:
+                took[name].append(versions[name].ask("step"))
+        cell = f"own work, {count} requests, temperature {temperature:g}, ms"
+        figures[cell] = {name: 1e3 * median(took[name]) for name in names}
+    for version in versions.values():
+        version.process.kill()
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("before", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.worker:
+        return Worker(options.worker).serve()
+
+    from strobe import LLM
+    from strobe.config import DEMO_MODELS
+    from strobe.tools.demo import choose_examples, prompts_of
+
+    llm = LLM(str(DEMO_MODELS / "target"), method="none")
+    prompts = [[*map(int, p)] for p in prompts_of(llm, choose_examples(options.prompts))]
+    trees = {"before": options.before.resolve(), "after": AFTER}
+    rounds = []
+    for _ in range(options.rounds):
+        rounds.append(measured(trees, prompts, options.repeats))
+        print(json.dumps(rounds[-1]), flush=True)
+    figures = {
+        cell: {name: round(median(r[cell][name] for r in rounds), 3) for name in trees}
+        for cell in rounds[0]
+    }
+    for cell, row in figures.items():
+        change = 100 * (row["after"] / row["before"] - 1)
+        print(f"{cell}: {row['before']} -> {row['after']}, {change:+.1f} %")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
