@@ -66,23 +66,26 @@ class Double:
         if parts.states is not None:
             held = parts.states
             self.state += [held.length, held.state, held.window, held.gates]
+        self.kept = parts.runner.kept
         self.captured = self.replayed = 0
         self.results: list[list[Tensor]] = []
 
     def capture(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         self.captured += 1
-        before = [tensor.clone() for tensor in self.state]
+        state = [*self.state, *self.kept.values()]
+        before = [tensor.clone() for tensor in state]
         self.state[0].zero_()  # the step has moved on already: from here it may pass the end
         result = body()
-        for tensor, value in zip(self.state, before, strict=True):
+        for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
 
-        written = tensors(result)
+        kept = [tensor.data_ptr() for tensor in self.kept.values()]  # belongs to no graph
+        written = [t for t in tensors(result) if t.data_ptr() not in kept]
         self.results.append(written)
 
         def replay() -> None:
             self.replayed += 1
-            found = tensors(body())
+            found = [t for t in tensors(body()) if t.data_ptr() not in kept]
             for tensor in (tensor for others in self.results for tensor in others):
                 tensor.zero_()
             for own, new in zip(written, found, strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,17 +93,17 @@ class Engine:
         graphs = self.graphs if self.runner.captured(layout) else Eager()
 
         def forward(packed: Tensor, drafts: Tensor | None) -> Output:
-            return self.runner.forward(self.state.place(layout.over(packed), drafts, bounds))
+            batch = self.state.place(layout.over(packed), drafts, bounds)
+            return self.runner.keep(self.runner.forward(batch))
 
         def verify(packed: Tensor, *given: Tensor | None) -> Verdict:
-            return self.verify(layout.over(packed), bounds, mode, *given)
+            return self.verify(layout.over(packed), bounds, mode, output, *given)
 
-        given, errors = [drafts], dict[int, str]()
+        output, masks, errors = None, None, dict[int, str]()
         if walk is not None:  # masks are computed while the target runs
             output = graphs.run(("forward", shape), forward, layout.packed, drafts)
             masks, errors = self._masks(walk, shape)
-            given = [drafts, masks, *output]
-        verdict = graphs.run((mode, shape), verify, layout.packed, *given)
+        verdict = graphs.run((mode, shape), verify, layout.packed, drafts, masks)
         self.mark("verify")
         tops = self.sampling.top_logprobs(slots) if mode.logprobs is not None else {}
         return PendingStep(plan, verdict, tops, errors)
@@ -123,14 +122,14 @@ class Engine:
         layout: Layout,
         bounds: Sequence[int],
         mode: SamplingMode,
+        output: Output | None,
         drafts: Tensor | None,
-        masks: Tensor | None = None,
-        *output: Any,
+        masks: Tensor | None,
     ) -> Verdict:
         """The device's part of a step behind the drafts, captured where its shape comes again.
         output: the forward's, where that has run."""
         batch = self.state.place(layout, drafts, bounds)  # ids, positions and K/V slots of all rows
-        output = Output(*output) if output else self.runner.forward(batch)
+        output = output or self.runner.forward(batch)
         sampled = self.runner.sample(output, layout, batch, mode, masks)
         tokens = sampled.tokens.view(-1, layout.shape.logits)
         # Lengths and newest tokens move on by what was kept of the drafts.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 from strobe.config import Limits
 from strobe.request import FinishReason, Request, SpeculationCount, Status
@@ -47,11 +48,10 @@ class Outcomes:
         if reason is not None:
             request.status, request.finish_reason = Status.FINISHED, reason
         logprobs = result.logprobs.get(i, [])[:count]
-        return self.event(request, kept)._replace(
-            drafted=drafted, accepted=min(accepted, count), logprobs=logprobs, context=start
-        )
+        counts = {"drafted": drafted, "accepted": min(accepted, count), "context": start}
+        return self.event(request, kept, logprobs=logprobs, **counts)
 
-    def event(self, request: Request, tokens: list[int]) -> TokenEvent:
+    def event(self, request: Request, tokens: list[int], **counted: Any) -> TokenEvent:
         start = None
         if not request.started:
             request.started = True
@@ -71,6 +71,7 @@ class Outcomes:
             stop_reason=request.stop_reason,
             error=request.error,
             start=start,
+            **counted,
         )
 
     def _ending(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:

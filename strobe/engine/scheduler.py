@@ -206,7 +206,7 @@ class Scheduler:
         if not held:
             assert self.pool.available == self.pool.capacity, "an idle engine holds pages"
         for record in held:
-            assert record.lease.num_open == record.in_flight
+            assert len(record.lease.reserved) == record.in_flight
             if record.decoding and not record.in_flight and not record.draining:
                 assert record.lease.length == record.start == len(record.request.tokens) - 1
 

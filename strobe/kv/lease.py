@@ -39,10 +39,6 @@ class Lease:
         """Positions in open reservations."""
         return sum(self.reserved)
 
-    @property
-    def num_open(self) -> int:
-        return len(self.reserved)
-
     def pages_for(self, count: int) -> int:
         """Pages a further reservation of `count` positions would have to add."""
         end = min(self.length + self.open + count, self.limit)

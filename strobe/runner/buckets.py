@@ -17,9 +17,10 @@ class Buckets:
 
     def __init__(self, max_spans: int, num_drafts: int, block: int = 0):
         """max_spans: most requests at once; num_drafts: the longest draft there is; block: rows of
-        a drafter's block."""
+        a drafter's block. most_rows: of a step that is captured."""
         self.max_spans, self.num_drafts = max_spans, num_drafts
         self.block = max(1 + num_drafts, block)
+        self.most_rows = max(REPLAYED_ROWS, max_spans * self.block)
         steps = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_spans, 32)]
         self.spans = [*[s for s in steps if s < max_spans], max_spans]
         # Few where spans differ in length, for there the rows vary too; and one span more than

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 Body = Callable[..., Any]
-
-
-class Capturer(Protocol):
-    """Captures work on the device so that it can be done again without the host's."""
-
-    def capture(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """How to do it again, and the tensors it then writes its result to. Does not do it."""
-        ...
 
 
 class CUDACapturer:
@@ -28,6 +20,7 @@ class CUDACapturer:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """How to run the body again, and the tensors it then writes its result to."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             result = body()
@@ -53,7 +46,7 @@ class Graphs:
     stream.
     """
 
-    def __init__(self, capturer: Capturer):
+    def __init__(self, capturer: CUDACapturer):
         self.capturer = capturer
         self._graphs: dict[Hashable, _Graph] = {}
         self._refused: set[Hashable] = set()

@@ -132,7 +132,8 @@ def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: 
     Per row: the residual stream twice and normed once, `features` copies of it, gate, up and their
     product, or for each expert that it goes through these and three copies of itself; per row with
     logits these, in dtype and in float32. Once for steps that run as they are and once, for as many
-    rows as are replayed, for those that were captured. And the tables of sampling, per slot.
+    rows as are replayed, for those that were captured, whose outputs are kept once more for steps
+    with grammars. And the tables of sampling, per slot.
     """
     rows = limits.max_num_batched_tokens
     logits_rows = limits.max_num_seqs * (1 + limits.num_drafts)
@@ -144,4 +145,6 @@ def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: 
     per_row = (3 + features) * decoder.hidden_size + inner
     logits = logits_rows * decoder.vocab_size * (dtype.itemsize + 4)
     tables = SamplingState.num_bytes(limits.max_num_seqs, decoder.vocab_size)
-    return (rows + max(logits_rows, REPLAYED_ROWS)) * per_row * dtype.itemsize + 2 * logits + tables
+    replayed, kept = max(logits_rows, REPLAYED_ROWS), (1 + features) * decoder.hidden_size
+    values = rows * per_row + replayed * (per_row + kept)
+    return values * dtype.itemsize + 2 * logits + tables

@@ -31,8 +31,7 @@ class PendingStep:
     """A plan and its verdict, on the way to the host.
 
     top_logprobs: by span, how many of the most probable tokens its request wants named beside each
-    token. errors: by span, why its request cannot go on. followed: whether
-    grammars have taken in its tokens.
+    token. errors: by span, why its request cannot go on. followed: grammars know its tokens.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -51,6 +51,7 @@ class ModelRunner:
         self.sampling, self.backend = sampling, backend
         self.capture, self.buckets = capture, buckets
         self._layouts: dict[Hashable, Layout] = {}
+        self.kept: dict[str, Tensor] = {}
 
     def shape_of(self, spans: Sequence[Span]) -> Shape:
         """The shape of the spans' layout: their own, or the bucket that they are padded to."""
@@ -85,6 +86,18 @@ class ModelRunner:
         """Run the model over every row."""
         attend = self.backend.plan(batch, self.store, self.masks)
         return Output(*self.model(batch.ids, batch.positions, attend, self.capture))
+
+    def keep(self, output: Output) -> Output:
+        """The output, of steps that are captured in memory where another graph finds every one."""
+        rows, buckets = output.x.shape[0], self.buckets
+        if buckets is None or rows > buckets.most_rows:
+            return output
+        found: dict[str, Any] = {name: p for name, p in output._asdict().items() if p is not None}
+        for name, part in found.items():
+            if name not in self.kept:
+                self.kept[name] = part.new_empty(buckets.most_rows, part.shape[1])
+            found[name] = self.kept[name][:rows].copy_(part)
+        return Output(found["x"], found.get("hidden"))
 
     def sample(
         self,

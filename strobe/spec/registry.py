@@ -94,13 +94,7 @@ def no_checkpoint(*given: Any, **named: Any) -> Any:
     return None
 
 
-DFLASH = Method(
-    "dflash",
-    read=_read_dflash,
-    check=check_draft_tensors,
-    load=load_draft,
-    make=_make_dflash,
-)
+DFLASH = Method("dflash", _read_dflash, check_draft_tensors, load_draft, _make_dflash)
 NGRAM = Method(
     "ngram",
     read=no_checkpoint,

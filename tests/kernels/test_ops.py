@@ -3,6 +3,7 @@ own, and the kernels that a layer launches."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from strobe.kv.store import KVSpec, KVStore
 from strobe.models.config import DecoderConfig, TargetConfig
 from strobe.models.load import load_draft, load_target
 from strobe.models.ops import triton_ops
+from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.ops.triton_ops import TritonOps
 from strobe.models.registry import load_draft_config, load_target_config
 
@@ -165,6 +167,48 @@ def test_kernels_compute_what_the_layers_say(tmp_path: Path, device: torch.devic
     FAMILIES[family](tmp_path, head_dim=64, num_hidden_layers=2, hidden_size=64)
     for found, wanted in compared(tmp_path, device):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+class Counting(TorchOps):
+    """How often a forward asks for the operations that layers are told apart by."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+
+    def attention(self, *given: Any) -> Tensor:
+        self.seen["attention"] += 1
+        return super().attention(*given)
+
+    def experts(self, *given: Any) -> Tensor:
+        self.seen["experts"] += 1
+        return super().experts(*given)
+
+    def delta_rule(self, *given: Any) -> Tensor:
+        self.seen["delta_rule"] += 1
+        return super().delta_rule(*given)
+
+
+@pytest.mark.parametrize(
+    ("family", "asked"),
+    [
+        ("qwen3", {"attention": 2}),
+        ("qwen3_moe", {"attention": 2, "experts": 2}),
+        ("gpt_oss", {"attention": 2, "experts": 2}),
+        ("gemma4_moe", {"attention": 2, "experts": 2}),
+        ("qwen3_5", {"attention": 1, "delta_rule": 1}),
+        ("qwen3_5_moe", {"attention": 1, "delta_rule": 1, "experts": 2}),
+    ],
+)
+def test_layers_ask_their_ops_for_what_may_become_a_kernel(
+    tmp_path: Path, device: torch.device, family: str, asked: dict[str, int]
+):
+    FAMILIES[family](tmp_path, head_dim=64, num_hidden_layers=2, hidden_size=64)
+    config = load_target_config(tmp_path)
+    model = load_target(tmp_path, config, max_positions=16, dtype=torch.float32, device=device)
+    model.ops = Counting()
+    ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
+    model(ids, places, cache(config, device, kernels=False), ())
+    assert model.ops.seen == asked
 
 
 KEPT = ("layers.0.", "layers.1.self_attn.q_proj", "layers.1.mlp.g", "layers.2.mlp.down_proj")

@@ -72,12 +72,12 @@ class Pages(RuleBasedStateMachine):
         wants = [(s, data.draw(st.integers(0, 7))) for s in chosen]
         needed = sum(s.pages_after(n) - len(s.lease.pages) for s, n in wants)
         room = NUM_PAGES - 1 - len(self.held())
-        before = [(list(s.lease.pages), s.lease.open, s.lease.num_open) for s in self.live]
+        before = [(list(s.lease.pages), s.lease.open, len(s.lease.reserved)) for s in self.live]
         assert self.pool.available == room
         fits = reserve_all([(s.lease, n) for s, n in wants])
         assert fits == (needed <= room)
         if not fits:
-            after = [(s.lease.pages, s.lease.open, s.lease.num_open) for s in self.live]
+            after = [(s.lease.pages, s.lease.open, len(s.lease.reserved)) for s in self.live]
             assert after == before
             assert self.pool.available == room
             return
@@ -148,10 +148,10 @@ class Pages(RuleBasedStateMachine):
             wrong.append(lambda: lease.adopt([0] * LIMIT))
         wrong.append(lambda: reserve_all([(lease, -1)]))
         call = data.draw(st.sampled_from(wrong))
-        before = (list(lease.pages), lease.length, lease.open, lease.num_open, lease.released)
+        before = (list(lease.pages), lease.length, lease.open, len(lease.reserved), lease.released)
         with pytest.raises(LeaseError):
             call()
-        after = (lease.pages, lease.length, lease.open, lease.num_open, lease.released)
+        after = (lease.pages, lease.length, lease.open, len(lease.reserved), lease.released)
         assert after == before
 
     @invariant()
@@ -230,7 +230,7 @@ def test_a_refused_reservation_of_several_leases_changes_none_of_them():
     pool = PagePool(4, 2)
     first, second = Lease(pool, 10), Lease(pool, 10)
     assert not reserve_all([(first, 4), (second, 4)])
-    assert (first.pages, second.pages, first.num_open, second.num_open) == ([], [], 0, 0)
+    assert (first.pages, second.pages, len(first.reserved), len(second.reserved)) == ([], [], 0, 0)
     assert reserve_all([(first, 4), (second, 2)])
     assert pool.available == 0
 

@@ -145,7 +145,7 @@ class TorchOps:
     def attention(self, qkv: Tensor, of: Attention, rows: Rows) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) D], as the layer's linear leaves it -> [T, Hq * D]: norm and rotate
         the heads, store keys and values, attend."""
-        qkv, heads = qkv.view(len(qkv), -1, of.head_dim), of.q_heads + of.kv_heads
+        qkv, heads = qkv.view(qkv.shape[0], -1, of.head_dim), of.q_heads + of.kv_heads
         qk, v = qkv[:, :heads], qkv[:, -of.kv_heads :]  # the keys once more without own values
         if (norms := of.norms()) is not None:
             qk = (unit_rms(qk, of.eps, norms[1]) * norms[0]).to(qk.dtype)
@@ -185,7 +185,7 @@ class TorchOps:
         """A drafter's kv [T, L * 2 * Hkv * D], as its context weights leave it -> keys, normed and
         rotated, and values [T, L, Hkv, D]."""
         layers, width = of.gains.shape
-        keys, values = kv.view(len(kv), layers, 2, -1, width).unbind(2)
+        keys, values = kv.view(kv.shape[0], layers, 2, -1, width).unbind(2)
         (gains, floor), (cos, sin) = of.folded, rows.angles(0)
         keys = unit_rms(keys, of.eps, floor) * gains[:, None]
         return rotate(keys, (cos[:, None], sin[:, None])), values
