@@ -85,7 +85,8 @@ def device_name(device: torch.device) -> str:
 def versions() -> dict[str, str | None]:
     """Of what the figures depend on; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("strobe", "torch", "triton"):
+    found["torch"] = str(torch.__version__)  # with the build's suffix, which metadata can lack
+    for package in ("strobe", "triton"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
