@@ -83,8 +83,8 @@ class Script:
         )  # fmt: skip
 
 
-def post(path: str, script: Script, **body: Any) -> Answer:
-    """The answer of a server with such an engine."""
+def app(script: Script) -> Any:
+    """A server with such an engine."""
     settings = ServerConfig(access_log=False)
     serving = Serving(
         settings=settings,
@@ -96,4 +96,9 @@ def post(path: str, script: Script, **body: Any) -> Answer:
         formats=Formats.of(settings, tokenizer().hf.chat_template),
         metrics=ServerMetrics("scripted"),
     )
-    return call(make_app(serving), path, body=[json.dumps(body).encode()])
+    return make_app(serving)
+
+
+def post(path: str, script: Script, **body: Any) -> Answer:
+    """The answer of a server with such an engine."""
+    return call(app(script), path, body=[json.dumps(body).encode()])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from bodies import GENERATING, SMALLEST
 from pydantic import BaseModel
+from scripted import Script, app
 
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.chat_messages import (
@@ -99,6 +100,23 @@ def test_the_page_names_what_is_written_by_hand(names: Any, page: str):
     flat = [one for name in names for one in ([name] if isinstance(name, str) else name)]
     assert flat
     assert not set(flat) - words
+
+
+def test_the_page_names_every_endpoint(page: str):
+    asked = re.findall(r"^\| (.*?) \| ", page.partition("\n\n|")[2].partition("\n\n")[0], re.M)
+    named = {call for cell in asked for call in re.findall(r"`((?:GET|POST) [^`]*)`", cell)}
+    routed = app(Script(""))
+    while not hasattr(routed, "routes"):  # middleware
+        routed = routed.app
+    there = {
+        f"{method} {route.path.replace('{name:path}', 'NAME')}"
+        for route in routed.routes
+        for method in getattr(route, "methods", ())
+        if method in ("GET", "POST")
+    }
+    page_files = {call for call in there - named if "." in call}  # what the page at / loads
+    assert there - page_files == named
+    assert len(named) > 10
 
 
 def test_the_page_says_each_status(page: str):

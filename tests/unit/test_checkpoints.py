@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from strobe.attention.mask import LayerMask
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.config_readers.zlab import default_capture_layers
-from strobe.models.registry import load_draft_config, load_target_config
+from strobe.models.registry import FAMILIES, load_draft_config, load_target_config
 from strobe.models.rope import RopeConfig
 
 QWEN3_8B: dict[str, Any] = {
@@ -335,3 +336,11 @@ def test_tensors_without_a_learned_value_are_passed_over(tmp_path: Path, target:
         tmp_path / "target" / "model.safetensors"
     )
     assert resolve(EngineConfig(target=str(tmp_path / "target"))).limits.max_model_len == 512
+
+
+def test_the_page_of_checkpoints_names_every_architecture():
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    families = page.partition("## Target families")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration))`", families)) == {
+        *FAMILIES
+    }
