@@ -109,9 +109,10 @@ def reserve_all(wants: Sequence[tuple[Lease, int]]) -> bool:
     for lease, count in wants:
         if lease.released or count < 0:
             raise LeaseError(f"reserve({count}) on a lease that is released, or below zero")
-    if sum(lease.pages_for(count) for lease, count in wants) > pool.available:
+    needed = [lease.pages_for(count) for lease, count in wants]
+    if sum(needed) > pool.available:
         return False
-    for lease, count in wants:
-        lease.pages += pool.allocate(lease.pages_for(count))
+    for (lease, count), pages in zip(wants, needed, strict=True):
+        lease.pages += pool.allocate(pages)
         lease.reserved.append(count)
     return True

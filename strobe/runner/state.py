@@ -22,7 +22,8 @@ class DecodeState:
 
     cursor [N + 1, 2]: positions with K/V, and the newest token, which has none. table [N + 1,
     columns]: what to add to a position in column position // page_size to get its slot in the KV
-    stores; columns that were never given a page lead into page 0, which is never read.
+    stores; columns that were never given a page lead into page 0, which is never read. arrays:
+    both as NumPy's, on a CPU.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class DecodeState:
         unmapped = torch.arange(0, -columns, -1, dtype=torch.int64, device=device) * page_size
         self.table = unmapped.repeat(num_slots + 1, 1)
         self.table[-1] += spare_page * page_size
+        self.arrays: Any = [t.numpy() for t in (self.cursor, self.table) if device.type == "cpu"]
 
     def apply(self, plan: Plan) -> None:
         """Take over the plan's admissions and page-table entries."""
@@ -109,19 +111,17 @@ class DecodeState:
         return self.device.type == "cpu" and not layout.padded
 
     def _place_in_numpy(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
-        at = layout.arrays
-        current = self.cursor.numpy()[at.slots]
+        at, (cursor, table) = layout.arrays, self.arrays
+        current = cursor[at.slots]
         starts = current[:, 0]
         positions = starts.take(at.span_of_row)
         positions += at.offset
-        kv_slots = self.table.numpy()[at.slot_of_row, positions // self.page_size]
+        kv_slots = table[at.slot_of_row, positions // self.page_size]
         kv_slots += positions
-        tokens, lengths = [current[:, 1], at.tokens], at.drafts
-        if drafts is not None:
-            tokens.append(drafts.numpy().ravel())
+        made, lengths = () if drafts is None else (drafts.numpy().ravel(),), at.drafts
         if layout.shape.drafts:
             lengths = np.minimum(lengths, np.maximum(self.limit - 1 - starts, 0))
-        ids = np.concatenate(tokens).take(at.source)
+        ids = np.concatenate((current[:, 1], at.tokens, *made)).take(at.source)
         return list(map(torch.from_numpy, (ids, positions, kv_slots, starts, lengths)))
 
     def accept(
@@ -164,7 +164,7 @@ class DecodeState:
         now = np.empty((len(starts), 2), dtype=np.int64)
         np.add(starts + at.certain, accepted, now[:, 0])
         now[:, 1] = sampled[np.arange(len(starts)), accepted]
-        self.cursor.numpy()[at.slots] = now
+        self.arrays[0][at.slots] = now
         return torch.from_numpy(accepted)
 
 
