@@ -98,6 +98,6 @@ def test_control_c_while_a_server_loads_is_quiet():
     finally:
         server.kill()
         server.wait()
-    assert server.returncode == 0
+    assert server.returncode == 0, error
     assert "Traceback" not in error
     assert "KeyboardInterrupt" not in error
