@@ -52,8 +52,11 @@ class Worker:
     """One version, asked line by line."""
 
     def __init__(self, models: Path) -> None:
+        import strobe
         from strobe import LLM
 
+        own = Path(strobe.__file__).resolve().is_relative_to(Path.cwd().resolve())
+        assert own, f"{Path.cwd()} holds no strobe: this is {strobe.__file__}"
         self.pair = {"target": str(models / "target"), "draft": str(models / "draft")}
         self.llms = {
             "plain": LLM(self.pair["target"], method="none", enable_prefix_caching=False),
@@ -183,8 +186,11 @@ def main() -> None:
         for cell in rounds[0]
     }
     for cell, row in figures.items():
-        change = 100 * (row["after"] / row["before"] - 1)
-        print(f"{cell}: {row['before']} -> {row['after']}, {change:+.1f} %")
+        # Versions took turns within a round, so a round's change is of one machine and hour.
+        changes = [100 * (r[cell]["after"] / r[cell]["before"] - 1) for r in rounds]
+        each = ", ".join(f"{change:+.1f}" for change in changes)
+        median_change = f"{median(changes):+.1f} % ({each})"
+        print(f"{cell}: {row['before']} -> {row['after']}, {median_change}")
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 

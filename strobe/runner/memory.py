@@ -145,6 +145,6 @@ def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: 
     per_row = (3 + features) * decoder.hidden_size + inner
     logits = logits_rows * decoder.vocab_size * (dtype.itemsize + 4)
     tables = SamplingState.num_bytes(limits.max_num_seqs, decoder.vocab_size)
-    replayed, kept = max(logits_rows, REPLAYED_ROWS), (1 + features) * decoder.hidden_size
-    values = rows * per_row + replayed * (per_row + kept)
+    kept = max(limits.max_num_seqs * limits.block, REPLAYED_ROWS) * (1 + features)
+    values = (rows + max(logits_rows, REPLAYED_ROWS)) * per_row + kept * decoder.hidden_size
     return values * dtype.itemsize + 2 * logits + tables
