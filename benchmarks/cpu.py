@@ -19,29 +19,13 @@ from statistics import median
 from typing import Any
 
 import torch
+from cpu_turns import Stopwatch
 
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.config import DEMO_MODELS
 from strobe.engine.engine import Engine
 from strobe.outputs import CompletionOutput, RequestOutput
 from strobe.tools.demo import Answer, answerer, choose_examples, compare, prompts_of, race
-
-
-class Stopwatch:
-    """Adds up the time spent in wrapped calls."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_call(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - began
-
-        return timed_call
 
 
 def own_work(

@@ -5,7 +5,8 @@
 BEFORE is a checkout of the earlier version; the later one is this. Each version is a process of its
 own that answers the same prompts with the demo models of this checkout, or takes one step, while
 the other one waits: a machine that slows down does so for both. A prompt's time is the fastest of
-`repeats`; own work is as benchmarks/cpu.py defines it, the median over steps.
+`repeats`; own work is as benchmarks/cpu.py defines it, the median over steps. Each round starts new
+processes.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 AFTER = Path(__file__).parents[1]
 OWN_WORK = ((1, 0.0), (32, 0.0), (1, 1.0), (32, 1.0))  # requests, temperature
-STEPS = 60
+STEPS, LEAST_STEPS = 60, 15
 
 
 class Stopwatch:
@@ -31,11 +33,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds, self.depth = 0.0, 0
 
-    def wrap(self, owner: Any, name: str) -> None:
-        call = getattr(owner, name, None)
-        if call is None:
-            return
-
+    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed_call(*args: Any, **kwargs: Any) -> Any:
             self.depth, began = self.depth + 1, time.perf_counter()
             try:
@@ -45,7 +43,7 @@ class Stopwatch:
                 if not self.depth:
                     self.seconds += time.perf_counter() - began
 
-        setattr(owner, name, timed_call)
+        return timed_call
 
 
 class Worker:
@@ -65,14 +63,14 @@ class Worker:
         self.engine: Any = None
         self.watch = Stopwatch()
 
-    def answer(self, way: str, ids: list[int]) -> tuple[float, int]:
+    def answer(self, way: str, ids: list[int]) -> tuple[float, list[int]]:
         """Seconds and tokens of one greedy answer."""
         from strobe import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=256)
         began = time.perf_counter()
         (output,) = self.llms[way].generate([ids], params, use_tqdm=False)
-        return time.perf_counter() - began, len(output.outputs[0].token_ids)
+        return time.perf_counter() - began, output.outputs[0].token_ids
 
     def start(self, prompts: list[list[int]], temperature: float) -> None:
         """Begin as many requests as prompts, and step until all of them decode."""
@@ -82,19 +80,27 @@ class Worker:
         engine = self.engine = Engine(EngineConfig(**self.pair, max_num_seqs=len(prompts)))
         drafter = getattr(engine.proposers, "proposers", engine.proposers)["dflash"]
         for runner in (engine.runner, drafter.runner):
-            for owner, name in ((runner, "forward"), (runner.model, "head")):
-                self.watch.wrap(owner, name)
-            for name in ("argmax", "pick"):
-                self.watch.wrap(runner.model, name)
-        self.watch.wrap(drafter, "observe")
+            model = runner.model
+            for owner, name in ((runner, "forward"), (model, "head"), (model, "argmax")):
+                if hasattr(owner, name):  # an earlier version called argmax within forward
+                    setattr(owner, name, self.watch.wrap(getattr(owner, name)))
+        drafter.observe = self.watch.wrap(drafter.observe)
         params = SamplingParams(max_tokens=600, ignore_eos=True, seed=1, temperature=temperature)
         for ids in prompts:
             engine.add(ids, params)
-        while engine.scheduler.waiting or not all(r.decoding for r in engine.scheduler.running):
+        while not self.steady():
             engine.step()
+        self.requests = len(prompts)
 
-    def step(self) -> float:
-        """Seconds of the engine's own work in one step."""
+    def steady(self) -> bool:
+        """Whether nothing waits and all that runs decodes."""
+        scheduler = self.engine.scheduler
+        return not scheduler.waiting and all(r.decoding for r in scheduler.running)
+
+    def step(self) -> float | None:
+        """Seconds of the engine's own work in a step of all requests; None once one has ended."""
+        if len(self.engine.scheduler.running) < self.requests or not self.steady():
+            return None
         self.watch.seconds, began = 0.0, time.perf_counter()
         self.engine.step()
         return time.perf_counter() - began - self.watch.seconds
@@ -109,8 +115,9 @@ class Version:
     """A worker in the tree of one version."""
 
     def __init__(self, tree: Path) -> None:
+        models = str(AFTER / "strobe" / "demo_models")
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", str(AFTER / "strobe" / "demo_models"), "."],
+            [sys.executable, __file__, "--worker", models, str(tree)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -135,12 +142,13 @@ def measured(
     for way in ("plain", "dflash"):
         seconds, tokens = dict.fromkeys(names, 0.0), 0
         for ids in prompts:
-            fastest, made = dict.fromkeys(names, float("inf")), 0
+            fastest, answers = dict.fromkeys(names, float("inf")), dict[str, list[int]]()
             for turn in range(repeats):
                 for name in names[:: 1 if turn % 2 else -1]:
-                    took, made = versions[name].ask("answer", way, ids)
+                    took, answers[name] = versions[name].ask("answer", way, ids)
                     fastest[name] = min(fastest[name], took)
-            tokens += made
+            assert answers["before"] == answers["after"], "the versions answer differently"
+            tokens += len(answers["after"])
             for name in names:
                 seconds[name] += fastest[name]
         figures[f"{way}, tokens/s"] = {name: tokens / seconds[name] for name in names}
@@ -150,8 +158,10 @@ def measured(
             versions[name].ask("start", (prompts * 32)[:count], temperature)
         for turn in range(STEPS // (2 if count > 1 else 1)):
             for name in names[:: 1 if turn % 2 else -1]:
-                took[name].append(versions[name].ask("step"))
-        cell = f"own work, {count} requests, temperature {temperature:g}, ms"
+                if (own := versions[name].ask("step")) is not None:
+                    took[name].append(own)
+        assert all(len(times) >= LEAST_STEPS for times in took.values()), "requests end too early"
+        cell = f"own work, requests: {count}, temperature {temperature:g}, ms"
         figures[cell] = {name: 1e3 * median(took[name]) for name in names}
     for version in versions.values():
         version.process.kill()
@@ -192,7 +202,7 @@ def main() -> None:
         median_change = f"{median(changes):+.1f} % ({each})"
         print(f"{cell}: {row['before']} -> {row['after']}, {median_change}")
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        options.json.write_text(json.dumps({"medians": figures, "rounds": rounds}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -127,9 +127,9 @@ class Engine:
         masks: Tensor | None,
     ) -> Verdict:
         """The device's part of a step behind the drafts, captured where its shape comes again.
-        output: the forward's, where that has run."""
+        output: the forward's, where that has run: no input, it lies always in one place."""
         batch = self.state.place(layout, drafts, bounds)  # ids, positions and K/V slots of all rows
-        output = output or self.runner.forward(batch)
+        output = self.runner.forward(batch) if output is None else output
         sampled = self.runner.sample(output, layout, batch, mode, masks)
         tokens = sampled.tokens.view(-1, layout.shape.logits)
         # Lengths and newest tokens move on by what was kept of the drafts.

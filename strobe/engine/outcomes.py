@@ -37,10 +37,10 @@ class Outcomes:
         self, request: Request, start: int, drafted: int, i: int, result: StepResult
     ) -> TokenEvent:
         """Append a span's tokens up to the first one that ends the request."""
-        tokens, accepted = result.tokens[i], result.accepted[i]
+        tokens = result.tokens[i]
         request.error = result.errors.get(i)
         count, reason = (0, "error") if request.error is not None else self._ending(request, tokens)
-        kept = tokens[:count]
+        kept, accepted = tokens[:count], min(result.accepted[i], count)  # up to the answer's end
         request.tokens += kept
         self.stats.generation_tokens += count
         if drafted:
@@ -48,10 +48,11 @@ class Outcomes:
         if reason is not None:
             request.status, request.finish_reason = Status.FINISHED, reason
         logprobs = result.logprobs.get(i, [])[:count]
-        counts = {"drafted": drafted, "accepted": min(accepted, count), "context": start}
+        counts = {"drafted": drafted, "accepted": accepted, "context": start}
         return self.event(request, kept, logprobs=logprobs, **counts)
 
-    def event(self, request: Request, tokens: list[int], **counted: Any) -> TokenEvent:
+    def event(self, request: Request, tokens: list[int], **more: Any) -> TokenEvent:
+        """more: fields of the event that the request does not know."""
         start = None
         if not request.started:
             request.started = True
@@ -71,7 +72,7 @@ class Outcomes:
             stop_reason=request.stop_reason,
             error=request.error,
             start=start,
-            **counted,
+            **more,
         )
 
     def _ending(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
@@ -91,9 +92,7 @@ class Outcomes:
         return (room, "length") if len(tokens) >= room else (len(tokens), None)
 
     def _count(self, request: Request, drafted: int, accepted: int, committed: int) -> None:
-        """Drafts count as accepted up to the token that ended the answer; a stop string, which is
-        found later in the text, takes nothing back."""
-        accepted = min(accepted, committed)
+        """Count a verify step. A stop string, which is found later, takes nothing back."""
         counts = request.speculation
         counts.add(drafted, accepted)
         self.stats.speculation.add(drafted, accepted)

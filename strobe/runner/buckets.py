@@ -17,7 +17,7 @@ class Buckets:
 
     def __init__(self, max_spans: int, num_drafts: int, block: int = 0):
         """max_spans: most requests at once; num_drafts: the longest draft there is; block: rows of
-        a drafter's block. most_rows: of a step that is captured."""
+        a drafter's block. most_rows: no step of more is captured."""
         self.max_spans, self.num_drafts = max_spans, num_drafts
         self.block = max(1 + num_drafts, block)
         self.most_rows = max(REPLAYED_ROWS, max_spans * self.block)

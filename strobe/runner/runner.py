@@ -88,7 +88,8 @@ class ModelRunner:
         return Output(*self.model(batch.ids, batch.positions, attend, self.capture))
 
     def keep(self, output: Output) -> Output:
-        """The output, of steps that are captured in memory where another graph finds every one."""
+        """The output copied to `kept`, one buffer a part for all shapes, where another graph finds
+        it; as it is, where it has more rows than any step that is captured."""
         rows, buckets = output.x.shape[0], self.buckets
         if buckets is None or rows > buckets.most_rows:
             return output
