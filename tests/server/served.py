@@ -78,8 +78,10 @@ class Served:
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
-        found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics"), re.M)
-        assert found, f"there is no metric {name}"
+        page = self.get("/metrics")
+        found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", page, re.M)
+        # A counter with labels has no sample before the first event.
+        assert found or f"# TYPE {name} " in page, f"there is no metric {name}"
         return sum(map(float, found))
 
     def stop(self, patience: float = PATIENCE) -> int:
