@@ -71,7 +71,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
     while any(request.finish_reason is None for request in first):
         engine.step()
     for sampling in (greedy, warm):
-        for count in parts.runner.shapes.spans:
+        for count in parts.runner.buckets.spans:
             drive(engine, count, sampling)
     torch.cuda.synchronize()
     planned = weights + stores + resolved.scratch
