@@ -57,6 +57,15 @@ class Span(NamedTuple):
         return self.num_rows - self.drafts
 
 
+def num_rows(spans: Sequence[Span], verified: int | None = None) -> int:
+    """Rows of all spans. verified: drafts that are verified of those that the device makes."""
+    rows, made = 0, 0
+    for span in spans:
+        rows += span.num_rows
+        made += span.drafts if span.method is not None else 0
+    return rows if verified is None else rows - max(made - verified, 0)
+
+
 class PageWrite(NamedTuple):
     """New entries of one request's page table: `pages` from column `first` on."""
 
@@ -81,11 +90,16 @@ class Admission(NamedTuple):
 
 class Plan(NamedTuple):
     """Who runs in a step and how far. pages: page-table entries that the device does not know yet;
-    admitted: requests that are new to it."""
+    admitted: requests that are new to it. verified: how many of all the drafts that are made on the
+    device are verified, the most promising ones, which the device chooses; None: all. confidence:
+    by the draft's place, slope and intercept of the logistic function that makes its chance to be
+    right, given those before it, of its margin."""
 
     spans: tuple[Span, ...] = ()
     pages: tuple[PageWrite, ...] = ()
     admitted: tuple[Admission, ...] = ()
+    verified: int | None = None
+    confidence: tuple[tuple[float, float], ...] = ()
 
     @property
     def methods(self) -> dict[str, list[int]]:
@@ -110,12 +124,16 @@ class StepResult(NamedTuple):
     """What became of a plan's spans, on the host.
 
     tokens: per span the target's tokens, one more than were accepted; accepted: drafts kept.
+    drafted: drafts verified, where the device chose their number; margins: of every draft that it
+    made, how far its logit was above the second largest.
     logprobs, prompt_logprobs: by span, where asked for. errors: by span, a sentence that says why
     its request cannot go on.
     """
 
     tokens: list[list[int]]
     accepted: list[int]
+    drafted: list[int] | None = None
+    margins: list[list[float]] | None = None
     logprobs: dict[int, list[TokenLogprob]] = {}  # noqa: RUF012
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # noqa: RUF012
     errors: dict[int, str] = {}  # noqa: RUF012

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny import (
     VOCAB,
-    Lengths,
+    RandomRows,
     Scripted,
     adversary,
     drain,
@@ -273,8 +273,7 @@ def speculation(combination: Combination, index: int) -> Any:
 def policy(combination: Combination) -> dict[str, Any]:
     if combination.lengths != "random":
         return {}
-    rng = random.Random(repr(combination))
-    return {"budget": Lengths(lambda request, most: rng.randint(0, most))}
+    return {"budget": RandomRows(repr(combination))}
 
 
 def engine_for(c: Combination, pair: Pair) -> Engine:

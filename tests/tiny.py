@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from strobe.engine.engine import Engine
 from strobe.request import Request, TokenLogprob
 from strobe.runner.state import DecodeState
 from strobe.sampling_params import SamplingParams
-from strobe.spec.base import Proposer, ProposerSet
-from strobe.spec.budget import Candidate, Load
+from strobe.spec.base import Drafts, Proposer, ProposerSet
+from strobe.spec.budget import Allotment, Candidate, Load
 from strobe.step import Span, TokenEvent
 
 VOCAB = 61
@@ -284,8 +285,24 @@ class Lengths:
     def __init__(self, length: Callable[[Request, int], int]):
         self.length = length
 
-    def drafts(self, candidates: Sequence[Candidate], load: Load) -> list[int]:
-        return [self.length(candidate.request, candidate.most) for candidate in candidates]
+    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
+        return Allotment([self.length(one.request, one.most) for one in candidates])
+
+
+class RandomRows:
+    """Another budget in each step: everything, some of each request's drafts, or so many in all, by
+    some confidence."""
+
+    def __init__(self, seed: str):
+        self.rng = random.Random(seed)
+
+    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
+        rng, kind = self.rng, self.rng.randrange(4)
+        most = [one.most if kind < 2 else rng.randint(0, one.most) for one in candidates]
+        if kind % 2 == 0:
+            return Allotment(most)
+        steps = tuple([(rng.uniform(-0.2, 1.0), rng.uniform(-2, 2)) for _ in range(max(most))])
+        return Allotment(most, rng.randint(0, sum(most) + 2), steps)
 
 
 def run(
@@ -389,7 +406,7 @@ class Scripted:
         running = {record.slot: record.request for record in self.engine.scheduler.running}
         return [running[span.slot] for span in spans]
 
-    def propose(self, spans: Sequence[Span]) -> torch.Tensor:
+    def propose(self, spans: Sequence[Span]) -> Drafts:
         rows: list[list[int]] = []
         for span, request in zip(spans, self.requests(spans), strict=True):
             start, _ = cursor(self.state, span.slot)
@@ -398,7 +415,9 @@ class Scripted:
             true = true + [0] * (self.num_drafts - len(true))
             rows.append(self.mangle(request, start, true))
         drafts = torch.tensor(rows, device=self.state.device)
-        return drafts.view(len(rows), self.num_drafts)
+        margins = (drafts * 7 % 13).float()
+        size = len(rows), self.num_drafts
+        return Drafts(drafts.view(size), margins.view(size))
 
     def observe(self, batch: Any, hidden: Any, verdict: Any) -> None:
         pass

@@ -16,8 +16,8 @@ from strobe.engine.scheduler import Scheduler
 from strobe.kv.pages import PagePool
 from strobe.request import Request, Status, TokenLogprob
 from strobe.sampling_params import SamplingParams
-from strobe.spec.budget import Budget, Candidate, Load
-from strobe.step import TAIL, Admission, Plan, Span, StepResult, TokenEvent
+from strobe.spec.budget import Allotment, Budget, Candidate, Load
+from strobe.step import TAIL, Admission, Plan, Span, StepResult, TokenEvent, num_rows
 
 STOP = 5
 TOKENS = 7
@@ -104,6 +104,7 @@ class Device:
         self.apply(plan)
         tokens, accepted = [], []
         scores: dict[int, list[TokenLogprob]] = {}
+        verified = self._verified(plan)
         assert len({span.slot for span in plan.spans}) == len(plan.spans)
         for i, span in enumerate(plan.spans):
             owner, slot = self.owner[span.slot], span.slot
@@ -118,7 +119,7 @@ class Device:
                 following = range(start + 1, start + 1 + len(span.scored))
                 scores[i] = [score_of(owner, position) for position in following]
             certain = span.num_certain
-            offered = min(span.drafts, max(0, self.limits.max_model_len - 1 - start))
+            offered = min(verified[i], max(0, self.limits.max_model_len - 1 - start))
             if span.method is None:
                 own = span.tokens[certain : certain + offered]
                 true = known[start + certain : start + certain + offered]
@@ -126,14 +127,28 @@ class Device:
             else:
                 kept = accept(offered)
                 self._write(slot, start, 0, self.limits.block, known)  # the drafter's scratch
-            self._write(slot, start, certain + kept, span.drafts - kept, known)
+            self._write(slot, start, certain + kept, verified[i] - kept, known)
             self._read(slot, start, known)
             self.length[slot] = start + certain + kept
             first = start + certain
             made = [truth(owner, p) for p in range(first, first + kept + 1)]
             tokens.append(made if span.logits else [0])
             accepted.append(kept)
-        return StepResult(tokens, accepted, {}, scores)
+        drafted = None if plan.verified is None else verified
+        return StepResult(tokens, accepted, drafted, prompt_logprobs=scores)
+
+    def _verified(self, plan: Plan) -> list[int]:
+        """Drafts of each span that are verified: of those that the device makes, one of each span
+        after another, the last ones first, until there are as many as the plan says."""
+        found = [span.drafts if span.method is None else 0 for span in plan.spans]
+        made = [i for i, span in enumerate(plan.spans) if span.method is not None]
+        left = sum(plan.spans[i].drafts for i in made)
+        left = left if plan.verified is None else min(left, plan.verified)
+        while left:
+            for i in reversed(made):
+                if left and found[i] < plan.spans[i].drafts:
+                    found[i], left = found[i] + 1, left - 1
+        return found
 
     def _check_prefill(self, span: Span, start: int) -> None:
         owner = self.owner[span.slot]
@@ -206,9 +221,9 @@ class Policy:
         self.count = count
         self.seen: list[tuple[list[Candidate], Load]] = []
 
-    def drafts(self, candidates: Sequence[Candidate], load: Load) -> list[int]:
+    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
         self.seen.append((list(candidates), load))
-        return [self.count(candidate) for candidate in candidates]
+        return Allotment([self.count(candidate) for candidate in candidates])
 
 
 class World:
@@ -314,7 +329,7 @@ class World:
             if request.method in self.scheduler.host:
                 assert TAIL not in span.tokens
             assert span.drafts <= min(request.num_drafts, self.limits.num_drafts)
-        used = sum(span.num_rows for span in plan.spans)
+        used = num_rows(plan.spans, plan.verified)
         assert used <= self.limits.max_num_batched_tokens, "the token budget is exceeded"
         if alone is None:
             self._check_overtaken(before, [self.at[one.slot] for one in plan.admitted])

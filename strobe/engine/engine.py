@@ -21,6 +21,7 @@ from strobe.runner.runner import Output
 from strobe.sampling.grammar import GrammarWalk
 from strobe.sampling.state import SamplingMode
 from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
+from strobe.spec.allocate import most_promising
 from strobe.spec.budget import Budget
 from strobe.step import Plan, StepResult, TokenEvent
 from strobe.transfer import upload
@@ -83,13 +84,13 @@ class Engine:
         self._admit(plan)
         self.mark("start")
         slots = [span.slot for span in plan.spans]
-        mode, shape = self.sampling.mode(slots), self.runner.shape_of(plan.spans)
-        drafts = self.proposers.propose(plan, shape)  # tokens only
+        mode, shape = self.sampling.mode(slots), self.runner.shape_of(plan.spans, plan.verified)
+        drafts, margins = self.proposers.propose(plan, shape)
         self.mark("draft")
         walk = None
         if mode.grammar:
             plan, drafts, walk = self._constrain(plan, drafts)
-        layout, bounds = self.runner.lay_out(plan.spans, shape), self.runner.bounds(plan.spans)
+        layout, bounds = self._lay_out(plan, shape, margins), self.runner.bounds(plan.spans)
         graphs = self.graphs if self.runner.captured(layout) else Eager()
 
         def forward(packed: Tensor, drafts: Tensor | None) -> Output:
@@ -101,12 +102,12 @@ class Engine:
 
         output, masks, errors = None, None, dict[int, str]()
         if walk is not None:  # masks are computed while the target runs
-            output = graphs.run(("forward", shape), forward, layout.packed, drafts)
-            masks, errors = self._masks(walk, shape)
-        verdict = graphs.run((mode, shape), verify, layout.packed, drafts, masks)
+            output = graphs.run(("forward", layout.shape), forward, layout.packed, drafts)
+            masks, errors = self._masks(walk, layout.shape)
+        verdict = graphs.run((mode, layout.shape), verify, layout.packed, drafts, masks)
         self.mark("verify")
         tops = self.sampling.top_logprobs(slots) if mode.logprobs is not None else {}
-        return PendingStep(plan, verdict, tops, errors)
+        return PendingStep(plan, verdict, tops, errors, layout.drafts, margins)
 
     def _admit(self, plan: Plan) -> None:
         """Take over what is new in a plan. Raises AssertionError for one that cannot be run."""
@@ -140,6 +141,16 @@ class Engine:
         verdict = Verdict(tokens, accepted, sampled.scores, scores)
         self.proposers.observe(batch, output.hidden, verdict)  # drafters' K/V, on the same pages
         return verdict
+
+    def _lay_out(self, plan: Plan, shape: Shape, margins: Tensor | None) -> Layout:
+        """The plan's layout, with the drafts that it verifies; of those that the device makes, the
+        most promising ones by their margins [S, K]."""
+        layout = self.runner.lay_out(plan.spans, shape)
+        if plan.verified is None or not shape.drafts:
+            return layout
+        made = layout.made_drafts
+        chosen = most_promising(margins, plan.confidence, made, shape.drafts, plan.verified)
+        return self.runner.narrow(layout, layout.drafts - made + chosen, shape)
 
     def _constrain(
         self, plan: Plan, drafts: Tensor | None
@@ -231,7 +242,7 @@ class Engine:
         number. Raises ValueError, naming the value, for what cannot run."""
         self._check_prompt(prompt_ids)
         self._check_sampling(sampling)
-        method, drafts, off = self._choose(Speculation.of(sampling.speculation))
+        method, drafts, off = self._method_of(Speculation.of(sampling.speculation))
         number = next(self._numbers)
         if sampling.seed is not None:
             seed = sampling.seed
@@ -322,7 +333,7 @@ class Engine:
                 f"{what} holds token id {wrong}, but the vocabulary has ids 0 to {size - 1}."
             )
 
-    def _choose(self, asked: Speculation) -> tuple[str, int, str | None]:
+    def _method_of(self, asked: Speculation) -> tuple[str, int, str | None]:
         """(method, drafts per step, why not) for one request."""
         most = self.limits.num_drafts
         method = asked.method or self.resolved.method

@@ -24,8 +24,17 @@ from strobe.engine.suspects import Suspects
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
-from strobe.spec.budget import Budget, Candidate, FullBudget, Load
-from strobe.step import TAIL, Admission, PageWrite, Plan, Span, StepResult, TokenEvent
+from strobe.spec.budget import Allotment, Budget, Candidate, FullBudget, Load
+from strobe.step import (
+    TAIL,
+    Admission,
+    PageWrite,
+    Plan,
+    Span,
+    StepResult,
+    TokenEvent,
+    num_rows,
+)
 
 if TYPE_CHECKING:
     from strobe.spec.base import HostProposer
@@ -115,8 +124,8 @@ class Scheduler:
         """Choose this step's spans and reserve their pages, all or nothing."""
         alone = self._suspects.first()
         running = [r for r in self.running if alone is None or r.request is alone]
-        chosen = self._decode_spans([r for r in running if r.decoding and self._ready(r)])
-        taken = sum([span.num_rows for _, span in chosen])
+        chosen, allotted = self._decode_spans([r for r in running if r.decoding and self._ready(r)])
+        taken = num_rows([span for _, span in chosen], allotted.verified)
         budget = self.limits.max_num_batched_tokens - taken
         most = self.limits.max_mixed_tokens
         if most is not None and any(record.decoding for record in running):
@@ -144,6 +153,8 @@ class Scheduler:
             tuple([span for _, span in chosen]),
             tuple(pages),
             tuple([_admission(record, span.start) for record, span in admitted]),
+            allotted.verified,
+            allotted.confidence,
         )
 
     def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
@@ -162,7 +173,8 @@ class Scheduler:
             if span.scored:
                 request.prompt_logprobs[span.start + 1 :] = result.prompt_logprobs[i]
             if span.logits or i in result.errors:
-                drafted = max(0, min(span.drafts, self.limits.max_model_len - 1 - start))
+                drafted = span.drafts if result.drafted is None else result.drafted[i]
+                drafted = max(0, min(drafted, self.limits.max_model_len - 1 - start))
                 events.append(self.outcomes.take(request, start, drafted, i, result))
             if self.prefix_caching and request.error is None:
                 record.lease.publish(request.tokens)
@@ -214,10 +226,10 @@ class Scheduler:
         """Whether its next step may be planned while results of it are on their way."""
         return not (record.in_flight and record.request.method in self.host)
 
-    def _decode_spans(self, records: list[Record]) -> list[tuple[Record, Span]]:
+    def _decode_spans(self, records: list[Record]) -> tuple[list[tuple[Record, Span]], Allotment]:
         """Each record's newest token, and the drafts that it verifies."""
         if not records:
-            return []
+            return [], Allotment([])
         most = self.limits.num_drafts
         load = Load(
             decoding=len(records),
@@ -225,8 +237,9 @@ class Scheduler:
             waiting=len(self.waiting),
         )
         asked = [Candidate(r.request, min(r.request.num_drafts, most)) for r in records]
-        counts = self.budget.drafts(asked, load)
-        return [(r, self._decode_span(r, n)) for r, n in zip(records, counts, strict=True)]
+        found = self.budget.allot(asked, load)
+        pairs = zip(records, found.most, strict=True)
+        return [(record, self._decode_span(record, most)) for record, most in pairs], found
 
     def _decode_span(self, record: Record, count: int) -> Span:
         request, bound = record.request, record.lease.length + record.lease.open

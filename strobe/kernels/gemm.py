@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from strobe.kernels.dependent import dependent
 from strobe.kernels.rowwise import gated, round_to
 from strobe.kernels.table import GROUP, Config, Gemm, Weight, block_m, bucket_of
-from strobe.kernels.workspace import LEAST, Scaled, Workspace
+from strobe.kernels.workspace import LEAST, MOST_MARGIN, Scaled, Workspace
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter keeps bf16 and fp8 as integers: it truncates, and cannot multiply them."""
@@ -67,6 +67,13 @@ def _keys(logits, ns):
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - ns).to(tl.int64)
 
 
+@triton.jit
+def _logit(keys):
+    """Of a key, in float32."""
+    order = (keys >> 32).to(tl.int32)
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _gemm(
     x,  # [M, K]
@@ -84,7 +91,8 @@ def _gemm(
     next_sums,  # fp32 [M, tiles]: squares of y
     partials,  # fp32 [tiles, SPLIT, BLOCK_M, BLOCK_N], then squares [tiles, SPLIT, BLOCK_M]
     arrived,  # int32 [tiles], zero between launches
-    best,  # int64 [BLOCK_M], LEAST between launches
+    best,  # int64 [BLOCK_M] and, with margins, as many once more; LEAST between launches
+    margins,  # fp32 [M], of an ARGMAX: the largest logit less the second, 0 to 40; or None
     rows,  # M
     x_stride,
     residual_stride,
@@ -244,14 +252,27 @@ def _gemm(
         if ARGMAX:
             logits = round_to(total, DTYPE)
             keys = tl.where((ns < N)[:, None], _keys(logits.to(tl.float32), ns[:, None]), LEAST)
-            tl.atomic_max(best + ms, tl.max(keys, axis=0), mask=live, sem="relaxed")
+            first_key = tl.max(keys, axis=0)
+            before = tl.atomic_max(best + ms, first_key, mask=live, sem="relaxed")
+            if margins is not None:
+                # Of every two largest ones that meet, the smaller one may be the second of all.
+                rest = tl.max(tl.where(keys == first_key[None, :], LEAST, keys), axis=0)
+                rest = tl.maximum(rest, tl.minimum(before, first_key))
+                tl.atomic_max(best + BLOCK_M + ms, rest, mask=live, sem="relaxed")
             tl.debug_barrier()
             if tl.atomic_add(arrived + TILES, 1, sem="acq_rel") == TILES - 1:
                 tl.store(arrived + TILES, 0)
                 key = tl.load(best + ms, mask=live, other=0, cache_modifier=".cg")
                 tl.store(y + ms, 0x7FFFFFFF - (key & 0xFFFFFFFF), mask=live)
+                if margins is not None:
+                    rest = tl.load(best + BLOCK_M + ms, mask=live, other=0, cache_modifier=".cg")
+                    margin = _logit(key) - _logit(rest)
+                    margin = tl.where(margin == margin, margin, 0.0)
+                    tl.store(margins + ms, tl.minimum(margin, MOST_MARGIN), mask=live)
                 tl.debug_barrier()  # threads that hold the same row have all read it
                 tl.store(best + ms, tl.full([BLOCK_M], LEAST, tl.int64))
+                if margins is not None:
+                    tl.store(best + BLOCK_M + ms, tl.full([BLOCK_M], LEAST, tl.int64))
         else:
             out = tl.trans(total)
             if GATED:
@@ -291,12 +312,14 @@ def launch(
     x_scale: Tensor | None = None,
     bias: Tensor | None = None,
     gelu: bool = False,
+    margins: Tensor | None = None,
     warmup: bool = False,
 ) -> Scaled | None:
     """The kernel with `config`, which must be one of triton's; `warmup` compiles it only.
 
     scaled: x as the GEMM before left it. then: the weight of the norm behind, for which the
-    result is left. gelu: a gate's activation is gelu in its tanh form, not silu.
+    result is left. gelu: a gate's activation is gelu in its tanh form, not silu. margins [M]: of an
+    argmax, to be filled.
     """
     bucket = block_m(bucket_of(x.shape[0]))
     tiles = config.tiles(gemm)
@@ -346,6 +369,7 @@ def launch(
         workspace.partials,
         workspace.arrived,
         workspace.best,
+        margins,
         x.shape[0],
         x.stride(0),
         0 if residual is None else residual.stride(0),

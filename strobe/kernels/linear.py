@@ -113,17 +113,19 @@ class Gemms:
         *,
         norm: tuple[Tensor, float] | None = None,
         scaled: Scaled | None = None,
+        margins: Tensor | None = None,
     ) -> Tensor:
         """x [R, K], weight [V, K] -> [R] int64: the id of the largest of norm(x) Wᵀ.
 
         Logits are rounded to the model's dtype first; the lowest id wins a tie, and NaN counts as
-        the largest, as in torch.argmax. The logits are never in memory.
+        the largest, as in torch.argmax. The logits are never in memory. margins [R] float32: filled
+        with how far each one is above the second largest, as `sampler.best_two` has it.
         """
         config, gemm = self._choose(x, weight, norm if scaled is None else None, argmax=True)
         if config.kernel == "cublas":
-            return argmax(self._in_parts(x, weight, norm, None, False, None))
+            return argmax(self._in_parts(x, weight, norm, None, False, None), margins)
         out = x.new_empty(x.shape[0], dtype=torch.int64)
-        self._launch(config, gemm, x, weight, norm, None, out, scaled=scaled)
+        self._launch(config, gemm, x, weight, norm, None, out, scaled=scaled, margins=margins)
         return out
 
     def _choose(
@@ -161,6 +163,7 @@ class Gemms:
         then: Tensor | None = None,
         bias: Tensor | None = None,
         gelu: bool = False,
+        margins: Tensor | None = None,
     ) -> Scaled | None:
         x_scale = None
         rows = gemm.fp8 and not config.groups
@@ -186,6 +189,7 @@ class Gemms:
             x_scale=x_scale,
             bias=bias,
             gelu=gelu,
+            margins=margins,
         )
 
     def _in_parts(

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from strobe.kernels.edge import SEGMENTS, WIDTH, exchange, ids_of, least_kept
-from strobe.kernels.race import LOG2E, key_of, race, read, take_best, word_of
+from strobe.kernels.race import LOG2E, LOW_WORD, NO_WORD, key_of, race, read, take_best, word_of
+from strobe.kernels.workspace import MOST_MARGIN
 
 MOST_PARTS = 8
 ARGMAX_BLOCK = 8192
@@ -90,30 +91,58 @@ def _sample_kernel(
 
 
 @triton.jit
-def _argmax_kernel(logits_ptr, out_ptr, stride, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Each block's first maximum; of several blocks, its word."""
+def _argmax_kernel(logits_ptr, out_ptr, rests_ptr, stride, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Each block's first maximum; of several blocks, its word. rests_ptr: for each block, the key
+    of its largest logit but that one; or None."""
     index, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = read(logits_ptr + index * stride, at, V)
     keys = tl.where(x == x, key_of(x), NAN_KEY)
     best = tl.max(keys, 0)
     token = tl.min(tl.where(keys == best, at, V), 0).to(tl.int64)
-    if blocks > 1:
+    if rests_ptr is not None:
+        rest = tl.max(tl.where(at == token, -NAN_KEY, keys), 0)
+        tl.store(rests_ptr + index * blocks + block, rest)
+    if (blocks > 1) | (rests_ptr is not None):
         token = word_of(best, token)
     tl.store(out_ptr + index * blocks + block, token)
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """logits [R, V] -> [R] int64, the first maximum of each row; a NaN is above all numbers."""
+@triton.jit
+def _margin_kernel(words_ptr, rests_ptr, out_ptr, margins_ptr, parts, SIZE: tl.constexpr):
+    """A row's token, and its margin."""
+    index, at = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    words = tl.load(words_ptr + index * parts + at, at < parts, other=NO_WORD)
+    rests = tl.load(rests_ptr + index * parts + at, at < parts, other=-NAN_KEY)
+    best = tl.max(words, 0)
+    others = tl.where((words == best) | (at >= parts), -NAN_KEY, (words >> 32).to(tl.int32))
+    rest = tl.max(tl.maximum(others, rests), 0)
+    top = key_of((best >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+    margin = top.to(tl.float32, bitcast=True)
+    margin -= key_of(rest.to(tl.float32, bitcast=True)).to(tl.float32, bitcast=True)
+    margin = tl.where(margin == margin, margin, 0.0)
+    tl.store(margins_ptr + index, tl.minimum(margin, MOST_MARGIN))
+    tl.store(out_ptr + index, LOW_WORD - (best & LOW_WORD))
+
+
+def argmax(logits: Tensor, margins: Tensor | None = None) -> Tensor:
+    """logits [R, V] -> [R] int64, the first maximum of each row; a NaN is above all numbers.
+    margins [R] float32: filled as by `strobe.sampling.sampler.best_two`."""
     rows, size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     block = min(ARGMAX_BLOCK, triton.next_power_of_2(size))
     blocks = -(-size // block)
-    words = out if blocks == 1 else out.new_empty(rows, blocks)
+    words, rests = out if blocks == 1 else out.new_empty(rows, blocks), None
+    if margins is not None:
+        words = out.new_empty(rows, blocks)
+        rests = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     _argmax_kernel[(rows, blocks)](
-        logits, words, logits.stride(0), V=size, BLOCK=block, num_warps=8
+        logits, words, rests, logits.stride(0), V=size, BLOCK=block, num_warps=8
     )
-    if blocks > 1:
+    if rests is not None:
+        size = triton.next_power_of_2(blocks)
+        _margin_kernel[(rows,)](words, rests, out, margins, blocks, SIZE=size, num_warps=1)
+    elif blocks > 1:
         take_best(words, out, blocks)
     return out
 

@@ -11,6 +11,9 @@ from torch import Tensor
 LEAST = tl.constexpr(-(2**63))
 """Below every key of an argmax."""
 
+MOST_MARGIN = tl.constexpr(40.0)
+"""As `strobe.sampling.sampler` has it."""
+
 
 class Scaled(NamedTuple):
     """x in front of its norm, as a GEMM left it: `data` [M, K] is x times the norm's weight, not
@@ -30,7 +33,7 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self.partials = torch.empty(0, device=device)
         self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
-        self.best = torch.full((128,), LEAST.value, dtype=torch.int64, device=device)
+        self.best = torch.full((256,), LEAST.value, dtype=torch.int64, device=device)
         self.outgrown: list[Tensor] = []
 
     def reserve(self, sums: int, tiles: int) -> None:

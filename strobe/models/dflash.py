@@ -16,7 +16,7 @@ from strobe.models.layers import Decoder, DecoderLayer, softcapped
 from strobe.models.modules import RMSNorm, scale_of
 from strobe.models.ops.torch_ops import Attend, ContextWeights, Rows
 from strobe.models.weight_mapping import WeightMapping, WeightPart
-from strobe.sampling.sampler import argmax
+from strobe.sampling.sampler import argmax, best_two
 
 
 class DFlash(Decoder):
@@ -154,7 +154,18 @@ class DFlash(Decoder):
     def argmax(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""
         if self.plain_head:
-            ids = self.ops.argmax(x, self.norm, self.head_weight, self.fp8_head)
+            return self._known(self.ops.argmax(x, self.norm, self.head_weight, self.fp8_head))
+        return self._known(argmax(self._logits(x)))
+
+    def best_two(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Residual stream [R, H] -> the most probable tokens [R], and how far the logit of each is
+        above the second largest [R] float32."""
+        if self.plain_head:
+            ids, margins = self.ops.best_two(x, self.norm, self.head_weight, self.fp8_head)
         else:
-            ids = argmax(self._logits(x))
+            ids, margins = best_two(self._logits(x))
+        return self._known(ids), margins
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """The target's ids of the head's rows."""
         return ids if self.target_ids is None else self.target_ids.index_select(0, ids)

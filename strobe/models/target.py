@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from strobe.models.config import TargetConfig
 from strobe.models.layers import Decoder, softcapped
 from strobe.models.ops.torch_ops import Attend
-from strobe.sampling.sampler import argmax
+from strobe.sampling.sampler import argmax, best_two
 
 
 class Target(Decoder):
@@ -55,3 +55,7 @@ class Target(Decoder):
         if self.config.logit_softcap is not None:  # which rounds close logits to one
             return argmax(self.head(x))
         return self.ops.argmax(x, self.norm, self.head_weight)
+
+    def best_two(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As `argmax`, and how far each logit is above the second largest [R] float32."""
+        return best_two(self.head(x))

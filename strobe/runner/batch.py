@@ -121,9 +121,41 @@ class Layout:
         first = self.row_starts + self.certain
         return (first[:, None] + steps).clip(max=self.shape.rows - 1)
 
+    @property
+    def whole(self) -> bool:
+        """Whether it has fewer rows than places for rows with logits: where spans differ in
+        length, every row is one, or takes less to compute than to leave out."""
+        shape = self.shape
+        return self.logits_rows is not None and shape.rows <= shape.spans * shape.logits
+
     def select(self, x: Tensor) -> Tensor:
         """Rows [T, ...] -> those with logits, [S * W, ...]."""
         return x if self.logits_rows is None else x.index_select(0, self.logits_rows)
+
+    @functools.cached_property
+    def made_drafts(self) -> Tensor:
+        """[S]: of each span's drafts those that the device makes, which are all or none."""
+        first = (self.row_starts + self.certain).clip(max=self.shape.rows - 1)
+        return self.drafts * (self.tokens[first] < TAIL)
+
+    def narrow(self, drafts: Tensor, shape: Shape) -> Layout:
+        """The same spans, padded to that shape, with drafts [S] of theirs, of each the first."""
+        sizes = self.certain + drafts
+        ends = sizes.cumsum(0)
+        row_starts = ends - sizes
+        rows = torch.arange(shape.rows, device=drafts.device)
+        # Rows of no span are a padding span's, as `lay_out` has them.
+        span_of_row = torch.searchsorted(ends, rows, right=True).clip(max=shape.spans - 1)
+        used = rows < ends[-1]
+        offset = torch.where(used, rows - row_starts[span_of_row], 0)
+        source = (self.row_starts[span_of_row] + offset).clip(max=self.shape.rows - 1)
+        tokens = torch.where(used, self.tokens[source], 0)
+        back = (1 + drafts)[:, None] - torch.arange(shape.logits, device=drafts.device)
+        logits_rows = (ends[:, None] - back.clip(min=1)).clip(0, shape.rows - 1)
+        logits_rows = torch.where(sizes[:, None] > 0, logits_rows, shape.rows - 1)
+        spans = [self.slots, self.certain, drafts, sizes, row_starts, self.active]
+        packed = torch.cat([*spans, span_of_row, offset, tokens, logits_rows.flatten()])
+        return replace(self, shape=shape, packed=packed, **unpack(packed, shape))
 
 
 def unpack(packed: Any, shape: Shape) -> dict[str, Any]:
@@ -148,8 +180,10 @@ def own_shape(spans: Sequence[Span]) -> Shape:
 def lay_out(
     spans: Sequence[Span], device: torch.device, shape: Shape, padded: bool, spare: int
 ) -> Layout:
-    """spare: the slot of what pads the spans to the shape."""
+    """spare: the slot of what pads the spans to the shape; where they have more rows than it, it is
+    all of theirs, to be narrowed."""
     counts = [span.num_rows for span in spans]
+    shape = shape._replace(rows=max(shape.rows, sum(counts)))
     index = padded or any(s.num_rows != shape.logits or s.logits != s.num_rows for s in spans)
     packed = upload(_pack(spans, counts, shape, spare, index=index), device)
     scored = _scored(spans, counts, device) if any(span.scored for span in spans) else None

@@ -6,10 +6,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from strobe.runner.batch import Shape
-from strobe.step import TAIL, Span
+from strobe.step import TAIL, Span, num_rows
 
 REPLAYED_ROWS = 512
 """Most rows of a step that is captured where its spans differ in length."""
+
+NARROW_DRAFTS = (3, 7)
+"""Most drafts of a span, beside all there are, where some are chosen."""
 
 
 class Buckets:
@@ -27,15 +30,23 @@ class Buckets:
         # there are requests, for rows that belong to none.
         self.mixed_spans = [*[s for s in (4, 16, 64, 256) if s < max_spans], max_spans + 1]
         self.rows = [16, 32, 64, 128, 192, 256, 384, REPLAYED_ROWS]
+        more = [*range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, self.most_rows, 512)]
+        self.narrow_rows = [*self.rows, *[n for n in more if n < self.most_rows], self.most_rows]
+        self.narrow_drafts = [*[n for n in NARROW_DRAFTS if n < num_drafts], num_drafts]
 
-    def of(self, spans: Sequence[Span]) -> Shape:
+    def of(self, spans: Sequence[Span], verified: int | None = None) -> Shape:
         """The shape for these spans: of its own for a block, where all decode with equally many
-        rows."""
+        rows. verified: how many of the drafts that the device makes are verified; None: all."""
         count, longest = len(spans), max([span.num_rows for span in spans])
-        rows, drafts = sum([span.num_rows for span in spans]), max([s.drafts for s in spans])
+        rows, drafts = num_rows(spans, verified), max([s.drafts for s in spans])
         if rows == count * longest and all(span.tokens[0] == TAIL for span in spans):
             room, logits = _at_least(self.spans, count), max([span.logits for span in spans])
             return Shape(room, room * longest, longest, drafts, logits)
+        if verified is not None and longest <= self.block:
+            padded = _at_least(self.narrow_rows, rows)
+            room = _at_least(self.mixed_spans, count + (padded > rows))
+            drafts = _at_least(self.narrow_drafts, drafts)
+            return Shape(room, padded, max(longest, 1 + drafts), drafts, 1 + drafts)
         if rows > REPLAYED_ROWS:
             drafts = self.num_drafts if drafts else 0
             return Shape(_at_least(self.spans, count), rows, rows, drafts, 1 + drafts)

@@ -31,7 +31,8 @@ class PendingStep:
     """A plan and its verdict, on the way to the host.
 
     top_logprobs: by span, how many of the most probable tokens its request wants named beside each
-    token. errors: by span, why its request cannot go on. followed: grammars know its tokens.
+    token. errors: by span, why its request cannot go on. drafts [S]: how many were
+    verified; margins [S, K]: of all that the device made. followed: grammars know its tokens.
     """
 
     def __init__(
@@ -40,7 +41,14 @@ class PendingStep:
         verdict: Verdict,
         top_logprobs: Mapping[int, int] = {},
         errors: Mapping[int, str] = {},
+        drafts: Tensor | None = None,
+        margins: Tensor | None = None,
     ):
+        self.drafted = self.margins = None
+        if drafts is not None and plan.verified is not None:
+            self.drafted = download(drafts)
+        if margins is not None:
+            self.margins = download(margins)
         self.plan, self.top_logprobs, self.errors = plan, top_logprobs, errors
         scores, prompt = verdict.scores, verdict.prompt_scores
         self._verdict = Verdict(
@@ -81,7 +89,9 @@ class PendingStep:
                 if span.scored:
                     prompt[i] = scores.take(first, span.scored, span.top_logprobs)
                     first += len(span.scored)
-        return StepResult(kept, accepted, logprobs, prompt, dict(self.errors))
+        drafted = None if self.drafted is None else self.drafted.tolist()[: len(spans)]
+        margins = None if self.margins is None else self.margins.tolist()[: len(spans)]
+        return StepResult(kept, accepted, drafted, margins, logprobs, prompt, dict(self.errors))
 
 
 class _Lists:

@@ -16,7 +16,7 @@ from strobe.runner.batch import Layout, Shape, lay_out, own_shape
 from strobe.runner.buckets import Buckets
 from strobe.runner.state import DecodeState
 from strobe.sampling.logprobs import Scores, joined, score
-from strobe.sampling.state import GREEDY, LogitRows, Sampled, SamplingMode, SamplingState
+from strobe.sampling.state import LogitRows, Sampled, SamplingMode, SamplingState
 from strobe.step import TAIL, Span
 
 _SCORED_ROWS = 256
@@ -53,22 +53,38 @@ class ModelRunner:
         self._layouts: dict[Hashable, Layout] = {}
         self.kept: dict[str, Tensor] = {}
 
-    def shape_of(self, spans: Sequence[Span]) -> Shape:
-        """The shape of the spans' layout: their own, or the bucket that they are padded to."""
-        return own_shape(spans) if self.buckets is None else self.buckets.of(spans)
+    def shape_of(self, spans: Sequence[Span], verified: int | None = None) -> Shape:
+        """The shape of the spans' layout: their own, or the bucket that they are padded to.
+        verified: how many of the drafts that the device makes are verified; None: all."""
+        if self.buckets is not None:
+            return self.buckets.of(spans, verified)
+        return own_shape(spans)
 
     def lay_out(self, spans: Sequence[Span], shape: Shape) -> Layout:
         """The spans' layout, kept while the same requests go on decoding."""
         given = spans, self.state.device, shape, self.buckets is not None, self.state.spare
         if any(span.tokens[0] != TAIL for span in spans):
             return lay_out(*given)
-        key = tuple([(s.slot, s.tokens, s.drafts, s.method, s.logits) for s in spans])
+        key = shape, tuple([(s.slot, s.tokens, s.drafts, s.method, s.logits) for s in spans])
         found = self._layouts.get(key)
         if found is None:
             if len(self._layouts) >= _LAYOUTS:
                 self._layouts.pop(next(iter(self._layouts)))
             found = self._layouts[key] = lay_out(*given)
         return found
+
+    def narrow(self, layout: Layout, drafts: Tensor, shape: Shape) -> Layout:
+        """The layout with drafts [S] of its spans only, in that shape, where it is padded."""
+        if layout.padded:
+            return layout.narrow(drafts, shape)
+        counts = drafts.tolist()
+        spans = [
+            s._replace(drafts=n, logits=1 + n) if s.method is not None else s
+            for s, n in zip(layout.spans, counts, strict=True)
+        ]
+        return self.lay_out(
+            spans, own_shape(spans)._replace(drafts=shape.drafts, logits=shape.logits)
+        )
 
     def bounds(self, spans: Sequence[Span]) -> list[int]:
         """Per span, a position that no key of it reaches."""
@@ -107,21 +123,35 @@ class ModelRunner:
         batch: Batch,
         mode: SamplingMode,
         masks: Tensor | None = None,
+        *,
         ahead: int = 1,
     ) -> Sampled:
         """Tokens of the rows with logits, [S * W]. masks: of grammars, a bit for every token that
         may come, [S * W, words]. ahead: how far behind its row a token will stand."""
-        rows = layout.select(output.x)
-        if mode == GREEDY:
-            return Sampled(self.model.argmax(rows), None)
-        span = layout.select(layout.span_of_row)
-        slots, positions = layout.slots.index_select(0, span), layout.select(batch.positions)
-        where = LogitRows(slots, positions + ahead)
-        if mode.processed:
-            rank = layout.select(layout.offset) - layout.certain.index_select(0, span) + 1
-            drafts = batch.ids[layout.draft_rows]
-            where = where._replace(drafts=drafts, span=span, rank=rank.clamp_(0))
-        return self.sampling.sample(self.model.head(rows), where, mode, masks)
+        whole, width = layout.whole, layout.shape.logits
+
+        def take(x: Tensor) -> Tensor:
+            return x if whole else layout.select(x)
+
+        rows = take(output.x)
+        if mode.greedy and mode.margins:
+            tokens, margins = self.model.best_two(rows)
+            found = Sampled(tokens, margins=margins)
+        elif mode.greedy:
+            found = Sampled(self.model.argmax(rows))
+        else:
+            span = take(layout.span_of_row)
+            slots, positions = layout.slots.index_select(0, span), take(batch.positions)
+            where = LogitRows(slots, positions + ahead)
+            rank = take(layout.offset) - layout.certain.index_select(0, span) + 1
+            rank = rank.clamp_(0, width - 1)
+            if mode.processed:
+                drafts = batch.ids[layout.draft_rows]
+                where = where._replace(drafts=drafts, span=span, rank=rank)
+            if whole and masks is not None:
+                masks = masks.index_select(0, span * width + rank)
+            found = self.sampling.sample(self.model.head(rows), where, mode, masks)
+        return found.select(layout) if whole else found
 
     def score_prompt(self, output: Output, layout: Layout) -> Scores | None:
         """Log probabilities of the prompt tokens behind the scored rows, a few rows at a time."""

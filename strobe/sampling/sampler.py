@@ -17,6 +17,9 @@ from strobe.sampling.noise import Gumbel, gumbel, row_words
 COLDEST = 1e-30
 """The least temperature that is divided by, so that its reciprocal is a float32."""
 
+MOST_MARGIN = 40.0
+"""Of a token: beyond it a chance is as good as certain."""
+
 SLACK = 1e-4
 """More than the rounding of any sum of weights, as a share of it."""
 
@@ -39,6 +42,15 @@ def argmax(logits: Tensor) -> Tensor:
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
+
+
+def best_two(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [R, V] -> the first maximum of each row [R] int64, and its margin [R] float32: how far
+    it is above the second largest, 0 to MOST_MARGIN."""
+    ids = argmax(logits)
+    second = logits.scatter(1, ids[:, None], float("-inf")).amax(-1)
+    margins = logits.gather(1, ids[:, None])[:, 0].float() - second.float()
+    return ids, margins.nan_to_num_(0.0).clamp_(0.0, MOST_MARGIN)
 
 
 def descending(values: Tensor, sizes: Tensor) -> Tensor:

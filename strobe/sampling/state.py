@@ -14,7 +14,7 @@ Legend: N slots, R rows of logits, S spans, K drafts per span, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from strobe.sampling.logprobs import Scores, score
 from strobe.sampling.noise import noise_key
 from strobe.sampling.processors import ENDS, IN_PROMPT, PROCESSED, STRUCTURED, Tables, process
 from strobe.sampling.processors import LogitRows as LogitRows
-from strobe.sampling.sampler import RowParams, argmax, sample_rows
+from strobe.sampling.sampler import RowParams, argmax, best_two, sample_rows
 from strobe.step import Admission
 from strobe.transfer import upload
 
@@ -37,7 +37,8 @@ class SamplingMode(NamedTuple):
 
     sampled: some row is not greedy; filtered: some row filters; processed: some slot has a bias,
     penalties or min_tokens; grammar: some slot is structured; logprobs: how many top log
-    probabilities to compute, None for no scores.
+    probabilities to compute, None for no scores. margins: how far each row's largest logit is
+    above the second largest, for drafts.
     """
 
     sampled: bool = False
@@ -45,16 +46,30 @@ class SamplingMode(NamedTuple):
     processed: bool = False
     grammar: bool = False
     logprobs: int | None = None
+    margins: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing but the largest logits is asked for."""
+        return not (self.sampled or self.processed or self.grammar or self.logprobs is not None)
 
 
 GREEDY = SamplingMode()
 
 
 class Sampled(NamedTuple):
-    """tokens [R] int64, and the log probabilities of all R rows where the mode asks for them."""
+    """tokens [R] int64; scores: the log probabilities of all R rows where the mode asks for them;
+    margins [R] float32: of drafts."""
 
     tokens: Tensor
-    scores: Scores | None
+    scores: Scores | None = None
+    margins: Tensor | None = None
+
+    def select(self, layout: Any) -> Sampled:
+        """Those of all rows of a layout -> those of its rows with logits."""
+        scores = self.scores and Scores(*map(layout.select, self.scores))
+        margins = self.margins if self.margins is None else layout.select(self.margins)
+        return Sampled(layout.select(self.tokens), scores, margins)
 
 
 class SamplingState:
@@ -164,7 +179,8 @@ class SamplingState:
             changed = self._process(logits, self.tables, rows, given, processed=mode.processed)
         tokens = self._race(changed, rows, mode) if mode.sampled else self._argmax(changed)
         found = None if mode.logprobs is None else score(logits, tokens, mode.logprobs)
-        return Sampled(tokens, found)
+        margins = best_two(logits)[1] if mode.margins else None
+        return Sampled(tokens, found, margins)
 
     def _race(self, logits: Tensor, rows: LogitRows, mode: SamplingMode) -> Tensor:
         temperature, top_p, min_p = self.floats.index_select(1, rows.slots).unbind()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,17 +16,29 @@ from strobe.step import Plan, Span
 from strobe.transfer import upload
 
 
+class Drafts(NamedTuple):
+    """tokens [n or more, D] int64, and margins, of the same shape in float32: how far each one's
+    logit was above the second largest; None where that is not known."""
+
+    tokens: Tensor | None = None
+    margins: Tensor | None = None
+
+    def first(self, count: int) -> Drafts:
+        """The first drafts of every span."""
+        return Drafts(*[part if part is None else part[:, :count] for part in self])
+
+
 @runtime_checkable
 class Proposer(Protocol):
-    """Drafts on the device. Only tokens leave it; hidden states stay inside.
+    """Drafts on the device. Only tokens and margins leave it; hidden states stay inside.
 
     capture: layers of the target whose outputs it reads, as counts of layers done.
     """
 
     capture: tuple[int, ...]
 
-    def propose(self, spans: Sequence[Span]) -> Tensor:
-        """Draft tokens [n or more, D] int64 for n spans, each of which verifies its first ones."""
+    def propose(self, spans: Sequence[Span]) -> Drafts:
+        """Drafts of n spans, for each at least as many as it verifies at most."""
         ...
 
     def observe(self, batch: Batch, hidden: Tensor | None, verdict: Verdict) -> None:
@@ -56,23 +68,28 @@ class ProposerSet:
     def __getitem__(self, name: str) -> Proposer | HostProposer:
         return self.all[name]
 
-    def propose(self, plan: Plan, shape: Shape) -> Tensor | None:
-        """The drafts [S, K] of a layout of that shape that are made on the device; None: K is 0."""
+    def propose(self, plan: Plan, shape: Shape) -> Drafts:
+        """The drafts [S, K] of a layout of that shape that are made on the device; none: K is 0."""
         if not shape.drafts:
-            return None
-        found: Tensor | None = None
+            return Drafts()
+        size = shape.spans, shape.drafts
+        tokens, margins = None, None
         for name, members in plan.methods.items():
-            drafts = self.on_device[name].propose([plan.spans[i] for i in members])
-            if len(members) == len(plan.spans) and drafts.shape[0] == shape.spans:
-                return drafts[:, : shape.drafts]
-            found = self._none(shape) if found is None else found
-            width = min(shape.drafts, drafts.shape[1])
+            made = self.on_device[name].propose([plan.spans[i] for i in members])
+            assert made.tokens is not None
+            width = min(shape.drafts, made.tokens.shape[1])
+            if len(members) == len(plan.spans) and (made.tokens.shape[0], width) == size:
+                return made.first(width)
             index = upload(members, self.device)
-            found[index, :width] = drafts[: len(members), :width]
-        return self._none(shape) if found is None else found
-
-    def _none(self, shape: Shape) -> Tensor:
-        return torch.zeros(shape.spans, shape.drafts, dtype=torch.int64, device=self.device)
+            if tokens is None:
+                tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
+            tokens[index, :width] = made.tokens[: len(members), :width]
+            if made.margins is not None:
+                margins = torch.zeros(size, device=self.device) if margins is None else margins
+                margins[index, :width] = made.margins[: len(members), :width]
+        if tokens is None:
+            tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
+        return Drafts(tokens, margins)
 
     def observe(self, batch: Batch, hidden: Tensor | None, verdict: Verdict) -> None:
         """Show the forward to every proposer, whatever each request drafts with."""

@@ -24,16 +24,25 @@ class Load(NamedTuple):
     waiting: int
 
 
+class Allotment(NamedTuple):
+    """What a step verifies: by candidate the most drafts, 0 to its own `most`; and `verified` of
+    all that the device makes, chosen there by `confidence`, both as in `Plan`."""
+
+    most: list[int]
+    verified: int | None = None
+    confidence: tuple[tuple[float, float], ...] = ()
+
+
 class Budget(Protocol):
     """A policy."""
 
-    def drafts(self, candidates: Sequence[Candidate], load: Load) -> list[int]:
-        """How many drafts each candidate verifies, 0 to `most`."""
+    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
+        """What the candidates, which decode in this step, verify."""
         ...
 
 
 class FullBudget:
     """Every request verifies as many drafts as it may."""
 
-    def drafts(self, candidates: Sequence[Candidate], load: Load) -> list[int]:
-        return [candidate.most for candidate in candidates]
+    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
+        return Allotment([candidate.most for candidate in candidates])

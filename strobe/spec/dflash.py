@@ -12,7 +12,12 @@ from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.pending import Verdict
 from strobe.runner.runner import ModelRunner
 from strobe.sampling.state import GREEDY
+from strobe.spec.base import Drafts
 from strobe.step import TAIL, Span
+
+WIDTHS = (4, 8)
+"""Rows of the drafter's blocks, beside those it was trained on: fewer cost less, and see fewer
+masks."""
 
 
 class DFlashProposer:
@@ -25,33 +30,47 @@ class DFlashProposer:
     """
 
     def __init__(
-        self, model: DFlash, runner: ModelRunner, graphs: Graphs | Eager, *, sampled: bool = False
+        self,
+        model: DFlash,
+        runner: ModelRunner,
+        graphs: Graphs | Eager,
+        *,
+        sampled: bool = False,
+        margins: bool = False,
     ):
         """sampled: drafts are sampled as the request's own tokens are, with the same noise at the
         same positions, so that drafter and target agree as often as their distributions allow
-        (Daliri, Musco and Suresh, arXiv 2408.07978); else they are the most probable tokens."""
-        self.model, self.runner, self.graphs, self.sampled = model, runner, graphs, sampled
+        (Daliri, Musco and Suresh, arXiv 2408.07978); else they are the most probable tokens.
+        margins: give those of the drafts, too."""
+        self.model, self.runner, self.graphs = model, runner, graphs
+        self.sampled, self.margins = sampled, margins
         config = model.config
         self.capture, self.drafts = config.capture, config.drafts
         self.tokens = (TAIL,) + (config.mask_token_id,) * (config.block_size - 1)
+        self.widths = [*[width for width in WIDTHS if width < config.block_size], config.block_size]
 
-    def propose(self, spans: Sequence[Span]) -> Tensor:
-        """[n or more, D]"""
-        runner = self.runner
-        blocks = [Span(s.slot, s.start, s.bound, self.tokens, logits=self.drafts) for s in spans]
+    def propose(self, spans: Sequence[Span]) -> Drafts:
+        """As many drafts each as the shortest block brings that has what all spans verify."""
+        runner, most = self.runner, max([span.drafts for span in spans])
+        unused = len(self.tokens) - self.drafts  # rows that predict nothing: 1, or 0
+        width = next(width for width in self.widths if width - unused >= min(most, self.drafts))
+        tokens, drafts = self.tokens[:width], width - unused
+        blocks = [Span(s.slot, s.start, s.bound, tokens, logits=drafts) for s in spans]
         shape, bounds, mode = runner.shape_of(blocks), runner.bounds(blocks), GREEDY
         layout = runner.lay_out(blocks, shape)
         if self.sampled:
             mode = runner.sampling.mode([s.slot for s in spans])
             mode = mode._replace(processed=False, grammar=False, logprobs=None)
+        mode = mode._replace(margins=self.margins)
 
-        def draft(packed: Tensor) -> Tensor:
+        def draft(packed: Tensor) -> Drafts:
             own = layout.over(packed)
             batch = runner.state.place(own, None, bounds)
             # A row's token stands where the row does, or behind it where the first row predicts.
             ahead = int(self.model.config.anchor_first)
             found = runner.sample(runner.forward(batch), own, batch, mode, ahead=ahead)
-            return found.tokens.view(-1, self.drafts)
+            margins = None if found.margins is None else found.margins.view(-1, drafts)
+            return Drafts(found.tokens.view(-1, drafts), margins)
 
         return self.graphs.run(("draft", mode, shape), draft, layout.packed)
 

@@ -13,6 +13,7 @@ from strobe.kernels import reference_linear as reference
 from strobe.kernels import table as tables
 from strobe.kernels.linear import Gemms, Weight
 from strobe.kernels.table import Config, Gemm, Table, bucket_of, guess, record
+from strobe.sampling.sampler import best_two
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
@@ -254,6 +255,24 @@ def test_head_argmax(device: torch.device, rows: int) -> None:
     assert torch.equal(got, reference.head_argmax(x, weight))
 
 
+@pytest.mark.parametrize("kernel", ["triton", "cublas"])
+@pytest.mark.parametrize("rows", [1, 17])
+def test_head_argmax_with_margins(device: torch.device, rows: int, kernel: str) -> None:
+    x, weight = whole(0, rows, 96, device=device), Weight(whole(1, 200, 96, device=device))
+    x[-1] = 0.0  # nothing but equal logits
+    margins = torch.full((rows,), -1.0, device=device)
+    how = {"kernel": "cublas"} if kernel == "cublas" else {}
+    fused = gemms(device, BF16, **how)
+    for _ in range(2):  # the workspace is left as it was
+        got = fused.head_argmax(x, weight, margins=margins)
+        ids, wanted = best_two(reference.linear(x, weight))
+        assert torch.equal(got, ids)
+        assert torch.equal(margins, wanted)
+        assert margins[-1] == 0
+        assert rows == 1 or margins.max() > 0
+        assert torch.equal(fused.head_argmax(x, weight), ids)
+
+
 def test_head_argmax_behind_the_norm(device: torch.device) -> None:
     x = draw(0, 4, 96, dtype=BF16, device=device)
     weight = make(200, 96, BF16, device)
@@ -283,8 +302,12 @@ def test_head_argmax_ties_and_nan(device: torch.device) -> None:
     for row in range(6):  # one at a time: 0 * inf is NaN
         weight = torch.zeros(150, 32)
         weight[:, row] = logits[row]
-        got = gemms(device, BF16).head_argmax(x[row : row + 1], Weight(weight.to(BF16).to(device)))
-        assert got.item() == int(logits[row].to(BF16).argmax())
+        given, margins = Weight(weight.to(BF16).to(device)), torch.empty(1, device=device)
+        for how in ({}, {"kernel": "cublas"}):
+            got = gemms(device, BF16, **how).head_argmax(x[row : row + 1], given, margins=margins)
+            ids, wanted = best_two(logits[row : row + 1].to(BF16))
+            assert got.item() == int(logits[row].to(BF16).argmax()) == ids
+            assert margins.item() == wanted
 
 
 def test_logits_tie_after_rounding(device: torch.device) -> None:

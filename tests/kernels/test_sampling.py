@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strobe.kernels import race, sampling
 from strobe.sampling.noise import gumbel
-from strobe.sampling.sampler import RowParams, sample_rows
+from strobe.sampling.sampler import RowParams, best_two, sample_rows
 
 # The interpreter's integer products wrap, as the noise needs, but not in silence.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -68,6 +68,9 @@ def test_argmax(device, generator, monkeypatch, dtype, block) -> None:
     logits[2, 700:] = 9
     assert sampling.argmax(logits).tolist() == logits.argmax(-1).tolist()
     assert sampling.argmax(logits)[1:3].tolist() == [0, 700]
+    margins = torch.full((len(logits),), -1.0, device=device)
+    assert sampling.argmax(logits, margins).tolist() == logits.argmax(-1).tolist()
+    assert torch.equal(margins, best_two(logits)[1])
 
 
 def test_argmax_of_what_is_no_number(device, monkeypatch) -> None:
@@ -79,6 +82,9 @@ def test_argmax_of_what_is_no_number(device, monkeypatch) -> None:
     logits[2, 70], logits[2, 250] = -0.0, 0.0
     logits[3, 250], logits[3, 251] = 0.0, -0.0
     assert sampling.argmax(logits.to(device)).tolist() == [200, 100, 70, 250]
+    margins = torch.empty(4, device=device)
+    sampling.argmax(logits.to(device), margins)
+    assert torch.equal(margins.cpu(), best_two(logits)[1])
 
 
 # --- the same tokens as the twin ------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from captured import captured
-from tiny import Scripted, make_engine, put, run, watched, wavering
+from tiny import RandomRows, Scripted, make_engine, put, run, watched, wavering
 
 from strobe import EngineConfig, SamplingParams
 from strobe.config import DEMO_MODELS
@@ -64,6 +64,34 @@ def test_replayed_steps_give_what_plain_steps_give(
 
 def plain_ones() -> list[SamplingParams]:
     return [one.clone(speculation=None) for one in ASKED]
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_replayed_and_plain_steps_choose_the_same_drafts(
+    overlap: int, target: Any, draft: Callable[..., Path]
+):
+    plain = run(make_engine(config(target, method="none")), PROMPTS, plain_ones())
+    resolved = resolve(config(target, draft(), overlap=overlap))
+    reports: list[list[Any]] = []
+    for graphs in (False, True):
+        parts = build(resolved)
+        double = captured(parts, 5, resolved.limits.num_drafts) if graphs else None
+        put(parts, {"dflash": Scripted(parts.state, resolved.limits.num_drafts, wavering)})
+        engine = watched(Engine(resolved, parts=parts, budget=RandomRows("5")))
+        script: Any = engine.proposers["dflash"]
+        requests: list[Any] = []
+        for prompt, asked, answer in zip(PROMPTS, ASKED, plain, strict=True):
+            requests.append(engine.add(prompt, asked))
+            script.answers[requests[-1]] = prompt + answer
+        while engine.has_work:
+            engine.step()
+            engine.check()
+        assert [request.output_ids for request in requests] == plain
+        reports.append([request.speculation for request in requests])
+    assert reports[0] == reports[1]
+    assert sum(report.accepted for report in reports[0]) > 40
+    assert double is not None
+    assert double.replayed > double.captured
 
 
 def test_accepted_drafts_move_replayed_steps_on(target: Any):

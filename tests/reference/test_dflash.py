@@ -197,15 +197,15 @@ class Reference:
             whole = prompt + answer
             self.features[tuple(whole)] = self.drafter.run_target(whole)[1]
         self.contexts = {k: self.drafter.context(f) for k, f in self.features.items()}
-        self._logits: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}
+        self._logits: dict[tuple[tuple[int, ...], int, int], torch.Tensor] = {}
 
-    def logits(self, tokens: list[int], start: int) -> torch.Tensor:
-        key = (tuple(tokens), start)
+    def logits(self, tokens: list[int], start: int, drafts: int) -> torch.Tensor:
+        """Of a block that brings so many drafts."""
+        key = tuple(tokens), start, drafts
         if key not in self._logits:
             features = self.features[key[0]][:start]
-            self._logits[key] = self.drafter.draft_logits(
-                tokens[start], features, self.drafter.block
-            )
+            count = drafts + (not self.drafter.anchor_first)
+            self._logits[key] = self.drafter.draft_logits(tokens[start], features, count)
         return self._logits[key]
 
 
@@ -265,7 +265,7 @@ def play(
 
 def check_drafts(watched: Watched, reference: Reference) -> None:
     for made in watched.true_drafts():
-        wanted = reference.logits(made.request.tokens, made.start)
+        wanted = reference.logits(made.request.tokens, made.start, len(made.logits))
         torch.testing.assert_close(made.logits, wanted, atol=1e-4, rtol=1e-4)
         best = wanted.topk(2).values
         clear = (best[:, 0] - best[:, 1]) > 1e-3
@@ -321,6 +321,23 @@ def test_requests_that_draft_otherwise_keep_the_drafters_context_too(
     hits = count_hits(engine)
     play(engine, watched, wanted, texts)
     assert max(hits) >= 32, "a prefix of a request that did not draft is found"
+    check_drafts(watched, wanted)
+
+
+@pytest.mark.parametrize(("most", "drafts"), [(1, 3), (3, 3), (4, 7), (7, 7), (8, 9)])
+def test_a_block_is_no_longer_than_the_drafts_that_are_verified(
+    most: int, drafts: int, draft: Callable[..., Path], target: Any, texts: Any
+):
+    path = draft(block=10)
+    wanted = Reference(path, target, texts)
+    engine = make_engine(
+        config(target, path, num_drafts=most),
+        lambda parts, _: Watched(parts, wavering),
+        names=["dflash"],
+    )
+    watched: Any = engine.proposers["dflash"]
+    play(engine, watched, wanted, texts)
+    assert {len(made.tokens) for made in watched.drafted} == {drafts}
     check_drafts(watched, wanted)
 
 

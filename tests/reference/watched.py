@@ -10,8 +10,9 @@ from torch import Tensor
 
 from strobe.engine.build import Parts
 from strobe.request import Request
-from strobe.sampling.sampler import argmax
-from strobe.sampling.state import GREEDY, Sampled
+from strobe.sampling.sampler import best_two
+from strobe.sampling.state import Sampled
+from strobe.spec.base import Drafts
 from strobe.step import Span
 
 
@@ -44,16 +45,18 @@ class Watched(Scripted):
         self.inner.runner.sample = self._keeping
 
     def _keeping(self, output: Any, layout: Any, batch: Any, mode: Any, **ahead: int) -> Sampled:
-        assert mode == GREEDY, "drafts are the most probable tokens"
+        assert mode.greedy, "drafts are the most probable tokens"
         self._last: Tensor = self.inner.model.head(layout.select(output.x))
-        return Sampled(argmax(self._last), None)
+        tokens, margins = best_two(self._last)
+        return Sampled(tokens, margins=margins)
 
-    def propose(self, spans: Sequence[Span]) -> Tensor:
+    def propose(self, spans: Sequence[Span]) -> Drafts:
         self.num_drafts = self.engine.limits.num_drafts
         cursors = [cursor(self.state, span.slot) for span in spans]
         drafts = self.inner.propose(spans)
         logits = self._last.clone().view(len(spans), -1, self._last.shape[-1])
-        asked = zip(self.requests(spans), cursors, logits, drafts.tolist(), strict=True)
+        made = drafts.tokens.tolist()
+        asked = zip(self.requests(spans), cursors, logits, made, strict=True)
         self.drafted += [
             Drafted(r, start, tail, row, made) for r, (start, tail), row, made in asked
         ]

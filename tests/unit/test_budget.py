@@ -6,11 +6,13 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from tiny import RandomRows
 from world import Policy, World
 
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
-from strobe.spec.budget import Budget, Candidate, FullBudget, Load
+from strobe.spec.budget import Allotment, Budget, Candidate, FullBudget, Load
+from strobe.step import num_rows
 
 LOAD = Load(decoding=3, prompt_rows=40, waiting=2)
 
@@ -20,8 +22,8 @@ def candidate(most: int) -> Candidate:
 
 
 def test_with_a_full_budget_every_request_verifies_as_much_as_it_may():
-    assert FullBudget().drafts([candidate(n) for n in (7, 0, 3)], LOAD) == [7, 0, 3]
-    assert FullBudget().drafts([], LOAD) == []
+    assert FullBudget().allot([candidate(n) for n in (7, 0, 3)], LOAD) == Allotment([7, 0, 3])
+    assert FullBudget().allot([], LOAD) == Allotment([])
 
 
 def traffic(world: World) -> list[tuple[int, ...]]:
@@ -59,6 +61,32 @@ def test_a_random_budget_in_every_step_changes_no_token(seed: int, depth: int):
     assert {one.most for candidates, _ in policy.seen for one in candidates} == {0, 2, 5}
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_number_of_drafts_in_every_step_changes_no_token(seed: int, depth: int):
+    world = world_with(RandomRows(str(seed)), depth)
+    assert traffic(world) == traffic(world_with(None, depth))
+    assert world.scheduler.stats.speculation.drafted > 0
+
+
+def test_drafts_that_the_device_leaves_out_are_not_counted():
+    class Three(FullBudget):
+        def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
+            return Allotment([one.most for one in candidates], 3)
+
+    world = World(num_drafts=5, policy=Three())
+    for i in range(2):
+        world.add([i] * 4, max_tokens=7)
+    world.step()
+    plan = world.launch()
+    assert plan.verified == 3
+    assert num_rows(plan.spans, plan.verified) == 2 + 3
+    world.collect()
+    assert world.scheduler.stats.speculation.drafted == 3
+    world.drain()
+    world.check_answers()
+
+
 def test_a_budget_of_nothing_makes_every_step_a_plain_one():
     world = world_with(Policy(lambda one: 0), 1)
     traffic(world)
@@ -83,12 +111,12 @@ def test_a_budget_is_asked_once_a_step_and_told_what_else_there_is_to_do():
 class Greedy:
     """Spends 4 drafts on the first of a step."""
 
-    def drafts(self, candidates: Sequence[Candidate], load: Load) -> list[int]:
+    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
         left, given = 4, []
         for one in candidates:
             given.append(min(one.most, left))
             left -= given[-1]
-        return given
+        return Allotment(given)
 
 
 @pytest.mark.parametrize("method", ["dflash", "ngram"])

@@ -85,7 +85,15 @@ def test_a_plan_that_was_pickled_equals_itself():
 
 def test_results_and_events_that_were_pickled_equal_themselves():
     found = TokenLogprob(4, -0.5, 1, ((4, -0.5), (9, -2.0)))
-    result = StepResult([[1], [2, 3]], [0, 1], {1: [found, found]}, {0: [found]}, {0: "Why."})
+    result = StepResult(
+        [[1], [2, 3]],
+        [0, 1],
+        [0, 3],
+        [[0.0], [0.5]],
+        {1: [found, found]},
+        {0: [found]},
+        {0: "Why."},
+    )
     start = RequestStart("dflash", None, 16, 0.25, (None, found), frozenset([7]))
     event = TokenEvent("key", 1, [2, 3], "stop", 7, None, 3, 1, [found], 20, start)
     for one in (result, event):
@@ -147,7 +155,7 @@ def test_the_engine_refuses_such_a_plan_before_it_touches_anything(target: Targe
     engine.runner.model.forward = lambda *given: ran.append(given)  # type: ignore[method-assign]
     good = engine.scheduler.plan()
     cursor, table = engine.state.cursor.clone(), engine.state.table.clone()
-    joined = Plan(*[ours + theirs for ours, theirs in zip(good, wrong, strict=True)])
+    joined = Plan(*[ours + theirs for ours, theirs in zip(good[:3], wrong[:3], strict=True)])
     with pytest.raises(AssertionError, match=message):
         engine.launch(joined)
     assert not ran

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from strobe.kv.store import KVStore
 from strobe.models.modules import Attention, RMSNorm, Rope, RotaryTable, rotate, unit_rms
-from strobe.sampling.sampler import argmax
+from strobe.sampling.sampler import argmax, best_two
 
 if TYPE_CHECKING:
     from strobe.kernels.residual import FusedResidual
@@ -180,6 +180,12 @@ class TorchOps:
         """Residual stream [R, H], weight [V, H] -> the ids of the largest logits [R]. fp8: the same
         weight in FP8 with its rows' scales, which kernels prefer."""
         return argmax(self.head(x, norm, weight))
+
+    def best_two(
+        self, x: Tensor, norm: RMSNorm, weight: Tensor, fp8: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `argmax`, and how far each largest logit is above the second largest [R] float32."""
+        return best_two(self.head(x, norm, weight))
 
     def context_kv(self, kv: Tensor, of: ContextWeights, rows: Rows) -> tuple[Tensor, Tensor]:
         """A drafter's kv [T, L * 2 * Hkv * D], as its context weights leave it -> keys, normed and

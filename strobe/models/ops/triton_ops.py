@@ -96,6 +96,13 @@ class TritonOps(TorchOps):
     ) -> Tensor:
         return self.gemms.head_argmax(self.norm(x, norm), Weight(*(fp8 or (weight,))))
 
+    def best_two(
+        self, x: Tensor, norm: RMSNorm, weight: Tensor, fp8: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        margins = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        of = Weight(*(fp8 or (weight,)))
+        return self.gemms.head_argmax(self.norm(x, norm), of, margins=margins), margins
+
     def store_context(
         self, kv: Tensor, of: ContextWeights, rows: Rows, slots: Tensor, store: KVStore
     ) -> None:

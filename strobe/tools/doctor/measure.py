@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
-from torch import Tensor
-
 from strobe.engine.build import Resolved, build
 from strobe.engine.engine import Engine
 from strobe.models.config import DraftConfig, TargetConfig
@@ -16,7 +14,8 @@ from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
-from strobe.spec.budget import Candidate, FullBudget, Load
+from strobe.spec.base import Drafts
+from strobe.spec.budget import Allotment, Candidate, FullBudget, Load
 from strobe.step import Span
 
 BASES = (1e4, 1e5, 5e5, 1e6, 1e7)
@@ -68,10 +67,11 @@ def matched(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -
     proposer = engine.proposers.on_device["dflash"]
     propose = proposer.propose
 
-    def noting(spans: Sequence[Span]) -> Tensor:
+    def noting(spans: Sequence[Span]) -> Drafts:
         drafts = propose(spans)
+        assert drafts.tokens is not None
         running = {record.slot: record.request for record in engine.scheduler.running}
-        for span, tokens in zip(spans, drafts.tolist(), strict=False):
+        for span, tokens in zip(spans, drafts.tokens.tolist(), strict=False):
             seen.append((running[span.slot], span.start + 1, tokens))
         return drafts
 
@@ -96,24 +96,23 @@ def gain(base: Sequence[int], other: Sequence[int]) -> float:
     return above / (spread / len(differences) ** 0.5)
 
 
-class _OneDraft:
-    """One draft at most."""
+class _DraftOnly:
+    """Drafts are made, and none is verified."""
 
-    def drafts(self, candidates: Sequence[Candidate], load: Load) -> list[int]:
-        return [min(1, candidate.most) for candidate in candidates]
+    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
+        return Allotment([candidate.most for candidate in candidates], verified=0)
 
 
 def engine_of(
     resolved: Resolved, draft: DraftConfig, target: Target | None, *, keep: bool = True
 ) -> Engine:
     """An engine whose drafter is read as `draft` says. target: weights that are there already.
-    keep: whether drafts may be accepted; else every step makes one token, the target's own."""
+    keep: whether drafts are verified; else every step makes one token, the target's own."""
     resolved = replace(resolved, drafts={"dflash": draft})
     return Engine(
         resolved,
         parts=build(resolved, target),
-        budget=FullBudget() if keep else _OneDraft(),
-        simulated_acceptance=None if keep else 1.0,
+        budget=FullBudget() if keep else _DraftOnly(),
     )
 
 

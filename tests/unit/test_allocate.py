@@ -1,0 +1,113 @@
+"""Which drafts are verified: those that make the step bring most."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from strobe.runner.batch import Layout, Shape, lay_out, own_shape
+from strobe.runner.buckets import Buckets
+from strobe.spec.allocate import chances, most_promising
+from strobe.step import TAIL, Span, num_rows
+
+CPU = torch.device("cpu")
+
+
+def test_a_chance_is_the_product_of_what_the_margins_up_to_there_say():
+    margins = torch.tensor([[0.0, 2.0, 1.0], [40.0, 0.5, 3.0]])
+    found = chances(margins, [(1.0, 0.0), (0.5, -1.0)])
+    sure = torch.sigmoid(torch.tensor(40.0))
+    first = [0.5, 0.5 * 0.5, 0.25]
+    second = [sure, sure * torch.sigmoid(torch.tensor(-0.75)), sure * 0.3208213]
+    torch.testing.assert_close(found, torch.tensor([first, second]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_other_choice_of_as_many_drafts_promises_more(seed: int):
+    rng = random.Random(seed)
+    spans, width = rng.randint(1, 4), rng.randint(1, 4)
+    margins = torch.tensor([[rng.uniform(0, 5) for _ in range(width)] for _ in range(spans)])
+    confidence = [(rng.uniform(0.1, 1), rng.uniform(-2, 1)) for _ in range(width)]
+    most = [rng.randint(0, width) for _ in range(spans)]
+    count = rng.randint(0, sum(most) + 1)
+    gains = chances(margins, confidence).double()
+
+    def worth(counts: tuple[int, ...]) -> float:
+        return sum(float(gains[i, :n].sum()) for i, n in enumerate(counts))
+
+    found = most_promising(margins, confidence, torch.tensor(most), width, count).tolist()
+    assert sum(found) == min(count, sum(most))
+    assert all(n <= limit for n, limit in zip(found, most, strict=True))
+    others = itertools.product(*[range(n + 1) for n in most])
+    best = max(worth(counts) for counts in others if sum(counts) <= count)
+    assert worth(tuple(found)) == pytest.approx(best, abs=1e-6)
+
+
+def test_without_margins_every_request_gets_as_many():
+    most = torch.tensor([3, 3, 1, 3])
+    assert most_promising(None, (), most, 3, 7).tolist() == [2, 2, 1, 2]
+    assert most_promising(None, (), most, 3, 5).tolist() == [2, 1, 1, 1]
+    assert most_promising(None, (), most, 3, 0).tolist() == [0, 0, 0, 0]
+    assert most_promising(None, (), most, 3, 99).tolist() == [3, 3, 1, 3]
+
+
+def spans_of(rng: random.Random, drafts: int) -> list[Span]:
+    """Requests that decode, with drafts of the device and of the host, and chunks of prompts."""
+    found: list[Span] = []
+    for slot in range(rng.randint(1, 6)):
+        kind, n = rng.randrange(4), rng.randint(0, drafts)
+        if kind < 2:
+            found.append(Span(slot, 5, 9, (TAIL,), n, "dflash" if n else None, 1 + n))
+        elif kind == 2:
+            found.append(Span(slot, 5, 5, (4, *range(n)), n, None, 1 + n))
+        else:
+            found.append(Span(slot, 0, 0, tuple(range(1 + n)), logits=rng.randint(0, 1)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_narrowed_layout_is_that_of_the_drafts_that_are_left(seed: int):
+    rng = random.Random(seed)
+    spans = spans_of(rng, 7)
+    made = [span.drafts if span.method is not None else 0 for span in spans]
+    counts = [rng.randint(0, n) for n in made]
+    shape = Buckets(8, 7, 8).of(spans, sum(counts))
+    assert shape.rows >= num_rows(spans, sum(counts))
+    wide = lay_out(spans, CPU, shape, padded=True, spare=8)
+    padding = [0] * (shape.spans - len(spans))
+    assert wide.made_drafts.tolist() == made + padding
+    host = [span.drafts - n for span, n in zip(spans, made, strict=True)]
+    drafts = torch.tensor([n + h for n, h in zip(counts, host, strict=True)] + padding)
+    found = wide.narrow(drafts, shape)
+    left = [
+        span if span.method is None else span._replace(drafts=n, logits=1 + n)
+        for span, n in zip(spans, counts, strict=True)
+    ]
+    wanted = lay_out(left, CPU, shape, padded=True, spare=8)
+    assert facts(found) == facts(wanted)
+
+
+def facts(layout: Layout) -> dict[str, object]:
+    """All that a step reads of it; which span of none a padding row belongs to means nothing."""
+    used = int(layout.sizes.sum())
+    rows = {"span_of_row": used, "offset": None, "tokens": None}
+    spans = ("slots", "certain", "drafts", "sizes", "row_starts", "active", "logits_rows")
+    return {
+        "shape": layout.shape,
+        **{name: getattr(layout, name).tolist() for name in spans},
+        **{name: getattr(layout, name)[:count].tolist() for name, count in rows.items()},
+    }
+
+
+def test_a_narrowed_step_takes_the_smallest_bucket_that_has_room():
+    buckets = Buckets(20, 7, 8)
+    spans = [Span(i, 5, 5, (TAIL,), 7, "dflash", 8) for i in range(20)]
+    assert buckets.of(spans) == Shape(20, 160, 8, 7, 8)
+    assert buckets.of(spans, 44) == Shape(20 + 1, 64, 8, 7, 8)
+    assert buckets.of(spans, 45) == Shape(20 + 1, 128, 8, 7, 8)
+    short = [span._replace(drafts=2, logits=3) for span in spans]
+    assert buckets.of(short, 12) == Shape(20 + 1, 32, 4, 3, 4)
+    assert own_shape(spans).rows == 160
