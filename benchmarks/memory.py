@@ -22,9 +22,9 @@ import torch
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
-from strobe.server.engine_process.warmup import warm_up
 from strobe.tools.bench.engine_step import random_prompts
 from strobe.tools.bench.published_shapes import NAMES, directories
+from strobe.warmup.steps import warm_up
 
 
 def drive(engine: Engine, count: int, sampling: SamplingParams) -> None:

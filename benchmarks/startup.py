@@ -23,7 +23,7 @@ ANSWER = """
 import sys, time
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
-from strobe.server.engine_process.warmup import warm_up
+from strobe.warmup.steps import warm_up
 engine = Engine(EngineConfig(sys.argv[1], draft=sys.argv[2], dtype="bfloat16", max_model_len=4096))
 warm_up(engine)
 request = engine.add(list(range(100, 356)), SamplingParams(temperature=0.0, max_tokens=2))

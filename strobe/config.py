@@ -83,6 +83,11 @@ class EngineConfig:
     num_drafts: Count | None = option(
         None, "Tokens drafted and verified per step; by default the drafter's block size less one."
     )
+    adaptive: bool = option(
+        True,
+        "Draft and verify as many tokens per step as measured to be fastest, num_drafts at most; "
+        "off, always num_drafts.",
+    )
     draft_sample_method: Literal["greedy", "probabilistic"] = option(
         "greedy",
         "greedy: drafts are the drafter's most probable tokens; probabilistic: they are sampled as "

@@ -31,6 +31,7 @@ from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.step import RequestStart
 from strobe.text.tokenizer import Message, Tokenizer
+from strobe.warmup.costs import adapt
 
 
 class LLM:
@@ -57,6 +58,7 @@ class LLM:
             resolved = resolve(EngineConfig().with_(**translate(given | options).values))
             self.tokenizer = Tokenizer(Path(resolved.config.target))
             engine = Engine(resolved)
+            adapt(engine)
         else:
             self.tokenizer = Tokenizer(Path(engine.config.target))
         self.engine = engine

@@ -124,14 +124,17 @@ class StepResult(NamedTuple):
     """What became of a plan's spans, on the host.
 
     tokens: per span the target's tokens, one more than were accepted; accepted: drafts kept.
-    drafted: drafts verified, where the device chose their number; margins: of every draft that it
-    made, how far its logit was above the second largest.
+    rows: that the target ran, padding included; seconds: what the step took. drafted: drafts
+    verified, where the device chose their number; margins: of every draft that it made, how far its
+    logit was above the second largest.
     logprobs, prompt_logprobs: by span, where asked for. errors: by span, a sentence that says why
     its request cannot go on.
     """
 
     tokens: list[list[int]]
     accepted: list[int]
+    rows: int = 0
+    seconds: float | None = None
     drafted: list[int] | None = None
     margins: list[list[float]] | None = None
     logprobs: dict[int, list[TokenLogprob]] = {}  # noqa: RUF012

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,11 @@ from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
+# What engines measure is kept from one test to the next, and not in the user's own cache.
+if "STROBE_TEST_CACHE" not in os.environ:
+    os.environ["STROBE_TEST_CACHE"] = tempfile.mkdtemp(prefix="strobe-tests-")
+    atexit.register(shutil.rmtree, os.environ["STROBE_TEST_CACHE"], ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = os.environ["STROBE_TEST_CACHE"]
 
 import torch
 

@@ -20,7 +20,7 @@ from strobe.request import Request, TokenLogprob
 from strobe.runner.state import DecodeState
 from strobe.sampling_params import SamplingParams
 from strobe.spec.base import Drafts, Proposer, ProposerSet
-from strobe.spec.budget import Allotment, Candidate, Load
+from strobe.spec.budget import Allotment, Budget, Candidate, Load
 from strobe.step import Span, TokenEvent
 
 VOCAB = 61
@@ -279,7 +279,7 @@ def watched(engine: Engine) -> Engine:
     return engine
 
 
-class Lengths:
+class Lengths(Budget):
     """A budget by one request at a time: length(request, most) -> drafts to verify."""
 
     def __init__(self, length: Callable[[Request, int], int]):
@@ -289,7 +289,7 @@ class Lengths:
         return Allotment([self.length(one.request, one.most) for one in candidates])
 
 
-class RandomRows:
+class RandomRows(Budget):
     """Another budget in each step: everything, some of each request's drafts, or so many in all, by
     some confidence."""
 

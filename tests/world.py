@@ -135,7 +135,7 @@ class Device:
             tokens.append(made if span.logits else [0])
             accepted.append(kept)
         drafted = None if plan.verified is None else verified
-        return StepResult(tokens, accepted, drafted, prompt_logprobs=scores)
+        return StepResult(tokens, accepted, drafted=drafted, prompt_logprobs=scores)
 
     def _verified(self, plan: Plan) -> list[int]:
         """Drafts of each span that are verified: of those that the device makes, one of each span
@@ -214,7 +214,7 @@ class Guesses:
         return [guess(request, first + j) for j in range(found)]
 
 
-class Policy:
+class Policy(Budget):
     """A budget by the request and what it may verify at most."""
 
     def __init__(self, count: Callable[[Candidate], int]):

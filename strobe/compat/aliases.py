@@ -39,6 +39,7 @@ SWITCHES: dict[str, tuple[str, Any, Any]] = {
     "disable_radix_cache": ("enable_prefix_caching", False, None),
     "disable_overlap_schedule": ("overlap", 1, None),
     "async_scheduling": ("overlap", 2, 1),
+    "speculative_adaptive": ("adaptive", True, False),
     "disable_uvicorn_access_log": ("access_log", False, None),
 }
 """True or false there: the setting here, its value for true, and for false; None is the default."""
@@ -62,6 +63,7 @@ SPECULATIVE = {
     "revision": "draft_revision",
     "prompt_lookup_max": "ngram_max",
     "prompt_lookup_min": "ngram_min",
+    "enable_adaptive_verification": "adaptive",
 }
 """Keys of vLLM's speculative_config."""
 
@@ -119,7 +121,6 @@ SPECULATIVE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "disable_eagle_block_drop": ((True, False), "DFlash needs no such drop"),
     "use_local_argmax_reduction": ((False,), _ONE_GPU),
     "use_heterogeneous_vocab": ((False,), "target and drafter share one vocabulary"),
-    "enable_adaptive_verification": ((False,), "it belongs to DSpark"),
 }
 """The same within speculative_config."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
@@ -15,14 +17,17 @@ from strobe.engine.outcomes import EngineStats
 from strobe.engine.scheduler import Scheduler
 from strobe.request import FinishReason, Request
 from strobe.runner.batch import Layout, Shape
+from strobe.runner.buckets import verified_rows
 from strobe.runner.graphs import Eager
 from strobe.runner.pending import PendingStep, Verdict
 from strobe.runner.runner import Output
 from strobe.sampling.grammar import GrammarWalk
 from strobe.sampling.state import SamplingMode
 from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
-from strobe.spec.allocate import most_promising
+from strobe.spec.adaptive import AdaptiveBudget
+from strobe.spec.allocate import verified_drafts
 from strobe.spec.budget import Budget
+from strobe.spec.dflash import DFlashProposer
 from strobe.step import Plan, StepResult, TokenEvent
 from strobe.transfer import upload
 
@@ -54,7 +59,7 @@ class Engine:
             self.parts.pool,
             host=self.proposers.on_host,
             prefix_caching=self.config.enable_prefix_caching,
-            budget=budget,
+            budget=budget or self._budget(),
         )
         self.depth = self.resolved.choice.overlap
         self.simulated_acceptance = simulated_acceptance
@@ -62,6 +67,16 @@ class Engine:
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
         self._pending: deque[PendingStep] = deque()
         self._numbers = itertools.count()
+        self._done = 0.0
+
+    def _budget(self) -> Budget:
+        """An adaptive one where something is drafted on the device."""
+        drafter, most = self.proposers.all.get("dflash"), self.limits.num_drafts
+        if not (self.config.adaptive and most and isinstance(drafter, DFlashProposer)):
+            return Budget()
+        rows = functools.partial(verified_rows, self.runner.buckets)
+        beside = self.limits.max_mixed_tokens or self.limits.max_num_batched_tokens
+        return AdaptiveBudget(*drafter.widths_for(most), rows, beside)
 
     def step(self) -> list[TokenEvent]:
         """Launch the next step, and take in the oldest once `overlap` are in flight."""
@@ -81,6 +96,7 @@ class Engine:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> PendingStep:
         """Run one plan on the device; nothing here waits for a result, unless a grammar must."""
+        began = time.perf_counter()
         self._admit(plan)
         self.mark("start")
         slots = [span.slot for span in plan.spans]
@@ -107,7 +123,7 @@ class Engine:
         verdict = graphs.run((mode, layout.shape), verify, layout.packed, drafts, masks)
         self.mark("verify")
         tops = self.sampling.top_logprobs(slots) if mode.logprobs is not None else {}
-        return PendingStep(plan, verdict, tops, errors, layout.drafts, margins)
+        return PendingStep(plan, verdict, tops, errors, layout, margins, began)
 
     def _admit(self, plan: Plan) -> None:
         """Take over what is new in a plan. Raises AssertionError for one that cannot be run."""
@@ -148,9 +164,9 @@ class Engine:
         layout = self.runner.lay_out(plan.spans, shape)
         if plan.verified is None or not shape.drafts:
             return layout
-        made = layout.made_drafts
-        chosen = most_promising(margins, plan.confidence, made, shape.drafts, plan.verified)
-        return self.runner.narrow(layout, layout.drafts - made + chosen, shape)
+        given = margins, plan.confidence, plan.verified
+        drafts = verified_drafts(layout, *given, kernels=self.state.kernels)
+        return self.runner.narrow(layout, drafts, shape)
 
     def _constrain(
         self, plan: Plan, drafts: Tensor | None
@@ -191,9 +207,9 @@ class Engine:
 
     def _result(self, pending: PendingStep) -> StepResult:
         """Wait for a step, and have grammars follow its tokens, once."""
-        result = pending.result()
+        result = pending.result(self._done)
         if not pending.followed:
-            pending.followed = True
+            pending.followed, self._done = True, pending.done
             for span, tokens in zip(pending.plan.spans, result.tokens, strict=True):
                 if span.logits and span.slot in self.grammars:
                     self.grammars.advance(span.slot, tokens)

@@ -24,7 +24,7 @@ from strobe.engine.suspects import Suspects
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
-from strobe.spec.budget import Allotment, Budget, Candidate, FullBudget, Load
+from strobe.spec.budget import Allotment, Budget, Candidate, Load
 from strobe.step import (
     TAIL,
     Admission,
@@ -88,7 +88,7 @@ class Scheduler:
         self.limits, self.pool = limits, pool
         self.host = host or {}
         self.prefix_caching = prefix_caching
-        self.budget = budget or FullBudget()
+        self.budget = budget or Budget()
         self.outcomes = Outcomes(limits)
         self.waiting: deque[Request] = deque()
         self.running: list[Record] = []
@@ -161,6 +161,7 @@ class Scheduler:
         """Take in the oldest step in flight: advance leases, apply stop rules, make the events."""
         events: list[TokenEvent] = []
         self.stats.steps += 1
+        self.budget.observe(plan, result)
         for i, (record, span) in enumerate(zip(self._flying.popleft(), plan.spans, strict=True)):
             request, start = record.request, record.lease.length
             record.in_flight -= 1
@@ -235,8 +236,13 @@ class Scheduler:
             decoding=len(records),
             prompt_rows=sum([r.goal - r.start for r in self.running if not r.decoding]),
             waiting=len(self.waiting),
+            context=sum([record.start for record in records]),
         )
-        asked = [Candidate(r.request, min(r.request.num_drafts, most)) for r in records]
+        asked = [
+            Candidate(r.request, n, n > 0 and r.request.method not in self.host)
+            for r in records
+            for n in (min(r.request.num_drafts, most),)
+        ]
         found = self.budget.allot(asked, load)
         pairs = zip(records, found.most, strict=True)
         return [(record, self._decode_span(record, most)) for record, most in pairs], found

@@ -138,8 +138,13 @@ class Layout:
         first = (self.row_starts + self.certain).clip(max=self.shape.rows - 1)
         return self.drafts * (self.tokens[first] < TAIL)
 
-    def narrow(self, drafts: Tensor, shape: Shape) -> Layout:
+    def narrow(self, drafts: Tensor, shape: Shape, *, kernels: bool = False) -> Layout:
         """The same spans, padded to that shape, with drafts [S] of theirs, of each the first."""
+        if kernels:
+            from strobe.kernels.narrow import narrow
+
+            packed = narrow(self, drafts, shape)
+            return replace(self, shape=shape, packed=packed, **unpack(packed, shape))
         sizes = self.certain + drafts
         ends = sizes.cumsum(0)
         row_starts = ends - sizes

@@ -59,5 +59,17 @@ class Buckets:
         return shape.rows <= REPLAYED_ROWS or shape.longest <= self.block
 
 
+def verified_rows(buckets: Buckets | None, count: int, most: int) -> list[tuple[int, int]]:
+    """The steps in which so many requests verify `most` drafts each at most: the drafts of all
+    together, and the rows; at the end all of them. Without buckets, eighths of them."""
+    whole = count * most
+    if buckets is None:
+        found = sorted({-(-whole * i // 8) for i in range(1, 9)})
+        return [(drafts, count + drafts) for drafts in found]
+    rows = [rows for rows in buckets.narrow_rows if count < rows < count + whole]
+    padded = _at_least(buckets.spans, count) * (1 + most)
+    return [*[(n - count, n) for n in rows], (whole, padded)]
+
+
 def _at_least(sizes: Sequence[int], least: int) -> int:
     return sizes[bisect_left(sizes, least)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from strobe.request import TokenLogprob
+from strobe.runner.batch import Layout
 from strobe.sampling.logprobs import Scores
 from strobe.step import Plan, StepResult
 from strobe.transfer import download
@@ -31,8 +33,9 @@ class PendingStep:
     """A plan and its verdict, on the way to the host.
 
     top_logprobs: by span, how many of the most probable tokens its request wants named beside each
-    token. errors: by span, why its request cannot go on. drafts [S]: how many were
-    verified; margins [S, K]: of all that the device made. followed: grammars know its tokens.
+    token. errors: by span, why its request cannot go on. margins [S, K]: of the drafts
+    that the device made. began, done: the host's clock in seconds. followed: grammars know its
+    tokens.
     """
 
     def __init__(
@@ -41,12 +44,15 @@ class PendingStep:
         verdict: Verdict,
         top_logprobs: Mapping[int, int] = {},
         errors: Mapping[int, str] = {},
-        drafts: Tensor | None = None,
+        layout: Layout | None = None,
         margins: Tensor | None = None,
+        began: float = 0.0,
     ):
+        self.rows, self.began, self.done = 0, began, 0.0
         self.drafted = self.margins = None
-        if drafts is not None and plan.verified is not None:
-            self.drafted = download(drafts)
+        if layout is not None:
+            self.rows = layout.shape.rows
+            self.drafted = None if plan.verified is None else download(layout.drafts)
         if margins is not None:
             self.margins = download(margins)
         self.plan, self.top_logprobs, self.errors = plan, top_logprobs, errors
@@ -64,15 +70,16 @@ class PendingStep:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def result(self) -> StepResult:
-        """Wait for the step, and give what became of it."""
+    def result(self, before: float = 0.0) -> StepResult:
+        """Wait for the step, and give what became of it. before: when the one before was done."""
         if self._result is None:
             if self._event is not None:
                 self._event.synchronize()
-            self._result = self._to_host()
+            self.done = time.perf_counter()
+            self._result = self._to_host(self.done - max(self.began, before))
         return self._result
 
-    def _to_host(self) -> StepResult:
+    def _to_host(self, seconds: float) -> StepResult:
         spans, verdict = self.plan.spans, self._verdict
         accepted: list[int] = verdict.accepted.tolist()[: len(spans)]
         tokens: list[list[int]] = verdict.tokens.tolist()
@@ -91,7 +98,8 @@ class PendingStep:
                     first += len(span.scored)
         drafted = None if self.drafted is None else self.drafted.tolist()[: len(spans)]
         margins = None if self.margins is None else self.margins.tolist()[: len(spans)]
-        return StepResult(kept, accepted, drafted, margins, logprobs, prompt, dict(self.errors))
+        news = self.rows, seconds, drafted, margins, logprobs, prompt, dict(self.errors)
+        return StepResult(kept, accepted, *news)
 
 
 class _Lists:

@@ -76,7 +76,7 @@ class ModelRunner:
     def narrow(self, layout: Layout, drafts: Tensor, shape: Shape) -> Layout:
         """The layout with drafts [S] of its spans only, in that shape, where it is padded."""
         if layout.padded:
-            return layout.narrow(drafts, shape)
+            return layout.narrow(drafts, shape, kernels=self.state.kernels)
         counts = drafts.tolist()
         spans = [
             s._replace(drafts=n, logits=1 + n) if s.method is not None else s

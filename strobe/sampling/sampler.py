@@ -48,8 +48,15 @@ def best_two(logits: Tensor) -> tuple[Tensor, Tensor]:
     """logits [R, V] -> the first maximum of each row [R] int64, and its margin [R] float32: how far
     it is above the second largest, 0 to MOST_MARGIN."""
     ids = argmax(logits)
-    second = logits.scatter(1, ids[:, None], float("-inf")).amax(-1)
-    margins = logits.gather(1, ids[:, None])[:, 0].float() - second.float()
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        values, cells = logits.numpy(), (np.arange(len(ids)), ids.numpy())
+        best = values[cells]
+        values[cells] = -np.inf
+        margins = torch.from_numpy(best - values.max(-1))
+        values[cells] = best
+    else:
+        second = logits.scatter(1, ids[:, None], float("-inf")).amax(-1)
+        margins = logits.gather(1, ids[:, None])[:, 0].float() - second.float()
     return ids, margins.nan_to_num_(0.0).clamp_(0.0, MOST_MARGIN)
 
 

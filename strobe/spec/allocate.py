@@ -7,35 +7,54 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from strobe.runner.batch import Layout
 from strobe.transfer import upload
 
 
-def chances(margins: Tensor, confidence: Sequence[tuple[float, float]]) -> Tensor:
-    """margins [S, K] of drafts -> [S, K] float32, each one's chance to count: the product of a
-    logistic function of each margin up to it, by place slope and intercept, so that it falls along
-    a block. Places without confidence count as certain."""
-    width = margins.shape[1]
+def verified_drafts(
+    layout: Layout,
+    margins: Tensor | None,
+    confidence: Sequence[tuple[float, float]],
+    count: int,
+    *,
+    kernels: bool = False,
+) -> Tensor:
+    """The drafts of each span [S] that are verified: all of the host's, and of those that the
+    device makes, whose margins are [S, K], the `count` most promising ones. kernels: by triton's,
+    where the layout is padded."""
+    made, width = layout.made_drafts, layout.shape.drafts
+    if margins is None:
+        margins = torch.zeros(len(made), width, device=made.device)
+    weights = _weights(confidence, width, made.device)
+    if kernels and layout.padded:
+        from strobe.kernels.narrow import choose
+
+        return choose(margins, weights, made, layout.drafts, count)
+    return layout.drafts - made + most_promising(margins, weights, made, count)
+
+
+def _weights(confidence: Sequence[tuple[float, float]], width: int, device: torch.device) -> Tensor:
+    """[K, 2]; places without confidence count as certain."""
     given = [*confidence[:width], *[(0.0, float("inf"))] * (width - len(confidence))]
-    slopes, intercepts = upload(given, margins.device, torch.float32).unbind(1)
+    return upload(given, device, torch.float32)
+
+
+def chances(margins: Tensor, weights: Tensor) -> Tensor:
+    """margins [S, K] of drafts, weights [K, 2] -> [S, K] float32, each one's chance to count: the
+    product of a logistic function of each margin up to it, by place slope and intercept, so that
+    it falls along a block."""
+    slopes, intercepts = weights.unbind(1)
     return torch.sigmoid(margins * slopes + intercepts).cumprod(1)
 
 
-def most_promising(
-    margins: Tensor | None,
-    confidence: Sequence[tuple[float, float]],
-    most: Tensor,
-    width: int,
-    count: int,
-) -> Tensor:
-    """margins [S, K], most [S], K -> drafts to verify [S] int64, `count` in all or as many as there
-    are: those with the largest chances, of each span the first. Among equal ones, and without
-    margins, earlier places come first, then earlier spans."""
-    spans = most.shape[0]
-    if margins is None:
-        margins = torch.zeros(spans, width, device=most.device)
+def most_promising(margins: Tensor, weights: Tensor, most: Tensor, count: int) -> Tensor:
+    """margins [S, K], weights [K, 2], most [S] -> drafts to verify [S] int64, `count` in all or as
+    many as there are: those with the largest chances, of each span the first. Among equal ones
+    earlier places come first, then earlier spans."""
+    spans, width = margins.shape
     places = torch.arange(width, device=margins.device)
     there = places < most[:, None]
-    keys = torch.where(there, chances(margins, confidence), -1.0)
+    keys = torch.where(there, chances(margins, weights), -1.0)
     order = keys.T.flatten().sort(descending=True, stable=True).indices[:count]
     taken = torch.zeros(spans * width, dtype=torch.int64, device=margins.device)
     taken[order] = 1

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from strobe.request import Request
+from strobe.step import Plan, StepResult
 
 
 class Candidate(NamedTuple):
-    """A request that may verify up to `most` drafts in this step."""
+    """A request that may verify up to `most` drafts in this step. on_device: it has some, which the
+    device makes."""
 
     request: Request
     most: int
+    on_device: bool = True
 
 
 class Load(NamedTuple):
     """What else there is to do: requests that decode in this step, rows of prompts that are still
-    to be computed, and requests that wait."""
+    to be computed, and requests that wait; context: positions of those that decode, together."""
 
     decoding: int
     prompt_rows: int
     waiting: int
+    context: int = 0
 
 
 class Allotment(NamedTuple):
@@ -33,16 +37,12 @@ class Allotment(NamedTuple):
     confidence: tuple[tuple[float, float], ...] = ()
 
 
-class Budget(Protocol):
-    """A policy."""
+class Budget:
+    """A policy: by itself, every request verifies as many drafts as it may."""
 
     def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
         """What the candidates, which decode in this step, verify."""
-        ...
-
-
-class FullBudget:
-    """Every request verifies as many drafts as it may."""
-
-    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
         return Allotment([candidate.most for candidate in candidates])
+
+    def observe(self, plan: Plan, result: StepResult) -> None:
+        """What became of a step, in the order of plans."""

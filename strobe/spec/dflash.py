@@ -49,6 +49,13 @@ class DFlashProposer:
         self.tokens = (TAIL,) + (config.mask_token_id,) * (config.block_size - 1)
         self.widths = [*[width for width in WIDTHS if width < config.block_size], config.block_size]
 
+    def widths_for(self, most: int) -> tuple[list[int], list[int]]:
+        """Drafts and rows of the blocks there are for `most` drafts at most, the longest last."""
+        unused = len(self.tokens) - self.drafts
+        rows = [n for n in self.widths if n - unused < min(most, self.drafts)]
+        rows.append(self.widths[len(rows)])
+        return [min(n - unused, most) for n in rows], rows
+
     def propose(self, spans: Sequence[Span]) -> Drafts:
         """As many drafts each as the shortest block brings that has what all spans verify."""
         runner, most = self.runner, max([span.drafts for span in spans])

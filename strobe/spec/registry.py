@@ -86,7 +86,8 @@ def _make_dflash(given: Context) -> Proposer:
         buckets=given.buckets,
     )
     sampled = given.config.draft_sample_method == "probabilistic"
-    return DFlashProposer(model, runner, given.graphs, sampled=sampled)
+    how = {"sampled": sampled, "margins": given.config.adaptive}
+    return DFlashProposer(model, runner, given.graphs, **how)
 
 
 def no_checkpoint(*given: Any, **named: Any) -> Any:

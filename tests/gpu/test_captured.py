@@ -10,8 +10,8 @@ from on_gpu import NEEDS_GPU, check_captured, finish, keys_and_values, steady
 
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
-from strobe.server.engine_process.warmup import warm_up
 from strobe.tools.demo import choose_examples, prompts_of
+from strobe.warmup.steps import warm_up
 
 pytestmark = NEEDS_GPU
 

@@ -18,9 +18,9 @@ from strobe.engine.engine import Engine
 from strobe.engine.outcomes import EngineStats
 from strobe.runner.batch import Shape
 from strobe.runner.buckets import Buckets
-from strobe.server.engine_process.warmup import warm_up
 from strobe.step import TAIL, Span
 from strobe.text.tokenizer import Tokenizer
+from strobe.warmup.steps import warm_up
 
 COLD = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
 WARM = COLD.clone(temperature=0.9, top_p=0.8, top_k=30, seed=4)

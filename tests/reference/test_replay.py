@@ -55,4 +55,5 @@ def test_a_plan_run_again_on_another_engine_gives_the_same_step(
     for packed, printed, result in log:
         plan = pickle.loads(packed)
         assert repr(plan) == printed
-        assert second.launch(plan).result() == result
+        again = second.launch(plan).result()
+        assert again._replace(seconds=None) == result._replace(seconds=None)

@@ -10,9 +10,9 @@ from served import Served
 
 @pytest.fixture(scope="session")
 def real_server() -> Iterator[Served]:
-    """`strobe serve` with its defaults; by this name also where a module has a `server` of its
-    own."""
-    served = Served()
+    """`strobe serve` with its defaults, but that every step drafts, however busy the machine is; by
+    this name also where a module has a `server` of its own."""
+    served = Served("--no-adaptive")
     yield served
     assert served.stop() == 0
 

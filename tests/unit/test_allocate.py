@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
 import torch
+from layouts import facts, spans_of
 
-from strobe.runner.batch import Layout, Shape, lay_out, own_shape
+from strobe.runner.batch import Shape, lay_out, own_shape
 from strobe.runner.buckets import Buckets
-from strobe.spec.allocate import chances, most_promising
+from strobe.spec.allocate import chances, most_promising, verified_drafts
 from strobe.step import TAIL, Span, num_rows
 
 CPU = torch.device("cpu")
@@ -18,7 +20,7 @@ CPU = torch.device("cpu")
 
 def test_a_chance_is_the_product_of_what_the_margins_up_to_there_say():
     margins = torch.tensor([[0.0, 2.0, 1.0], [40.0, 0.5, 3.0]])
-    found = chances(margins, [(1.0, 0.0), (0.5, -1.0)])
+    found = chances(margins, torch.tensor([[1.0, 0.0], [0.5, -1.0], [0.0, math.inf]]))
     sure = torch.sigmoid(torch.tensor(40.0))
     first = [0.5, 0.5 * 0.5, 0.25]
     second = [sure, sure * torch.sigmoid(torch.tensor(-0.75)), sure * 0.3208213]
@@ -30,15 +32,15 @@ def test_no_other_choice_of_as_many_drafts_promises_more(seed: int):
     rng = random.Random(seed)
     spans, width = rng.randint(1, 4), rng.randint(1, 4)
     margins = torch.tensor([[rng.uniform(0, 5) for _ in range(width)] for _ in range(spans)])
-    confidence = [(rng.uniform(0.1, 1), rng.uniform(-2, 1)) for _ in range(width)]
+    weights = torch.tensor([(rng.uniform(0.1, 1), rng.uniform(-2, 1)) for _ in range(width)])
     most = [rng.randint(0, width) for _ in range(spans)]
     count = rng.randint(0, sum(most) + 1)
-    gains = chances(margins, confidence).double()
+    gains = chances(margins, weights).double()
 
     def worth(counts: tuple[int, ...]) -> float:
         return sum(float(gains[i, :n].sum()) for i, n in enumerate(counts))
 
-    found = most_promising(margins, confidence, torch.tensor(most), width, count).tolist()
+    found = most_promising(margins, weights, torch.tensor(most), count).tolist()
     assert sum(found) == min(count, sum(most))
     assert all(n <= limit for n, limit in zip(found, most, strict=True))
     others = itertools.product(*[range(n + 1) for n in most])
@@ -46,26 +48,16 @@ def test_no_other_choice_of_as_many_drafts_promises_more(seed: int):
     assert worth(tuple(found)) == pytest.approx(best, abs=1e-6)
 
 
-def test_without_margins_every_request_gets_as_many():
-    most = torch.tensor([3, 3, 1, 3])
-    assert most_promising(None, (), most, 3, 7).tolist() == [2, 2, 1, 2]
-    assert most_promising(None, (), most, 3, 5).tolist() == [2, 1, 1, 1]
-    assert most_promising(None, (), most, 3, 0).tolist() == [0, 0, 0, 0]
-    assert most_promising(None, (), most, 3, 99).tolist() == [3, 3, 1, 3]
-
-
-def spans_of(rng: random.Random, drafts: int) -> list[Span]:
-    """Requests that decode, with drafts of the device and of the host, and chunks of prompts."""
-    found: list[Span] = []
-    for slot in range(rng.randint(1, 6)):
-        kind, n = rng.randrange(4), rng.randint(0, drafts)
-        if kind < 2:
-            found.append(Span(slot, 5, 9, (TAIL,), n, "dflash" if n else None, 1 + n))
-        elif kind == 2:
-            found.append(Span(slot, 5, 5, (4, *range(n)), n, None, 1 + n))
-        else:
-            found.append(Span(slot, 0, 0, tuple(range(1 + n)), logits=rng.randint(0, 1)))
-    return found
+@pytest.mark.parametrize("padded", [False, True])
+def test_without_margins_every_request_gets_as_many(padded: bool):
+    spans = [Span(i, 5, 5, (TAIL,), n, "dflash", 1 + n) for i, n in enumerate((3, 3, 1, 3))]
+    spans.append(Span(4, 5, 5, (7, 8, 9), 2, None, 3))  # the host's, which are left alone
+    shape = Buckets(8, 3, 4).of(spans) if padded else own_shape(spans)
+    layout = lay_out(spans, CPU, shape, padded, spare=8)
+    for count, wanted in ((7, [2, 2, 1, 2]), (5, [2, 1, 1, 1]), (0, [0] * 4), (99, [3, 3, 1, 3])):
+        found = verified_drafts(layout, None, (), count).tolist()
+        assert found[:5] == [*wanted, 2]
+        assert not any(found[5:])
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -88,18 +80,6 @@ def test_a_narrowed_layout_is_that_of_the_drafts_that_are_left(seed: int):
     ]
     wanted = lay_out(left, CPU, shape, padded=True, spare=8)
     assert facts(found) == facts(wanted)
-
-
-def facts(layout: Layout) -> dict[str, object]:
-    """All that a step reads of it; which span of none a padding row belongs to means nothing."""
-    used = int(layout.sizes.sum())
-    rows = {"span_of_row": used, "offset": None, "tokens": None}
-    spans = ("slots", "certain", "drafts", "sizes", "row_starts", "active", "logits_rows")
-    return {
-        "shape": layout.shape,
-        **{name: getattr(layout, name).tolist() for name in spans},
-        **{name: getattr(layout, name)[:count].tolist() for name, count in rows.items()},
-    }
 
 
 def test_a_narrowed_step_takes_the_smallest_bucket_that_has_room():

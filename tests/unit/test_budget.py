@@ -11,7 +11,7 @@ from world import Policy, World
 
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
-from strobe.spec.budget import Allotment, Budget, Candidate, FullBudget, Load
+from strobe.spec.budget import Allotment, Budget, Candidate, Load
 from strobe.step import num_rows
 
 LOAD = Load(decoding=3, prompt_rows=40, waiting=2)
@@ -22,8 +22,8 @@ def candidate(most: int) -> Candidate:
 
 
 def test_with_a_full_budget_every_request_verifies_as_much_as_it_may():
-    assert FullBudget().allot([candidate(n) for n in (7, 0, 3)], LOAD) == Allotment([7, 0, 3])
-    assert FullBudget().allot([], LOAD) == Allotment([])
+    assert Budget().allot([candidate(n) for n in (7, 0, 3)], LOAD) == Allotment([7, 0, 3])
+    assert Budget().allot([], LOAD) == Allotment([])
 
 
 def traffic(world: World) -> list[tuple[int, ...]]:
@@ -70,7 +70,7 @@ def test_a_random_number_of_drafts_in_every_step_changes_no_token(seed: int, dep
 
 
 def test_drafts_that_the_device_leaves_out_are_not_counted():
-    class Three(FullBudget):
+    class Three(Budget):
         def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
             return Allotment([one.most for one in candidates], 3)
 
@@ -104,11 +104,11 @@ def test_a_budget_is_asked_once_a_step_and_told_what_else_there_is_to_do():
     plan = world.launch()
     ((candidates, load),) = policy.seen
     assert candidates == [Candidate(first, 3)]
-    assert load == Load(decoding=1, prompt_rows=25 - 9, waiting=2)
+    assert load == Load(decoding=1, prompt_rows=25 - 9, waiting=2, context=3)
     assert world.who(plan) == [first, second]
 
 
-class Greedy:
+class Greedy(Budget):
     """Spends 4 drafts on the first of a step."""
 
     def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:

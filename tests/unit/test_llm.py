@@ -27,7 +27,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def llm(pair: Pair) -> LLM:
     """A target with its drafter; tests leave it idle."""
-    return LLM(pair.target, pair.draft, device="cpu")
+    return LLM(pair.target, pair.draft, device="cpu", adaptive=False)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def llm(pair: Pair) -> LLM:
-    return LLM(pair.target, pair.draft, device="cpu")
+    return LLM(pair.target, pair.draft, device="cpu", adaptive=False)
 
 
 @pytest.fixture(autouse=True)

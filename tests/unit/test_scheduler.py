@@ -124,7 +124,7 @@ def test_a_request_verifies_no_more_drafts_than_its_own_and_the_policy_allow():
     assert [row[2:] for row in world_step_spans(world)] == [(2, 3), (1, 2), (0, 1)]
     ((candidates, load),) = policy.seen
     assert [(one.request.id, one.most) for one in candidates] == [("r0", 3), ("r1", 2), ("r2", 0)]
-    assert load == Load(decoding=3, prompt_rows=0, waiting=0)
+    assert load == Load(decoding=3, prompt_rows=0, waiting=0, context=6)
 
 
 def test_the_newest_running_request_makes_room_and_resumes_with_its_tokens():

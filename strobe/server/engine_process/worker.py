@@ -31,9 +31,10 @@ from strobe.server.engine_process.messages import (
     Submit,
 )
 from strobe.server.engine_process.snapshot import EngineSnapshot
-from strobe.server.engine_process.warmup import warm_up
 from strobe.server.settings import LogSettings
 from strobe.step import TokenEvent
+from strobe.warmup.costs import adapt
+from strobe.warmup.steps import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ def run_engine(pipe: Connection, config: EngineConfig, logs: LogSettings) -> Non
     try:
         engine = Engine(config)
         warm_up(engine)
+        adapt(engine)
     except ValueError as error:
         send(pipe, Failed(str(error), True))
         return

@@ -15,7 +15,7 @@ from strobe.models.target import Target
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.spec.base import Drafts
-from strobe.spec.budget import Allotment, Candidate, FullBudget, Load
+from strobe.spec.budget import Allotment, Budget, Candidate, Load
 from strobe.step import Span
 
 BASES = (1e4, 1e5, 5e5, 1e6, 1e7)
@@ -96,7 +96,7 @@ def gain(base: Sequence[int], other: Sequence[int]) -> float:
     return above / (spread / len(differences) ** 0.5)
 
 
-class _DraftOnly:
+class _DraftOnly(Budget):
     """Drafts are made, and none is verified."""
 
     def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
@@ -112,7 +112,7 @@ def engine_of(
     return Engine(
         resolved,
         parts=build(resolved, target),
-        budget=FullBudget() if keep else _DraftOnly(),
+        budget=Budget() if keep else _DraftOnly(),
     )
 
 

@@ -1,0 +1,125 @@
+# pyright: basic, reportCallIssue=false
+"""Which drafts of a step are verified, and the layout of those, on the device.
+
+    _chances_kernel    S programs: each draft's chance to count, -1 for those that may not be taken
+    _choose_kernel     S programs: how many of a span's drafts are among the best of all
+    _narrow_kernel     blocks of rows: where each row of the narrower layout stands
+
+Legend: S spans, K drafts per span, T rows, W rows of a span with logits. The torch twins are
+`strobe.spec.allocate` and `Layout.narrow`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 128
+_CHUNK = 1024
+
+
+@triton.jit
+def _chances_kernel(margins, weights, most, chances, stride, K: tl.constexpr, SIZE: tl.constexpr):
+    span, place = tl.program_id(0), tl.arange(0, SIZE)
+    real = place < K
+    margin = tl.load(margins + span * stride + place, real, 0.0)
+    slope = tl.load(weights + 2 * place, real, 0.0)
+    level = tl.load(weights + 2 * place + 1, real, 0.0)
+    found = tl.cumprod(1.0 / (1.0 + tl.exp(-(slope * margin + level))), 0)
+    found = tl.where(place < tl.load(most + span), found, -1.0)
+    tl.store(chances + span * K + place, found, real)
+
+
+@triton.jit(do_not_specialize=["spans", "count"])
+def _choose_kernel(
+    chances, most, drafts, out, spans, count,
+    K: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """out: the span's other drafts, and those of `most` whose rank is below `count`."""
+    span, place = tl.program_id(0), tl.arange(0, SIZE)
+    limit = tl.load(most + span)
+    own = tl.load(chances + span * K + place, place < K, -1.0)
+    order = place * spans + span  # among equal chances earlier places come first
+    rank = tl.zeros([SIZE], tl.int32)
+    for first in range(0, spans * K, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        other = tl.load(chances + at, at < spans * K, -2.0)
+        others = (at % K) * spans + at // K
+        before = (other[None, :] == own[:, None]) & (others[None, :] < order[:, None])
+        rank += tl.sum(((other[None, :] > own[:, None]) | before).to(tl.int32), 1)
+    taken = tl.sum(((rank < count) & (place < limit)).to(tl.int64), 0)
+    tl.store(out + span, tl.load(drafts + span) - limit + taken)
+
+
+def choose(margins: Tensor, weights: Tensor, made: Tensor, drafts: Tensor, count: int) -> Tensor:
+    """margins [S, K], weights [K, 2] float32, made, drafts [S] int64 -> the drafts to verify [S]:
+    of a span's drafts those that are not made on the device, and of those that are the ones among
+    the `count` most promising of all."""
+    spans, width = margins.shape
+    chances = torch.empty(spans, width, dtype=torch.float32, device=margins.device)
+    size = triton.next_power_of_2(width)
+    _chances_kernel[(spans,)](
+        margins, weights, made, chances, margins.stride(0), K=width, SIZE=size, num_warps=1
+    )
+    out = torch.empty(spans, dtype=torch.int64, device=margins.device)
+    _choose_kernel[(spans,)](
+        chances, made, drafts, out, spans, count, K=width, SIZE=size,
+        CHUNK=min(_CHUNK, triton.next_power_of_2(spans * width)), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["spans", "rows", "source_rows"])
+def _narrow_kernel(
+    slots, certain, drafts, active, source_starts, source_tokens, out, spans, rows, source_rows,
+    W: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    span = tl.arange(0, SPANS)
+    real = span < spans
+    sure = tl.load(certain + span, real, 0)
+    some = tl.load(drafts + span, real, 0)
+    sizes = sure + some
+    ends = tl.cumsum(sizes, 0)
+    begins = ends - sizes
+    if tl.program_id(0) == 0:
+        tl.store(out + span, tl.load(slots + span, real, 0), real)
+        tl.store(out + spans + span, sure, real)
+        tl.store(out + 2 * spans + span, some, real)
+        tl.store(out + 3 * spans + span, sizes, real)
+        tl.store(out + 4 * spans + span, begins, real)
+        tl.store(out + 5 * spans + span, tl.load(active + span, real, 0), real)
+        for column in tl.static_range(W):
+            row = ends - tl.maximum(1 + some - column, 1)
+            row = tl.where(sizes > 0, tl.maximum(row, 0), rows - 1)
+            tl.store(out + 6 * spans + 3 * rows + span * W + column, row, real)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    owner = tl.sum(((ends[None, :] <= row[:, None]) & real[None, :]).to(tl.int64), 1)
+    used = inside & (owner < spans)
+    owner = tl.minimum(owner, spans - 1)
+    mine = span[None, :] == owner[:, None]
+    offset = row - tl.sum(tl.where(mine, begins[None, :], 0), 1)
+    offset = tl.where(used, offset, 0)
+    source = tl.load(source_starts + owner, used, 0) + offset
+    token = tl.load(source_tokens + tl.minimum(source, source_rows - 1), used, 0)
+    out += 6 * spans
+    tl.store(out + row, owner, inside)
+    tl.store(out + rows + row, offset, inside)
+    tl.store(out + 2 * rows + row, token, inside)
+
+
+def narrow(layout: Any, drafts: Tensor, shape: Any) -> Tensor:
+    """A layout of S spans, drafts [S] of theirs, and the shape of the narrower one -> its parts,
+    packed."""
+    size = 6 * shape.spans + 3 * shape.rows + shape.spans * shape.logits
+    packed = torch.empty(size, dtype=torch.int64, device=drafts.device)
+    _narrow_kernel[(triton.cdiv(shape.rows, _BLOCK),)](
+        layout.slots, layout.certain, drafts, layout.active, layout.row_starts, layout.tokens,
+        packed, shape.spans, shape.rows, layout.tokens.shape[0],
+        W=shape.logits, SPANS=triton.next_power_of_2(shape.spans), BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return packed

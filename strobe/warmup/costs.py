@@ -1,0 +1,248 @@
+"""What steps cost on this device, measured before the first request and kept for the next start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from strobe.engine.engine import Engine
+from strobe.request import Request
+from strobe.sampling_params import SamplingParams
+from strobe.spec.adaptive import AdaptiveBudget, Choice
+from strobe.spec.budget import Allotment, Budget, Candidate, Load
+from strobe.spec.costs import Costs
+from strobe.step import Plan, StepResult
+
+logger = logging.getLogger(__name__)
+
+REPEATS = 4  # steps of each kind that are timed
+SECONDS = 30.0  # after which no further kind of step is measured
+LONG = 4096  # positions of a long context
+FITS = 0.3  # relative error within which costs of an earlier start still hold
+
+_ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+
+
+def adapt(engine: Engine) -> None:
+    """Let an adaptive budget know its costs: those of an earlier start where they fit, else as
+    measured now. The engine is left as if nothing had run."""
+    budget = engine.scheduler.budget
+    if not isinstance(budget, AdaptiveBudget):
+        return
+    path = _path(engine)
+    costs = _read(path)
+    if costs is not None and not _fits(engine, budget, costs):
+        logger.info("Steps do not take what %s says: costs are measured anew.", path)
+        costs = None
+    if costs is None:
+        began = time.perf_counter()
+        costs = _measure(engine, budget)
+        logger.info("costs of steps measured in %.1f s", time.perf_counter() - began)
+        if costs is not None:
+            _write(path, costs)
+    budget.costs = costs
+
+
+def _path(engine: Engine) -> Path:
+    """Where costs are kept: by all that they depend on."""
+    resolved, device = engine.resolved, engine.resolved.device
+    cuda = device.type == "cuda"
+    key = {
+        "device": torch.cuda.get_device_name(device) if cuda else os.uname().machine,
+        "threads": None if cuda else (torch.get_num_threads(), os.cpu_count()),
+        "versions": [version("strobe"), torch.__version__],
+        "target": repr(resolved.target.decoder),
+        "draft": repr(resolved.draft),
+        "choice": repr(resolved.choice),
+        "dtype": str(resolved.dtype),
+        "limits": asdict(resolved.limits),
+    }
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "strobe" / "costs" / f"{name}.json"
+
+
+def _read(path: Path) -> Costs | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        parts = [
+            {int(rows): float(ms) for rows, ms in found[name].items()}
+            for name in ("draft", "verify")
+        ]
+        return Costs(parts[0], parts[1], float(found["context"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s cannot be read (%s): costs are measured anew.", path, error)
+        return None
+
+
+def _write(path: Path, costs: Costs) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps(costs.as_dict(), indent=1) + "\n")
+        new.replace(path)
+    except OSError as error:
+        logger.warning("Costs of steps are not kept for the next start: %s", error)
+
+
+class _Forced(Budget):
+    """One choice, whatever it brings. rows: of the newest step."""
+
+    def __init__(self) -> None:
+        self.choice, self.rows = Choice(), 0
+
+    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
+        return Allotment(
+            [min(one.most, self.choice.most) for one in candidates], self.choice.drafts
+        )
+
+    def observe(self, plan: Plan, result: StepResult) -> None:
+        self.rows = result.rows
+
+
+class _Survey:
+    """Steps of every kind, timed by what is queued for drafting and for verifying."""
+
+    def __init__(self, engine: Engine, budget: AdaptiveBudget):
+        self.engine, self.budget, self.forced = engine, budget, _Forced()
+        self.requests: list[Request] = []
+        self.marks: list[tuple[str, Any]] = []
+        self.cuda = engine.resolved.device.type == "cuda"
+
+    def __enter__(self) -> _Survey:
+        self.engine.scheduler.budget = self.forced
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for request in self.requests:
+            self.engine.finish(request, "abort")
+        while self.engine.has_work:
+            self.engine.step()
+        self.engine.forget()
+        self.engine.scheduler.budget = self.budget
+
+    def fill(self, count: int) -> None:
+        """Step until so many requests decode, which have room for a few more steps."""
+        room = self.engine.limits.max_model_len - 4 * self.engine.limits.block
+        for request in [r for r in self.requests if len(r.tokens) > room]:
+            self.engine.finish(request, "abort")
+        self.requests = [r for r in self.requests if r.finish_reason is None]
+        while len(self.requests) < count:
+            self.requests.append(self.engine.add([0], _ENDLESS))
+        scheduler = self.engine.scheduler
+        for _ in range(4 + 4 * count):
+            if not scheduler.waiting and all(record.decoding for record in scheduler.running):
+                return
+            self.engine.step()
+
+    def time(self, count: int, choice: Choice) -> tuple[float, float, int]:
+        """Median milliseconds of drafting and of verifying, and the rows of a step."""
+        self.forced.choice = choice
+        self.fill(count)
+        for _ in range(self.engine.depth + self.cuda):
+            self.engine.step()
+        self.marks, self.engine.mark = [], self._mark
+        for _ in range(REPEATS):
+            self.engine.step()
+        self.engine.mark = lambda name: None
+        if self.cuda:
+            torch.cuda.synchronize()
+        at = {
+            name: [t for n, t in self.marks if n == name] for name in ("start", "draft", "verify")
+        }
+        draft = median(map(self._between, at["start"], at["draft"]))
+        return draft, median(map(self._between, at["draft"], at["verify"])), self.forced.rows
+
+    def context(self) -> float:
+        """Milliseconds for each position of a long context."""
+        engine, pool = self.engine, self.engine.parts.pool
+        room = min(engine.limits.max_model_len, (pool.capacity - 1) * engine.limits.page_size)
+        size = min(LONG, room - 4 * engine.limits.block)
+        if size < LONG // 4:
+            return 0.0
+        short = self.time(1, Choice())[1]
+        for request in self.requests:
+            engine.finish(request, "abort")
+        self.requests = [engine.add([0] * size, _ENDLESS)]
+        long = self.time(1, Choice())[1]
+        engine.finish(self.requests[0], "abort")
+        return max(long - short, 0.0) / size
+
+    def _mark(self, name: str) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((name, event))
+        else:
+            self.marks.append((name, time.perf_counter()))
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) if self.cuda else 1e3 * (end - begin)
+
+
+def _kinds(budget: AdaptiveBudget, count: int, graphs: bool) -> list[Choice]:
+    """Plain steps, each width's longest drafts, and, where steps are padded to few numbers of rows,
+    of the widest those between half and all."""
+    found = [Choice(), *[Choice(width, most) for width, most in enumerate(budget.widths)]]
+    whole = budget.widths[-1]
+    if not graphs:
+        return found
+    for drafts, _ in budget.rows(count, whole):
+        if count * whole // 2 < drafts < count * whole:
+            found.append(Choice(len(budget.widths) - 1, whole, drafts))
+    return found
+
+
+def _counts(engine: Engine) -> list[int]:
+    """Numbers of requests to measure with: what there are slots and pages for."""
+    limits, pool = engine.limits, engine.parts.pool
+    pages = -(-(2 + 4 * limits.block) // limits.page_size)
+    most = min(limits.max_num_seqs, max((pool.capacity - 1) // pages, 1))
+    powers = [2**i for i in range(most.bit_length()) if 2**i < most]
+    return [*powers[:: 1 if engine.resolved.choice.graphs else 2], most]
+
+
+def _measure(engine: Engine, budget: AdaptiveBudget) -> Costs | None:
+    """None where even one request has no room."""
+    deadline = time.perf_counter() + SECONDS
+    drafts, verifies = dict[int, list[float]](), dict[int, list[float]]()
+    if engine.limits.max_model_len <= 5 * engine.limits.block:
+        return None
+    with _Survey(engine, budget) as survey:
+        context = survey.context()
+        for count in _counts(engine):
+            for choice in _kinds(budget, count, engine.resolved.choice.graphs):
+                if time.perf_counter() > deadline and len(verifies) > 4:
+                    break
+                draft, verify, rows = survey.time(count, choice)
+                verifies.setdefault(rows, []).append(verify)
+                if choice.most:
+                    drafts.setdefault(count * budget.slots[choice.width], []).append(draft)
+    if min(len(drafts), len(verifies)) < 2:
+        return None
+    parts = [{n: median(ms) for n, ms in part.items()} for part in (drafts, verifies)]
+    return Costs(parts[0], parts[1], context)
+
+
+def _fits(engine: Engine, budget: AdaptiveBudget, costs: Costs) -> bool:
+    """Whether a request's steps take what the costs say, plain ones and those of a whole block."""
+    with _Survey(engine, budget) as survey:
+        for choice in (Choice(), Choice(len(budget.widths) - 1, budget.widths[-1])):
+            draft, verify, rows = survey.time(1, choice)
+            said = float(costs.ms(budget.slots[-1] if choice.most else 0, rows))
+            if abs(draft * (choice.most > 0) + verify - said) > FITS * said:
+                return False
+    return True

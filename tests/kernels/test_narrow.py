@@ -1,0 +1,54 @@
+"""Which drafts are verified, and where their rows stand: the kernels against their twins."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from layouts import facts, spans_of
+
+from strobe.kernels import narrow as kernels
+from strobe.runner.batch import lay_out, unpack
+from strobe.runner.buckets import Buckets
+from strobe.spec.allocate import most_promising
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("spans", "width"), [(1, 3), (5, 7), (33, 15), (200, 15)])
+def test_the_most_promising_drafts(device: torch.device, spans: int, width: int, seed: int) -> None:
+    noise = torch.Generator().manual_seed(seed)
+    margins = (torch.rand(spans, width + 1, generator=noise) * 6).to(device)[:, :width]
+    weights = torch.rand(width, 2, generator=noise)
+    made = torch.randint(0, width + 1, (spans,), generator=noise).to(device)
+    drafts = made + torch.randint(0, 3, (spans,), generator=noise).to(device)
+    whole = int(made.sum())
+    for count in {0, 1, whole // 3, whole - 1, whole, whole + 9} - {-1}:
+        found = kernels.choose(margins, weights.to(device), made, drafts, count)
+        wanted = most_promising(margins, weights.to(device), made, count)
+        assert found.tolist() == (drafts - made + wanted).tolist()
+
+
+def test_equal_chances_go_to_earlier_places_first(device: torch.device) -> None:
+    margins, made = torch.zeros(5, 3, device=device), torch.tensor([3, 3, 1, 0, 3], device=device)
+    weights = torch.tensor([[0.0, 40.0]] * 3, device=device)  # all are certain
+    for count, wanted in ((6, [2, 2, 1, 0, 1]), (7, [2, 2, 1, 0, 2]), (8, [3, 2, 1, 0, 2])):
+        assert kernels.choose(margins, weights, made, made, count).tolist() == wanted
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_narrowed_layout(device: torch.device, seed: int) -> None:
+    rng = random.Random(seed)
+    spans = spans_of(rng, 7)
+    made = [span.drafts if span.method is not None else 0 for span in spans]
+    counts = [rng.randint(0, n) for n in made]
+    shape = Buckets(8, 7, 8).of(spans, sum(counts))
+    wide = lay_out(spans, device, shape, padded=True, spare=8)
+    kept = [span.drafts - n + k for span, n, k in zip(spans, made, counts, strict=True)]
+    drafts = torch.tensor(kept + [0] * (shape.spans - len(spans)), device=device)
+    wanted = wide.narrow(drafts, shape)
+    packed = kernels.narrow(wide, drafts, shape)
+    assert packed.shape == wanted.packed.shape
+    found = wanted.over(packed)
+    assert unpack(packed, shape).keys() == unpack(wanted.packed, shape).keys()
+    assert facts(found) == facts(wanted)

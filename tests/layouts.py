@@ -1,0 +1,34 @@
+"""Random spans of every kind, and what a step reads of their layout."""
+
+from __future__ import annotations
+
+import random
+
+from strobe.runner.batch import Layout
+from strobe.step import TAIL, Span
+
+
+def spans_of(rng: random.Random, drafts: int) -> list[Span]:
+    """Requests that decode, with drafts of the device and of the host, and chunks of prompts."""
+    found: list[Span] = []
+    for slot in range(rng.randint(1, 6)):
+        kind, n = rng.randrange(4), rng.randint(0, drafts)
+        if kind < 2:
+            found.append(Span(slot, 5, 9, (TAIL,), n, "dflash" if n else None, 1 + n))
+        elif kind == 2:
+            found.append(Span(slot, 5, 5, (4, *range(n)), n, None, 1 + n))
+        else:
+            found.append(Span(slot, 0, 0, tuple(range(1 + n)), logits=rng.randint(0, 1)))
+    return found
+
+
+def facts(layout: Layout) -> dict[str, object]:
+    """All that a step reads of it; which span of none a padding row belongs to means nothing."""
+    used = int(layout.sizes.sum())
+    rows = {"span_of_row": used, "offset": None, "tokens": None}
+    spans = ("slots", "certain", "drafts", "sizes", "row_starts", "active", "logits_rows")
+    return {
+        "shape": layout.shape,
+        **{name: getattr(layout, name).tolist() for name in spans},
+        **{name: getattr(layout, name)[:count].tolist() for name, count in rows.items()},
+    }

@@ -1,0 +1,211 @@
+"""Which number of drafts is chosen, in a world where chances and costs are known."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from strobe.request import Request
+from strobe.runner.buckets import Buckets, verified_rows
+from strobe.sampling_params import SamplingParams
+from strobe.spec.adaptive import AdaptiveBudget, stretch
+from strobe.spec.budget import Allotment, Candidate, Load
+from strobe.spec.costs import Costs
+from strobe.step import TAIL, Plan, Span, StepResult, num_rows
+
+WIDTHS, SLOTS = (3, 7, 15), (4, 8, 16)
+
+# Rows that cost nothing up to 64, as on a GPU; and each as much as the others, as on a CPU.
+GPU = {1: 5.0, 64: 5.2, 256: 9.0, 512: 15.0, 4096: 100.0}
+CPU = {1: 5.0, 512: 105.0}
+
+APART = 1.5  # in logits: how far easy and hard drafts are from their middle
+
+
+class Life:
+    """Requests without end; each draft is right with a chance that its margin tells, or not."""
+
+    def __init__(
+        self,
+        count: int,
+        verify: dict[int, float],
+        *,
+        told: bool = True,
+        pace: float = 1.0,
+        buckets: Buckets | None = None,
+    ):
+        rows = functools.partial(verified_rows, buckets)
+        self.budget = AdaptiveBudget(WIDTHS, SLOTS, rows, 512)
+        drafting = {4: 0.8, 16: 0.9, 512: 3.0, 4096: 20.0}
+        self.budget.costs, self.true = Costs(drafting, verify), Costs(drafting, verify)
+        self.true.pace, self.told = pace, told
+        self.rng = np.random.default_rng(count)
+        request = Request("r", [1], SamplingParams(), seed=0)
+        self.candidates = [Candidate(request, 15)] * count
+        self.took = self.tokens = 0.0
+        self.allotted: list[Allotment] = []
+
+    def step(self, chance: Callable[[int], float]) -> None:
+        """chance(place) of a draft to be right, in the middle of what the margins tell."""
+        count = len(self.candidates)
+        found = self.budget.allot(self.candidates, Load(count, 0, 0))
+        self.allotted.append(found)
+        most = max(found.most)
+        spans = [
+            Span(i, 9, 9, (TAIL,), n, "dflash" if n else None, 1 + n)
+            for i, n in enumerate(found.most)
+        ]
+        width = next((w for w in WIDTHS if w >= most), 0) if most else 0
+        logits = np.array([[np.log(chance(k) / (1 - chance(k))) for k in range(width)]] * count)
+        margins = self.rng.uniform(0, 5, logits.shape)
+        if self.told:
+            logits = logits + self.rng.choice([-APART, APART], (count, 1))
+            margins = np.clip(logits + 3.0, 0, 40)
+        right = self.rng.random(logits.shape) < 1 / (1 + np.exp(-logits))
+        verified = self.verified(found, margins)
+        run = np.where(right.all(1), width, right.argmin(1)) if width else np.zeros(count, int)
+        accepted = np.minimum(run, verified)
+        plan = Plan(tuple(spans), (), (), found.verified, found.confidence)
+        rows = num_rows(spans, found.verified)
+        draft = count * SLOTS[WIDTHS.index(width)] if width else 0
+        ms = float(self.true.ms(draft, rows))
+        self.took += ms
+        self.tokens += count + int(accepted.sum())
+        told = margins.tolist() if width else None
+        result = StepResult([], accepted.tolist(), rows, ms / 1e3, verified.tolist(), told)
+        self.budget.observe(plan, result)
+
+    def verified(self, found: Allotment, margins: Any) -> Any:
+        most = np.array(found.most)
+        if found.verified is None:
+            return most
+        weights = np.array(found.confidence)[: margins.shape[1]]
+        chances = np.cumprod(1 / (1 + np.exp(-margins * weights[:, 0] - weights[:, 1])), 1)
+        chances[np.arange(margins.shape[1]) >= most[:, None]] = -1
+        best = np.argsort(-chances, axis=None, kind="stable")[: found.verified]
+        return np.bincount(best // margins.shape[1], minlength=len(most))
+
+    def rate(self, steps: int, chance: Callable[[int], float]) -> float:
+        """Tokens a millisecond."""
+        self.took = self.tokens = 0.0
+        for _ in range(steps):
+            self.step(chance)
+        return self.tokens / self.took
+
+
+def fixed(life: Life, drafts: int, chance: float) -> float:
+    """What a fixed number of drafts, each right with that chance in the middle, would bring."""
+    count = len(life.candidates)
+    slots = SLOTS[WIDTHS.index(drafts)] if drafts else 0
+    middle = np.log(chance / (1 - chance))
+    sides = [middle - APART, middle + APART] if life.told else [middle]
+    chances = [1 / (1 + np.exp(-side)) for side in sides]
+    brought = np.mean([sum(p**k for k in range(drafts + 1)) for p in chances])
+    return float(count * brought / life.true.ms(count * slots, count * (1 + drafts)))
+
+
+def best_fixed(life: Life, chance: float) -> float:
+    return max(fixed(life, drafts, chance) for drafts in (0, *WIDTHS))
+
+
+@pytest.mark.parametrize("verify", [GPU, CPU], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("chance", [0.02, 0.5, 0.85, 0.97])
+@pytest.mark.parametrize("count", [1, 8, 64])
+def test_a_step_brings_what_the_best_fixed_number_would(
+    count: int, chance: float, verify: dict[int, float]
+):
+    life, steps = Life(count, verify, told=False), max(300, 3000 // count)  # for chance itself
+    life.rate(steps, lambda place: chance)
+    assert life.rate(steps, lambda place: chance) >= 0.96 * best_fixed(life, chance)
+
+
+@pytest.mark.parametrize("count", [32, 64, 128])
+def test_margins_that_tell_easy_from_hard_bring_more_than_any_fixed_number(count: int):
+    life = Life(count, GPU, buckets=Buckets(256, 15, 16))
+    life.rate(300, lambda place: 0.8)
+    assert life.rate(300, lambda place: 0.8) > 1.05 * best_fixed(life, 0.8)
+    assert any(found.verified is not None for found in life.allotted[300:])
+
+
+def test_a_drafter_that_is_never_right_is_hardly_ever_asked():
+    life = Life(64, GPU, told=False)
+    plain = 64 / float(life.true.ms(0, 64))
+    life.rate(300, lambda place: 0.01)
+    assert life.rate(1000, lambda place: 0.01) > 0.99 * plain
+    asked = [found for found in life.allotted[300:] if any(found.most)]
+    assert 0 < len(asked) < 40
+
+
+@pytest.mark.parametrize("count", [8, 64])
+def test_a_drafter_that_turns_bad_rests_and_wakes_when_it_is_good_again(count: int):
+    life = Life(count, CPU, told=False)
+    for chance in (0.97, 0.02, 0.97):
+        life.rate(200, lambda place, chance=chance: chance)
+        best = best_fixed(life, chance)
+        assert life.rate(200, lambda place, chance=chance: chance) > 0.95 * best
+
+
+def test_a_machine_that_is_slower_than_was_measured_changes_nothing():
+    slow = Life(32, CPU, told=False, pace=3.0)
+    slow.rate(300, lambda place: 0.7)
+    best = best_fixed(slow, 0.7)
+    assert slow.rate(300, lambda place: 0.7) > 0.95 * best
+
+
+def test_the_graph_of_a_whole_block_runs_where_that_is_best():
+    life = Life(1, GPU, told=False)
+    life.rate(300, lambda place: 0.97)
+    assert sum(found == Allotment([15]) for found in life.allotted[64:]) > 0.95 * (300 - 64)
+
+
+def test_without_costs_or_blocks_seen_every_request_drafts_what_it_may():
+    life = Life(3, GPU)
+    candidates = [one._replace(most=n) for one, n in zip(life.candidates, (15, 2, 0), strict=True)]
+    assert life.budget.allot(candidates, Load(3, 0, 0)) == Allotment([15, 2, 0])
+    life.budget.costs = None
+    life.rate(100, lambda place: 0.01)
+    assert set(map(str, life.allotted)) == {str(Allotment([15] * 3))}
+
+
+def test_a_limit_of_a_request_is_kept_and_drafts_of_the_host_are_left_alone():
+    life = Life(4, CPU, told=False)
+    life.rate(100, lambda place: 0.9)
+    mixed = [
+        life.candidates[0],
+        life.candidates[0]._replace(most=2),
+        life.candidates[0]._replace(most=9, on_device=False),
+        life.candidates[0]._replace(most=0, on_device=False),
+    ]
+    for _ in range(50):
+        found = life.budget.allot(mixed, Load(4, 300, 1))
+        assert found.most[0] <= 15
+        assert found.most[1] <= 2
+        assert found.most[2:] == [9, 0]
+        assert found.verified is None or found.verified < sum(found.most[:2])
+
+
+def test_stretched_chances_go_on_as_they_ended():
+    found = stretch(np.array([[0.8, 0.4], [0.5, 0.5]]), 4)
+    assert found.tolist() == [[0.8, 0.4, 0.2, 0.1], [0.5, 0.5, 0.5, 0.5]]
+    assert stretch(np.array([[0.8, 0.4]]), 3, 0.5).tolist() == [[0.8, 0.4, 0.1]]
+    assert stretch(np.array([[0.8, 0.4]]), 1).tolist() == [[0.8]]
+
+
+@pytest.mark.parametrize("buckets", [None, Buckets(64, 15, 16)])
+@pytest.mark.parametrize(("count", "most"), [(1, 3), (2, 15), (7, 7), (64, 15)])
+def test_the_steps_there_are_end_with_all_drafts(count: int, most: int, buckets: Buckets | None):
+    found: Sequence[tuple[int, int]] = verified_rows(buckets, count, most)
+    assert found[-1][0] == count * most
+    assert found == sorted(found)
+    for drafts, rows in found:
+        assert 0 < drafts <= count * most
+        spans = [Span(i, 5, 5, (TAIL,), most, "dflash", 1 + most) for i in range(count)]
+        if buckets is not None:
+            every = drafts == count * most
+            assert buckets.of(spans, None if every else drafts).rows == rows
+        else:
+            assert rows == count + drafts

@@ -1,0 +1,130 @@
+"""Costs measured before the first request, kept for the next start, and measured anew where they
+do not fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textpair import Pair
+
+from strobe import LLM, SamplingParams
+from strobe.spec.adaptive import AdaptiveBudget
+from strobe.warmup import costs as measured
+from strobe.warmup.costs import adapt
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measured, "FITS", 1e9)  # however busy the machine is
+    return tmp_path / "strobe" / "costs"
+
+
+def budget_of(llm: LLM) -> AdaptiveBudget:
+    budget = llm.engine.scheduler.budget
+    assert isinstance(budget, AdaptiveBudget)
+    return budget
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
+    """What is timed."""
+    found: list[tuple[int, Any]] = []
+    true = measured._Survey.time
+
+    def time(self: Any, count: int, choice: Any) -> tuple[float, float, int]:
+        found.append((count, choice))
+        return true(self, count, choice)
+
+    monkeypatch.setattr(measured._Survey, "time", time)
+    return found
+
+
+def test_an_engine_knows_its_costs_and_is_as_if_nothing_had_run(
+    pair: Pair, cache: Path, times: list[tuple[int, Any]]
+):
+    llm = LLM(pair.target, pair.draft, max_num_seqs=5)
+    engine, budget = llm.engine, budget_of(llm)
+    assert budget.costs is not None
+    assert engine.stats.steps == 0
+    assert not engine.has_work
+    assert {count for count, _ in times} == {1, 4, 5}
+    assert {choice.most for _, choice in times} == {0, *budget.widths}
+    (path,) = cache.iterdir()
+    table = json.loads(path.read_text())
+    assert {1, 4, 5} <= set(map(int, table["verify"]))
+    assert {n * rows for n in (1, 4, 5) for rows in budget.slots} == set(map(int, table["draft"]))
+    assert all(ms > 0 for part in ("draft", "verify") for ms in table[part].values())
+    assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8
+    engine.check()
+
+
+def test_the_next_start_takes_the_costs_of_the_one_before(
+    pair: Pair, cache: Path, times: list[tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    first = budget_of(LLM(pair.target, pair.draft, max_num_seqs=2))
+    count = len(times)
+    again = budget_of(LLM(pair.target, pair.draft, max_num_seqs=2))
+    assert len(times) == count + 2, "two kinds of steps are looked at"
+    assert first.costs is not None
+    assert again.costs is not None
+    assert again.costs.as_dict() == first.costs.as_dict()
+    LLM(pair.target, pair.draft, max_num_seqs=3)
+    assert len(list(cache.iterdir())) == 2, "other settings have a table of their own"
+    monkeypatch.setattr(measured, "FITS", 0.0)
+    count = len(times)
+    LLM(pair.target, pair.draft, max_num_seqs=2)
+    assert len(times) > count + 3, "what does not fit is measured anew"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"draft": {}}', '{"draft": 1, "verify": 2}',
+    '{"draft": {"4": "x"}, "verify": {"1": 1, "2": 2}, "context": 0}'])  # fmt: skip
+def test_a_damaged_table_is_measured_anew_with_a_warning(
+    text: str, pair: Pair, cache: Path, caplog: pytest.LogCaptureFixture
+):
+    LLM(pair.target, pair.draft, max_num_seqs=2)
+    (path,) = cache.iterdir()
+    good = json.loads(path.read_text())
+    path.write_text(text)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(pair.target, pair.draft, max_num_seqs=2)
+    assert str(path) in caplog.text
+    assert "measured anew" in caplog.text
+    assert budget_of(llm).costs is not None
+    assert json.loads(path.read_text()).keys() == good.keys()
+
+
+def test_a_cache_that_cannot_be_written_does_no_harm(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert budget_of(LLM(pair.target, pair.draft, max_num_seqs=2)).costs is not None
+    assert "not kept" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"adaptive": False}, {"method": "none"}, {"draft": None}])
+def test_nothing_is_measured_where_nothing_adapts(
+    options: dict[str, Any], pair: Pair, cache: Path, times: list[tuple[int, Any]]
+):
+    given = {"draft": pair.draft, **options}
+    llm = LLM(pair.target, **given)
+    adapt(llm.engine)
+    measures = isinstance(llm.engine.scheduler.budget, AdaptiveBudget)
+    assert bool(times) == measures == (options == {"method": "none"})
+    assert cache.exists() == measures
+
+
+def test_a_context_without_room_for_measuring_leaves_whole_blocks(pair: Pair, cache: Path):
+    llm = LLM(pair.target, pair.draft, max_model_len=24)
+    assert budget_of(llm).costs is None
+    assert not cache.exists()
+    assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8
