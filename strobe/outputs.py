@@ -11,14 +11,19 @@ from strobe.sampling_params import SamplingParams
 from strobe.step import TokenEvent
 from strobe.text.tokenizer import Detokenizer, Tokenizer
 
+NO_MATCH = "no earlier text matched the newest tokens"
+NOT_WORTH = "drafting promised less than it costs at this load"
+
 
 @dataclass(frozen=True)
 class SpeculationReport:
     """How one answer was drafted.
 
-    used: some step verified drafts. steps: verify steps that carried drafts. acceptance_length:
-    1 + accepted / steps, None without a step. accepted_per_position[i]: steps that accepted draft
-    i. off_reason: why speculation was not used, None where it was.
+    used: some step verified drafts. steps: verify steps that carried drafts. drafted: drafts
+    verified; drafts_made: those and others. acceptance_length: 1 + accepted / steps, None without a
+    step. accepted_per_position[i]: steps that accepted draft i. rows_verified: of the target in all
+    steps that decoded; rested_steps: those that drafted nothing, and rest_reason why, None where
+    there are none. off_reason: why speculation was not used, None where it was.
     """
 
     used: bool
@@ -29,6 +34,10 @@ class SpeculationReport:
     acceptance_length: float | None
     accepted_per_position: list[int]
     off_reason: str | None
+    rows_verified: int = 0
+    drafts_made: int = 0
+    rested_steps: int = 0
+    rest_reason: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Its fields by name."""
@@ -39,14 +48,16 @@ class SpeculationReport:
         counts: SpeculationCount, method: str, off_reason: str | None, made: int
     ) -> SpeculationReport:
         """made: tokens of the answer. off_reason: known from the start, None where it may draft."""
-        reason = off_reason
+        reason, rests = off_reason, None
+        if off_reason is None and counts.rested:
+            rests = NO_MATCH if method == "ngram" else NOT_WORTH
         if reason is None and not counts.steps:
             if made < 2:
                 reason = "the answer ended before the first draft"
             elif method == "ngram":
-                reason = "no earlier text matched the newest tokens"
+                reason = NO_MATCH
             else:
-                reason = "no step was given drafts to verify"
+                reason = NOT_WORTH if counts.rested else "no step was given drafts to verify"
         return SpeculationReport(
             used=counts.steps > 0,
             method=method,
@@ -55,6 +66,10 @@ class SpeculationReport:
             accepted=counts.accepted,
             acceptance_length=counts.acceptance_length,
             accepted_per_position=list(counts.per_position),
+            rows_verified=counts.rows,
+            drafts_made=counts.made,
+            rested_steps=counts.rested,
+            rest_reason=rests,
             off_reason=reason,
         )
 
@@ -169,8 +184,8 @@ class Answer:
                 [found.logprob for found in logprobs], output.cumulative_logprob or 0.0
             )
         accepted = min(event.accepted, len(made))
-        if event.drafted:
-            self.counts.add(event.drafted, accepted)
+        if event.made is not None or event.drafted:
+            self.counts.add(event.drafted, accepted, event.made)
         finished = output.finish_reason is not None
         if finished:
             output.speculation = self.report
@@ -239,6 +254,8 @@ def metrics_of(stats: EngineStats) -> list[Metric]:
         Counter("vllm:spec_decode_num_draft_tokens", counts.drafted),
         Counter("vllm:spec_decode_num_accepted_tokens", counts.accepted),
         Vector("vllm:spec_decode_num_accepted_tokens_per_pos", list(counts.per_position)),
+        Counter("strobe:spec_decode_drafts_made", counts.made),
+        Counter("strobe:spec_decode_rested_steps", counts.rested),
         Counter("vllm:prompt_tokens", stats.prompt_tokens),
         Counter("vllm:generation_tokens", stats.generation_tokens),
         Counter("vllm:num_preemptions", stats.preemptions),

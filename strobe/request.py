@@ -32,17 +32,25 @@ class Status(enum.Enum):
 
 @dataclass
 class SpeculationCount:
-    """Verify steps that carried drafts, and what came of them: tokens drafted, those accepted, and
-    the steps that accepted each position of a draft."""
+    """Verify steps that carried drafts, and what came of them: drafts verified, those accepted, and
+    the steps that accepted each position of a draft. made: drafts made, verified or not; rows: of
+    the target in all steps that decoded; rested: those of them for which nothing was drafted."""
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
     per_position: list[int] = field(default_factory=list[int])
+    made: int = 0
+    rows: int = 0
+    rested: int = 0
 
-    def add(self, drafted: int, accepted: int) -> None:
-        """Count one verify step."""
-        self.steps += 1
+    def add(self, drafted: int, accepted: int, made: int | None = None) -> None:
+        """Count one step that decoded. made: by default what was verified."""
+        made = drafted if made is None else made
+        self.made += made
+        self.rows += 1 + drafted
+        self.rested += not made
+        self.steps += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
         self.per_position += [0] * (drafted - len(self.per_position))
@@ -54,6 +62,9 @@ class SpeculationCount:
         self.steps += other.steps
         self.drafted += other.drafted
         self.accepted += other.accepted
+        self.made += other.made
+        self.rows += other.rows
+        self.rested += other.rested
         positions = zip_longest(self.per_position, other.per_position, fillvalue=0)
         self.per_position = list(map(sum, positions))
 

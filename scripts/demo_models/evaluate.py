@@ -92,6 +92,7 @@ def main() -> int:
         dtype=options.dtype,
         max_num_seqs=16,
         draft_sample_method=options.draft_sample_method,
+        adaptive=False,
     )
     examples = heldout(options.count, seed=options.seed)
     prompts = prompts_of(llm, examples)

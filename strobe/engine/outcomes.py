@@ -34,21 +34,28 @@ class Outcomes:
         self.limits, self.stats = limits, EngineStats()
 
     def take(
-        self, request: Request, start: int, drafted: int, i: int, result: StepResult
+        self,
+        request: Request,
+        start: int,
+        made: int | None,
+        drafted: int,
+        i: int,
+        result: StepResult,
     ) -> TokenEvent:
-        """Append a span's tokens up to the first one that ends the request."""
+        """Append a span's tokens up to the first one that ends the request. made: drafts, None
+        where the span did not decode; drafted: those verified."""
         tokens = result.tokens[i]
         request.error = result.errors.get(i)
         count, reason = (0, "error") if request.error is not None else self._ending(request, tokens)
         kept, accepted = tokens[:count], min(result.accepted[i], count)  # up to the answer's end
         request.tokens += kept
         self.stats.generation_tokens += count
-        if drafted:
-            self._count(request, drafted, accepted, count)
+        if made is not None:
+            self._count(request, made, drafted, accepted, count)
         if reason is not None:
             request.status, request.finish_reason = Status.FINISHED, reason
         logprobs = result.logprobs.get(i, [])[:count]
-        counts = {"drafted": drafted, "accepted": accepted, "context": start}
+        counts = {"made": made, "drafted": drafted, "accepted": accepted, "context": start}
         return self.event(request, kept, logprobs=logprobs, **counts)
 
     def event(self, request: Request, tokens: list[int], **more: Any) -> TokenEvent:
@@ -91,12 +98,14 @@ class Outcomes:
                     return i + 1, "stop"
         return (room, "length") if len(tokens) >= room else (len(tokens), None)
 
-    def _count(self, request: Request, drafted: int, accepted: int, committed: int) -> None:
-        """Count a verify step. A stop string, which is found later, takes nothing back."""
+    def _count(
+        self, request: Request, made: int, drafted: int, accepted: int, committed: int
+    ) -> None:
+        """Count a step that decoded. A stop string, which is found later, takes nothing back."""
         counts = request.speculation
-        counts.add(drafted, accepted)
-        self.stats.speculation.add(drafted, accepted)
-        if logger.isEnabledFor(logging.DEBUG):
+        counts.add(drafted, accepted, made)
+        self.stats.speculation.add(drafted, accepted, made)
+        if drafted and logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "verify request=%s accepted=%d/%d committed=%d acceptance_rate=%.3f",
                 request.id,

@@ -176,7 +176,8 @@ class Scheduler:
             if span.logits or i in result.errors:
                 drafted = span.drafts if result.drafted is None else result.drafted[i]
                 drafted = max(0, min(drafted, self.limits.max_model_len - 1 - start))
-                events.append(self.outcomes.take(request, start, drafted, i, result))
+                made = span.drafts if start >= record.goal else None
+                events.append(self.outcomes.take(request, start, made, drafted, i, result))
             if self.prefix_caching and request.error is None:
                 record.lease.publish(request.tokens)
             if request.status is Status.FINISHED:

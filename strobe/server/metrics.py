@@ -18,7 +18,7 @@ from prometheus_client import (
     Histogram,
     disable_created_metrics,
 )
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as TEXT
 from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
@@ -70,6 +70,12 @@ TOTALS = (
     Total("num_drafts", "vllm:spec_decode_num_drafts", "Verify steps that carried drafts."),
     Total("num_draft_tokens", "vllm:spec_decode_num_draft_tokens", "Tokens drafted."),
     Total("num_accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Drafts accepted."),
+    Total("drafts_made", "strobe:spec_decode_drafts_made", "Drafts made, verified or not."),
+    Total(
+        "rested_steps",
+        "strobe:spec_decode_rested_steps",
+        "Steps of requests for which drafting promised less than it costs.",
+    ),
     Total("prefix_queries", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."),
     Total("prefix_hits", "vllm:prefix_cache_hits", "Tokens found in the prefix cache."),
 )
@@ -84,7 +90,7 @@ class EngineTotals(Collector):
         self._model_name = model_name
         self.snapshot = IDLE
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         for total in TOTALS:
             family = CounterMetricFamily(total.name, total.help, labels=["model_name"])
             family.add_metric([self._model_name], getattr(self.snapshot, total.field))
@@ -97,6 +103,15 @@ class EngineTotals(Collector):
         for position, count in enumerate(self.snapshot.accepted_per_position):
             family.add_metric([self._model_name, str(position)], count)
         yield family
+        for column, name in ((2, "slope"), (3, "intercept")):
+            gauge = GaugeMetricFamily(
+                f"strobe:spec_decode_confidence_{name}",
+                f"Chance of a draft, sigmoid(slope * margin + intercept): the {name}.",
+                labels=["model_name", "block_drafts", "position"],
+            )
+            for row in self.snapshot.confidence:
+                gauge.add_metric([self._model_name, str(row[0]), str(row[1])], row[column])
+            yield gauge
 
 
 class ServerMetrics:

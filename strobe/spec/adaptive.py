@@ -130,6 +130,11 @@ class AdaptiveBudget(Budget):
         weights = self.tracks[choice.width].confidence.weights.tolist()
         return Allotment(most, choice.drafts, tuple([(a, b) for a, b in weights]))
 
+    @property
+    def confidence_by_place(self) -> tuple[tuple[int, int, float, float], ...]:
+        found = [(t.width, t.confidence.weights.tolist()) for t in self.tracks]
+        return tuple([(n, k, a, b) for n, rows in found for k, (a, b) in enumerate(rows)])
+
     def observe(self, plan: Plan, result: StepResult) -> None:
         spans = plan.spans
         made = [i for i, span in enumerate(spans) if span.method is not None]

@@ -44,5 +44,10 @@ class Budget:
         """What the candidates, which decode in this step, verify."""
         return Allotment([candidate.most for candidate in candidates])
 
+    @property
+    def confidence_by_place(self) -> tuple[tuple[int, int, float, float], ...]:
+        """The fit of drafts' chances: drafts of the block, place in it, slope and intercept."""
+        return ()
+
     def observe(self, plan: Plan, result: StepResult) -> None:
         """What became of a step, in the order of plans."""

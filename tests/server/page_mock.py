@@ -88,6 +88,10 @@ def end(parts: Sequence[Json | Gate], off_reason: str | None = None) -> Json:
         "accepted": accepted,
         "acceptance_length": 1 + accepted / len(verified) if verified else None,
         "accepted_per_position": [],
+        "rows_verified": sum(1 + s["drafted"] for s in steps[1:]),
+        "drafts_made": sum(s["drafted"] for s in verified),
+        "rested_steps": len(steps[1:]) - len(verified) if verified else 0,
+        "rest_reason": None,
         "off_reason": None if verified else off_reason or "the request turned speculation off",
     }
     usage = {"prompt_tokens": 9, "completion_tokens": tokens, "total_tokens": 9 + tokens}

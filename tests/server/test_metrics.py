@@ -47,6 +47,10 @@ EXPOSED = {
     ("vllm:request_success_total", "counter"),
     ("strobe:engine_steps_total", "counter"),
     ("strobe:spec_decode_steps_total", "counter"),
+    ("strobe:spec_decode_drafts_made_total", "counter"),
+    ("strobe:spec_decode_rested_steps_total", "counter"),
+    ("strobe:spec_decode_confidence_slope", "gauge"),
+    ("strobe:spec_decode_confidence_intercept", "gauge"),
     ("strobe:spec_decode_draft_tokens_total", "counter"),
     ("strobe:spec_decode_accepted_tokens_total", "counter"),
     ("strobe:time_per_output_token_seconds", "histogram"),
@@ -57,6 +61,7 @@ EXPOSED = {
 def snapshot(**changes: Any) -> EngineSnapshot:
     names = EngineSnapshot._fields
     whole = dict.fromkeys(names, 0) | {"kv_used": 0.0, "accepted_per_position": ()}
+    whole["confidence"] = ()
     return EngineSnapshot(**(whole | changes))
 
 
@@ -86,7 +91,7 @@ def metrics() -> ServerMetrics:
 @pytest.fixture
 def busy(metrics: ServerMetrics) -> ServerMetrics:
     """A server on which everything that is counted has happened."""
-    metrics.engine(snapshot(accepted_per_position=(3, 2, 1)))
+    metrics.engine(snapshot(accepted_per_position=(3, 2, 1), confidence=((3, 0, 0.5, 1.0),)))
     metrics.verified(drafted=3, accepted=1, context=5, phase="answer")
     metrics.refused(429, "queue_full")
     return metrics
@@ -163,8 +168,10 @@ def test_two_servers_count_apart(metrics: ServerMetrics):
 
 
 def test_each_field_of_a_snapshot_is_shown_under_its_name(metrics: ServerMetrics):
-    numbers = dict(zip(EngineSnapshot._fields, range(11, 24), strict=True))
-    metrics.engine(snapshot(**numbers | {"kv_used": 0.25, "accepted_per_position": (9, 4)}))
+    numbers = dict(zip(EngineSnapshot._fields, range(11, 27), strict=True))
+    fit = (3, 0, 0.5, -1.0), (3, 1, 0.25, 2.0), (7, 0, 1.0, 0.0)
+    others = {"kv_used": 0.25, "accepted_per_position": (9, 4), "confidence": fit}
+    metrics.engine(snapshot(**numbers | others))
     shown = {
         "running": "vllm:num_requests_running",
         "waiting": "vllm:num_requests_waiting",
@@ -177,11 +184,17 @@ def test_each_field_of_a_snapshot_is_shown_under_its_name(metrics: ServerMetrics
         "num_accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
         "prefix_queries": "vllm:prefix_cache_queries_total",
         "prefix_hits": "vllm:prefix_cache_hits_total",
+        "drafts_made": "strobe:spec_decode_drafts_made_total",
+        "rested_steps": "strobe:spec_decode_rested_steps_total",
     }
     assert {field: value(metrics, name) for field, name in shown.items()} == {
         field: numbers[field] for field in shown
     }
-    assert set(numbers) - set(shown) == {"kv_used", "accepted_per_position"}
+    assert set(numbers) - set(shown) == others.keys()
+    for drafts, place, slope, intercept in fit:
+        where = {"block_drafts": str(drafts), "position": str(place)}
+        assert value(metrics, "strobe:spec_decode_confidence_slope", **where) == slope
+        assert value(metrics, "strobe:spec_decode_confidence_intercept", **where) == intercept
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert [value(metrics, per_position, position=str(i)) for i in range(2)] == [9, 4]
@@ -195,7 +208,7 @@ def test_before_the_first_snapshot_all_totals_are_zero(metrics: ServerMetrics):
 
 Growth = st.lists(
     st.tuples(
-        st.tuples(*[st.integers(0, 50)] * 9),
+        st.tuples(*[st.integers(0, 50)] * 11),
         st.lists(st.integers(0, 9), max_size=5),
         st.tuples(st.integers(0, 3), st.sampled_from(PHASES), st.integers(0, 1 << 19)),
         st.tuples(st.floats(0, 1e4), st.integers(0, 9), st.sampled_from(["stop", "tool_calls"])),
@@ -209,7 +222,7 @@ Growth = st.lists(
 @given(Growth)
 def test_no_total_ever_falls_and_no_series_goes_away(growth: Any):
     metrics, before = ServerMetrics(MODEL), dict[Any, float]()
-    totals, accepted = [0] * 9, list[int]()
+    totals, accepted = [0] * 11, list[int]()
     for more, per_position, (drafts, phase, context), (seconds, tokens, reason) in growth:
         totals = [a + b for a, b in zip(totals, more, strict=True)]
         accepted += [0] * (len(per_position) - len(accepted))

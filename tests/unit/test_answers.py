@@ -284,3 +284,18 @@ def test_why_an_answer_does_not_speculate_comes_with_its_first_event(tokenizer: 
 def test_an_answer_that_never_began_cannot_go_on(tokenizer: Tokenizer):
     with pytest.raises(AssertionError, match="first event"):
         answer_of(tokenizer, SamplingParams()).push(later([300]))
+
+
+def test_the_report_says_how_many_steps_drafted_nothing_and_why(tokenizer: Tokenizer):
+    answer = Answer(tokenizer, SamplingParams(), request_id="r")
+    answer.push(event([7], made=None))
+    for made, drafted, accepted in ((15, 4, 2), (0, 0, 0), (7, 0, 0), (0, 0, 0)):
+        tokens = [7] * (1 + accepted)
+        answer.push(later(tokens, made=made, drafted=drafted, accepted=accepted))
+    report = answer.report
+    assert (report.steps, report.drafted, report.accepted) == (1, 4, 2)
+    assert report.drafts_made == 22
+    assert report.rows_verified == 4 + 4
+    assert report.rested_steps == 2
+    assert report.rest_reason == "drafting promised less than it costs at this load"
+    assert report.off_reason is None

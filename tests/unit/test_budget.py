@@ -90,7 +90,9 @@ def test_drafts_that_the_device_leaves_out_are_not_counted():
 def test_a_budget_of_nothing_makes_every_step_a_plain_one():
     world = world_with(Policy(lambda one: 0), 1)
     traffic(world)
-    assert world.scheduler.stats.speculation.steps == 0
+    counts = world.scheduler.stats.speculation
+    assert (counts.steps, counts.drafted, counts.made) == (0, 0, 0)
+    assert counts.rested == counts.rows > 40
     assert not world.guesses.asked
 
 

@@ -225,7 +225,8 @@ def test_json_is_one_object_on_standard_output_and_debug_goes_to_the_other(pair:
         assert len(answer["token_ids"]) == 8
         assert list(answer["speculation"]) == [
             "used", "method", "steps", "drafted", "accepted", "acceptance_length",
-            "accepted_per_position", "off_reason",
+            "accepted_per_position", "off_reason", "rows_verified", "drafts_made",
+            "rested_steps", "rest_reason",
         ]  # fmt: skip
     loaded, lines = run.stderr.splitlines()[:2], run.stderr.splitlines()[2:]
     assert all(line.startswith("strobe.models.load: loaded ") for line in loaded)

@@ -600,6 +600,8 @@ METRICS = [
     "vllm:spec_decode_num_draft_tokens",
     "vllm:spec_decode_num_accepted_tokens",
     "vllm:spec_decode_num_accepted_tokens_per_pos",
+    "strobe:spec_decode_drafts_made",
+    "strobe:spec_decode_rested_steps",
     "vllm:prompt_tokens",
     "vllm:generation_tokens",
     "vllm:num_preemptions",
@@ -626,6 +628,8 @@ def test_metrics_have_vllms_names_and_add_up_over_requests(knowing: LLM):
     assert sum(after[METRICS[3]]) == after["vllm:spec_decode_num_accepted_tokens"]
     assert more["vllm:prompt_tokens"] == sum(len(output.prompt_token_ids) for output in outputs)
     assert more["vllm:generation_tokens"] == sum(map(len, answers(outputs)))
+    assert more["strobe:spec_decode_drafts_made"] == sum(r.drafts_made for r in reports)
+    assert more["strobe:spec_decode_rested_steps"] == 0
     assert more["strobe:engine_steps"] == 1 + max(r.steps for r in reports)
     assert more["vllm:num_preemptions"] == 0
 

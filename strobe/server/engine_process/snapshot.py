@@ -28,3 +28,9 @@ class EngineSnapshot(NamedTuple):
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int
     """Prompt tokens found there."""
+    drafts_made: int = 0
+    """Verified or not."""
+    rested_steps: int = 0
+    """Steps of requests for which nothing was drafted."""
+    confidence: tuple[tuple[int, int, float, float], ...] = ()
+    """The fit of chances: drafts of the block, place, slope and intercept."""

@@ -142,6 +142,9 @@ class Worker:
             accepted_per_position=tuple(counts.per_position),
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
+            drafts_made=counts.made,
+            rested_steps=counts.rested,
+            confidence=scheduler.budget.confidence_by_place,
         )
 
     def _listen(self) -> None:

@@ -41,7 +41,9 @@ def evaluate(what: str, settings: EvalSettings, config: EngineConfig) -> int:
         data_sets = [load(name, settings) for name in settings.names]
         counts = {d.name: settings.requests(what, len(d.samples)) for d in data_sets}
         most = max(max(count) for count in counts.values())
-        config = replace(config, max_num_seqs=most, enable_prefix_caching=False)
+        # Whole blocks: acceptance is the pair's, and no matter of load or machine.
+        fixed = {"enable_prefix_caching": False, "adaptive": False}
+        config = replace(config, max_num_seqs=most, **fixed)
         alone = what == "accuracy" and config.method == "none"
         ways = {"plain": config} if alone else ways_of(config)
         if what == "acceptance":

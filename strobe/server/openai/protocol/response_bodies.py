@@ -30,7 +30,9 @@ class Usage(BaseModel):
 class SpeculationReport(BaseModel):
     """How an answer was drafted, with several answers all of them together.
 
-    acceptance_length: 1 + accepted / steps, null without a step. off_reason: a sentence where no
+    drafted: drafts verified; drafts_made: those and others. acceptance_length: 1 + accepted /
+    steps, null without a step. rows_verified: of the target in all steps that decoded;
+    rested_steps: those that drafted nothing, and rest_reason why. off_reason: a sentence where no
     drafts were verified.
     """
 
@@ -42,6 +44,10 @@ class SpeculationReport(BaseModel):
     acceptance_length: float | None
     accepted_per_position: list[int]
     off_reason: str | None
+    rows_verified: int = 0
+    drafts_made: int = 0
+    rested_steps: int = 0
+    rest_reason: str | None = None
 
 
 class Step(BaseModel):
