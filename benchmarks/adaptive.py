@@ -2,7 +2,7 @@
 
     python benchmarks/adaptive.py [--rounds 5] [--concurrency 1,8] [--device cpu] [--json FILE]
 
-Three kinds of prompts: held-out examples of the demo tasks, whose drafts are mostly right; chat about
+Three kinds of prompts: held-out examples of the demo tasks, whose drafts are mostly right; chat on
 other things; and random tokens, after which hardly any is. One engine answers all prompts of a kind
 in each way, the ways take turns, and a round's figure is tokens a second over all of them; the
 adaptive way goes on with what it knows. Answers must be the same.

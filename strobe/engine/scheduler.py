@@ -240,7 +240,7 @@ class Scheduler:
             context=sum([record.start for record in records]),
         )
         asked = [
-            Candidate(r.request, n, n > 0 and r.request.method not in self.host)
+            Candidate(r.request, n, n > 0 and r.request.method not in self.host, r.slot)
             for r in records
             for n in (min(r.request.num_drafts, most),)
         ]

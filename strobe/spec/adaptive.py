@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from strobe.request import Request
 from strobe.spec.budget import Allotment, Budget, Candidate, Load
 from strobe.spec.confidence import Confidence
 from strobe.spec.costs import Costs
@@ -26,6 +27,8 @@ MEMORY = 32.0  # blocks that curves remember
 TAKEN_IN = 16, 16  # blocks or steps after which what was observed is taken in
 FITTED = 64  # ticks of the clock after which chances are fitted anew
 HALVED = 64, 8  # ticks or steps after which what was observed weighs half
+FEW = 16  # requests that are looked at one by one
+LATEST, FIRST = 0.4, 0.1  # what a block weighs among its request's, and first ones among all
 HELD = 8  # steps for which a choice is held while as many requests decode
 BETTER = 1.005  # what another width must bring, and
 FEWER = 1.01  # fewer drafts than all of a width
@@ -66,15 +69,21 @@ class Track:
         self.blocks: list[tuple[Sequence[float], int, int]] = []
         """Margins, drafts verified and drafts accepted, of blocks that are not yet taken in."""
 
+    def whole(self, margins: Sequence[float]) -> list[float]:
+        """The block's margins: where less is verified than drafted, only the first may be there."""
+        return [*margins, *[margins[-1]] * self.width][: self.width]
+
     def curve_of(self, chances: Any) -> Any:
         """chances [n, K] -> [X]: the most likely ones of all n requests are verified."""
         n = len(chances)
         reached = np.concatenate(([0.0], np.cumsum(-np.sort(-chances, axis=None))))
         return np.interp(self.xs * n, np.arange(len(reached)), reached) / n
 
-    def gain(self, requests: int, drafts: Any) -> Any:
-        """How many of so many drafts count, all requests together."""
-        return requests * np.interp(np.asarray(drafts) / requests, self.xs, self.curve)
+    def gain(self, requests: int, drafts: Any, few: Any = None) -> Any:
+        """How many of so many drafts count, all requests together. few [requests, K]: the chances
+        of each, where they are known."""
+        curve = self.curve if few is None else self.curve_of(few[:, : self.width])
+        return requests * np.interp(np.asarray(drafts) / requests, self.xs, curve)
 
 
 def stretch(chances: Any, width: int, factor: float = 1.0) -> Any:
@@ -113,6 +122,11 @@ class AdaptiveBudget(Budget):
         self.clock, self._half = 0, HALVED[0]
         """Ticks for each request in each step, whether it drafts or not."""
         self.choice, self._for, self._left = Choice(), (0, 0), 0
+        self._requests: dict[int, Request] = {}
+        self._own: dict[int, Any] = {}
+        """By slot, the chances [K] of its request's newest blocks, where there are few requests."""
+        self._fresh = self.tracks[-1].confidence.chances(np.zeros((1, self.widths[-1])))[0]
+        """Those of requests' first blocks."""
         self._blocks = self._steps = self._context = 0
         self._took: dict[tuple[int, int], list[tuple[int, float]]] = {}
 
@@ -122,13 +136,25 @@ class AdaptiveBudget(Budget):
             return super().allot(candidates, load)
         beside = len(candidates) - count + min(load.prompt_rows, self.most_rows)
         self._context = load.context
-        choice = self._held(count, beside)
+        few = None
+        if count <= FEW:
+            asked = [one for one in candidates if one.on_device]
+            few = np.array([self._chances_of(one) for one in asked])
+        choice = self._held(count, beside, few)
         most = [min(one.most, choice.most) if one.on_device else one.most for one in candidates]
         made = sum([n for n, one in zip(most, candidates, strict=True) if one.on_device])
         if choice.drafts is None or choice.drafts >= made:
             return Allotment(most)
         weights = self.tracks[choice.width].confidence.weights.tolist()
         return Allotment(most, choice.drafts, tuple([(a, b) for a, b in weights]))
+
+    def _chances_of(self, one: Candidate) -> Any:
+        """A request's chances: those of first blocks, until it has one of its own."""
+        if self._requests.get(one.slot) is not one.request:
+            self._requests[one.slot] = one.request
+            self._own.pop(one.slot, None)
+            self._left = 0
+        return self._own.get(one.slot, self._fresh)
 
     @property
     def confidence_by_place(self) -> tuple[tuple[int, int, float, float], ...]:
@@ -151,11 +177,25 @@ class AdaptiveBudget(Budget):
                 track.blocks.append((result.margins[i], verified, result.accepted[i]))
             track.age = 0
             self._blocks += len(made)
+            if len(made) <= FEW:
+                self._look_at(track, [(spans[i].slot, result.margins[i]) for i in made])
         self.clock += len(spans)
         self._half = max(HALVED[0], HALVED[1] * len(spans))
         self._steps += 1
         if self._blocks >= TAKEN_IN[0] or self._steps >= TAKEN_IN[1]:
             self._take_in()
+
+    def _look_at(self, track: Track, blocks: Sequence[tuple[int, Sequence[float]]]) -> None:
+        """Take in the chances of single requests at once."""
+        chances = track.confidence.chances(np.array([track.whole(row) for _, row in blocks]))
+        widest = self.tracks[-1]
+        chances = stretch(chances, widest.width, widest.beyond.get(track.width, 1.0))
+        for (slot, _), new in zip(blocks, chances, strict=True):
+            if slot in self._own:
+                self._own[slot] = (1 - LATEST) * self._own[slot] + LATEST * new
+            else:
+                self._own[slot] = new
+                self._fresh = (1 - FIRST) * self._fresh + FIRST * new
 
     def _take_in(self) -> None:
         """Learn from the steps since the last time."""
@@ -170,8 +210,7 @@ class AdaptiveBudget(Budget):
                 continue
             given, verified, accepted = zip(*track.blocks, strict=True)
             verified, accepted = np.array(verified), np.array(accepted)
-            # Of a block that verifies less than it drafts only the first margins may be there.
-            margins = np.array([(*row, *row[-1:] * track.width)[: track.width] for row in given])
+            margins = np.array([track.whole(row) for row in given])
             track.blocks.clear()
             track.seen += len(margins)
             track.confidence.observe(margins, verified, accepted, self.clock)
@@ -189,18 +228,18 @@ class AdaptiveBudget(Budget):
                 part = stretch(chances, other.width, other.beyond.get(track.width, 1.0))
                 other.curve = keep * other.curve + (1 - keep) * other.curve_of(part)
 
-    def _held(self, count: int, beside: int) -> Choice:
+    def _held(self, count: int, beside: int, few: Any) -> Choice:
         """The choice, made anew after some steps and where other requests decode."""
         self._left -= 1
         for track in self.tracks:
             track.age += 1
         if self._for == (count, beside) and self._left > 0:
             return self.choice
-        self._for, self._left = (count, beside), HELD
+        self._for, self._left = (count, beside), HELD if few is None else 2
         assert self.costs is not None
         ms = float(self.costs.ms(0, count + beside, self._context))
         plain = Option(count / ms, Choice(), ms)
-        every = [self._options(track, count, beside) for track in self.tracks]
+        every = [self._options(track, count, beside, few) for track in self.tracks]
         options = [_best(found) for found in every]
         best = max([plain, *options], key=lambda one: one.worth)
         if self.choice.width >= 0 and best.worth < BETTER * options[self.choice.width].worth:
@@ -221,13 +260,13 @@ class AdaptiveBudget(Budget):
                 return one.choice
         return best.choice
 
-    def _options(self, track: Track, count: int, beside: int) -> list[Option]:
+    def _options(self, track: Track, count: int, beside: int, few: Any) -> list[Option]:
         """By the number of drafts, all of the width's at the end."""
         assert self.costs is not None
         width = self.widths.index(track.width)
         drafts, rows = np.array(self.rows(count, track.width)).T
         ms = self.costs.ms(count * self.slots[width], rows + beside, self._context)
-        worth = (count + track.gain(count, drafts)) / ms
+        worth = (count + track.gain(count, drafts, few)) / ms
         found = zip(worth.tolist(), drafts.tolist(), ms.tolist(), strict=True)
         made = [Option(w, Choice(width, track.width, n), t) for w, n, t in found]
         whole = made[-1]._replace(choice=Choice(width, track.width))

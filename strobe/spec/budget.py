@@ -11,11 +11,12 @@ from strobe.step import Plan, StepResult
 
 class Candidate(NamedTuple):
     """A request that may verify up to `most` drafts in this step. on_device: it has some, which the
-    device makes."""
+    device makes. slot: as in its spans."""
 
     request: Request
     most: int
     on_device: bool = True
+    slot: int = 0
 
 
 class Load(NamedTuple):

@@ -45,7 +45,7 @@ class Life:
         self.true.pace, self.told = pace, told
         self.rng = np.random.default_rng(count)
         request = Request("r", [1], SamplingParams(), seed=0)
-        self.candidates = [Candidate(request, 15)] * count
+        self.candidates = [Candidate(request, 15, slot=i) for i in range(count)]
         self.took = self.tokens = 0.0
         self.allotted: list[Allotment] = []
 

@@ -105,7 +105,7 @@ def test_a_budget_is_asked_once_a_step_and_told_what_else_there_is_to_do():
     assert not policy.seen, "nobody decodes in the first step"
     plan = world.launch()
     ((candidates, load),) = policy.seen
-    assert candidates == [Candidate(first, 3)]
+    assert candidates == [Candidate(first, 3, True, plan.spans[0].slot)]
     assert load == Load(decoding=1, prompt_rows=25 - 9, waiting=2, context=3)
     assert world.who(plan) == [first, second]
 
