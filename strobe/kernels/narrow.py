@@ -20,6 +20,7 @@ from torch import Tensor
 
 _BLOCK = 128
 _CHUNK = 1024
+_CELLS = 8192
 
 
 @triton.jit
@@ -117,9 +118,11 @@ def narrow(layout: Any, drafts: Tensor, shape: Any) -> Tensor:
     packed."""
     size = 6 * shape.spans + 3 * shape.rows + shape.spans * shape.logits
     packed = torch.empty(size, dtype=torch.int64, device=drafts.device)
-    _narrow_kernel[(triton.cdiv(shape.rows, _BLOCK),)](
+    spans = triton.next_power_of_2(shape.spans)
+    block = min(_BLOCK, max(_CELLS // spans, 16))  # each row is compared with each span
+    _narrow_kernel[(triton.cdiv(shape.rows, block),)](
         layout.slots, layout.certain, drafts, layout.active, layout.row_starts, layout.tokens,
         packed, shape.spans, shape.rows, layout.tokens.shape[0],
-        W=shape.logits, SPANS=triton.next_power_of_2(shape.spans), BLOCK=_BLOCK, num_warps=4,
+        W=shape.logits, SPANS=spans, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return packed

@@ -42,8 +42,11 @@ def test_a_narrowed_layout(device: torch.device, seed: int) -> None:
     spans = spans_of(rng, 7)
     made = [span.drafts if span.method is not None else 0 for span in spans]
     counts = [rng.randint(0, n) for n in made]
-    shape = Buckets(8, 7, 8).of(spans, sum(counts))
-    wide = lay_out(spans, device, shape, padded=True, spare=8)
+    most = rng.choice([8, 300])
+    shape = Buckets(most, 7, 8).of(spans, sum(counts))
+    if rng.random() < 0.3:
+        shape = shape._replace(spans=most + 1)
+    wide = lay_out(spans, device, shape, padded=True, spare=most)
     kept = [span.drafts - n + k for span, n, k in zip(spans, made, counts, strict=True)]
     drafts = torch.tensor(kept + [0] * (shape.spans - len(spans)), device=device)
     wanted = wide.narrow(drafts, shape)

@@ -149,6 +149,36 @@ def test_a_drafter_that_turns_bad_rests_and_wakes_when_it_is_good_again(count: i
         assert life.rate(200, lambda place, chance=chance: chance) > 0.95 * best
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_requests_that_begin_easy_and_go_on_hard_draft_at_their_beginning_only(count: int):
+    life = Life(count, CPU, told=True)
+    easy, hard = (lambda place: 0.995), (lambda place: 0.02)
+
+    def live(requests: int) -> float:
+        took = tokens = 0.0
+        for number in range(requests):
+            request = Request(f"{number}", [1], SamplingParams(), seed=number)
+            life.candidates = [one._replace(request=request) for one in life.candidates]
+            for steps, chance in ((8, easy), (50, hard)):
+                life.rate(steps, chance)
+                took, tokens = took + life.took, tokens + life.tokens
+        return tokens / took
+
+    live(20)
+    begun = len(life.allotted)
+    rate = live(20)
+    plain, whole = fixed(life, 0, 0.5), 0.0
+    for steps, chance in ((8, 0.995), (50, 0.02)):  # tokens of a request's life
+        whole += steps * fixed(life, 15, chance) * float(life.true.ms(count * 16, count * 16))
+    whole /= 58 * float(life.true.ms(count * 16, count * 16))
+    assert rate > 1.1 * max(plain, whole)
+    drafting = [max(found.most) > 0 for found in life.allotted[begun:]]
+    first = [drafting[58 * i + j] for i in range(20) for j in range(8)]
+    last = [drafting[58 * i + j] for i in range(20) for j in range(20, 58)]
+    assert sum(first) > 0.9 * len(first)
+    assert sum(last) < 0.3 * len(last)
+
+
 def test_a_machine_that_is_slower_than_was_measured_changes_nothing():
     slow = Life(32, CPU, told=False, pace=3.0)
     slow.rate(300, lambda place: 0.7)
