@@ -52,7 +52,8 @@ def best_two(logits: Tensor) -> tuple[Tensor, Tensor]:
         values, cells = logits.numpy(), (np.arange(len(ids)), ids.numpy())
         best = values[cells]
         values[cells] = -np.inf
-        margins = torch.from_numpy(best - values.max(-1))
+        with np.errstate(invalid="ignore"):  # of infinities: no margin
+            margins = torch.from_numpy(best - values.max(-1))
         values[cells] = best
     else:
         second = logits.scatter(1, ids[:, None], float("-inf")).amax(-1)

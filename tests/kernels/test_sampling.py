@@ -58,6 +58,7 @@ def agree(tokens: Tensor, logits: Tensor, rows: RowParams) -> None:
 # --- argmax ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # by the interpreter's NumPy
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("block", [1024, 8192])
 def test_argmax(device, generator, monkeypatch, dtype, block) -> None:
