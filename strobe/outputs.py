@@ -20,10 +20,10 @@ class SpeculationReport:
     """How one answer was drafted.
 
     used: some step verified drafts. steps: verify steps that carried drafts. drafted: drafts
-    verified; drafts_made: those and others. acceptance_length: 1 + accepted / steps, None without a
-    step. accepted_per_position[i]: steps that accepted draft i. rows_verified: of the target in all
-    steps that decoded; rested_steps: those that drafted nothing, and rest_reason why, None where
-    there are none. off_reason: why speculation was not used, None where it was.
+    verified; drafts_made: those and others. acceptance_length: 1 + accepted / steps, None without
+    a step. accepted_per_position[i]: steps that accepted draft i. rows_verified: of the target in
+    all steps that could have drafts; rested_steps: those that drafted nothing, and rest_reason
+    why, None where there are none. off_reason: why speculation was not used, None where it was.
     """
 
     used: bool

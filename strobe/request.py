@@ -32,9 +32,10 @@ class Status(enum.Enum):
 
 @dataclass
 class SpeculationCount:
-    """Verify steps that carried drafts, and what came of them: drafts verified, those accepted, and
-    the steps that accepted each position of a draft. made: drafts made, verified or not; rows: of
-    the target in all steps that decoded; rested: those of them for which nothing was drafted."""
+    """Verify steps that carried drafts, and what came of them: drafts verified, those accepted,
+    and the steps that accepted each position of a draft. made: drafts made, verified or not;
+    rows: of the target in all steps that could have drafts; rested: those of them for which
+    nothing was drafted."""
 
     steps: int = 0
     drafted: int = 0

@@ -162,7 +162,7 @@ class TokenEvent(NamedTuple):
     step; finish_reason, stop_reason, error: with the last ones. drafted: drafts verified in this
     step; accepted: how many of `tokens`, from the first on, were drafts; logprobs: one per token
     where asked for; context: positions before this step; start: with the answer's first event.
-    made: drafts made for this step, verified or not; None where it did not decode.
+    made: drafts made for this step, verified or not; None where it could not have any.
     """
 
     key: Hashable

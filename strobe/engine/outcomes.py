@@ -43,7 +43,7 @@ class Outcomes:
         result: StepResult,
     ) -> TokenEvent:
         """Append a span's tokens up to the first one that ends the request. made: drafts, None
-        where the span did not decode; drafted: those verified."""
+        where there could be none; drafted: those verified."""
         tokens = result.tokens[i]
         request.error = result.errors.get(i)
         count, reason = (0, "error") if request.error is not None else self._ending(request, tokens)

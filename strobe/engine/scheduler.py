@@ -176,7 +176,8 @@ class Scheduler:
             if span.logits or i in result.errors:
                 drafted = span.drafts if result.drafted is None else result.drafted[i]
                 drafted = max(0, min(drafted, self.limits.max_model_len - 1 - start))
-                made = span.drafts if start >= record.goal else None
+                may = request.num_drafts and start >= record.goal
+                made = span.drafts if may else None
                 events.append(self.outcomes.take(request, start, made, drafted, i, result))
             if self.prefix_caching and request.error is None:
                 record.lease.publish(request.tokens)

@@ -33,9 +33,8 @@ class PendingStep:
     """A plan and its verdict, on the way to the host.
 
     top_logprobs: by span, how many of the most probable tokens its request wants named beside each
-    token. errors: by span, why its request cannot go on. margins [S, K]: of the drafts
-    that the device made. began, done: the host's clock in seconds. followed: grammars know its
-    tokens.
+    token. errors: by span, why its request cannot go on. margins [S, K]: of the drafts that the
+    device made. began, done: the host's clock in seconds. followed: grammars know its tokens.
     """
 
     def __init__(

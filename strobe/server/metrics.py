@@ -74,7 +74,7 @@ TOTALS = (
     Total(
         "rested_steps",
         "strobe:spec_decode_rested_steps",
-        "Steps of requests for which drafting promised less than it costs.",
+        "Steps of requests that may draft for which nothing was drafted.",
     ),
     Total("prefix_queries", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."),
     Total("prefix_hits", "vllm:prefix_cache_hits", "Tokens found in the prefix cache."),

@@ -87,6 +87,14 @@ def test_drafts_that_the_device_leaves_out_are_not_counted():
     world.check_answers()
 
 
+def test_a_request_that_may_not_draft_is_not_one_whose_drafting_rests():
+    world = World(num_drafts=3, policy=Policy(lambda one: 0))
+    plain, resting = world.add([1] * 4, num_drafts=0), world.add([2] * 4)
+    world.drain()
+    assert (plain.speculation.rested, plain.speculation.rows) == (0, 0)
+    assert resting.speculation.rested == resting.speculation.rows == 8 - 1
+
+
 def test_a_budget_of_nothing_makes_every_step_a_plain_one():
     world = world_with(Policy(lambda one: 0), 1)
     traffic(world)

@@ -31,7 +31,7 @@ class SpeculationReport(BaseModel):
     """How an answer was drafted, with several answers all of them together.
 
     drafted: drafts verified; drafts_made: those and others. acceptance_length: 1 + accepted /
-    steps, null without a step. rows_verified: of the target in all steps that decoded;
+    steps, null without a step. rows_verified: of the target in all steps that could have drafts;
     rested_steps: those that drafted nothing, and rest_reason why. off_reason: a sentence where no
     drafts were verified.
     """
