@@ -9,14 +9,22 @@ from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 
 from strobe.cli.flags import flags
 from strobe.config import EngineConfig
-from strobe.tools.bench.settings import DECIDED, OfflineSettings, StepSettings
+from strobe.tools.bench.settings import (
+    DECIDED,
+    LoadSettings,
+    OfflineSettings,
+    RecordSettings,
+    StepSettings,
+)
 
 if TYPE_CHECKING:
-    BenchFlags = StepFlags = OfflineFlags = OneBench = Any
+    BenchFlags = StepFlags = OfflineFlags = LoadFlags = RecordFlags = OneBench = Any
 else:
     BenchFlags = flags(EngineConfig, "BenchFlags", omit=DECIDED, defaults=None)
     StepFlags = flags(StepSettings, "StepFlags", defaults=None)
     OfflineFlags = flags(OfflineSettings, "OfflineFlags", defaults=None)
+    LoadFlags = flags(LoadSettings, "LoadFlags", defaults=None)
+    RecordFlags = flags(RecordSettings, "RecordFlags", defaults=None)
 
 
 @dataclass(frozen=True)
@@ -47,14 +55,47 @@ class Offline:
         return run_offline(settings, EngineConfig(**asdict(self.engine)))
 
 
-BENCHES: dict[str, Any] = {"step": Step, "offline": Offline}
+@dataclass(frozen=True)
+class Load:
+    """Send many requests at once or at a rate, with random weights and drafts that are kept as in
+    recorded traces: plain decoding, fixed numbers of drafts and adaptive ones in turns."""
+
+    bench: OmitArgPrefixes[LoadFlags] = field(default_factory=LoadFlags)
+    engine: OmitArgPrefixes[BenchFlags] = field(default_factory=BenchFlags)
+
+    def run(self) -> int:
+        from strobe.tools.bench.load import run_load
+
+        return run_load(LoadSettings(**asdict(self.bench)), EngineConfig(**asdict(self.engine)))
+
+
+@dataclass(frozen=True)
+class Record:
+    """Record traces of a real target and drafter on real prompts, for strobe bench load."""
+
+    bench: OmitArgPrefixes[RecordFlags] = field(default_factory=RecordFlags)
+    engine: OmitArgPrefixes[BenchFlags] = field(default_factory=BenchFlags)
+
+    def run(self) -> int:
+        from strobe.tools.bench.record import run_record
+
+        settings = RecordSettings(**asdict(self.bench))
+        return run_record(settings, EngineConfig(**asdict(self.engine)))
+
+
+BENCHES: dict[str, Any] = {"step": Step, "offline": Offline, "load": Load, "record": Record}
 if not TYPE_CHECKING:
-    OneBench = Annotated[Step, subcommand("step")] | Annotated[Offline, subcommand("offline")]
+    OneBench = (
+        Annotated[Step, subcommand("step")]
+        | Annotated[Offline, subcommand("offline")]
+        | Annotated[Load, subcommand("load")]
+        | Annotated[Record, subcommand("record")]
+    )
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure models on this machine: single steps, or whole answers."""
+    """Measure models on this machine: single steps, whole answers, or load."""
 
     which: OmitArgPrefixes[OmitSubcommandPrefixes[OneBench]]
 

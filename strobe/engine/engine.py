@@ -21,6 +21,7 @@ from strobe.runner.buckets import verified_rows
 from strobe.runner.graphs import Eager
 from strobe.runner.pending import PendingStep, Verdict
 from strobe.runner.runner import Output
+from strobe.runner.state import Simulated
 from strobe.sampling.grammar import GrammarWalk
 from strobe.sampling.state import SamplingMode
 from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
@@ -41,12 +42,12 @@ class Engine:
         *,
         parts: Parts | None = None,
         budget: Budget | None = None,
-        simulated_acceptance: float | None = None,
+        simulated_acceptance: Simulated | None = None,
     ):
         """setup: settings, or what they were resolved to already. parts: made elsewhere (tests swap
         in a scripted proposer). budget: how many drafts requests verify in a step.
-        simulated_acceptance: tokens that each drafting step shall bring on average, whatever the
-        target says: for measurements of speed only. Raises ValueError for settings that do not fit.
+        simulated_acceptance: what drafting steps shall bring, whatever the target says. Raises
+        ValueError for settings that do not fit.
         """
         self.resolved = resolve(setup) if isinstance(setup, EngineConfig) else setup
         self.config, self.limits = self.resolved.config, self.resolved.limits

@@ -8,11 +8,8 @@ from collections.abc import Sequence
 from strobe.runner.batch import Shape
 from strobe.step import TAIL, Span, num_rows
 
-REPLAYED_ROWS = 512
-"""Most rows of a step that is captured where its spans differ in length."""
-
-NARROW_DRAFTS = (3, 7)
-"""Most drafts of a span, beside all there are, where some are chosen."""
+REPLAYED_ROWS = 512  # most rows of a step that is captured where its spans differ in length
+NARROW_DRAFTS = (3, 7)  # most drafts of a span, beside all there are, where some are chosen
 
 
 class Buckets:

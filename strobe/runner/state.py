@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,10 @@ from strobe.attention.base import Batch
 from strobe.runner.batch import Layout
 from strobe.step import TAIL, Plan
 from strobe.transfer import upload
+
+Simulated: TypeAlias = float | Callable[[Layout, Batch], Tensor]
+"""What to keep of drafts whatever the target says, for measurements of speed: so many tokens a step
+on average, or [S] drafts of each span."""
 
 
 class DecodeState:
@@ -125,17 +129,17 @@ class DecodeState:
         return list(map(torch.from_numpy, (ids, positions, kv_slots, starts, lengths)))
 
     def accept(
-        self, layout: Layout, batch: Batch, tokens: Tensor, simulated: float | None = None
+        self, layout: Layout, batch: Batch, tokens: Tensor, simulated: Simulated | None = None
     ) -> Tensor:
         """tokens [S, W], the target's at every row -> accepted [S]: drafts are kept while they
         equal the target's own token at their row, and lengths and newest tokens move on by what
         was kept. Each token is sampled with its position's own noise, so that this is exact
         rejection sampling for a draft that is a fixed token (Leviathan et al., arXiv 2211.17192,
-        with q one-hot). simulated: instead, so many tokens a step on average, for speed alone.
+        with q one-hot). simulated: instead of that.
         """
         if self._in_numpy(layout):
             return self._accept_in_numpy(layout, batch, tokens, simulated)
-        if self.kernels and layout.padded:
+        if self.kernels and layout.padded and not callable(simulated):
             from strobe.kernels.steps import accept
 
             return accept(tokens, batch, layout, self.cursor, simulated)
@@ -145,13 +149,13 @@ class DecodeState:
             matched = batch.ids[layout.draft_rows] == tokens[:, :width]
             accepted = torch.minimum(matched.cumprod(1).sum(1), lengths)
         if simulated is not None:
-            accepted = torch.minimum(_simulated(starts, simulated), lengths)
+            accepted = torch.minimum(_simulated(layout, batch, simulated), lengths)
         newest = tokens.gather(1, accepted[:, None])[:, 0]
         self.cursor[layout.slots] = torch.stack([starts + layout.certain + accepted, newest], 1)
         return accepted
 
     def _accept_in_numpy(
-        self, layout: Layout, batch: Batch, tokens: Tensor, simulated: float | None
+        self, layout: Layout, batch: Batch, tokens: Tensor, simulated: Simulated | None
     ) -> Tensor:
         at, sampled = layout.arrays, tokens.numpy()
         starts, accepted = batch.starts.numpy(), batch.draft_lengths.numpy()
@@ -159,7 +163,9 @@ class DecodeState:
             matched = np.zeros((len(starts), width + 1), dtype=np.bool_)
             drafts = batch.ids.numpy().take(layout.draft_rows.numpy())
             np.equal(drafts, sampled[:, :width], matched[:, :width])
-            kept = matched.argmin(1) if simulated is None else _simulated(starts, simulated)
+            kept = matched.argmin(1)
+            if simulated is not None:
+                kept = _simulated(layout, batch, simulated).numpy()
             accepted = np.minimum(kept, accepted)
         now = np.empty((len(starts), 2), dtype=np.int64)
         np.add(starts + at.certain, accepted, now[:, 0])
@@ -168,7 +174,10 @@ class DecodeState:
         return torch.from_numpy(accepted)
 
 
-def _simulated(start: Any, tokens: float) -> Any:
-    """Drafts to keep at a position so that steps bring so many tokens on average: as many more than
-    the whole part as a low-discrepancy sequence says."""
-    return ((start * 0.6180339887498949) % 1 < tokens - 1 - int(tokens - 1)) + int(tokens - 1)
+def _simulated(layout: Layout, batch: Batch, simulated: Simulated) -> Tensor:
+    """Drafts to keep of each span. Of an average: as many more than its whole part as a
+    low-discrepancy sequence says."""
+    if callable(simulated):
+        return simulated(layout, batch)
+    whole = int(simulated - 1)
+    return ((batch.starts * 0.6180339887498949) % 1 < simulated - 1 - whole) + whole

@@ -10,12 +10,8 @@ from typing import Any
 
 import numpy as np
 
-WINDOW = 256
-"""Observations kept of each place: older ones tell of a text that has passed."""
-
-FIRST = (0.0, 1.5)
-"""Slope and intercept before anything is known: a chance of 0.82."""
-
+WINDOW = 256  # observations kept of each place: older ones tell of a text that has passed
+FIRST = (0.0, 1.5)  # slope and intercept before anything is known: a chance of 0.82
 ROUNDS = 5  # of a regression, which begins at the one before
 _PRIOR = 8.0  # observations that the fit over all places together counts for at each place
 _RIDGE = 1e-3

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from strobe.attention.base import Batch
+from strobe.models.config import DraftConfig
 from strobe.models.dflash import DFlash
 from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.pending import Verdict
@@ -15,9 +16,12 @@ from strobe.sampling.state import GREEDY
 from strobe.spec.base import Drafts
 from strobe.step import TAIL, Span
 
-WIDTHS = (4, 8)
-"""Rows of the drafter's blocks, beside those it was trained on: fewer cost less, and see fewer
-masks."""
+WIDTHS = (4, 8)  # rows of blocks beside those trained on: they cost less, and see fewer masks
+
+
+def block_widths(config: DraftConfig) -> list[int]:
+    """Rows of the blocks there are, ascending."""
+    return [*[width for width in WIDTHS if width < config.block_size], config.block_size]
 
 
 class DFlashProposer:
@@ -47,7 +51,7 @@ class DFlashProposer:
         config = model.config
         self.capture, self.drafts = config.capture, config.drafts
         self.tokens = (TAIL,) + (config.mask_token_id,) * (config.block_size - 1)
-        self.widths = [*[width for width in WIDTHS if width < config.block_size], config.block_size]
+        self.widths = block_widths(config)
 
     def widths_for(self, most: int) -> tuple[list[int], list[int]]:
         """Drafts and rows of the blocks there are for `most` drafts at most, the longest last."""

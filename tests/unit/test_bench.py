@@ -37,6 +37,14 @@ OFFLINE_FLAGS = [
     "--data", "--prompts", "--concurrency", "--max-tokens", "--repeats", "--temperature", "--top-p",
     "--ignore-eos", "--thinking", "--json",
 ]  # fmt: skip
+LOAD_FLAGS = [
+    "--shapes", "--concurrency", "--rate", "--ways", "--traces", "--mix", "--acceptance-rate",
+    "--answers", "--steady", "--prompt-len", "--max-tokens", "--temperature", "--json", "--plot",
+]  # fmt: skip
+RECORD_FLAGS = [
+    "--data", "--prompts", "--at-once", "--max-tokens", "--temperature", "--top-p", "--ignore-eos",
+    "--thinking", "--out",
+]  # fmt: skip
 QUICK = ["--device=cpu", "--concurrency=1,3", "--steps=8", "--warmup=2", "--prompt-len=20"]
 
 
@@ -52,7 +60,8 @@ def small_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_options_of_each_benchmark_are_these(main: Callable[..., Any]):
     engine = [f"--{f.name.replace('_', '-')}" for f in fields(EngineConfig)]
     engine = [flag for flag in engine if flag[2:].replace("-", "_") not in DECIDED]
-    for name, flags in (("step", STEP_FLAGS), ("offline", OFFLINE_FLAGS)):
+    each = {"step": STEP_FLAGS, "offline": OFFLINE_FLAGS, "load": LOAD_FLAGS}
+    for name, flags in {**each, "record": RECORD_FLAGS}.items():
         status, out, err = main("bench", name, "--help")
         assert (status, err) == (0, "")
         rows = [line.strip("│| ") for line in out.splitlines()]
@@ -73,7 +82,7 @@ def test_bench_alone_shows_its_help(main: Callable[..., Any]):
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
-        ("stepp", [], "'stepp' is no benchmark; there are step, offline."),
+        ("stepp", [], "'stepp' is no benchmark; there are step, offline, load, "),
         ("step", ["--step=3"], "strobe bench step takes no '--step=3'; did you mean --steps?"),
         ("step", ["--shapes=qwen9"], "shapes is 'qwen9'; name one of demo, qwen3-0.6b, qwen3-4b, "),
         ("step", ["--shapes=demo", "--target=x"], "shapes is 'demo' beside directories; give "),

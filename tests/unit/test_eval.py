@@ -18,6 +18,7 @@ from strobe import LLM, EngineConfig, SamplingParams
 from strobe.cli import eval as eval_command
 from strobe.demo_models import FAMILIES
 from strobe.outputs import CompletionOutput, SpeculationReport
+from strobe.tools.bench import plots as bench_plots
 from strobe.tools.bench.settings import DECIDED
 from strobe.tools.eval import datasets, latex, measures, plots, sources
 from strobe.tools.eval.answering import Answering
@@ -359,11 +360,11 @@ def test_plots_are_pictures_or_a_sentence(
         "rows": [{"data_set": name, "acceptance": acceptance} for name in ("a", "b")],
         "pairs": [{"data_set": "a", "concurrency": c, "speedup": 2.0} for c in (1, 8)],
     }
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    assert plots.missing().endswith("install it with pip install 'strobe[eval]'.")
+    monkeypatch.setattr(bench_plots, "find_spec", lambda name: None)
+    assert bench_plots.missing().endswith("install it with pip install 'strobe[eval]'.")
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
-    assert plots.missing() == ""
+    assert bench_plots.missing() == ""
     drawn = plots.draw(tmp_path, figures)
     assert [name for name, _ in drawn] == ["histogram.png", "positions.png", "speedup.png"]
     for name, _ in drawn:

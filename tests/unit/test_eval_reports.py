@@ -12,7 +12,7 @@ import pytest
 from textpair import Pair
 
 from strobe import LLM, SamplingParams
-from strobe.tools.eval import plots
+from strobe.tools.bench.plots import missing
 from strobe.tools.eval.answering import Answering, Run
 
 PICTURES = ["histogram.png", "positions.png", "speedup.png"]
@@ -81,7 +81,7 @@ def test_speed_reports_both_ways_and_writes_what_it_found(
     for title, wanted in tables.items():
         assert printed(out, title) == of_page(page, title) == wanted
     pictures = re.findall(r"!\[.+\]\((.+)\)", page)
-    assert pictures == ([] if plots.missing() else PICTURES)
+    assert pictures == ([] if missing() else PICTURES)
     assert sorted(path.name for path in folder.glob("*.png")) == pictures
     for name in pictures:
         assert (folder / name).read_bytes().startswith(b"\x89PNG")

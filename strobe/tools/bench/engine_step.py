@@ -66,7 +66,7 @@ def run_step(settings: StepSettings, config: EngineConfig) -> int:
     """Measure, print tables, write the file; returns 0. Raises ValueError, before anything is
     measured, for what cannot run."""
     command = command_line("step", settings, config)
-    with _located(settings, config) as config, progress() as say:
+    with located_shapes(settings.shapes, config) as config, progress() as say:
         ways = {name: resolve(way) for name, way in _ways(settings, config).items()}
         for setup in ways.values():
             _check_room(settings, setup)
@@ -88,19 +88,18 @@ def run_step(settings: StepSettings, config: EngineConfig) -> int:
 
 
 @contextmanager
-def _located(settings: StepSettings, config: EngineConfig) -> Generator[EngineConfig]:
-    """The settings with directories named."""
-    if settings.shapes and (config.target or config.draft):
+def located_shapes(shapes: str, config: EngineConfig) -> Generator[EngineConfig]:
+    """The settings with directories named: their own, or those of shapes."""
+    if shapes and (config.target or config.draft):
         raise ValueError(
-            f"shapes is {settings.shapes!r} beside directories; give --shapes, or --target and "
-            "--draft."
+            f"shapes is {shapes!r} beside directories; give --shapes, or --target and --draft."
         )
     if config.target:
         yield located(config)
     elif config.draft is not None:
         raise ValueError("A drafter is named but no target; give --target as well, or --shapes.")
     else:
-        with directories(settings.shapes or "demo") as (target, draft):
+        with directories(shapes or "demo") as (target, draft):
             yield replace(config, target=target, draft=draft)
 
 

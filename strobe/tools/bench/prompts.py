@@ -10,12 +10,12 @@ from typing import Any
 
 from strobe.demo_models import read_heldout
 from strobe.text.tokenizer import Tokenizer
-from strobe.tools.bench.settings import OfflineSettings
+from strobe.tools.bench.settings import OfflineSettings, RecordSettings
 
 _FORMS = '{"prompt": text}, {"messages": [...]} or {"turns": [text, ...]}'
 
 
-def read_prompts(settings: OfflineSettings, target: Path) -> list[list[int]]:
+def read_prompts(settings: OfflineSettings | RecordSettings, target: Path) -> list[list[int]]:
     """Token ids of the first `settings.prompts` prompts, through the target's chat template.
 
     Raises ValueError for a line that holds no prompt, and for a file with too few.

@@ -152,19 +152,25 @@ def output() -> Console:
 
 
 def show_head(console: Console, figures: Figures) -> None:
-    """Where and with what the figures came about."""
+    """Where and with what the figures came about, and what the machine could do."""
     rates = figures["rates"]
     reads, copies = (rates[f"{name}_bytes_per_s"] / 1e9 for name in ("reduction", "copy"))
     matrix, linear = (rates[f"{name}_operations_per_s"] / 1e12 for name in ("matrix", "linear"))
     fp8 = f" ({fine(linear)} in FP8)" if linear != matrix else ""
-    console.print(figures["command"], soft_wrap=True)
-    console.print(
-        f"{figures['device']}, {figures['dtype']}, torch {figures['versions']['torch']}; reads "
-        f"{reads:,.0f} GB/s, copies {copies:,.0f} GB/s, multiplies {fine(matrix)} TFLOP/s{fp8}. "
-        f"Floors: what a step must read at {max(reads, copies):,.0f} GB/s, or compute at that "
-        "rate, whichever takes longer.",
-        soft_wrap=not console.is_terminal,
+    show_circumstances(
+        console,
+        figures,
+        f"; reads {reads:,.0f} GB/s, copies {copies:,.0f} GB/s, multiplies {fine(matrix)} "
+        f"TFLOP/s{fp8}. Floors: what a step must read at {max(reads, copies):,.0f} GB/s, or "
+        "compute at that rate, whichever takes longer",
     )
+
+
+def show_circumstances(console: Console, figures: Figures, more: str = "") -> None:
+    """Where and with what the figures came about."""
+    console.print(figures["command"], soft_wrap=True)
+    text = f"{figures['device']}, {figures['dtype']}, torch {figures['versions']['torch']}{more}."
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What the two benchmarks are asked for. Imports no torch, since the command line reads it."""
+"""What the benchmarks are asked for. Imports no torch, since the command line reads it."""
 
 from __future__ import annotations
 
@@ -111,6 +111,112 @@ class OfflineSettings:
         return positive_ints("concurrency", self.concurrency)
 
 
+@settings
+class LoadSettings:
+    """`strobe bench load`. Raises ValueError for what makes no sense by itself."""
+
+    shapes: str = option("", "Shapes by name, as of strobe bench step; or --target and --draft.")
+    concurrency: str = option("1,8,32", "Requests at once, with commas between.")
+    rate: str = option(
+        "", "Requests a second that come at random times, with commas between; as many run at once "
+        "as the largest concurrency."
+    )  # fmt: skip
+    ways: str = option("plain,3,7,15,adaptive", "plain, adaptive and numbers of drafts.")
+    traces: str = option(
+        "", "A file of strobe bench record; without it, traces that come with Strobe."
+    )
+    mix: str = option("all", "Answers of the traces: all, easy, hard, or drifting.")
+    acceptance_rate: Annotated[float, Bounds(ge=0, le=1)] | None = option(
+        None, "In place of traces, that each draft is right with, whatever its margin.",
+        "0 is never right.",
+    )  # fmt: skip
+    answers: Annotated[int, Bounds(ge=0, le=MOST)] = option(
+        0, "At each load; 0 is 4 for each request at once, 30 s at a rate, and at least 24."
+    )
+    steady: bool = option(
+        False, "All requests decode and none ends, until each has had max_tokens on average."
+    )
+    prompt_len: Positive = option(256, "Tokens per prompt.", "A prompt has a token.")
+    max_tokens: Annotated[int, Bounds(ge=0, le=MOST)] = option(
+        0, "Most tokens per answer; 0 is as the traces have it, 256 where steady."
+    )
+    temperature: Temperature = option(0.0, "0 is greedy.")
+    json: str = option("", "File to write every figure to.")
+    plot: str = option("", "Picture to write, tokens/s and time per token over the load.")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> LoadSettings:
+        for name in ("requests", "rates", "fixed"):
+            getattr(self, name)  # raises where it cannot be read
+        check_file(self.json)
+        check_file(self.plot, "plot")
+        if self.rate and self.steady:
+            raise ValueError("rate is given beside steady; give one of them.")
+        if self.acceptance_rate is not None and (self.traces or self.mix != "all"):
+            raise ValueError("acceptance_rate is given beside traces or mix; leave it or them out.")
+        return self
+
+    @property
+    def requests(self) -> tuple[int, ...]:
+        return positive_ints("concurrency", self.concurrency)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Requests a second."""
+        found: list[float] = []
+        for part in self.rate.split(",") if self.rate else ():
+            try:
+                found.append(float(part))
+            except ValueError:
+                found.append(0.0)
+            if not 0 < found[-1] < 1e6:
+                raise ValueError(
+                    f"rate is {self.rate!r}, but must be requests a second above 0 with commas "
+                    "between, such as 0.5,2; leave it out for a fixed number of requests at once."
+                )
+        return tuple(found)
+
+    @property
+    def way_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(part.strip() for part in self.ways.split(",")))
+
+    @property
+    def fixed(self) -> tuple[int, ...]:
+        """The ways that are numbers of drafts."""
+        numbers = [way for way in self.way_names if way not in ("plain", "adaptive")]
+        if not all(map(_is_positive, numbers)):
+            raise ValueError(
+                f"ways is {self.ways!r}, but must be plain, adaptive and numbers of drafts with "
+                "commas between."
+            )
+        return tuple(map(int, numbers))
+
+
+@settings
+class RecordSettings:
+    """`strobe bench record`. Raises ValueError for what makes no sense by itself."""
+
+    data: str = option("", "As of strobe bench offline.")
+    prompts: Positive = option(64, "Prompts to answer, the first of the data.", _MORE)
+    at_once: Positive = option(8, "Requests running at once.", _MORE)
+    max_tokens: Positive = option(320, "Most tokens per answer.", _MORE)
+    temperature: Temperature = option(0.0, "0 is greedy.")
+    top_p: TopP = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
+    ignore_eos: bool = option(False, "The model's own end tokens do not end the answer.")
+    thinking: bool = option(False, "Let the model think before it answers a prompt of --data.")
+    out: str = option("traces.npz", "File to write the traces to.")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> RecordSettings:
+        check_file(self.out, "out")
+        if not self.out.endswith(".npz"):
+            raise ValueError(f"out is {self.out!r}, but must end with .npz.")
+        return self
+
+
+BenchSettings = StepSettings | OfflineSettings | LoadSettings | RecordSettings
+
+
 def _is_positive(text: str) -> bool:
     return text.strip().isdecimal() and 0 < int(text) < 2**31
 
@@ -126,17 +232,17 @@ def positive_ints(name: str, text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def check_file(name: str) -> None:
-    """Raises ValueError where the figures could not be written in the end."""
+def check_file(name: str, option: str = "json") -> None:
+    """Raises ValueError where the file could not be written in the end."""
     if not name:
         return
     path = Path(name)
     if path.is_dir() or not path.parent.is_dir():
         what = f"{path} is a directory" if path.is_dir() else f"{path.parent} is no directory"
-        raise ValueError(f"json is {name!r}, but {what}; name a file in one that exists.")
+        raise ValueError(f"{option} is {name!r}, but {what}; name a file in one that exists.")
 
 
-def command_line(name: str, *groups: StepSettings | OfflineSettings | EngineConfig) -> str:
+def command_line(name: str, *groups: BenchSettings | EngineConfig) -> str:
     """The command that asks for these settings, defaults left out."""
     import shlex
 
@@ -151,7 +257,7 @@ def command_line(name: str, *groups: StepSettings | OfflineSettings | EngineConf
     return shlex.join(words)
 
 
-def _changed(group: StepSettings | OfflineSettings | EngineConfig) -> Iterable[Field[Any]]:
+def _changed(group: BenchSettings | EngineConfig) -> Iterable[Field[Any]]:
     for f in fields(group):
         default = None if f.default is MISSING else f.default
         if f.name not in DECIDED and getattr(group, f.name) != default:

@@ -16,6 +16,7 @@ from strobe.hub.locate import located
 from strobe.llm import LLM
 from strobe.sampling_params import SamplingParams
 from strobe.tools.bench.offline import ways_of
+from strobe.tools.bench.plots import missing
 from strobe.tools.bench.rates import release
 from strobe.tools.bench.report import Figures, circumstances, output, progress
 from strobe.tools.eval import expected, measures, plots
@@ -211,14 +212,14 @@ def _fill(
     different = any(pair["identical"] < pair["prompts"] for pair in pairs)
     passed = all(check["met"] for check in checks) and not (exact and different)
     figures |= {"rows": rows, "pairs": pairs, "expected": checks}
-    notes = [*aims.notes, *([plots.missing()] if settings.output and plots.missing() else [])]
+    notes = [*aims.notes, *([missing()] if settings.output and missing() else [])]
     figures |= {"notes": notes, "passed": passed}
 
 
 def _write(folder: Path, settings: EvalSettings, figures: Figures, runs: dict[Key, Run]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        pictures = [] if plots.missing() else plots.draw(folder, figures)
+        pictures = [] if missing() else plots.draw(folder, figures)
         text = json.dumps(figures, indent=1) + "\n"
         (folder / "report.json").write_text(text, encoding="utf-8")
         (folder / "report.md").write_text(markdown(figures, pictures), encoding="utf-8")

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from strobe.tools.bench.plots import COLOURS, MARKERS, new_figure, save
 from strobe.tools.bench.report import Figures
-
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-_MARKERS = "osD^vP*X"
-
-
-def missing() -> str:
-    """The sentence that says why there are no plots; empty where they can be drawn."""
-    if find_spec("matplotlib") is not None:
-        return ""
-    return "There are no plots without matplotlib; install it with pip install 'strobe[eval]'."
 
 
 def draw(folder: Path, figures: Figures) -> list[tuple[str, str]]:
@@ -37,32 +26,14 @@ def draw(folder: Path, figures: Figures) -> list[tuple[str, str]]:
     return drawn
 
 
-def _figure(width: float, height: float, panels: int = 1) -> tuple[Any, list[Any]]:
-    """A figure that needs no display, with panels above each other."""
-    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-
-    figure: Any = Figure(figsize=(width, height), layout="constrained")
-    found: Any = figure.subplots(panels, 1, sharex=True, sharey=True, squeeze=False)
-    axes = [row[0] for row in found]
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", color="#dddddd", linewidth=0.8)
-        axis.set_axisbelow(True)
-    return figure, axes
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-
-
 def _histogram(path: Path, rows: list[Figures]) -> None:
     """A panel for each data set, so that bars need not stand in front of each other."""
-    figure, axes = _figure(7, 1.2 + 2.0 * len(rows), len(rows))
+    figure, axes = new_figure(7, 1.2 + 2.0 * len(rows), len(rows))
     most = max(len(row["acceptance"]["histogram"]) for row in rows)
     for i, (axis, row) in enumerate(zip(axes, rows, strict=True)):
         found = row["acceptance"]
         shares = [100 * share for share in found["histogram"]]
-        axis.bar(range(len(shares)), shares, width=0.8, color=_COLOURS[i % len(_COLOURS)])
+        axis.bar(range(len(shares)), shares, width=0.8, color=COLOURS[i % len(COLOURS)])
         mean = found["acceptance_length"] - 1
         axis.axvline(mean, color="#444444", linestyle="--", linewidth=1.2)
         label = f"{row['data_set']}: mean {mean:.2f} drafts, {found['steps']:,} steps"
@@ -70,16 +41,16 @@ def _histogram(path: Path, rows: list[Figures]) -> None:
         axis.set_ylabel("% of steps")
     axes[-1].set_xlabel("drafts accepted in a verify step")
     axes[-1].set_xticks(range(most))
-    _save(figure, path)
+    save(figure, path)
 
 
 def _positions(path: Path, rows: list[Figures]) -> None:
-    figure, (axis,) = _figure(7, 4)
+    figure, (axis,) = new_figure(7, 4)
     for i, row in enumerate(rows):
         rates = [100 * rate for rate in row["acceptance"]["rate_by_position"]]
         axis.plot(
-            range(1, len(rates) + 1), rates, color=_COLOURS[i % len(_COLOURS)],
-            marker=_MARKERS[i % len(_MARKERS)], markersize=5, label=row["data_set"],
+            range(1, len(rates) + 1), rates, color=COLOURS[i % len(COLOURS)],
+            marker=MARKERS[i % len(MARKERS)], markersize=5, label=row["data_set"],
         )  # fmt: skip
     axis.set_ylim(0, 102)
     most = max(len(row["acceptance"]["rate_by_position"]) for row in rows)
@@ -88,11 +59,11 @@ def _positions(path: Path, rows: list[Figures]) -> None:
     axis.set_ylabel("% of steps that accepted it")
     axis.set_title("Acceptance rate by position", loc="left", fontsize=11)
     axis.legend(frameon=False)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _speed(path: Path, pairs: list[Figures]) -> None:
-    figure, (axis,) = _figure(7, 4)
+    figure, (axis,) = new_figure(7, 4)
     names = list(dict.fromkeys(pair["data_set"] for pair in pairs))
     counts = sorted({pair["concurrency"] for pair in pairs})
     width = 0.8 / len(names)
@@ -101,7 +72,7 @@ def _speed(path: Path, pairs: list[Figures]) -> None:
         places = [counts.index(count) + (i - (len(names) - 1) / 2) * width for count in found]
         bars = axis.bar(
             places, list(found.values()), width=0.92 * width, label=name,
-            color=_COLOURS[i % len(_COLOURS)],
+            color=COLOURS[i % len(COLOURS)],
         )  # fmt: skip
         axis.bar_label(
             bars,
@@ -119,4 +90,4 @@ def _speed(path: Path, pairs: list[Figures]) -> None:
             loc="outside lower center", ncols=min(len(names), 6), frameon=False, fontsize=9,
             handlelength=1, columnspacing=1.2,
         )  # fmt: skip
-    _save(figure, path)
+    save(figure, path)

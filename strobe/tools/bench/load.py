@@ -1,0 +1,383 @@
+"""`strobe bench load`: many requests at a concurrency or a rate, drafting replayed from recorded
+traces, several ways side by side in one engine.
+
+Weights are random, and drafts are kept as the traces say: the figures say what a policy makes of a
+pair like the recorded one on models of these shapes.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from strobe.config import EngineConfig
+from strobe.engine.build import Resolved, resolve
+from strobe.request import Request
+from strobe.sampling_params import SamplingParams
+from strobe.spec.budget import Budget
+from strobe.step import TokenEvent
+from strobe.tools.bench.engine_step import located_shapes
+from strobe.tools.bench.plots import lines, missing, new_figure, save
+from strobe.tools.bench.rates import synchronize
+from strobe.tools.bench.replay import ReplayEngine, widths_of
+from strobe.tools.bench.report import (
+    Figures,
+    circumstances,
+    number,
+    output,
+    progress,
+    show_circumstances,
+    table,
+    write,
+)
+from strobe.tools.bench.settings import LoadSettings, command_line
+from strobe.tools.bench.traces import Traces, independent, load
+from strobe.warmup.costs import adapt
+
+TRACES = Path(__file__).parent / "traces.npz"
+"""Those that come with Strobe."""
+
+
+class Job(NamedTuple):
+    """A request to come: seconds after the start; the place in the traces where its answer begins,
+    and the tokens of the answer, None for no end."""
+
+    at: float
+    place: int
+    tokens: int | None
+
+
+@dataclass
+class Life:
+    """A request's: when it was to come, and when its first and newest tokens did."""
+
+    due: float
+    first: float = 0.0
+    newest: float = 0.0
+    tokens: int = 0
+
+
+@dataclass
+class Turn:
+    """What all requests of a way came to between two moments of the clock."""
+
+    lives: list[Life] = field(default_factory=list[Life])
+    began: float = 0.0
+    ended: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    drafting: int = 0
+    made: int = 0
+    verified: int = 0
+    accepted: int = 0
+
+    def begin(self) -> None:
+        """Forget what came before now."""
+        self.__dict__.update(Turn(self.lives, began=time.perf_counter()).__dict__)
+
+    def take(self, event: TokenEvent) -> None:
+        self.tokens += len(event.tokens)
+        if event.made:
+            self.drafting += 1
+            self.made += event.made
+            self.verified += event.drafted
+            self.accepted += event.accepted
+
+
+def run_load(settings: LoadSettings, config: EngineConfig) -> int:
+    """Measure, print the table, write file and plot; returns 0. Raises ValueError, before anything
+    is measured, for what cannot run."""
+    command = command_line("load", settings, config)
+    if settings.plot and missing():
+        raise ValueError(missing())
+    with located_shapes(settings.shapes, config) as config, progress() as say:
+        most = max(settings.requests)
+        config = replace(
+            config, load_format="dummy", max_num_seqs=most, enable_prefix_caching=False
+        )
+        setup = resolve(config)
+        if setup.draft is None or setup.method != "dflash":
+            raise ValueError("Nothing drafts; name shapes with a drafter, or --draft.")
+        traces = _traces(settings, setup)
+        _check_room(settings, setup, traces)
+        say("building the engine")
+        setup = replace(setup, config=setup.config.with_(adaptive=True))
+        engine = ReplayEngine(setup, traces)
+        say("measuring what steps cost")
+        adapt(engine)
+        figures: Figures = {
+            "benchmark": "load",
+            **circumstances(command, setup),
+            "traces": {**traces.note, "places": len(traces.right), "mix": settings.mix},
+            "acceptance_length": {n: round(traces.acceptance_length(n), 3) for n in traces.widths},
+            "rows": [],
+        }
+        ways = _ways(settings, engine)
+        for load_of, jobs, count in _loads(settings, traces, config.seed):
+            for way, start in ways.items():
+                say(f"{way}: {load_of}")
+                start()
+                driver = Driver(engine, settings, way, count)
+                if not settings.rate:  # graphs are captured, and the policy learns
+                    driver.run([job._replace(at=0.0) for job in jobs[: 2 * count]])
+                figures["rows"].append({"way": way, **load_of, **_figures(driver.run(jobs))})
+    write(settings.json, figures)
+    _show(output(), figures)
+    if settings.plot:
+        _draw(Path(settings.plot), figures["rows"])
+    return 0
+
+
+def _traces(settings: LoadSettings, setup: Resolved) -> Traces:
+    """Those of the file, or made by an acceptance rate."""
+    assert setup.draft is not None
+    if settings.acceptance_rate is not None:
+        return independent(settings.acceptance_rate, widths_of(setup.draft))
+    return load(Path(settings.traces) if settings.traces else TRACES).arranged(settings.mix)
+
+
+def _check_room(settings: LoadSettings, setup: Resolved, traces: Traces) -> None:
+    """Raises ValueError where an answer does not fit the context, or a number of drafts is none."""
+    limits = setup.limits
+    longest = settings.max_tokens or int(traces.lengths.max())
+    # Where all go on until the clock stops, the fastest gets further than the average.
+    longest = 4 * longest if settings.steady else longest
+    need = settings.prompt_len + longest + 2 * limits.block
+    if need > limits.max_model_len:
+        raise ValueError(
+            f"A prompt of {settings.prompt_len} tokens and what follows need up to {need} "
+            f"positions, but max_model_len is {limits.max_model_len}; lower prompt_len or "
+            "max_tokens, or raise it."
+        )
+    for way in settings.fixed:
+        if way > limits.num_drafts:
+            raise ValueError(
+                f"ways names {way} drafts, but a step verifies at most {limits.num_drafts}; leave "
+                "it out."
+            )
+
+
+def _ways(settings: LoadSettings, engine: ReplayEngine) -> dict[str, Callable[[], None]]:
+    """What switches the engine to each way."""
+    adaptive, fixed = engine.scheduler.budget, Budget()
+
+    def switch(budget: Budget) -> None:
+        engine.scheduler.budget, engine.drafter.margins = budget, budget is adaptive
+
+    return {
+        way: lambda budget=adaptive if way == "adaptive" else fixed: switch(budget)
+        for way in settings.way_names
+    }
+
+
+def _loads(
+    settings: LoadSettings, traces: Traces, seed: int
+) -> Iterator[tuple[Figures, list[Job], int]]:
+    """What to say of each load, its requests, and how many run at once."""
+    most, rng = max(settings.requests), random.Random(seed)
+    if settings.rate:
+        for rate in settings.rates:
+            answers = settings.answers or max(24, round(30 * rate))
+            gaps = [rng.expovariate(rate) for _ in range(answers)]
+            jobs = _jobs(settings, traces, list(accumulate(gaps)), seed)
+            yield {"rate": rate, "concurrency": most}, jobs, most
+        return
+    for count in settings.requests:
+        answers = count if settings.steady else settings.answers or max(24, 4 * count)
+        yield {"concurrency": count}, _jobs(settings, traces, [0.0] * answers, seed), count
+
+
+def _jobs(settings: LoadSettings, traces: Traces, times: Sequence[float], seed: int) -> list[Job]:
+    """Answers of the traces in a random order, all of them before one comes again."""
+    rng, jobs = np.random.default_rng(seed), list[Job]()
+    while len(jobs) < len(times):
+        for i in rng.permutation(len(traces.lengths)):
+            tokens = min(int(traces.lengths[i]), settings.max_tokens or 2**31)
+            jobs.append(Job(0.0, int(traces.starts[i]), None if settings.steady else tokens))
+    return [job._replace(at=at) for job, at in zip(jobs, times, strict=False)]
+
+
+class Driver:
+    """Sends requests to an engine and watches what becomes of them."""
+
+    def __init__(self, engine: ReplayEngine, settings: LoadSettings, way: str, count: int):
+        self.engine, self.settings, self.count = engine, settings, count
+        drafts = {"plain": 0, "adaptive": None}
+        most = drafts[way] if way in drafts else int(way)
+        self.params = SamplingParams(
+            temperature=settings.temperature,
+            ignore_eos=True,
+            max_tokens=None,
+            speculation=None if most is None else {"num_drafts": most},
+        )
+        size = engine.resolved.target.decoder.vocab_size
+        noise = random.Random(engine.config.seed)
+        self.prompt = [noise.randrange(size) for _ in range(settings.prompt_len)]
+        self.active: dict[Any, tuple[Request, Life]] = {}
+
+    def run(self, jobs: Sequence[Job]) -> Turn:
+        """At a concurrency the clock runs from when all decode until fewer than that are left; at a
+        rate from the first request to the last one's end."""
+        waiting, turn = deque(jobs), Turn()
+        synchronize(self.engine.resolved.device)
+        turn.began = start = time.perf_counter()
+        full = bool(self.settings.rate)
+        try:
+            while waiting or self.active:
+                self._send(waiting, turn, start)
+                if not self.engine.has_work:
+                    time.sleep(max(start + waiting[0].at - time.perf_counter(), 0.0))
+                    continue
+                self._step(turn)
+                if not full and self._all_decode():
+                    full = True
+                    turn.begin()
+                if full and self._is_over(turn, waiting):
+                    break
+            turn.ended = time.perf_counter()
+        finally:
+            for request, _ in self.active.values():
+                self.engine.finish(request, "abort")
+            self.active.clear()
+            while self.engine.has_work:
+                self.engine.step()
+        synchronize(self.engine.resolved.device)
+        return turn
+
+    def _send(self, waiting: deque[Job], turn: Turn, start: float) -> None:
+        now = time.perf_counter()
+        while waiting and start + waiting[0].at <= now:
+            if not self.settings.rate and len(self.active) >= self.count:
+                break
+            job = waiting.popleft()
+            params = self.params.clone(max_tokens=job.tokens)
+            request = self.engine.add(self.prompt, params, seed=job.place)
+            life = Life(start + job.at if self.settings.rate else now)
+            self.active[request.key] = request, life
+            turn.lives.append(life)
+
+    def _step(self, turn: Turn) -> None:
+        events, now = self.engine.step(), time.perf_counter()
+        turn.steps += bool(events)
+        for event in events:
+            turn.take(event)
+            _, life = self.active[event.key]
+            life.first = life.first or now
+            life.newest, life.tokens = now, life.tokens + len(event.tokens)
+            if event.finish_reason is not None:
+                del self.active[event.key]
+
+    def _all_decode(self) -> bool:
+        scheduler = self.engine.scheduler
+        every = len(scheduler.running) == min(self.count, len(self.active))
+        return every and all(record.decoding for record in scheduler.running)
+
+    def _is_over(self, turn: Turn, waiting: deque[Job]) -> bool:
+        if self.settings.steady:
+            return turn.tokens >= self.count * (self.settings.max_tokens or 256)
+        return not self.settings.rate and not waiting and len(self.active) < self.count
+
+
+def _figures(turn: Turn) -> Figures:
+    """Tokens a second, milliseconds for each token and up to the first one, at 50 and 99 % of the
+    requests, and what drafting brought and took."""
+    seconds = turn.ended - turn.began
+    paces = [
+        1e3 * (life.newest - life.first) / (life.tokens - 1)
+        for life in turn.lives
+        if life.tokens > 1
+    ]
+    firsts = [1e3 * (life.first - life.due) for life in turn.lives if life.first]
+    found = {"tpot_ms": np.percentile(paces, [50, 99]), "ttft_ms": np.percentile(firsts, [50, 99])}
+    steps = turn.drafting
+    return {
+        "requests": len(turn.lives),
+        "tokens": turn.tokens,
+        "seconds": round(seconds, 4),
+        "tokens_per_s": round(turn.tokens / seconds, 1),
+        **{
+            f"{name}_p{share}": round(float(ms), 3)
+            for name, pair in found.items()
+            for share, ms in zip((50, 99), pair, strict=True)
+        },
+        "steps": turn.steps,
+        "drafts_made_per_token": round(turn.made / turn.tokens, 3),
+        "drafts_verified_per_token": round(turn.verified / turn.tokens, 3),
+        "acceptance_length": round(1 + turn.accepted / steps, 3) if steps else None,
+    }
+
+
+def best_of_others(rows: Sequence[Figures], row: Figures) -> Figures | None:
+    """At the load of an adaptive row, that of the fastest other way."""
+    others = [one for one in rows if _load(one) == _load(row) and one["way"] != "adaptive"]
+    return max(others, key=lambda one: one["tokens_per_s"], default=None)
+
+
+def _load(row: Figures) -> tuple[float, int]:
+    return row.get("rate", 0.0), row["concurrency"]
+
+
+def _show(console: Console, figures: Figures) -> None:
+    show_circumstances(console, figures)
+    brings = ", ".join(
+        f"{length:.2f} ({n} drafts)" for n, length in figures["acceptance_length"].items()
+    )
+    console.print(
+        f"Random weights; drafts are kept as traces say, whose blocks bring {brings} tokens a "
+        "step if verified whole.",
+        style="bold",
+        soft_wrap=not console.is_terminal,
+    )
+    rows = figures["rows"]
+    by_rate = "rate" in rows[0]
+    cells = [
+        (row["way"] if row["way"].isalpha() else f"K = {row['way']}",
+         f"{row['rate']:g}/s" if by_rate else f"{row['concurrency']}",
+         number(row["tokens_per_s"], 1),
+         *[number(row[f"{name}_ms_p{p}"]) for name in ("tpot", "ttft") for p in (50, 99)],
+         number(row["acceptance_length"]), number(row["drafts_made_per_token"]),
+         number(row["drafts_verified_per_token"]))
+        for row in rows
+    ]  # fmt: skip
+    columns = (
+        *("way", "rate" if by_rate else "c", "tokens/s", "ms/token\n50 %", "\n99 %"),
+        *("first, ms\n50 %", "\n99 %", "accepted", "made\n/token", "verified\n/token"),
+    )
+    console.print(table("Load", columns, cells))
+    for row in rows:
+        best = best_of_others(rows, row) if row["way"] == "adaptive" else None
+        if best is not None:
+            at = f"{row['rate']:g} requests/s" if by_rate else f"c = {row['concurrency']}"
+            name = best["way"] if best["way"] == "plain" else f"K = {best['way']}"
+            ratio = row["tokens_per_s"] / best["tokens_per_s"]
+            console.print(f"{at}: adaptive brings {ratio:.3f} of the best other way, {name}.")
+
+
+def _draw(path: Path, rows: Sequence[Figures]) -> None:
+    """Tokens/s and milliseconds a token over the load, a line for each way."""
+    by = "rate" if "rate" in rows[0] else "concurrency"
+    figure, axes = new_figure(7, 7, 2, sharey=False)
+    panels = ("tokens_per_s", "tokens/s"), ("tpot_ms_p50", "ms per token, median")
+    for axis, (key, label) in zip(axes, panels, strict=True):
+        found: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            name = row["way"] if row["way"].isalpha() else f"K = {row['way']}"
+            found.setdefault(name, []).append((row[by], row[key]))
+        lines(axis, found, strong="adaptive")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        axis.set_ylabel(label)
+        for scale in (axis.xaxis, axis.yaxis):
+            scale.set_major_formatter("{x:g}")
+    axes[0].legend(frameon=False)
+    axes[-1].set_xlabel("requests a second" if by == "rate" else "requests in flight")
+    save(figure, path)

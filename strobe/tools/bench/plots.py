@@ -1,0 +1,50 @@
+"""Figures that need no display, all in one manner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+MARKERS = "osD^vP*X"
+
+
+def missing() -> str:
+    """The sentence that says why there are no plots; empty where they can be drawn."""
+    if find_spec("matplotlib") is not None:
+        return ""
+    return "There are no plots without matplotlib; install it with pip install 'strobe[eval]'."
+
+
+def new_figure(
+    width: float, height: float, panels: int = 1, *, sharey: bool = True
+) -> tuple[Any, list[Any]]:
+    """A figure with panels above each other."""
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
+    figure: Any = Figure(figsize=(width, height), layout="constrained")
+    found: Any = figure.subplots(panels, 1, sharex=True, sharey=sharey, squeeze=False)
+    axes = [row[0] for row in found]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#dddddd", linewidth=0.8)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def lines(
+    axis: Any, rows: Mapping[str, Sequence[tuple[float, float]]], *, strong: str = ""
+) -> None:
+    """A line for each name through its points; the strong one stands out."""
+    for i, (name, points) in enumerate(rows.items()):
+        axis.plot(
+            *zip(*points, strict=True), label=name, color=COLOURS[i % len(COLOURS)],
+            marker=MARKERS[i % len(MARKERS)], markersize=5,
+            linewidth=2.6 if name == strong else 1.3, zorder=3 if name == strong else 2,
+        )  # fmt: skip

@@ -1,0 +1,146 @@
+"""`strobe bench record`: traces of a real pair on real prompts, for `strobe bench load`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strobe.attention.base import Batch
+from strobe.config import EngineConfig
+from strobe.engine.build import resolve
+from strobe.engine.engine import Engine
+from strobe.hub.locate import located
+from strobe.request import Request
+from strobe.runner.batch import Layout
+from strobe.runner.pending import Verdict
+from strobe.sampling_params import SamplingParams
+from strobe.spec.base import Drafts
+from strobe.spec.dflash import DFlashProposer
+from strobe.step import Span
+from strobe.tools.bench.prompts import read_prompts
+from strobe.tools.bench.replay import widths_of
+from strobe.tools.bench.report import circumstances, output, progress
+from strobe.tools.bench.settings import RecordSettings, command_line
+from strobe.tools.bench.traces import Traces
+
+
+class _Recorder:
+    """Drafts a block of every width at every place. seen: by slot, tokens and margins of each
+    width, place by place."""
+
+    def __init__(self, drafter: DFlashProposer, widths: Sequence[int]):
+        self.drafter, self.widths, self.capture = drafter, widths, drafter.capture
+        drafter.margins = True
+        self.seen: dict[int, list[list[tuple[Any, Any]]]] = {}
+
+    def propose(self, spans: Sequence[Span]) -> Drafts:
+        places: list[list[tuple[Any, Any]]] = [[] for _ in spans]
+        for width in self.widths:
+            made = self.drafter.propose([span._replace(drafts=width) for span in spans])
+            assert made.tokens is not None
+            assert made.margins is not None
+            pairs = zip(made.tokens.cpu().numpy(), made.margins.cpu().numpy(), strict=True)
+            for place, (tokens, margins) in zip(places, pairs, strict=False):
+                place.append((tokens.copy(), margins.astype(np.float16)))
+        for span, place in zip(spans, places, strict=True):
+            self.seen.setdefault(span.slot, []).append(place)
+        return made.first(1)  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    def observe(self, batch: Batch, hidden: Tensor | None, verdict: Verdict) -> None:
+        self.drafter.observe(batch, hidden, verdict)
+
+
+def _none_kept(layout: Layout, batch: Batch) -> Tensor:
+    return torch.zeros_like(batch.starts)
+
+
+def run_record(settings: RecordSettings, config: EngineConfig) -> int:
+    """Record, write the file, say what it holds; returns 0. Raises ValueError for what cannot
+    run."""
+    command = command_line("record", settings, config)
+    with progress() as say:
+        say("reading prompts")
+        config = located(config)
+        prompts = read_prompts(settings, Path(config.target))
+        config = replace(config, enable_prefix_caching=False, adaptive=False, overlap=1)
+        config = replace(config, max_num_seqs=settings.at_once)
+        setup = resolve(config)
+        if setup.draft is None or setup.method != "dflash":
+            raise ValueError("Nothing drafts; name a drafter with --draft.")
+        say("loading")
+        engine = Engine(setup, simulated_acceptance=_none_kept)
+        traces = record(engine, prompts, settings, widths_of(setup.draft))
+        note = {k: v for k, v in circumstances(command, setup).items() if k != "threads"}
+        traces = replace(traces, note=note)
+    traces.save(Path(settings.out))
+    lengths = ", ".join(f"{traces.acceptance_length(n):.2f} with {n}" for n in traces.widths)
+    console = output()
+    console.print(
+        f"{settings.out}: {len(traces.lengths)} answers, {len(traces.right)} places; tokens a "
+        f"step by drafts: {lengths}.",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def record(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    settings: RecordSettings,
+    widths: Sequence[int],
+) -> Traces:
+    """Answer all prompts a token a step, drafting at each."""
+    drafter = engine.proposers.on_device["dflash"]
+    assert isinstance(drafter, DFlashProposer)
+    recorder = _Recorder(drafter, widths)
+    engine.proposers.on_device["dflash"] = recorder
+    params = SamplingParams(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        max_tokens=settings.max_tokens,
+        ignore_eos=settings.ignore_eos,
+        speculation={"num_drafts": 1},
+    )
+    waiting, slots = deque(enumerate(prompts)), dict[int, Request]()
+    requests: list[Request] = []
+    active, answers = set[Hashable](), dict[Hashable, list[list[tuple[Any, Any]]]]()
+    while waiting or active:
+        while waiting and len(active) < settings.at_once:
+            i, prompt = waiting.popleft()
+            requests.append(engine.add(prompt, params, seed=engine.config.seed + i))
+            active.add(requests[-1].key)
+        recorder.seen.clear()
+        slots |= {record.slot: record.request for record in engine.scheduler.running}
+        events = engine.step()
+        for slot, places in recorder.seen.items():
+            answers.setdefault(slots[slot].key, []).extend(places)
+        active -= {event.key for event in events if event.finish_reason is not None}
+    found = [(request, answers[request.key]) for request in requests if request.num_output > 1]
+    if not found:
+        raise ValueError("No answer has two tokens; ask for longer ones or give other prompts.")
+    right = [_right(request.output_ids, places, widths) for request, places in found]
+    margins = [
+        np.array([place[n][1] for _, places in found for place in places])
+        for n in range(len(widths))
+    ]
+    lengths = np.array([len(places) for _, places in found])
+    return Traces(tuple(widths), lengths, np.concatenate(right), tuple(margins), {})
+
+
+def _right(answer: Sequence[int], places: Sequence[Any], widths: Sequence[int]) -> Any:
+    """[places, widths]: right drafts in a row; behind the answer's end all count as right."""
+    assert len(places) == len(answer) - 1, "a request that drafted at every place but the last"
+    right = np.zeros((len(places), len(widths)), dtype=np.uint8)
+    for t, place in enumerate(places):
+        for n, width in enumerate(widths):
+            truth = np.array(answer[t + 1 : t + 1 + width])
+            wrong = np.flatnonzero(place[n][0][: len(truth)] != truth)
+            right[t, n] = wrong[0] if len(wrong) else width
+    return right

@@ -1,0 +1,101 @@
+"""An engine whose drafts are kept as recorded traces say, whatever its models say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from strobe.attention.base import Batch
+from strobe.engine.build import Resolved
+from strobe.engine.engine import Engine
+from strobe.models.config import DraftConfig
+from strobe.runner.batch import Layout
+from strobe.runner.pending import Verdict
+from strobe.spec.base import Drafts
+from strobe.spec.dflash import DFlashProposer, block_widths
+from strobe.step import Plan, Span
+from strobe.tools.bench.traces import Traces
+from strobe.transfer import upload
+
+
+def widths_of(draft: DraftConfig) -> tuple[int, ...]:
+    """Drafts of the drafter's blocks."""
+    unused = draft.block_size - draft.drafts
+    return tuple([rows - unused for rows in block_widths(draft)])
+
+
+class ReplayEngine(Engine):
+    """A request's seed says at which place of the traces its answer begins, and behind the last
+    place the first one follows.
+
+    drafter: whose `margins` may be switched. first [slots + 1]: the place where the request of a
+    slot would have had no tokens at all.
+    """
+
+    def __init__(self, setup: Resolved, traces: Traces):
+        """Raises ValueError for traces of other blocks than the pair's."""
+        assert setup.draft is not None
+        widths = widths_of(setup.draft)
+        if traces.widths != widths:
+            raise ValueError(
+                f"The traces are of blocks of {_words(traces.widths)} drafts, but this drafter's "
+                f"have {_words(widths)}; record traces with a drafter of its block size."
+            )
+        super().__init__(setup, simulated_acceptance=self._kept)
+        drafter = self.proposers.on_device["dflash"]
+        assert isinstance(drafter, DFlashProposer)
+        self.drafter, device = drafter, self.state.device
+        self.widths, self.places = traces.widths, len(traces.right)
+        self.right = torch.from_numpy(traces.right).long().flatten().to(device)
+        self.margins = [torch.from_numpy(rows).float().to(device) for rows in traces.margins]
+        self.first = torch.zeros(self.limits.max_num_seqs + 1, dtype=torch.int64, device=device)
+        self._width = torch.zeros(1, dtype=torch.int64, device=device)
+        self.proposers.on_device["dflash"] = _Replayed(self)
+
+    def _admit(self, plan: Plan) -> None:
+        super()._admit(plan)
+        if plan.admitted:
+            slots = upload([one.slot for one in plan.admitted], self.state.device)
+            first = [one.seed - one.num_prompt for one in plan.admitted]
+            self.first.index_copy_(0, slots, upload(first, self.state.device))
+
+    def _place_of(self, slots: Tensor, lengths: Tensor) -> Tensor:
+        """[S]: where in the traces spans with so many positions are."""
+        return (self.first[slots] + lengths) % self.places
+
+    def _kept(self, layout: Layout, batch: Batch) -> Tensor:
+        place = self._place_of(batch.slots, batch.starts)
+        return self.right[place * len(self.widths) + self._width]
+
+    def margins_of(self, spans: Sequence[Span], rows: int, drafts: int) -> Tensor:
+        """[rows, drafts]: of the blocks that the spans draft now, which are that wide."""
+        width = next(i for i, n in enumerate(self.widths) if n >= drafts)
+        self._width.fill_(width)
+        slots = upload([span.slot for span in spans], self.state.device)
+        found = self.margins[width][self._place_of(slots, self.state.cursor[slots, 0])]
+        made = torch.zeros(rows, drafts, device=self.state.device)
+        made[: len(spans)] = found[:, :drafts]
+        return made
+
+
+class _Replayed:
+    """The pair's drafter, whose tokens are as good as any and whose margins are the traces'."""
+
+    def __init__(self, engine: ReplayEngine):
+        self.engine, self.capture = engine, engine.drafter.capture
+
+    def propose(self, spans: Sequence[Span]) -> Drafts:
+        made = self.engine.drafter.propose(spans)
+        assert made.tokens is not None
+        margins = self.engine.margins_of(spans, *made.tokens.shape)
+        return made if made.margins is None else made._replace(margins=margins)
+
+    def observe(self, batch: Batch, hidden: Tensor | None, verdict: Verdict) -> None:
+        self.engine.drafter.observe(batch, hidden, verdict)
+
+
+def _words(widths: Sequence[int]) -> str:
+    *first, last = map(str, widths)
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,110 @@
+"""The pair that is trained on Python's own text: its corpus, its tokenizer, and a tiny run."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from scripts.text_pair import corpus
+from scripts.text_pair.train import ROOT, main
+from strobe import LLM, SamplingParams
+
+HELDOUT = ["graphlib.py", "functools.py"]
+TRAINED = ["bisect.py", "colorsys.py", "heapq.py"]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of a few steps leaves."""
+    folder = tmp_path_factory.mktemp("text_pair")
+    sizes = ["--small", "--steps", "4", "--sequences", "16", "--most", "24", "--measure", "4"]
+    main([*sizes, "--out", str(folder), "--files", *HELDOUT, *TRAINED])
+    return folder
+
+
+def test_the_split_is_by_file_and_the_same_every_time() -> None:
+    assert [name for name in (*TRAINED, *HELDOUT) if corpus.is_heldout(name)] == HELDOUT
+    sides = corpus.files([*HELDOUT, *TRAINED])
+    texts = {name: (corpus.STDLIB / name).read_text("utf-8") for name in (*HELDOUT, *TRAINED)}
+    assert sides == {
+        "held-out": [texts[name] for name in sorted(HELDOUT)],
+        "trained": [texts[name] for name in sorted(TRAINED)],
+    }
+    assert corpus.files([*TRAINED, *HELDOUT]) == sides
+
+
+def test_most_of_the_text_is_trained_on() -> None:
+    sides = {kind: sum(map(len, texts)) for kind, texts in corpus.files().items()}
+    assert 0.005 < sides["held-out"] / sum(sides.values()) < 0.08
+
+
+def test_the_documentation_is_text_and_no_literal() -> None:
+    (text,) = corpus.files([corpus.TOPICS, *HELDOUT])["trained"]
+    assert "\n\n" in text
+    assert "\\n" not in text[:2000]
+
+
+@pytest.mark.parametrize("files", [TRAINED, HELDOUT, [*TRAINED, "no_such_module.py"]])
+def test_files_of_one_side_only_are_refused(files: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"--files is .*, which leaves one side .* name more"):
+        corpus.files(files)
+
+
+def test_the_tokenizer_gives_any_text_back() -> None:
+    texts = corpus.files([*HELDOUT, *TRAINED])["trained"]
+    tokenizer = corpus.train_tokenizer(texts, 512)
+    odd = "\tif x:\r\n\t\treturn 'ü → 漢字 🙂'  # \x00\n\n\n    \r\n  end \t"
+    for text in (odd, *texts):
+        (ids,) = corpus.encode(tokenizer, [text])
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert max(ids) < tokenizer.get_vocab_size() == 512
+    with pytest.raises(ValueError, match="--vocabulary is 262, but the text gives 264; ask for"):
+        corpus.train_tokenizer(texts, 262)
+
+
+def test_the_pair_answers_equally_with_speculation_on_and_off(out: Path) -> None:
+    llm = LLM(out / "target", out / "draft", device="cpu", adaptive=False)
+    prompts = ["def main(argv):\n    ", "import os\r\n\tfor"]
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=32, seed=3)
+        on, off = (
+            [o.outputs[0] for o in llm.generate(prompts, params.clone(speculation=choice))]
+            for choice in (True, False)
+        )
+        assert [o.token_ids for o in on] == [o.token_ids for o in off]
+        assert all(o.speculation is not None and o.speculation.steps for o in on)
+    assert llm.chat([{"role": "user", "content": "hello"}], params)[0].outputs[0].token_ids
+
+
+def test_the_prompts_are_of_both_kinds(out: Path) -> None:
+    lines = [json.loads(line) for line in (out / "prompts.jsonl").read_text("utf-8").splitlines()]
+    assert Counter(line["kind"] for line in lines) == {"held-out": 128, "trained": 128}
+    sides = corpus.files([*HELDOUT, *TRAINED])
+    tokenizer = LLM(out / "target", method="none", device="cpu").tokenizer
+    for line in lines:
+        assert any(line["prompt"] in text for text in sides[line["kind"]])
+        assert corpus.SHORTEST <= len(tokenizer.encode(line["prompt"])) <= corpus.LONGEST
+
+
+def test_the_log_says_what_each_step_took_and_what_is_accepted(out: Path) -> None:
+    log = json.loads((out / "log.json").read_text())
+    assert list(log["seconds"]) == ["corpus", "target", "answers", "draft", "acceptance"]
+    assert (log["target"]["steps"], log["training"]["steps"]) == (4, 4)
+    for name in ("greedy", "temperature 1"):
+        for kind in ("held-out", "trained"):
+            result = log["acceptance"][name][kind]
+            assert len(result["of_each_answer"]) == 2
+            assert 1 <= result["acceptance_length"] <= 16
+
+
+def test_a_directory_in_the_package_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    place = ROOT / "strobe" / "demo_models" / "target"
+    with pytest.raises(SystemExit):
+        main(["--small", "--out", str(place)])
+    assert capsys.readouterr().err == (
+        f"error: --out is {place}, which lies in the package; name a directory outside "
+        f"{ROOT / 'strobe'}.\n"
+    )
