@@ -1,0 +1,1 @@
+"""A target and its drafter for text that every Python brings along, trained from nothing."""

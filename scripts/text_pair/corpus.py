@@ -1,0 +1,115 @@
+"""The text of Python's standard library: its files, their split, a tokenizer, and prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import random
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+
+from scripts.demo_models.make_tokenizer import SPECIAL, VISIBLE, config
+from strobe.config import DEMO_MODELS
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+TOPICS = "pydoc_data/topics.py"
+SKIPPED = {"test", "tests", "idle_test", "lib2to3", "encodings", "site-packages", "dist-packages"}
+"""Folders left out: tests, what others wrote, and tables of characters."""
+HELDOUT = 25
+"""One file in so many is held out: 2 to 4 % of the text, as Python is versioned and packaged."""
+END = "<|endoftext|>"
+SHORTEST, LONGEST = 64, 256
+"""Tokens of a prompt."""
+
+
+def is_heldout(name: str) -> bool:
+    """Whether a file of this name (its path in the standard library) is kept from training."""
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % HELDOUT == 0
+
+
+def files(only: Sequence[str] = ()) -> dict[str, list[str]]:
+    """The texts of both sides of the split, by name; `only`: those of these names."""
+    names = sorted(path.relative_to(STDLIB).as_posix() for path in STDLIB.rglob("*.py"))
+    sides: dict[str, list[str]] = {"held-out": [], "trained": []}
+    for name in names:
+        if SKIPPED.isdisjoint(name.split("/")) and (not only or name in only):
+            sides["held-out" if is_heldout(name) else "trained"].append(_read(name))
+    if not all(sides.values()):
+        raise ValueError(
+            f"--files is {list(only)}, which leaves one side of the split empty; name more files "
+            f"of {STDLIB}."
+        )
+    return sides
+
+
+def _read(name: str) -> str:
+    """A file's text; of the documentation, the text that its literals hold."""
+    if name == TOPICS:
+        return "\n\n".join(importlib.import_module("pydoc_data.topics").topics.values())
+    return (STDLIB / name).read_bytes().decode("utf-8", errors="replace")
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """A byte-level BPE of `vocabulary` entries that splits text as the demo models' does."""
+    demo = Tokenizer.from_file(str(DEMO_MODELS / "target/tokenizer.json"))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = demo.pre_tokenizer, demo.decoder
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(VISIBLE),
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIAL],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in VISIBLE])
+    if (size := tokenizer.get_vocab_size()) != vocabulary:
+        raise ValueError(f"--vocabulary is {vocabulary}, but the text gives {size}; ask for that.")
+    return tokenizer
+
+
+def write_tokenizer(tokenizer: Tokenizer, out: Path, positions: int) -> None:
+    """`tokenizer.json` and `tokenizer_config.json`, beside the chat template in `out`."""
+    tokenizer.save(str(out / "tokenizer.json"))
+    fields = config(tokenizer, (out / "chat_template.jinja").read_text(encoding="utf-8"))
+    fields |= {"eos_token": END, "model_max_length": positions}
+    text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+    (out / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text."""
+    return [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+
+def cuts(texts: Sequence[list[int]], seed: str) -> Iterator[list[int]]:
+    """Endless prompts of SHORTEST to LONGEST tokens, each from a random place of one text."""
+    rng = random.Random(seed)
+    long = [ids for ids in texts if len(ids) >= SHORTEST]
+    if not long:
+        raise ValueError(f"No text has {SHORTEST} tokens to cut a prompt from; name more --files.")
+    weights = [len(ids) for ids in long]
+    while True:
+        (ids,) = rng.choices(long, weights)
+        length = rng.randint(SHORTEST, min(LONGEST, len(ids)))
+        start = rng.randint(0, len(ids) - length)
+        yield ids[start : start + length]
+
+
+def prompts(
+    tokenizer: Tokenizer, sides: dict[str, list[list[int]]], count: int, seed: int
+) -> list[dict[str, str]]:
+    """`count` lines {"prompt", "kind"}, the kinds in turn; a prompt gives its cut's ids again."""
+
+    def texts(kind: str) -> Iterator[str]:
+        for ids in cuts(sides[kind], f"{kind} {seed}"):
+            text = tokenizer.decode(ids, skip_special_tokens=False)
+            if tokenizer.encode(text, add_special_tokens=False).ids == ids:
+                yield text
+
+    sources = {kind: texts(kind) for kind in sides}
+    turns = range(count // len(sides))
+    return [{"prompt": next(sources[kind]), "kind": kind} for _ in turns for kind in sources]
