@@ -36,10 +36,11 @@ class Buckets:
         rows. verified: how many of the drafts that the device makes are verified; None: all."""
         count, longest = len(spans), max([span.num_rows for span in spans])
         rows, drafts = num_rows(spans, verified), max([s.drafts for s in spans])
-        if rows == count * longest and all(span.tokens[0] == TAIL for span in spans):
+        decoding = all(span.tokens[0] == TAIL for span in spans)
+        if decoding and rows == count * longest:
             room, logits = _at_least(self.spans, count), max([span.logits for span in spans])
             return Shape(room, room * longest, longest, drafts, logits)
-        if verified is not None and longest <= self.block:
+        if (decoding or verified is not None) and longest <= self.block:
             padded = _at_least(self.narrow_rows, rows)
             room = _at_least(self.mixed_spans, count + (padded > rows))
             drafts = _at_least(self.narrow_drafts, drafts)
@@ -56,15 +57,19 @@ class Buckets:
         return shape.rows <= REPLAYED_ROWS or shape.longest <= self.block
 
 
-def verified_rows(buckets: Buckets | None, count: int, most: int) -> list[tuple[int, int]]:
-    """The steps in which so many requests verify `most` drafts each at most: the drafts of all
-    together, and the rows; at the end all of them. Without buckets, eighths of them."""
-    whole = count * most
+def verified_rows(
+    buckets: Buckets | None, count: int, drafting: int, most: int
+) -> list[tuple[int, int]]:
+    """The steps of so many requests in which some verify `most` drafts each at most: the drafts of
+    all together, and the rows; at the end all of them. Without buckets, eighths of them."""
+    whole = drafting * most
     if buckets is None:
         found = sorted({-(-whole * i // 8) for i in range(1, 9)})
         return [(drafts, count + drafts) for drafts in found]
     rows = [rows for rows in buckets.narrow_rows if count < rows < count + whole]
     padded = _at_least(buckets.spans, count) * (1 + most)
+    if drafting < count:
+        padded = _at_least(buckets.narrow_rows, count + whole)
     return [*[(n - count, n) for n in rows], (whole, padded)]
 
 

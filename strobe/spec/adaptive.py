@@ -1,11 +1,11 @@
-"""Rows by what they bring and cost: how wide to draft and how many drafts to verify, so that a step
-brings most tokens a second. Imports no torch.
+"""Rows by what they bring and cost: who drafts, how wide, and how many drafts are verified, so that
+a step brings most tokens a second. Imports no torch.
 
     tokens a second = (requests + sum of the verified drafts' chances) / milliseconds
 
-Chances come of margins (`confidence.py`) of steps that are done. They differ from those of the step
-that is planned, but their distribution changes slowly: so the host decides how many drafts are
-verified by the newest steps' chances, and the device which ones by the step's own.
+Chances come of margins (`confidence.py`) of steps that are done: those of each request's newest
+blocks stand for its next one. So the host decides who drafts and how many drafts are verified, and
+the device, by the step's own margins, which ones.
 """
 
 from __future__ import annotations
@@ -22,27 +22,30 @@ from strobe.spec.confidence import Confidence
 from strobe.spec.costs import Costs
 from strobe.step import Plan, StepResult
 
-POINTS = 4  # of a curve, for each draft of a block
-MEMORY = 32.0  # blocks that curves remember
+MEMORY = 32.0  # blocks that are remembered of how widths compare
 TAKEN_IN = 16, 16  # blocks or steps after which what was observed is taken in
 FITTED = 64  # ticks of the clock after which chances are fitted anew
 HALVED = 64, 8  # ticks or steps after which what was observed weighs half
-FEW = 16  # requests that are looked at one by one
-LATEST, FIRST = 0.4, 0.1  # what a block weighs among its request's, and first ones among all
-HELD = 8  # steps for which a choice is held while as many requests decode
+LATEST, FIRST = 0.4, 0.05  # what a block weighs among its request's, and a first one among those
+TURNS, SELDOM = 0.1, 0.01  # how likely a request turns in a step to be like a new one, at first
+TOLD, GAP = 0.02, 0.5  # what a block weighs in that, and the drafts by which requests must differ
+FEW = 16  # requests whose next blocks are taken to be like their mean, not like their newest
+HELD = 2, 8  # steps for which a choice is held: for few requests, and for more
 BETTER = 1.005  # what another width must bring, and
-FEWER = 1.01  # fewer drafts than all of a width
-PROBES, OTHERS = 0.006, 0.001  # of the time: probes while drafting rests, and of other widths
-SOONEST = 16  # steps between two probes
+FEWER = 1.01  # fewer drafts, or fewer requests that draft, than all of a width
+PROBES = 0.004  # of the time: probes while drafting rests
+EVERYONE, OTHERS = 0.004, 0.001  # and else all drafts of all requests, and other widths
+SOONEST = 4  # steps from one of these to the next
 
 
 class Choice(NamedTuple):
     """width: which of the block's widths, -1 for no drafts; most: drafts of a request at most;
-    drafts: of all together, None for all."""
+    drafts: of all together, None for all; requests: how many draft, None for all."""
 
     width: int = -1
     most: int = 0
     drafts: int | None = None
+    requests: int | None = None
 
 
 class Option(NamedTuple):
@@ -54,17 +57,13 @@ class Option(NamedTuple):
 
 
 class Track:
-    """What is known of one width.
+    """What is known of one width. beyond: by narrower width, what its chances, stretched, are to be
+    multiplied by behind its own drafts; age: steps since it was used; seen: its blocks; fitted:
+    when its confidence was, by the clock."""
 
-    curve [X]: of x drafts verified per request, how many count. beyond: by narrower width, what
-    its chances, stretched, are to be multiplied by behind its own drafts. age: steps since it was
-    used; seen: its blocks; fitted: when its confidence was, by the clock.
-    """
-
-    def __init__(self, width: int, xs: Any):
-        self.width, self.confidence, self.xs = width, Confidence(width), xs
-        self.curve = self.curve_of(self.confidence.chances(np.zeros((1, width))))
-        self.beyond: dict[int, float] = {}
+    def __init__(self, width: int, narrower: Sequence[int]):
+        self.width, self.confidence = width, Confidence(width)
+        self.beyond = dict.fromkeys(narrower, 1.0)
         self.age = self.seen = self.fitted = 0
         self.blocks: list[tuple[Sequence[float], int, int]] = []
         """Margins, drafts verified and drafts accepted, of blocks that are not yet taken in."""
@@ -72,18 +71,6 @@ class Track:
     def whole(self, margins: Sequence[float]) -> list[float]:
         """The block's margins: where less is verified than drafted, only the first may be there."""
         return [*margins, *[margins[-1]] * self.width][: self.width]
-
-    def curve_of(self, chances: Any) -> Any:
-        """chances [n, K] -> [X]: the most likely ones of all n requests are verified."""
-        n = len(chances)
-        reached = np.concatenate(([0.0], np.cumsum(-np.sort(-chances, axis=None))))
-        return np.interp(self.xs * n, np.arange(len(reached)), reached) / n
-
-    def gain(self, requests: int, drafts: Any, few: Any = None) -> Any:
-        """How many of so many drafts count, all requests together. few [requests, K]: the chances
-        of each, where they are known."""
-        curve = self.curve if few is None else self.curve_of(few[:, : self.width])
-        return requests * np.interp(np.asarray(drafts) / requests, self.xs, curve)
 
 
 def stretch(chances: Any, width: int, factor: float = 1.0) -> Any:
@@ -99,62 +86,80 @@ def stretch(chances: Any, width: int, factor: float = 1.0) -> Any:
 
 
 class AdaptiveBudget(Budget):
-    """The best choice by what was seen, for all requests together. Until costs are known, and some
-    blocks of the drafter, every request verifies as many drafts as it may."""
+    """The best choice by what was seen. Until costs are known, and some blocks of the drafter, all
+    requests verify as many drafts as they may."""
 
     def __init__(
         self,
         widths: Sequence[int],
         slots: Sequence[int],
-        rows: Callable[[int, int], Sequence[tuple[int, int]]],
+        rows: Callable[[int, int, int], Sequence[tuple[int, int]]],
         most_rows: int,
     ):
         """widths: drafts of the drafter's blocks, ascending; slots: their rows; rows(requests,
-        drafts of each at most) -> the steps there are for them, each by drafts of all together and
-        rows; most_rows: of prompts beside requests that decode."""
+        those of them that draft, drafts of each at most) -> the steps there are for them, each by
+        drafts of all together and rows; most_rows: of prompts beside requests that decode."""
         self.widths, self.slots, self.rows = tuple(widths), tuple(slots), rows
         self.most_rows = most_rows
         self.costs: Costs | None = None
-        xs = np.linspace(0.0, self.widths[-1], POINTS * self.widths[-1] + 1)
-        self.tracks = [Track(width, xs) for width in self.widths]
-        for track in self.tracks:
-            track.beyond = {width: 1.0 for width in self.widths if width < track.width}
+        self.tracks = [Track(width, widths[:i]) for i, width in enumerate(self.widths)]
         self.clock, self._half = 0, HALVED[0]
         """Ticks for each request in each step, whether it drafts or not."""
         self.choice, self._for, self._left = Choice(), (0, 0), 0
         self._requests: dict[int, Request] = {}
-        self._own: dict[int, Any] = {}
-        """By slot, the chances [K] of its request's newest blocks, where there are few requests."""
+        self._own: dict[int, tuple[Any, int]] = {}
+        """By slot three rows of chances [K], the mean of its request's blocks, the mean before the
+        newest and the newest, and the step of that one."""
         self._fresh = self.tracks[-1].confidence.chances(np.zeros((1, self.widths[-1])))[0]
-        """Those of requests' first blocks."""
-        self._blocks = self._steps = self._context = 0
+        """Those of blocks that are their request's first, or its first after others rested."""
+        self._turns = TURNS
+        self._steps = self._blocks = self._since = self._context = self._partly = 0
         self._took: dict[tuple[int, int], list[tuple[int, float]]] = {}
 
     def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
-        count = sum([one.on_device for one in candidates])
-        if not count or self.costs is None or self.tracks[-1].seen < FITTED:
+        at = [i for i, one in enumerate(candidates) if one.on_device]
+        if not at or self.costs is None or self.tracks[-1].seen < FITTED:
             return super().allot(candidates, load)
-        beside = len(candidates) - count + min(load.prompt_rows, self.most_rows)
         self._context = load.context
-        few = None
-        if count <= FEW:
-            asked = [one for one in candidates if one.on_device]
-            few = np.array([self._chances_of(one) for one in asked])
-        choice = self._held(count, beside, few)
-        most = [min(one.most, choice.most) if one.on_device else one.most for one in candidates]
-        made = sum([n for n, one in zip(most, candidates, strict=True) if one.on_device])
-        if choice.drafts is None or choice.drafts >= made:
+        beside = len(candidates) - len(at) + min(load.prompt_rows, self.most_rows)
+        order, chances = self._chances_of([candidates[i] for i in at])
+        choice = self._held(chances, beside)
+        most = [0 if one.on_device else one.most for one in candidates]
+        for i in order[: choice.requests]:
+            most[at[i]] = min(candidates[at[i]].most, choice.most)
+        if choice.drafts is None or choice.drafts >= sum([most[i] for i in at]):
             return Allotment(most)
         weights = self.tracks[choice.width].confidence.weights.tolist()
         return Allotment(most, choice.drafts, tuple([(a, b) for a, b in weights]))
 
-    def _chances_of(self, one: Candidate) -> Any:
-        """A request's chances: those of first blocks, until it has one of its own."""
-        if self._requests.get(one.slot) is not one.request:
-            self._requests[one.slot] = one.request
-            self._own.pop(one.slot, None)
-            self._left = 0
-        return self._own.get(one.slot, self._fresh)
+    def _chances_of(self, candidates: Sequence[Candidate]) -> tuple[Any, Any]:
+        """The candidates in the order of what their drafts promise; and chances [n, K] of n such
+        requests in such an order, by which a choice is made.
+
+        Of few requests these are the means of their blocks. Of many the newest blocks' own, in the
+        order of the means before: so they differ as blocks do, and the first ones are no better
+        than those that stood first have turned out to be.
+        """
+        few, size = len(candidates) <= FEW, (len(candidates), self.widths[-1])
+        found, since = np.empty((3, *size)), np.empty((size[0], 1))
+        for i, one in enumerate(candidates):
+            if self._requests.get(one.slot) is not one.request:
+                self._requests[one.slot] = one.request
+                self._own.pop(one.slot, None)
+                self._left = min(self._left, 0 if few else HELD[0])
+            found[:, i], when = self._own.get(one.slot, (self._fresh, self._steps))
+            since[i] = self._steps - when + few
+        if not few:
+            found[2] = np.where(since > 0, found[0], found[2])
+        # What a new request promises, as far as it may have turned into one like it.
+        found += self._turned(since) * (self._fresh - found).clip(0)
+        mean, before, newest = found
+        order = np.argsort(-mean.sum(1), kind="stable")
+        return order, mean[order] if few else newest[np.argsort(-before.sum(1), kind="stable")]
+
+    def _turned(self, since: Any) -> Any:
+        """How likely a request is like a new one so many steps after its last block."""
+        return 1 - (1 - self._turns) ** since
 
     @property
     def confidence_by_place(self) -> tuple[tuple[int, int, float, float], ...]:
@@ -170,42 +175,44 @@ class AdaptiveBudget(Budget):
             context = sum([span.start for span in spans])
             took = self._took.setdefault((draft, result.rows), [])
             took.append((context, 1e3 * result.seconds))
+        self._steps += 1
         if made and result.margins is not None:
             track, drafted = self.tracks[width], result.drafted
             for i in made:
                 verified = spans[i].drafts if drafted is None else drafted[i]
                 track.blocks.append((result.margins[i], verified, result.accepted[i]))
             track.age = 0
-            self._blocks += len(made)
-            if len(made) <= FEW:
-                self._look_at(track, [(spans[i].slot, result.margins[i]) for i in made])
+            self._look_at(track, [spans[i].slot for i in made])
         self.clock += len(spans)
         self._half = max(HALVED[0], HALVED[1] * len(spans))
-        self._steps += 1
-        if self._blocks >= TAKEN_IN[0] or self._steps >= TAKEN_IN[1]:
+        self._blocks, self._since = self._blocks + len(made), self._since + 1
+        if self._blocks >= TAKEN_IN[0] or self._since >= TAKEN_IN[1]:
             self._take_in()
 
-    def _look_at(self, track: Track, blocks: Sequence[tuple[int, Sequence[float]]]) -> None:
+    def _look_at(self, track: Track, slots: Sequence[int]) -> None:
         """Take in the chances of single requests at once."""
-        chances = track.confidence.chances(np.array([track.whole(row) for _, row in blocks]))
+        margins = [track.whole(row) for row, _, _ in track.blocks[-len(slots) :]]
+        chances = track.confidence.chances(np.array(margins))
         widest = self.tracks[-1]
         chances = stretch(chances, widest.width, widest.beyond.get(track.width, 1.0))
-        for (slot, _), new in zip(blocks, chances, strict=True):
-            if slot in self._own:
-                self._own[slot] = (1 - LATEST) * self._own[slot] + LATEST * new
-            else:
-                self._own[slot] = new
-                self._fresh = (1 - FIRST) * self._fresh + FIRST * new
+        for slot, new in zip(slots, chances, strict=True):
+            own, when = self._own.get(slot, ((new, self._fresh), -(10**9)))
+            since, gap = self._steps - when, float((self._fresh - own[0]).sum())
+            if slot in self._own and gap > GAP:
+                turned = min(max(float((new - own[0]).sum()) / gap, 0.0), 1.0) / since
+                self._turns = max(self._turns + TOLD * (turned - self._turns), SELDOM)
+            self._own[slot] = (own[0] + LATEST * (new - own[0]), own[0], new), self._steps
+            self._fresh = self._fresh + FIRST * self._turned(since) * (new - self._fresh)
 
     def _take_in(self) -> None:
         """Learn from the steps since the last time."""
-        self._blocks = self._steps = 0
+        self._blocks = self._since = 0
         for (draft, rows), took in self._took.items():
             if self.costs is not None:
                 context, ms = np.median(took, 0)
                 self.costs.observe(draft, rows, int(context), float(ms), len(took))
         self._took.clear()
-        for width, track in enumerate(self.tracks):
+        for track in self.tracks:
             if not track.blocks:
                 continue
             given, verified, accepted = zip(*track.blocks, strict=True)
@@ -218,62 +225,65 @@ class AdaptiveBudget(Budget):
                 track.fitted = self.clock
                 track.confidence.fit(self.clock, self._half)
             chances, keep = track.confidence.chances(margins), np.exp(-len(margins) / MEMORY)
-            for other in self.tracks[:width]:
-                further = stretch(chances[:, : other.width], track.width)[:, other.width :].sum()
-                found = chances[:, other.width :].sum() / max(further, 1e-6)
-                track.beyond[other.width] = keep * track.beyond[other.width] + (1 - keep) * found
-            for other in self.tracks:
-                # A wider block's first drafts stand for a narrower one's; a narrower one's last
-                # ones for what would follow in a wider one, as it was when that was seen last.
-                part = stretch(chances, other.width, other.beyond.get(track.width, 1.0))
-                other.curve = keep * other.curve + (1 - keep) * other.curve_of(part)
+            for narrower, factor in track.beyond.items():
+                further = stretch(chances[:, :narrower], track.width)[:, narrower:].sum()
+                found = chances[:, narrower:].sum() / max(further, 1e-6)
+                track.beyond[narrower] = keep * factor + (1 - keep) * found
 
-    def _held(self, count: int, beside: int, few: Any) -> Choice:
-        """The choice, made anew after some steps and where other requests decode."""
+    def _held(self, chances: Any, beside: int) -> Choice:
+        """The choice for requests of these chances [n, K], the most promising first; made anew
+        after some steps and where other requests decode."""
         self._left -= 1
+        self._partly += 1
         for track in self.tracks:
             track.age += 1
+        count = len(chances)
         if self._for == (count, beside) and self._left > 0:
             return self.choice
-        self._for, self._left = (count, beside), HELD if few is None else 2
+        self._for, self._left = (count, beside), HELD[count > FEW]
         assert self.costs is not None
         ms = float(self.costs.ms(0, count + beside, self._context))
         plain = Option(count / ms, Choice(), ms)
-        every = [self._options(track, count, beside, few) for track in self.tracks]
-        options = [_best(found) for found in every]
+        pairs = [self._options(width, chances, beside) for width in range(len(self.widths))]
+        options, whole = [best for best, _ in pairs], pairs[-1][1]
         best = max([plain, *options], key=lambda one: one.worth)
         if self.choice.width >= 0 and best.worth < BETTER * options[self.choice.width].worth:
             best = options[self.choice.width]
         self.choice = best.choice
-        if best is plain:  # drafting rests: a draft of each request tells whether it pays again
-            tried = next(
-                (one for one in every[0] if (one.choice.drafts or 0) >= count), every[0][-1]
-            )
-            others, share = [tried], PROBES
+        if best is plain:  # drafting rests: a probe tells whether it pays again
+            tried = [(options[0], PROBES, self.tracks[0].age)]
         else:
-            others, share = [one for one in options if one is not best], OTHERS
-        for one in others:
-            track = self.tracks[one.choice.width]
+            others = [one for one in options if one is not best]
+            tried = [(one, OTHERS, self.tracks[one.choice.width].age) for one in others]
+            if count <= FEW:
+                tried.append((whole, EVERYONE, self._partly))
+        for one, share, age in tried:
             lost = one.ms * (1 - one.worth / best.worth) / best.ms  # steps like the best one
-            if track.age > max(lost / share, SOONEST):
-                track.age = self._left = 0
-                return one.choice
+            if age > max(lost / share, SOONEST):
+                self.tracks[one.choice.width].age = self._left = 0
+                best = one
+                break
+        if best.choice == whole.choice:
+            self._partly = 0
         return best.choice
 
-    def _options(self, track: Track, count: int, beside: int, few: Any) -> list[Option]:
-        """By the number of drafts, all of the width's at the end."""
+    def _options(self, width: int, chances: Any, beside: int) -> tuple[Option, Option]:
+        """The best of a width, and all drafts of all requests, which is the best where fewer hardly
+        promise more."""
         assert self.costs is not None
-        width = self.widths.index(track.width)
-        drafts, rows = np.array(self.rows(count, track.width)).T
-        ms = self.costs.ms(count * self.slots[width], rows + beside, self._context)
-        worth = (count + track.gain(count, drafts, few)) / ms
-        found = zip(worth.tolist(), drafts.tolist(), ms.tolist(), strict=True)
-        made = [Option(w, Choice(width, track.width, n), t) for w, n, t in found]
-        whole = made[-1]._replace(choice=Choice(width, track.width))
-        return [*made[:-1], whole]
-
-
-def _best(options: Sequence[Option]) -> Option:
-    """All drafts of a width, but where fewer promise more."""
-    found = max(options, key=lambda one: one.worth)
-    return found if found.worth > FEWER * options[-1].worth else options[-1]
+        count, most, found, whole = len(chances), self.widths[width], list[Option](), None
+        for some in sorted({-(-count * share // 8) for share in (1, 2, 4, 6, 8)}):
+            drafts, rows = np.array(self.rows(count, some, most)).T
+            reached = np.cumsum(-np.sort(-chances[:some, :most], axis=None))
+            ms = self.costs.ms(some * self.slots[width], rows + beside, self._context)
+            worth = (count + reached[drafts - 1]) / ms
+            last, at = len(worth) - 1, int(worth.argmax())
+            if worth[at] <= FEWER * worth[last]:
+                at = last
+            few = int(drafts[at]) if at < last else None
+            choice = Choice(width, most, few, some if some < count else None)
+            found.append(Option(float(worth[at]), choice, float(ms[at])))
+            whole = Option(float(worth[last]), Choice(width, most), float(ms[last]))
+        assert whole is not None
+        best = max(found, key=lambda one: one.worth)
+        return (best if best.worth > FEWER * found[-1].worth else found[-1]), whole

@@ -200,7 +200,7 @@ def _kinds(budget: AdaptiveBudget, count: int, graphs: bool) -> list[Choice]:
     whole = budget.widths[-1]
     if not graphs:
         return found
-    for drafts, _ in budget.rows(count, whole):
+    for drafts, _ in budget.rows(count, count, whole):
         if count * whole // 2 < drafts < count * whole:
             found.append(Choice(len(budget.widths) - 1, whole, drafts))
     return found

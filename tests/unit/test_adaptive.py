@@ -71,7 +71,8 @@ class Life:
         accepted = np.minimum(run, verified)
         plan = Plan(tuple(spans), (), (), found.verified, found.confidence)
         rows = num_rows(spans, found.verified)
-        draft = count * SLOTS[WIDTHS.index(width)] if width else 0
+        drafting = sum(n > 0 for n in found.most)
+        draft = drafting * SLOTS[WIDTHS.index(width)] if width else 0
         ms = float(self.true.ms(draft, rows))
         self.took += ms
         self.tokens += count + int(accepted.sum())
@@ -226,16 +227,24 @@ def test_stretched_chances_go_on_as_they_ended():
 
 
 @pytest.mark.parametrize("buckets", [None, Buckets(64, 15, 16)])
-@pytest.mark.parametrize(("count", "most"), [(1, 3), (2, 15), (7, 7), (64, 15)])
-def test_the_steps_there_are_end_with_all_drafts(count: int, most: int, buckets: Buckets | None):
-    found: Sequence[tuple[int, int]] = verified_rows(buckets, count, most)
-    assert found[-1][0] == count * most
+@pytest.mark.parametrize(
+    ("count", "drafting", "most"),
+    [(1, 1, 3), (2, 2, 15), (7, 7, 7), (64, 64, 15), (7, 2, 15), (64, 1, 3), (64, 48, 15)],
+)
+def test_the_steps_there_are_end_with_all_drafts(
+    count: int, drafting: int, most: int, buckets: Buckets | None
+):
+    found: Sequence[tuple[int, int]] = verified_rows(buckets, count, drafting, most)
+    assert found[-1][0] == drafting * most
     assert found == sorted(found)
     for drafts, rows in found:
-        assert 0 < drafts <= count * most
-        spans = [Span(i, 5, 5, (TAIL,), most, "dflash", 1 + most) for i in range(count)]
+        assert 0 < drafts <= drafting * most
+        spans = [
+            Span(i, 5, 5, (TAIL,), n, "dflash" if n else None, 1 + n)
+            for i, n in enumerate([most] * drafting + [0] * (count - drafting))
+        ]
         if buckets is not None:
-            every = drafts == count * most
+            every = drafts == drafting * most
             assert buckets.of(spans, None if every else drafts).rows == rows
         else:
             assert rows == count + drafts
