@@ -77,7 +77,7 @@ class Engine:
             return Budget()
         rows = functools.partial(verified_rows, self.runner.buckets)
         beside = self.limits.max_mixed_tokens or self.limits.max_num_batched_tokens
-        return AdaptiveBudget(*drafter.widths_for(most), rows, beside)
+        return AdaptiveBudget(*drafter.widths_for(most), rows, beside, self.limits.max_num_seqs)
 
     def step(self) -> list[TokenEvent]:
         """Launch the next step, and take in the oldest once `overlap` are in flight."""

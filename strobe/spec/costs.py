@@ -4,47 +4,65 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 _FAST, _SLOW = 0.1, 0.02  # of a step's error, what is taken for the pace and for a wrong table
 
 
+class Work(NamedTuple):
+    """A step's: rows of the drafter's blocks, rows of requests that decode, these requests, the
+    positions of all their contexts together, and rows of others beside them. Rows may be arrays."""
+
+    draft: Any
+    rows: Any
+    requests: int = 1
+    context: int = 0
+    beside: int = 0
+
+
 class Costs:
-    """Milliseconds of a step: what its drafter's rows cost, what its target's rows cost, and what
-    reading the K/V of its requests costs, by their positions; and the pace, what steps take now
-    over what the table says."""
+    """Milliseconds of a step, and the pace: what steps take now over what the table says."""
 
     def __init__(
-        self, draft: Mapping[int, float], verify: Mapping[int, float], context: float = 0.0
+        self,
+        draft: Mapping[int, float],
+        verify: Mapping[int, float],
+        request: float = 0.0,
+        context: float = 0.0,
+        context_row: float = 0.0,
     ):
         """Milliseconds by rows of the drafter's blocks and by rows of the target, each for two
-        numbers of rows at least; and for each position of all requests together."""
-        self._draft, self._verify, self.context = _Curve(draft), _Curve(verify), context
+        numbers of rows at least; beside those for each request, and for each position of its
+        context once and with each further row of the request."""
+        self._draft, self._verify = _Curve(draft), _Curve(verify)
+        self.request, self.context, self.context_row = request, context, context_row
         self.pace = 1.0
 
-    def ms(self, draft: Any, verify: Any, context: int = 0) -> Any:
-        """Of steps with so many rows of each, and so many positions of all requests together; the
-        drafter may have none."""
+    def ms(self, work: Work) -> Any:
+        """Of such a step; its drafter may have no rows."""
+        draft, rows, requests, context, beside = work
         drafting = self._draft.at(draft) * (np.asarray(draft) > 0)
-        return self.pace * (drafting + self._verify.at(verify) + self.context * context)
+        each = np.maximum(np.asarray(rows) / requests - 1, 0.0)
+        reading = context * (self.context + self.context_row * each)
+        return self.pace * (
+            drafting + self._verify.at(rows + beside) + self.request * requests + reading
+        )
 
-    def observe(self, draft: int, verify: int, context: int, ms: float, steps: int = 1) -> None:
+    def observe(self, work: Work, ms: float, steps: int = 1) -> None:
         """So many such steps took so long each."""
         # A pause, as for a capture, says nothing about steps.
-        found = min(max(ms / float(self.ms(draft, verify, context)), 0.5), 2.0)
+        found = min(max(ms / float(self.ms(work)), 0.5), 2.0)
         by = (found - 1) * (1 - (1 - _SLOW) ** steps)
-        self._verify.move(verify, by * float(self.ms(draft, verify, context)) / self.pace)
+        self._verify.move(work.rows, by * float(self.ms(work)) / self.pace)
         self.pace *= found ** (1 - (1 - _FAST) ** steps)
 
     def as_dict(self) -> dict[str, Any]:
         """The table as it stands."""
-        return {
-            "draft": self._draft.as_dict(),
-            "verify": self._verify.as_dict(),
-            "context": self.context,
-        }
+        parts = {"draft": self._draft.as_dict(), "verify": self._verify.as_dict()}
+        names = ("request", "context", "context_row")
+        return parts | {name: getattr(self, name) for name in names}
 
 
 class _Curve:
@@ -57,8 +75,9 @@ class _Curve:
         self.costs = np.maximum.accumulate([points[n] for n in sorted(points)])
 
     def at(self, rows: Any) -> Any:
+        rows = np.asarray(rows)
         (a, b), (low, high) = self.rows[-2:], self.costs[-2:]
-        beyond = np.maximum(np.asarray(rows) - b, 0.0) * (high - low) / (b - a)
+        beyond = np.maximum(rows - b, 0.0) * (high - low) / (b - a)
         return np.interp(rows, self.rows, self.costs) + beyond
 
     def move(self, rows: int, by: float) -> None:

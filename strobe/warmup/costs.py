@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from strobe.engine.engine import Engine
@@ -21,7 +22,7 @@ from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.spec.adaptive import AdaptiveBudget, Choice
 from strobe.spec.budget import Allotment, Budget, Candidate, Load
-from strobe.spec.costs import Costs
+from strobe.spec.costs import Costs, Work
 from strobe.step import Plan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ SECONDS = 30.0  # after which no further kind of step is measured
 LONG = 4096  # positions of a long context
 FITS = 0.3  # relative error within which costs of an earlier start still hold
 
+_RATES = "request", "context", "context_row"
 _ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
@@ -40,8 +42,8 @@ def adapt(engine: Engine) -> None:
     budget = engine.scheduler.budget
     if not isinstance(budget, AdaptiveBudget):
         return
-    path = _path(engine)
-    costs = _read(path)
+    path, device = _path(engine), _device(engine)
+    costs = _read(path, device)
     if costs is not None and not _fits(engine, budget, costs):
         logger.info("Steps do not take what %s says: costs are measured anew.", path)
         costs = None
@@ -50,8 +52,15 @@ def adapt(engine: Engine) -> None:
         costs = _measure(engine, budget)
         logger.info("costs of steps measured in %.1f s", time.perf_counter() - began)
         if costs is not None:
-            _write(path, costs)
+            _write(path, costs, device)
     budget.costs = costs
+
+
+def _device(engine: Engine) -> str:
+    """What costs are of."""
+    device = engine.resolved.device
+    cuda = device.type == "cuda"
+    return torch.cuda.get_device_name(device) if cuda else os.uname().machine
 
 
 def _path(engine: Engine) -> Path:
@@ -59,7 +68,7 @@ def _path(engine: Engine) -> Path:
     resolved, device = engine.resolved, engine.resolved.device
     cuda = device.type == "cuda"
     key = {
-        "device": torch.cuda.get_device_name(device) if cuda else os.uname().machine,
+        "device": _device(engine),
         "threads": None if cuda else (torch.get_num_threads(), os.cpu_count()),
         "versions": [version("strobe"), torch.__version__],
         "target": repr(resolved.target.decoder),
@@ -73,14 +82,19 @@ def _path(engine: Engine) -> Path:
     return root / "strobe" / "costs" / f"{name}.json"
 
 
-def _read(path: Path) -> Costs | None:
+def _read(path: Path, device: str) -> Costs | None:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
-        parts = [
+        if found["device"] != device:
+            of = found["device"]
+            logger.warning("%s is of %s, not of %s: costs are measured anew.", path, of, device)
+            return None
+        draft, verify = [
             {int(rows): float(ms) for rows, ms in found[name].items()}
             for name in ("draft", "verify")
         ]
-        return Costs(parts[0], parts[1], float(found["context"]))
+        request, context, context_row = [float(found[name]) for name in _RATES]
+        return Costs(draft, verify, request, context, context_row)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -88,11 +102,11 @@ def _read(path: Path) -> Costs | None:
         return None
 
 
-def _write(path: Path, costs: Costs) -> None:
+def _write(path: Path, costs: Costs, device: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps(costs.as_dict(), indent=1) + "\n")
+        new.write_text(json.dumps({"device": device, **costs.as_dict()}, indent=1) + "\n")
         new.replace(path)
     except OSError as error:
         logger.warning("Costs of steps are not kept for the next start: %s", error)
@@ -166,20 +180,21 @@ class _Survey:
         draft = median(map(self._between, at["start"], at["draft"]))
         return draft, median(map(self._between, at["draft"], at["verify"])), self.forced.rows
 
-    def context(self) -> float:
-        """Milliseconds for each position of a long context."""
+    def context(self, whole: Choice) -> tuple[float, float]:
+        """Milliseconds for each position of a long context, and for it with each further row."""
         engine, pool = self.engine, self.engine.parts.pool
         room = min(engine.limits.max_model_len, (pool.capacity - 1) * engine.limits.page_size)
         size = min(LONG, room - 4 * engine.limits.block)
         if size < LONG // 4:
-            return 0.0
-        short = self.time(1, Choice())[1]
+            return 0.0, 0.0
+        short = [self.time(1, choice)[1] for choice in (Choice(), whole)]
         for request in self.requests:
             engine.finish(request, "abort")
         self.requests = [engine.add([0] * size, _ENDLESS)]
-        long = self.time(1, Choice())[1]
+        long = [self.time(1, choice)[1] for choice in (Choice(), whole)]
         engine.finish(self.requests[0], "abort")
-        return max(long - short, 0.0) / size
+        once, rows = [max(b - a, 0.0) / size for a, b in zip(short, long, strict=True)]
+        return once, max(rows - once, 0.0) / whole.most
 
     def _mark(self, name: str) -> None:
         if self.cuda:
@@ -218,23 +233,35 @@ def _counts(engine: Engine) -> list[int]:
 def _measure(engine: Engine, budget: AdaptiveBudget) -> Costs | None:
     """None where even one request has no room."""
     deadline = time.perf_counter() + SECONDS
-    drafts, verifies = dict[int, list[float]](), dict[int, list[float]]()
+    drafts, verifies = dict[int, list[float]](), list[tuple[int, int, float]]()
     if engine.limits.max_model_len <= 5 * engine.limits.block:
         return None
     with _Survey(engine, budget) as survey:
-        context = survey.context()
+        context = survey.context(Choice(len(budget.widths) - 1, budget.widths[-1]))
         for count in _counts(engine):
             for choice in _kinds(budget, count, engine.resolved.choice.graphs):
                 if time.perf_counter() > deadline and len(verifies) > 4:
                     break
                 draft, verify, rows = survey.time(count, choice)
-                verifies.setdefault(rows, []).append(verify)
+                verifies.append((rows, count, verify))
                 if choice.most:
                     drafts.setdefault(count * budget.slots[choice.width], []).append(draft)
-    if min(len(drafts), len(verifies)) < 2:
+    by_rows, request = _by_rows(verifies)
+    if min(len(drafts), len(by_rows)) < 2:
         return None
-    parts = [{n: median(ms) for n, ms in part.items()} for part in (drafts, verifies)]
-    return Costs(parts[0], parts[1], context)
+    by_draft = {n: median(ms) for n, ms in drafts.items()}
+    return Costs(by_draft, by_rows, request, *context)
+
+
+def _by_rows(found: Sequence[tuple[int, int, float]]) -> tuple[dict[int, float], float]:
+    """Milliseconds by rows, and for each request beside, of steps of so many rows, requests and
+    milliseconds: where equally many rows are of few requests and of many, these tell."""
+    rows, requests, ms = np.array(found).T
+    sizes = np.unique(rows)
+    each = np.append(rows[:, None] == sizes, requests[:, None], 1).astype(np.float64)
+    request = max(float(np.linalg.lstsq(each, ms, rcond=None)[0][-1]), 0.0)
+    rest = ms - request * requests
+    return {int(n): float(np.median(rest[rows == n])) for n in sizes}, request
 
 
 def _fits(engine: Engine, budget: AdaptiveBudget, costs: Costs) -> bool:
@@ -242,7 +269,7 @@ def _fits(engine: Engine, budget: AdaptiveBudget, costs: Costs) -> bool:
     with _Survey(engine, budget) as survey:
         for choice in (Choice(), Choice(len(budget.widths) - 1, budget.widths[-1])):
             draft, verify, rows = survey.time(1, choice)
-            said = float(costs.ms(budget.slots[-1] if choice.most else 0, rows))
+            said = float(costs.ms(Work(budget.slots[-1] if choice.most else 0, rows)))
             if abs(draft * (choice.most > 0) + verify - said) > FITS * said:
                 return False
     return True

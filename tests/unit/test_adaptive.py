@@ -14,7 +14,7 @@ from strobe.runner.buckets import Buckets, verified_rows
 from strobe.sampling_params import SamplingParams
 from strobe.spec.adaptive import AdaptiveBudget, stretch
 from strobe.spec.budget import Allotment, Candidate, Load
-from strobe.spec.costs import Costs
+from strobe.spec.costs import Costs, Work
 from strobe.step import TAIL, Plan, Span, StepResult, num_rows
 
 WIDTHS, SLOTS = (3, 7, 15), (4, 8, 16)
@@ -39,7 +39,7 @@ class Life:
         buckets: Buckets | None = None,
     ):
         rows = functools.partial(verified_rows, buckets)
-        self.budget = AdaptiveBudget(WIDTHS, SLOTS, rows, 512)
+        self.budget = AdaptiveBudget(WIDTHS, SLOTS, rows, 512, count)
         drafting = {4: 0.8, 16: 0.9, 512: 3.0, 4096: 20.0}
         self.budget.costs, self.true = Costs(drafting, verify), Costs(drafting, verify)
         self.true.pace, self.told = pace, told
@@ -73,7 +73,7 @@ class Life:
         rows = num_rows(spans, found.verified)
         drafting = sum(n > 0 for n in found.most)
         draft = drafting * SLOTS[WIDTHS.index(width)] if width else 0
-        ms = float(self.true.ms(draft, rows))
+        ms = float(self.true.ms(Work(draft, rows, count)))
         self.took += ms
         self.tokens += count + int(accepted.sum())
         told = margins.tolist() if width else None
@@ -106,7 +106,7 @@ def fixed(life: Life, drafts: int, chance: float) -> float:
     sides = [middle - APART, middle + APART] if life.told else [middle]
     chances = [1 / (1 + np.exp(-side)) for side in sides]
     brought = np.mean([sum(p**k for k in range(drafts + 1)) for p in chances])
-    return float(count * brought / life.true.ms(count * slots, count * (1 + drafts)))
+    return float(count * brought / life.true.ms(Work(count * slots, count * (1 + drafts), count)))
 
 
 def best_fixed(life: Life, chance: float) -> float:
@@ -134,7 +134,7 @@ def test_margins_that_tell_easy_from_hard_bring_more_than_any_fixed_number(count
 
 def test_a_drafter_that_is_never_right_is_hardly_ever_asked():
     life = Life(64, GPU, told=False)
-    plain = 64 / float(life.true.ms(0, 64))
+    plain = 64 / float(life.true.ms(Work(0, 64, 64)))
     life.rate(300, lambda place: 0.01)
     assert life.rate(1000, lambda place: 0.01) > 0.99 * plain
     asked = [found for found in life.allotted[300:] if any(found.most)]
@@ -170,8 +170,12 @@ def test_requests_that_begin_easy_and_go_on_hard_draft_at_their_beginning_only(c
     rate = live(20)
     plain, whole = fixed(life, 0, 0.5), 0.0
     for steps, chance in ((8, 0.995), (50, 0.02)):  # tokens of a request's life
-        whole += steps * fixed(life, 15, chance) * float(life.true.ms(count * 16, count * 16))
-    whole /= 58 * float(life.true.ms(count * 16, count * 16))
+        whole += (
+            steps
+            * fixed(life, 15, chance)
+            * float(life.true.ms(Work(count * 16, count * 16, count)))
+        )
+    whole /= 58 * float(life.true.ms(Work(count * 16, count * 16, count)))
     assert rate > 1.1 * max(plain, whole)
     drafting = [max(found.most) > 0 for found in life.allotted[begun:]]
     first = [drafting[58 * i + j] for i in range(20) for j in range(8)]

@@ -101,6 +101,31 @@ def test_a_damaged_table_is_measured_anew_with_a_warning(
     assert json.loads(path.read_text()).keys() == good.keys()
 
 
+def test_a_table_of_another_device_is_measured_anew_with_a_warning(
+    pair: Pair, cache: Path, caplog: pytest.LogCaptureFixture
+):
+    LLM(pair.target, pair.draft, max_num_seqs=2)
+    (path,) = cache.iterdir()
+    good = json.loads(path.read_text())
+    path.write_text(json.dumps({**good, "device": "an abacus"}))
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(pair.target, pair.draft, max_num_seqs=2)
+    (told,) = [one.message for one in caplog.records if "abacus" in one.message]
+    assert told == f"{path} is of an abacus, not of {good['device']}: costs are measured anew."
+    assert budget_of(llm).costs is not None
+    assert json.loads(path.read_text())["device"] == good["device"]
+
+
+def test_steps_of_many_requests_tell_what_a_request_costs_beside_its_rows():
+    steps = [(rows, n, 2.0 + 0.25 * rows + 0.5 * n) for n in (1, 4, 16)
+             for rows in (n, 4 * n, 16 * n)]  # fmt: skip
+    by_rows, request = measured._by_rows(steps)
+    assert request == pytest.approx(0.5)
+    assert by_rows == pytest.approx({n: 2.0 + 0.25 * n for n in (1, 4, 16, 64, 256)})
+    dear = [(rows, n, 9.0 + rows - 0.5 * n) for rows, n, _ in steps]
+    assert measured._by_rows(dear)[1] == 0.0
+
+
 def test_a_cache_that_cannot_be_written_does_no_harm(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
