@@ -22,11 +22,10 @@ from strobe.spec.costs import Costs, Work
 from strobe.spec.outlook import FEW, Outlook
 from strobe.step import Plan, StepResult
 
-MEMORY = 32.0  # blocks that are remembered of how widths compare
 TAKEN_IN = 16, 16  # blocks or steps after which what was observed is taken in
 FITTED = 64, 16  # ticks of the clock and steps after which chances are fitted anew
 HALVED = 64, 8  # ticks or steps after which what was observed weighs half
-HELD = 2, 8  # steps for which a choice is held: for few requests, and for more
+HELD = 2, 8  # steps for which a choice is held: of few that draft, and of more or none
 BETTER = 1.005  # what another width must bring, and
 FEWER = 1.01  # fewer drafts, or fewer requests that draft, than all of a width
 PROBES = 0.004  # of the time: probes while drafting rests
@@ -53,13 +52,11 @@ class Option(NamedTuple):
 
 
 class Track:
-    """What is known of one width. beyond: by narrower width, what its chances, stretched, are to be
-    multiplied by behind its own drafts; age: steps since it was used; seen: its blocks; fitted:
-    when its confidence was, by clock and steps."""
+    """What is known of one width. age: steps since it was used; seen: its blocks; fitted: when its
+    confidence was, by clock and steps."""
 
-    def __init__(self, width: int, narrower: Sequence[int]):
+    def __init__(self, width: int):
         self.width, self.confidence = width, Confidence(width)
-        self.beyond = dict.fromkeys(narrower, 1.0)
         self.age, self.seen, self.fitted = 0, 0, (-FITTED[0], -FITTED[1])
         self.blocks: list[tuple[Any, Any, Any]] = []
         """Margins [n, K], drafts verified and accepted [n] of steps that are not yet taken in."""
@@ -72,16 +69,14 @@ class Track:
         return np.concatenate((margins[:, : self.width], *more), 1)
 
 
-def stretch(chances: Any, width: int, factor: float = 1.0) -> Any:
-    """chances [n, K] -> [n, width]: further drafts go on being right as the last one was, and their
-    chances are multiplied by a factor."""
+def stretch(chances: Any, width: int) -> Any:
+    """chances [n, K] -> [n, width]: further drafts go on being right as the last one was."""
     most = chances.shape[1]
     if width <= most:
         return chances[:, :width]
     last = chances[:, -1:]
     rate = last / np.maximum(chances[:, -2:-1], 1e-6) if most > 1 else last
-    more = last * rate ** np.arange(1, width - most + 1) * factor
-    return np.concatenate((chances, np.minimum(more, last)), 1)
+    return np.concatenate((chances, last * rate ** np.arange(1, width - most + 1)), 1)
 
 
 class AdaptiveBudget(Budget):
@@ -103,7 +98,7 @@ class AdaptiveBudget(Budget):
         self.widths, self.slots, self.rows = tuple(widths), tuple(slots), rows
         self.most_rows = most_rows
         self.costs: Costs | None = None
-        self.tracks = [Track(width, widths[:i]) for i, width in enumerate(self.widths)]
+        self.tracks = [Track(width) for width in self.widths]
         self.clock, self._half = 0, HALVED[0]
         """Ticks for each request in each step, whether it drafts or not."""
         self.choice, self._for, self._left = Choice(), (0, 0), 0
@@ -122,10 +117,17 @@ class AdaptiveBudget(Budget):
         asked = [candidates[i] for i in at]
         if self.outlook.meet(asked):
             self._left = min(self._left, HELD[0] * (len(asked) > FEW))
-        order, chances = self.outlook.of(np.array([one.slot for one in asked]))
-        choice = self._held(chances, plain)
+        self._left -= 1
+        self._partly += 1
+        for track in self.tracks:
+            track.age += 1
+        choice, who = self.choice, range(len(at))
+        anew = self._left <= 0 or self._for != (len(at), beside)
+        if anew or choice.requests is not None:
+            who, chances = self.outlook.of(np.array([one.slot for one in asked]))
+            choice = self._choose(chances, plain) if anew else choice
         most = [0 if one.on_device else one.most for one in candidates]
-        for i in order[: choice.requests]:
+        for i in who[: choice.requests]:
             most[at[i]] = min(candidates[at[i]].most, choice.most)
         if choice.drafts is None or choice.drafts >= sum([most[i] for i in at]):
             return Allotment(most)
@@ -155,9 +157,7 @@ class AdaptiveBudget(Budget):
             )
             track.blocks.append((margins, verified, np.array(result.accepted)[made]))
             track.age = 0
-            widest = self.tracks[-1]
-            factor = widest.beyond.get(track.width, 1.0)
-            chances = stretch(track.confidence.chances(margins), widest.width, factor)
+            chances = stretch(track.confidence.chances(margins), self.widths[-1])
             self.outlook.take(np.array([spans[i].slot for i in made]), chances)
         self.clock += len(spans)
         self._half = max(HALVED[0], HALVED[1] * len(spans))
@@ -185,23 +185,12 @@ class AdaptiveBudget(Budget):
             if self.clock >= clock + FITTED[0] and self.outlook.steps >= step + FITTED[1]:
                 track.fitted = self.clock, self.outlook.steps
                 track.confidence.fit(self.clock, self._half)
-            chances, keep = track.confidence.chances(margins), np.exp(-len(margins) / MEMORY)
-            for narrower, factor in track.beyond.items():
-                further = stretch(chances[:, :narrower], track.width)[:, narrower:].sum()
-                found = chances[:, narrower:].sum() / max(further, 1e-6)
-                track.beyond[narrower] = keep * factor + (1 - keep) * found
 
-    def _held(self, chances: Any, work: Work) -> Choice:
-        """The choice for requests of these chances [n, K], the most promising first; made anew
-        after some steps and where other requests decode. work: a step without drafts."""
-        self._left -= 1
-        self._partly += 1
-        for track in self.tracks:
-            track.age += 1
-        count, beside = len(chances), work.beside
-        if self._for == (count, beside) and self._left > 0:
-            return self.choice
-        self._for, self._left = (count, beside), HELD[count > FEW]
+    def _choose(self, chances: Any, work: Work) -> Choice:
+        """The choice for requests of these chances [n, K], the most promising first, for the steps
+        to come. work: a step without drafts."""
+        count = len(chances)
+        self._for = count, work.beside
         assert self.costs is not None
         ms = float(self.costs.ms(work))
         plain = Option(count / ms, Choice(), ms)
@@ -210,6 +199,7 @@ class AdaptiveBudget(Budget):
         if self.choice.width >= 0 and best.worth < BETTER * options[self.choice.width].worth:
             best = options[self.choice.width]
         self.choice = best.choice
+        self._left = HELD[count > FEW or best is plain]
         if best is plain:  # drafting rests: a probe tells whether it pays again
             tried = [(options[0], PROBES, self.tracks[0].age)]
         else:

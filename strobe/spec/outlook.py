@@ -14,7 +14,11 @@ from strobe.request import Request
 from strobe.spec.budget import Candidate
 
 FEW = 16  # requests whose next blocks are taken to be like their mean, not like their newest
-LATEST, FIRST = 0.4, 0.05  # what a block weighs among its request's, and a first one among those
+LATEST, FIRST, RESTED = (
+    0.4,
+    0.05,
+    0.3,
+)  # what a block weighs among its request's, and a first one among those
 TURNS, SELDOM = 0.1, 0.01  # how likely a request turns in a step to be like a new one, at first
 TOLD, GAP = 0.02, 0.5  # what a block weighs in that, and the drafts by which requests must differ
 
@@ -24,7 +28,7 @@ class Outlook:
 
     def __init__(self, requests: int, first: Any):
         """requests: the most at once; first [K]: the chances of a request's first block."""
-        self.fresh, self.turns, self.steps = first, TURNS, 0
+        self.fresh, self.rested, self.turns, self.steps = first, first, TURNS, 0
         """Chances of blocks that are their request's first, or its first after others rested; and
         how likely a request turns in a step to be like one of those."""
         self._who: list[Request | None] = [None] * requests
@@ -53,7 +57,8 @@ class Outlook:
         if not few:
             rows[since > 0, 2] = rows[since > 0, 0]
         # What a new request promises, as far as it may have turned into one like it.
-        rows += self._turned(since, when)[:, None, None] * (self.fresh - rows).clip(0)
+        other = np.where((when < 0)[:, None, None], self.fresh, self.rested)
+        rows += self._turned(since, when)[:, None, None] * (other - rows).clip(0)
         order = np.argsort(-rows[:, 0].sum(1), kind="stable")
         if few:
             return order, rows[order, 0]
@@ -64,19 +69,28 @@ class Outlook:
         rows, when = self._rows[slots], self._when[slots]
         known, since = when >= 0, self.steps - when
         mean = np.where(known[:, None], rows[:, 0], new)
-        gap, up = (self.fresh - mean).sum(1), (new - mean).sum(1)
+        gap, up = (self.rested - mean).sum(1), (new - mean).sum(1)
         if len(told := np.flatnonzero(known & (gap > GAP))):
             turned = ((up[told] / gap[told]).clip(0, 1) / since[told]).mean()
             share = 1 - (1 - TOLD) ** len(told)
             self.turns = max(self.turns + share * (float(turned) - self.turns), SELDOM)
-        self._rows[slots, 0] = mean + LATEST * (new - mean)
+        turned = self._turned(since, when)
+        weight = LATEST + (1 - LATEST) * np.where(known & (since > 1), turned, 0.0)
+        self._rows[slots, 0] = mean + weight[:, None] * (new - mean)
         self._rows[slots, 1] = np.where(known[:, None], mean, self.fresh)
         self._rows[slots, 2] = new
         self._when[slots] = self.steps
-        weights = FIRST * self._turned(since, when)
-        share = 1 - np.prod(1 - weights)
-        self.fresh = self.fresh + share * (weights @ new / weights.sum() - self.fresh)
+        self.fresh = _moved(self.fresh, new, FIRST * ~known)
+        self.rested = _moved(self.rested, new, np.where(since > 1, RESTED, FIRST) * turned * known)
 
     def _turned(self, since: Any, when: Any) -> Any:
         """How likely requests are like a new one so many steps after their last block."""
         return np.where(when < 0, 1.0, 1 - (1 - self.turns) ** since)
+
+
+def _moved(mean: Any, new: Any, weights: Any) -> Any:
+    """A mean [K] after new rows [n, K] of these weights [n]."""
+    if not weights.any():
+        return mean
+    share = 1 - np.prod(1 - weights)
+    return mean + share * (weights @ new / weights.sum() - mean)

@@ -21,9 +21,8 @@ from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.spec.adaptive import AdaptiveBudget, Choice
-from strobe.spec.budget import Allotment, Budget, Candidate, Load
 from strobe.spec.costs import Costs, Work
-from strobe.step import Plan, StepResult
+from strobe.warmup.forced import Forced
 
 logger = logging.getLogger(__name__)
 
@@ -112,26 +111,11 @@ def _write(path: Path, costs: Costs, device: str) -> None:
         logger.warning("Costs of steps are not kept for the next start: %s", error)
 
 
-class _Forced(Budget):
-    """One choice, whatever it brings. rows: of the newest step."""
-
-    def __init__(self) -> None:
-        self.choice, self.rows = Choice(), 0
-
-    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
-        return Allotment(
-            [min(one.most, self.choice.most) for one in candidates], self.choice.drafts
-        )
-
-    def observe(self, plan: Plan, result: StepResult) -> None:
-        self.rows = result.rows
-
-
 class _Survey:
     """Steps of every kind, timed by what is queued for drafting and for verifying."""
 
     def __init__(self, engine: Engine, budget: AdaptiveBudget):
-        self.engine, self.budget, self.forced = engine, budget, _Forced()
+        self.engine, self.budget, self.forced = engine, budget, Forced()
         self.requests: list[Request] = []
         self.marks: list[tuple[str, Any]] = []
         self.cuda = engine.resolved.device.type == "cuda"

@@ -11,6 +11,8 @@ from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.runner.buckets import REPLAYED_ROWS, Buckets
 from strobe.sampling_params import SamplingParams
+from strobe.spec.adaptive import AdaptiveBudget, Choice
+from strobe.warmup.forced import Forced
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,9 @@ def warm_up(engine: Engine, seconds: float = _SECONDS) -> None:
             for sampling in (_GREEDY, _DRAWN):
                 work.decode(buckets, sampling)
                 work.mix(buckets, sampling)
+            for sampling in (_GREEDY, _DRAWN):
+                work.narrow(buckets, sampling)
+    engine.scheduler.budget = work.budget
     work.end(*work.asked)
     while engine.has_work:
         engine.step()
@@ -57,6 +62,7 @@ class _WarmUp:
     def __init__(self, engine: Engine, deadline: float):
         self.engine, self.limits, self.deadline = engine, engine.limits, deadline
         self.asked: list[Request] = []
+        self.budget, self.forced = engine.scheduler.budget, Forced()
         # What prompts begin with, so that none finds another's pages.
         self._firsts = itertools.cycle(range(engine.resolved.target.decoder.vocab_size))
 
@@ -86,6 +92,28 @@ class _WarmUp:
             for _ in range(2 + self.engine.depth):
                 self.step()
         self.end(*asked)
+
+    def narrow(self, buckets: Buckets, sampling: SamplingParams) -> None:
+        """What an adaptive budget may choose besides: no drafts, narrower blocks, and numbers of
+        drafts of requests that differ in theirs."""
+        budget, endless = self.budget, sampling.clone(max_tokens=None)
+        if not isinstance(budget, AdaptiveBudget):
+            return
+        self.engine.scheduler.budget = self.forced
+        asked: list[Request] = []
+        mixed = [room - 1 for room in buckets.mixed_spans]
+        for count in sorted({*buckets.spans, *mixed}):
+            choices = [Choice(), *[Choice(i, most) for i, most in enumerate(budget.widths[:-1])]]
+            for i, most in enumerate(budget.widths if count in mixed else ()):
+                fewer = [drafts for drafts, _ in budget.rows(count, count, most)[:-1]]
+                choices += [Choice(i, most, drafts) for drafts in (*fewer, count * most - 1)]
+            for self.forced.choice in choices:
+                asked = [request for request in asked if request.finish_reason is None]
+                asked += [self.add(1, endless) for _ in range(count - len(asked))]
+                for _ in range(2 + self.engine.depth):
+                    self.step()
+        self.end(*asked)
+        self.engine.scheduler.budget = budget
 
     def mix(self, buckets: Buckets, sampling: SamplingParams) -> None:
         """Prompts of every captured number of rows together: one long and others short, or all

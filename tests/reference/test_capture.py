@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from strobe.engine.engine import Engine
 from strobe.engine.outcomes import EngineStats
 from strobe.runner.batch import Shape
 from strobe.runner.buckets import Buckets
+from strobe.spec.adaptive import AdaptiveBudget
+from strobe.spec.budget import Allotment, Budget, Candidate, Load
 from strobe.step import TAIL, Span
 from strobe.text.tokenizer import Tokenizer
 from strobe.warmup.steps import warm_up
@@ -260,6 +263,39 @@ def test_after_the_warm_up_nothing_is_captured(
     cold = make_engine(config(target, draft(), overlap=overlap, max_num_seqs=seqs))
     again = [run(cold, PROMPTS, asked) for asked in (unseeded, COLD, ASKED[1])]
     assert again == found[:3], "requests without a seed draw by their number"
+
+
+class AnyChoice(Budget):
+    """Some width, some of the requests, and some number of drafts there are steps for."""
+
+    def __init__(self, budget: AdaptiveBudget):
+        self.budget, self.rng = budget, random.Random(1)
+
+    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
+        rng, count = self.rng, len(candidates)
+        some, most = rng.randint(0, count), rng.choice(self.budget.widths)
+        if not some:
+            return Allotment([0] * count)
+        drafts, _ = rng.choice(self.budget.rows(count, some, most))
+        chosen = set(rng.sample(range(count), some))
+        given = [min(one.most, most) * (i in chosen) for i, one in enumerate(candidates)]
+        return Allotment(given, drafts if drafts < sum(given) else None)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_after_the_warm_up_no_choice_of_an_adaptive_budget_is_captured(
+    overlap: int, target: Any, draft: Callable[..., Path]
+):
+    engine = warmed(target, draft(), overlap=overlap)
+    budget, before = engine.scheduler.budget, set(engine.graphs._graphs)
+    assert isinstance(budget, AdaptiveBudget)
+    engine.scheduler.budget = AnyChoice(budget)
+    drawn = COLD.clone(temperature=1.0, top_p=0.9)
+    found = [run(engine, PROMPTS, asked) for asked in (drawn, COLD)]
+    assert {0, 3, 7} == {key[-1].drafts for key in before if key[0] != "draft"}
+    assert set(engine.graphs._graphs) == before
+    cold = make_engine(config(target, draft(), overlap=overlap, adaptive=False))
+    assert [run(cold, PROMPTS, asked) for asked in (drawn, COLD)] == found
 
 
 def test_the_warm_up_leaves_no_trace(target: Any, draft: Callable[..., Path]):

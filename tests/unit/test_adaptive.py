@@ -226,7 +226,6 @@ def test_a_limit_of_a_request_is_kept_and_drafts_of_the_host_are_left_alone():
 def test_stretched_chances_go_on_as_they_ended():
     found = stretch(np.array([[0.8, 0.4], [0.5, 0.5]]), 4)
     assert found.tolist() == [[0.8, 0.4, 0.2, 0.1], [0.5, 0.5, 0.5, 0.5]]
-    assert stretch(np.array([[0.8, 0.4]]), 3, 0.5).tolist() == [[0.8, 0.4, 0.1]]
     assert stretch(np.array([[0.8, 0.4]]), 1).tolist() == [[0.8]]
 
 
