@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,10 +18,11 @@ from tiny import edit_json
 
 from strobe.cli.main import main
 from strobe.config import DEMO_MODELS, EngineConfig
+from strobe.step import TAIL, Plan, Span, StepResult
 from strobe.tools.doctor import measure
 from strobe.tools.doctor import run as doctor
 from strobe.tools.doctor.findings import Report
-from strobe.tools.doctor.measure import gain
+from strobe.tools.doctor.measure import Fitting, gain
 from strobe.tools.doctor.pair_checks import hashes
 from strobe.tools.doctor.tokenizers import fingerprint
 
@@ -141,6 +143,14 @@ def test_nothing_is_wrong_with_the_demo_models(
         rates = row["rate_per_position"]
         assert len(rates) == 15
         assert rates == sorted(rates, reverse=True)
+    first = reported["margins"][0]
+    assert first["blocks"] == sum(row["steps"] for row in (off, on))
+    assert [row["blocks"] for row in reported["margins"]] == sorted(
+        [row["blocks"] for row in reported["margins"]], reverse=True
+    )
+    for row in reported["margins"]:
+        assert 0 <= row["chance_at_low"] <= row["chance_at_high"] <= 1
+        assert 0 <= row["low_margin"] <= row["high_margin"]
     kinds = {variant["kind"] for variant in reported["variants"]}
     assert kinds == {"as it is", "layer offset", "causality", "anchor layout", "rope"}
     memory = reported["facts"]["memory"]
@@ -149,6 +159,25 @@ def test_nothing_is_wrong_with_the_demo_models(
     assert memory["tokens that fit"] > 1000
     assert all(len(value) == 64 for value in reported["facts"]["files"]["drafter"].values())
     assert reported["facts"]["fit"]["format"] == "z-lab"
+
+
+def test_a_fit_says_how_likely_drafts_of_small_and_large_margins_are_right():
+    rng, fitting = np.random.default_rng(0), Fitting(2)
+    for _ in range(100):
+        margins = rng.choice([1.0, 9.0], (3, 2))
+        right = rng.random((3, 2)) < np.where(margins > 5, 0.9, 0.3)
+        accepted = [int(row.argmin()) if not row.all() else 2 for row in right]
+        spans = tuple(Span(i, 5, 5, (TAIL,), 2, "dflash", 3) for i in range(2))
+        spans = (*spans, Span(2, 5, 5, (TAIL,), 0, None, 1))
+        accepted[2] = 0
+        fitting.observe(Plan(spans), StepResult([], accepted, margins=margins.tolist()))
+    first, second = fitting.by_place()
+    assert first["blocks"] == 200
+    assert second["blocks"] == pytest.approx(200 * first["right"])
+    for row in (first, second):
+        assert (row["low_margin"], row["high_margin"]) == (1.0, 9.0)
+        assert row["chance_at_low"] == pytest.approx(0.3, abs=0.12)
+        assert row["chance_at_high"] == pytest.approx(0.9, abs=0.08)
 
 
 def test_a_large_file_is_told_from_another_of_its_size(

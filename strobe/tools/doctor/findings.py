@@ -20,13 +20,15 @@ class Finding:
 @dataclass
 class Report:
     """Everything that was found of one pair. facts: by section; measured: acceptance as it is, by
-    thinking; variants: what else was tried; findings: in the order they were made."""
+    thinking; margins: by place in the block, how likely drafts are to be right; variants: what else
+    was tried; findings: in the order they were made."""
 
     target: str
     draft: str
     facts: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     findings: list[Finding] = field(default_factory=list[Finding])
     measured: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    margins: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     variants: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def ok(self, about: str, says: str) -> None:

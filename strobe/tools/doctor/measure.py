@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
+import numpy as np
+
 from strobe.engine.build import Resolved, build
 from strobe.engine.engine import Engine
 from strobe.models.config import DraftConfig, TargetConfig
@@ -16,7 +18,8 @@ from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.spec.base import Drafts
 from strobe.spec.budget import Allotment, Budget, Candidate, Load
-from strobe.step import Span
+from strobe.spec.confidence import Confidence
+from strobe.step import Plan, Span, StepResult
 
 BASES = (1e4, 1e5, 5e5, 1e6, 1e7)
 """Rope bases that drafters were published with."""
@@ -96,24 +99,66 @@ def gain(base: Sequence[int], other: Sequence[int]) -> float:
     return above / (spread / len(differences) ** 0.5)
 
 
-class _DraftOnly(Budget):
-    """Drafts are made, and none is verified."""
+class Fitting(Budget):
+    """Whole blocks are verified, and their margins compared with what was right."""
+
+    def __init__(self, places: int):
+        self.confidence = Confidence(places)
+        self._reached: list[list[tuple[float, bool]]] = [[] for _ in range(places)]
+
+    def observe(self, plan: Plan, result: StepResult) -> None:
+        if result.margins is None:
+            return
+        rows = zip(plan.spans, np.asarray(result.margins), result.accepted, strict=True)
+        for span, margins, accepted in rows:
+            if span.method is not None:
+                given = np.array([span.drafts]), np.array([accepted])
+                self.confidence.observe(margins[None], *given)
+                for k in range(min(accepted + 1, span.drafts)):
+                    self._reached[k].append((float(margins[k]), k < accepted))
+
+    def by_place(self) -> list[dict[str, float]]:
+        """Of each place that was reached: blocks that did, the share that was right there, slope
+        and intercept of the fit, and the quartiles of margins with the chances there."""
+        self.confidence.fit()
+        found: list[dict[str, float]] = []
+        for reached, (slope, intercept) in zip(
+            self._reached, self.confidence.weights.tolist(), strict=True
+        ):
+            if not reached:
+                break
+            low, high = np.percentile([margin for margin, _ in reached], [25, 75]).tolist()
+            chances = [1 / (1 + math.exp(-slope * margin - intercept)) for margin in (low, high)]
+            found.append(
+                {
+                    "blocks": len(reached),
+                    "right": round(mean([float(right) for _, right in reached]), 4),
+                    "slope": round(slope, 4),
+                    "intercept": round(intercept, 4),
+                    "low_margin": round(low, 2),
+                    "high_margin": round(high, 2),
+                    "chance_at_low": round(chances[0], 4),
+                    "chance_at_high": round(chances[1], 4),
+                }
+            )
+        return found
+
+
+class DraftOnly(Budget):
+    """Drafts are made, and none is verified: every step makes one token, the target's own."""
 
     def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
         return Allotment([candidate.most for candidate in candidates], verified=0)
 
 
 def engine_of(
-    resolved: Resolved, draft: DraftConfig, target: Target | None, *, keep: bool = True
+    resolved: Resolved, draft: DraftConfig, target: Target | None, budget: Budget
 ) -> Engine:
-    """An engine whose drafter is read as `draft` says. target: weights that are there already.
-    keep: whether drafts are verified; else every step makes one token, the target's own."""
-    resolved = replace(resolved, drafts={"dflash": draft})
-    return Engine(
-        resolved,
-        parts=build(resolved, target),
-        budget=Budget() if keep else _DraftOnly(),
-    )
+    """An engine whose drafter is read as `draft` says, and gives its drafts' margins. target:
+    weights that are there already. budget: how many drafts are verified."""
+    config = resolved.config.with_(adaptive=True)
+    resolved = replace(resolved, drafts={"dflash": draft}, config=config)
+    return Engine(resolved, parts=build(resolved, target), budget=budget)
 
 
 def variants(

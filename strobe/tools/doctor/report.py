@@ -79,6 +79,8 @@ def _show_measured(console: Console, report: Report) -> None:
         table.add_row(name, *_row(row, shown))
     console.print(table)
     console.print(" rate: the share of steps that accepted the draft at that position", style="dim")
+    if report.margins:
+        _show_margins(console, report)
     if report.variants:
         console.print()
         console.print("What else was tried", style="bold")
@@ -94,6 +96,34 @@ def _show_measured(console: Console, report: Report) -> None:
             " tokens: of a block from every token of the answers, the target's own included",
             style="dim",
         )
+
+
+def _show_margins(console: Console, report: Report) -> None:
+    """The fit that adaptive drafting goes by, by position."""
+    console.print()
+    console.print("What margins tell", style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
+    shown = _shown(len(report.margins))
+    for name in ("", *[str(position + 1) for position in shown]):
+        table.add_column(name, justify="right" if name else "left")
+    rows = {
+        "right, if those before it are": "right",
+        "at a small margin": "chance_at_low",
+        "at a large margin": "chance_at_high",
+        "small margin": "low_margin",
+        "large margin": "high_margin",
+        "slope": "slope",
+        "intercept": "intercept",
+    }
+    for title, name in rows.items():
+        table.add_row(title, *[f"{report.margins[i][name]:.2f}" for i in shown])
+    console.print(table)
+    console.print(
+        " margin: how far a draft's logit is above the second largest; small and large: a quarter "
+        "are below\n and above. Chance = 1 / (1 + exp(-slope x margin - intercept)), fitted to the "
+        "newest blocks",
+        style="dim",
+    )
 
 
 def _shown(width: int) -> list[int]:

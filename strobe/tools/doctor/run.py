@@ -16,7 +16,16 @@ from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.target import Target
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.doctor.findings import Report
-from strobe.tools.doctor.measure import Acceptance, accepted, engine_of, gain, matched, variants
+from strobe.tools.doctor.measure import (
+    Acceptance,
+    DraftOnly,
+    Fitting,
+    accepted,
+    engine_of,
+    gain,
+    matched,
+    variants,
+)
 from strobe.tools.doctor.pair_checks import (
     attempt,
     check_files,
@@ -86,7 +95,8 @@ def _measure(
     draft = resolved.draft
     assert draft is not None
     say("loading")
-    engine = engine_of(resolved, draft, None)
+    fitting = Fitting(draft.drafts)
+    engine = engine_of(resolved, draft, None, fitting)
     module = engine.runner.model
     assert isinstance(module, Target)
     runs: dict[bool | None, Acceptance] = {}
@@ -94,6 +104,7 @@ def _measure(
         say(f"measuring{_named(thinking)}")
         runs[thinking] = accepted(engine, _prompts(tokenizer, thinking), TOKENS)
         report.measured.append({"thinking": thinking, **_figures(runs[thinking])})
+    report.margins = fitting.by_place()
     back = returning(tokenizer, next(iter(runs.values())).answers)
     del engine
     best = _try(report, resolved, module, tokenizer, _prompts(tokenizer, next(iter(runs))), say)
@@ -113,7 +124,7 @@ def _try(
     draft = resolved.draft
     assert draft is not None
     say("measuring from every token")
-    base = matched(engine_of(resolved, draft, module, keep=False), prompts, TOKENS)
+    base = matched(engine_of(resolved, draft, module, DraftOnly()), prompts, TOKENS)
     masks = mask_candidates(tokenizer, resolved.target.decoder.vocab_size)
     report.variants.append({"kind": "as it is", "what": "as config.json has it", **_kept(base)})
     for kind, what, config in variants(draft, resolved.target, masks):
@@ -121,7 +132,7 @@ def _try(
         run = attempt(
             report,
             kind,
-            lambda c=config: matched(engine_of(resolved, c, module, keep=False), prompts, TOKENS),
+            lambda c=config: matched(engine_of(resolved, c, module, DraftOnly()), prompts, TOKENS),
         )
         if run is not None:
             found = {"kind": kind, "what": what, **_kept(run), "gain": round(gain(base, run), 2)}
