@@ -78,7 +78,8 @@ class EngineConfig:
     draft_revision: str | None = option(None, "Branch, tag or commit of the drafter's hub name.")
     method: Method | None = option(
         None,
-        "How requests draft unless they say: dflash, ngram or none; by default the best there is.",
+        "How requests draft unless they say: dflash, ngram, dflash+ngram or none; by default the "
+        "best there is.",
     )
     num_drafts: Count | None = option(
         None, "Tokens drafted and verified per step; by default the drafter's block size less one."

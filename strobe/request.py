@@ -119,6 +119,11 @@ class Request:
         self.prompt_logprobs: list[TokenLogprob | None] = [None] if self.scores_prompt else []
 
     @property
+    def methods(self) -> list[str]:
+        """The parts of its method."""
+        return self.method.split("+")
+
+    @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 

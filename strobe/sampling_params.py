@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 
 from strobe.checks import MOST, Texts, Token, Tokens, as_tuple, option, settings, shown
 
-Method = Literal["dflash", "ngram", "none"]
+Method = Literal["dflash", "ngram", "dflash+ngram", "none"]
 METHODS: tuple[str, ...] = get_args(Method)
 
 MOST_ANSWERS = 16384
@@ -98,8 +98,8 @@ class StructuredOutputs:
 class Speculation:
     """How one request drafts; None leaves the choice to the engine.
 
-    method: "dflash", "ngram" or "none". num_drafts: tokens verified per step, at most the
-    engine's own.
+    method: "dflash", "ngram", "dflash+ngram", where prompt lookup drafts where it promises more, or
+    "none". num_drafts: tokens verified per step, at most the engine's own.
     """
 
     prefix: ClassVar[str] = "speculation."

@@ -261,7 +261,7 @@ def speculation(combination: Combination, index: int) -> Any:
         return None
     asked: dict[str, Any] = {}
     if combination.proposer == "per request":
-        method = (None, "ngram", "none", "dflash")[index % 4]
+        method = (None, "ngram", "none", "dflash", "dflash+ngram")[index % 5]
         if method == "none":
             return False
         asked["method"] = method

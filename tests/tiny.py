@@ -299,10 +299,14 @@ class RandomRows(Budget):
     def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
         rng, kind = self.rng, self.rng.randrange(4)
         most = [one.most if kind < 2 else rng.randint(0, one.most) for one in candidates]
+        chained = [
+            bool(one.chain.tokens) and (not one.on_device or rng.random() < 0.5)
+            for one in candidates
+        ]
         if kind % 2 == 0:
-            return Allotment(most)
+            return Allotment(most, chained=chained)
         steps = tuple([(rng.uniform(-0.2, 1.0), rng.uniform(-2, 2)) for _ in range(max(most))])
-        return Allotment(most, rng.randint(0, sum(most) + 2), steps)
+        return Allotment(most, rng.randint(0, sum(most) + 2), steps, chained)
 
 
 def run(

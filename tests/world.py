@@ -16,7 +16,7 @@ from strobe.engine.scheduler import Scheduler
 from strobe.kv.pages import PagePool
 from strobe.request import Request, Status, TokenLogprob
 from strobe.sampling_params import SamplingParams
-from strobe.spec.budget import Allotment, Budget, Candidate, Load
+from strobe.spec.budget import Allotment, Budget, Candidate, Chain, Load
 from strobe.step import TAIL, Admission, Plan, Span, StepResult, TokenEvent, num_rows
 
 STOP = 5
@@ -206,12 +206,12 @@ class Guesses:
     def __init__(self) -> None:
         self.asked: list[tuple[Request, int]] = []
 
-    def propose(self, request: Request, count: int) -> list[int]:
+    def propose(self, request: Request, count: int) -> Chain:
         assert count > 0
         self.asked.append((request, count))
         first = len(request.tokens)
         found = min(count, (request.seed * 3 + first * 5) % 7)
-        return [guess(request, first + j) for j in range(found)]
+        return Chain(tuple([guess(request, first + j) for j in range(found)]), 2)
 
 
 class Policy(Budget):
@@ -325,7 +325,7 @@ class World:
         for request, span in self.spans(plan):
             assert records[span.slot] is request, "a slot serves a request it was not given to"
             if span.method is not None:
-                assert span.method == request.method
+                assert span.method in request.methods
             if request.method in self.scheduler.host:
                 assert TAIL not in span.tokens
             assert span.drafts <= min(request.num_drafts, self.limits.num_drafts)

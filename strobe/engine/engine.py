@@ -365,8 +365,8 @@ class Engine:
             if self.resolved.draft is None:
                 return "none", 0, "no drafter is loaded"
             return "none", 0, "the engine's method is none"
-        if method not in self.proposers.all or not most:
-            hint = "start the engine with a drafter" if method == "dflash" else "give num_drafts"
+        if not most or any(part not in self.proposers.all for part in method.split("+")):
+            hint = "start the engine with a drafter" if "dflash" in method else "give num_drafts"
             raise ValueError(
                 f"speculation.method is {method!r}, but this engine cannot draft so; {hint}."
             )

@@ -24,7 +24,7 @@ from strobe.engine.suspects import Suspects
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
-from strobe.spec.budget import Allotment, Budget, Candidate, Load
+from strobe.spec.budget import Allotment, Budget, Candidate, Chain, Load
 from strobe.step import (
     TAIL,
     Admission,
@@ -48,7 +48,8 @@ class Record:
     """A running request's hold on the engine.
 
     start: positions that have K/V once the steps in flight are done, at the least. goal: the
-    tokens known when it was admitted; up to there it prefills, from there on it decodes.
+    tokens known when it was admitted; up to there it prefills, from there on it decodes. host,
+    device: who drafts for it, on the host and on the device, if anybody does.
     """
 
     request: Request
@@ -56,6 +57,8 @@ class Record:
     lease: Lease
     start: int
     goal: int
+    host: HostProposer | None = None
+    device: str | None = None
     sent: int = 0
     in_flight: int = 0
     draining: bool = False
@@ -124,7 +127,9 @@ class Scheduler:
         """Choose this step's spans and reserve their pages, all or nothing."""
         alone = self._suspects.first()
         running = [r for r in self.running if alone is None or r.request is alone]
-        chosen, allotted = self._decode_spans([r for r in running if r.decoding and self._ready(r)])
+        # Who is drafted for on the host waits for its tokens.
+        ready = [r for r in running if r.decoding and not (r.in_flight and r.host)]
+        chosen, allotted = self._decode_spans(ready)
         taken = num_rows([span for _, span in chosen], allotted.verified)
         budget = self.limits.max_num_batched_tokens - taken
         most = self.limits.max_mixed_tokens
@@ -225,10 +230,6 @@ class Scheduler:
             if record.decoding and not record.in_flight and not record.draining:
                 assert record.lease.length == record.start == len(record.request.tokens) - 1
 
-    def _ready(self, record: Record) -> bool:
-        """Whether its next step may be planned while results of it are on their way."""
-        return not (record.in_flight and record.request.method in self.host)
-
     def _decode_spans(self, records: list[Record]) -> tuple[list[tuple[Record, Span]], Allotment]:
         """Each record's newest token, and the drafts that it verifies."""
         if not records:
@@ -240,23 +241,29 @@ class Scheduler:
             waiting=len(self.waiting),
             context=sum([record.start for record in records]),
         )
-        asked = [
-            Candidate(r.request, n, n > 0 and r.request.method not in self.host, r.slot)
-            for r in records
-            for n in (min(r.request.num_drafts, most),)
-        ]
+        asked = [self._candidate(r, min(r.request.num_drafts, most)) for r in records]
         found = self.budget.allot(asked, load)
-        pairs = zip(records, found.most, strict=True)
-        return [(record, self._decode_span(record, most)) for record, most in pairs], found
+        chained = found.chained or [bool(one.chain.tokens) for one in asked]
+        chains = [one.chain if own else None for one, own in zip(asked, chained, strict=True)]
+        spans = map(self._decode_span, records, found.most, chains)
+        return list(zip(records, spans, strict=True)), found
 
-    def _decode_span(self, record: Record, count: int) -> Span:
-        request, bound = record.request, record.lease.length + record.lease.open
-        if (host := self.host.get(request.method)) is not None:
-            tokens = (request.tokens[-1], *(host.propose(request, count) if count else ()))
-            drafts = len(tokens) - 1
-            return Span(record.slot, record.start, bound, tokens, drafts, None, 1 + drafts)
-        method = request.method if count else None
-        return Span(record.slot, record.start, bound, (TAIL,), count, method, 1 + count)
+    def _candidate(self, record: Record, most: int) -> Candidate:
+        request, chain = record.request, Chain()
+        if most and record.host is not None:
+            chain = record.host.propose(request, most)
+        on_device = most > 0 and record.device is not None
+        most = most if on_device else len(chain.tokens)
+        return Candidate(request, most, on_device, record.slot, chain)
+
+    def _decode_span(self, record: Record, count: int, chain: Chain | None) -> Span:
+        slot, start, bound = record.slot, record.start, record.lease.length + record.lease.open
+        if chain is not None or record.device is None:
+            drafts = () if chain is None else chain.tokens[:count]
+            tokens = (TAIL if record.host is None else record.request.tokens[-1], *drafts)
+            return Span(slot, start, bound, tokens, len(drafts), None, len(tokens))
+        method = record.device if count else None
+        return Span(slot, start, bound, (TAIL,), count, method, 1 + count)
 
     def _prefill_span(self, record: Record, budget: int) -> Span:
         request, start = record.request, record.start
@@ -321,6 +328,11 @@ class Scheduler:
             self.pool.extend(request.page_keys, request.tokens)
             start = 0 if request.scores_prompt else lease.adopt(request.tokens)
         record = Record(request, self._slots[-1], lease, start, len(request.tokens))
+        for method in request.methods if request.num_drafts else ():
+            if method in self.host:
+                record.host = self.host[method]
+            else:
+                record.device = method
         span = self._prefill_span(record, budget)
         rest = record.goal - start + self.limits.block
         if lease.pages_for(rest) > self.pool.available:

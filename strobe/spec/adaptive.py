@@ -19,6 +19,7 @@ import numpy as np
 from strobe.spec.budget import Allotment, Budget, Candidate, Load
 from strobe.spec.confidence import Confidence
 from strobe.spec.costs import Costs, Work
+from strobe.spec.lookup import Lookup
 from strobe.spec.outlook import FEW, Outlook
 from strobe.step import Plan, StepResult
 
@@ -30,6 +31,7 @@ BETTER = 1.005  # what another width must bring, and
 FEWER = 1.01  # fewer drafts, or fewer requests that draft, than all of a width
 PROBES = 0.004  # of the time: probes while drafting rests
 EVERYONE, OTHERS = 0.004, 0.001  # and else all drafts of all requests, and other widths
+NEXT = 8  # rows over which the cost of one more is taken
 SOONEST = 4  # steps from one of these to the next
 
 
@@ -103,16 +105,25 @@ class AdaptiveBudget(Budget):
         """Ticks for each request in each step, whether it drafts or not."""
         self.choice, self._for, self._left = Choice(), (0, 0), 0
         first = self.tracks[-1].confidence.chances(np.zeros((1, self.widths[-1])))[0]
-        self.outlook = Outlook(requests, first)
+        self.outlook, self.lookup = Outlook(requests, first), Lookup(self.widths[-1])
+        self._matches: dict[int, int] = {}
+        """By slot, how many tokens its newest chain was found by."""
+        self._rate = 0.0
         self._blocks = self._since = self._partly = 0
         self._grids: dict[int, _Grid] = {}
         self._took: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
 
     def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
-        at = [i for i, one in enumerate(candidates) if one.on_device]
-        if not at or self.costs is None or self.tracks[-1].seen < FITTED[0]:
+        matches = {one.slot: one.chain.match for one in candidates if one.chain.tokens}
+        self._matches.update(matches)
+        if self.costs is None or self.tracks[-1].seen < FITTED[0]:
             return super().allot(candidates, load)
-        beside = len(candidates) - len(at) + min(load.prompt_rows, self.most_rows)
+        most = self._of_chains(candidates, load) if matches else [0] * len(candidates)
+        chained = [n > 0 for n in most]
+        at = [i for i, one in enumerate(candidates) if one.on_device and not chained[i]]
+        if not at:
+            return Allotment(most, chained=chained)
+        beside = sum(most) + len(candidates) - len(at) + min(load.prompt_rows, self.most_rows)
         plain = Work(0, len(at), len(candidates), load.context, beside)
         asked = [candidates[i] for i in at]
         if self.outlook.meet(asked):
@@ -126,13 +137,31 @@ class AdaptiveBudget(Budget):
         if anew or choice.requests is not None:
             who, chances = self.outlook.of(np.array([one.slot for one in asked]))
             choice = self._choose(chances, plain) if anew else choice
-        most = [0 if one.on_device else one.most for one in candidates]
+        made = 0
         for i in who[: choice.requests]:
             most[at[i]] = min(candidates[at[i]].most, choice.most)
-        if choice.drafts is None or choice.drafts >= sum([most[i] for i in at]):
-            return Allotment(most)
+            made += most[at[i]]
+        if choice.drafts is None or choice.drafts >= made:
+            return Allotment(most, chained=chained)
         weights = self.tracks[choice.width].confidence.weights.tolist()
-        return Allotment(most, choice.drafts, tuple([(a, b) for a, b in weights]))
+        return Allotment(most, choice.drafts, tuple([(a, b) for a, b in weights]), chained)
+
+    def _of_chains(self, candidates: Sequence[Candidate], load: Load) -> list[int]:
+        """How many drafts of its chain each candidate verifies: those that promise more than a row
+        costs, where they promise more together than what the device would make."""
+        assert self.costs is not None
+        count = len(candidates)
+        work = Work(0, np.array([count, count + NEXT]), count, load.context)
+        now, more = self.costs.ms(work)
+        price = max(self._rate, count / now) * (more - now) / NEXT
+        if self.outlook.meet([one for one in candidates if one.on_device]):
+            self._left = 0
+        found: list[int] = []
+        for one in candidates:
+            chances = self.lookup.chances(one.chain, self.outlook.steps)
+            other = self.outlook.promise(one.slot) if one.on_device else 0.0
+            found.append(int((chances > price).sum()) if chances.sum() > other else 0)
+        return found
 
     @property
     def confidence_by_place(self) -> tuple[tuple[int, int, float, float], ...]:
@@ -149,6 +178,10 @@ class AdaptiveBudget(Budget):
             took = self._took.setdefault((draft, result.rows, len(spans)), [])
             took.append((context, 1e3 * result.seconds))
         self.outlook.steps += 1
+        for span, accepted in zip(spans, result.accepted, strict=False):
+            if span.method is None and span.drafts and span.slot in self._matches:
+                given = self._matches[span.slot], span.drafts, accepted
+                self.lookup.observe(*given, self.outlook.steps)
         if made and result.margins is not None:
             track, drafted = self.tracks[width], result.drafted
             margins = track.whole(np.asarray(result.margins)[made])
@@ -198,7 +231,7 @@ class AdaptiveBudget(Budget):
         best = max([plain, *options], key=lambda one: one.worth)
         if self.choice.width >= 0 and best.worth < BETTER * options[self.choice.width].worth:
             best = options[self.choice.width]
-        self.choice = best.choice
+        self.choice, self._rate = best.choice, best.worth
         self._left = HELD[count > FEW or best is plain]
         if best is plain:  # drafting rests: a probe tells whether it pays again
             tried = [(options[0], PROBES, self.tracks[0].age)]

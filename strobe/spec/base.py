@@ -12,6 +12,7 @@ from strobe.attention.base import Batch
 from strobe.request import Request
 from strobe.runner.batch import Shape
 from strobe.runner.pending import Verdict
+from strobe.spec.budget import Chain
 from strobe.step import Plan, Span
 from strobe.transfer import upload
 
@@ -50,7 +51,7 @@ class Proposer(Protocol):
 class HostProposer(Protocol):
     """Drafts on the host, where it reads the request's tokens: none may be on their way."""
 
-    def propose(self, request: Request, count: int) -> list[int]:
+    def propose(self, request: Request, count: int) -> Chain:
         """At most `count` draft tokens."""
         ...
 

@@ -9,14 +9,22 @@ from strobe.request import Request
 from strobe.step import Plan, StepResult
 
 
+class Chain(NamedTuple):
+    """Drafts of the host's, and how many tokens it found them by."""
+
+    tokens: tuple[int, ...] = ()
+    match: int = 0
+
+
 class Candidate(NamedTuple):
-    """A request that may verify up to `most` drafts in this step. on_device: it has some, which the
-    device makes. slot: as in its spans."""
+    """A request that may verify up to `most` drafts in this step. on_device: the device can make
+    some; chain: the host has made these. slot: as in its spans."""
 
     request: Request
     most: int
     on_device: bool = True
     slot: int = 0
+    chain: Chain = Chain()
 
 
 class Load(NamedTuple):
@@ -31,11 +39,13 @@ class Load(NamedTuple):
 
 class Allotment(NamedTuple):
     """What a step verifies: by candidate the most drafts, 0 to its own `most`; and `verified` of
-    all that the device makes, chosen there by `confidence`, both as in `Plan`."""
+    all that the device makes, chosen there by `confidence`, both as in `Plan`. chained: whether a
+    candidate's drafts are of its chain; None: where it has one."""
 
     most: list[int]
     verified: int | None = None
     confidence: tuple[tuple[float, float], ...] = ()
+    chained: list[bool] | None = None
 
 
 class Budget:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from strobe.request import Request
+from strobe.spec.budget import Chain
 
 
 class _Index:
@@ -24,12 +25,12 @@ class _Index:
                     self.ends[tuple(tokens[end - n : end])] = end
         self.done = max(self.done, len(tokens) - 1)
 
-    def find(self, tokens: Sequence[int], count: int) -> list[int]:
+    def find(self, tokens: Sequence[int], count: int) -> Chain:
         for n in reversed(self.sizes):
             end = self.ends.get(tuple(tokens[-n:])) if n <= len(tokens) else None
             if end is not None:
-                return list(tokens[end : end + count])
-        return []
+                return Chain(tuple(tokens[end : end + count]), n)
+        return Chain()
 
 
 class NgramProposer:
@@ -39,7 +40,7 @@ class NgramProposer:
         self.shortest, self.longest = shortest, longest
         self._indices: WeakKeyDictionary[Request, _Index] = WeakKeyDictionary()
 
-    def propose(self, request: Request, count: int) -> list[int]:
+    def propose(self, request: Request, count: int) -> Chain:
         """What followed the longest match, at most `count` tokens; empty where nothing matches."""
         index = self._indices.get(request)
         if index is None:

@@ -44,6 +44,10 @@ class Outlook:
             self._rows[one.slot], self._when[one.slot] = 0.0, -1
         return bool(new)
 
+    def promise(self, slot: int) -> float:
+        """How many drafts of its next block are expected to count."""
+        return float(self._mixed(np.array([slot]), True)[0, 0].sum())
+
     def of(self, slots: Any) -> tuple[Any, Any]:
         """slots [n] -> their order [n] by what their drafts promise, and chances [n, K] of such
         requests in such an order, by which a choice is made.
@@ -52,17 +56,22 @@ class Outlook:
         order of the means before: so they differ as blocks do, and the first ones are no better
         than those that stood first have turned out to be.
         """
-        rows, when, few = self._rows[slots], self._when[slots], len(slots) <= FEW
-        since = self.steps - when + few
-        if not few:
-            rows[since > 0, 2] = rows[since > 0, 0]
-        # What a new request promises, as far as it may have turned into one like it.
-        other = np.where((when < 0)[:, None, None], self.fresh, self.rested)
-        rows += self._turned(since, when)[:, None, None] * (other - rows).clip(0)
+        few = len(slots) <= FEW
+        rows = self._mixed(slots, few)
         order = np.argsort(-rows[:, 0].sum(1), kind="stable")
         if few:
             return order, rows[order, 0]
         return order, rows[np.argsort(-rows[:, 1].sum(1), kind="stable"), 2]
+
+    def _mixed(self, slots: Any, few: bool) -> Any:
+        """The rows [n, 3, K] of slots, with what a new request promises, as far as they may have
+        turned into one like it."""
+        rows, when = self._rows[slots], self._when[slots]
+        since = self.steps - when + few
+        if not few:
+            rows[since > 0, 2] = rows[since > 0, 0]
+        other = np.where((when < 0)[:, None, None], self.fresh, self.rested)
+        return rows + self._turned(since, when)[:, None, None] * (other - rows).clip(0)
 
     def take(self, slots: Any, new: Any) -> None:
         """The chances [n, K] of blocks that were made in the newest step."""

@@ -104,5 +104,5 @@ NGRAM = Method(
     make=lambda given: NgramProposer(given.config.ngram_min, given.config.ngram_max),
 )
 REGISTRY = {method.name: method for method in (DFLASH, NGRAM)}
-_odd = {*REGISTRY, "none"} ^ set(METHODS)
+_odd = {*REGISTRY, "none"} ^ {part for method in METHODS for part in method.split("+")}
 assert not _odd, f"only in one of REGISTRY and sampling_params.Method: {sorted(_odd)}"

@@ -503,7 +503,10 @@ def test_a_tokenizer_that_is_missing_or_damaged(
         ({"device": "cuda:999"}, "device is 'cuda:999', but this machine has"),
         ({"device": "cuda:99999999999999"}, "device is 'cuda:99999999999999'; name"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
-        ({"method": "eagle"}, "method is 'eagle', but must be 'dflash', 'ngram' or 'none'"),
+        (
+            {"method": "eagle"},
+            "method is 'eagle', but must be 'dflash', 'ngram', 'dflash+ngram' or 'none'",
+        ),
         ({"overlap": 3}, "overlap is 3"),
         ({"gpu_memory_utilization": NAN}, "gpu_memory_utilization is nan, but must be a finite"),
         ({"mem_fraction_static": NAN}, "gpu_memory_utilization is nan, but must be a finite"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from tiny import RandomRows
-from world import Policy, World
+from world import Guesses, Policy, World
 
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
@@ -27,12 +27,12 @@ def test_with_a_full_budget_every_request_verifies_as_much_as_it_may():
 
 
 def traffic(world: World) -> list[tuple[int, ...]]:
-    """What random requests are answered, by both methods and by none."""
+    """What random requests are answered, by each method, both together and none."""
     rng = random.Random(5)
     for i in range(12):
         world.add(
             [rng.randint(1, 2)] * rng.randint(1, 20),
-            method=rng.choice(["dflash", "ngram"]),
+            method=rng.choice(["dflash", "ngram", "dflash+ngram"]),
             num_drafts=rng.choice([0, 2, 5, 5]),
             stop=rng.random() < 0.3,
             max_tokens=rng.choice([1, 7, 15, None]),
@@ -58,7 +58,8 @@ def test_a_random_budget_in_every_step_changes_no_token(seed: int, depth: int):
     rng = random.Random(seed)
     policy = Policy(lambda one: rng.randint(0, one.most))
     assert traffic(world_with(policy, depth)) == traffic(world_with(None, depth))
-    assert {one.most for candidates, _ in policy.seen for one in candidates} == {0, 2, 5}
+    asked = {one.most for candidates, _ in policy.seen for one in candidates}
+    assert {0, 2, 5} <= asked <= {*range(6)}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -101,7 +102,6 @@ def test_a_budget_of_nothing_makes_every_step_a_plain_one():
     counts = world.scheduler.stats.speculation
     assert (counts.steps, counts.drafted, counts.made) == (0, 0, 0)
     assert counts.rested == counts.rows > 40
-    assert not world.guesses.asked
 
 
 def test_a_budget_is_asked_once_a_step_and_told_what_else_there_is_to_do():
@@ -139,7 +139,10 @@ def test_a_policy_can_divide_what_a_step_has_among_its_requests(method: str):
     if method == "dflash":
         assert [span.drafts for span in plan.spans] == [3, 1, 0]
     else:
-        assert [count for _, count in world.guesses.asked] == [3, 1]
+        made = [len(Guesses().propose(request, 3).tokens) for request in world.requests]
+        given = Greedy().allot([candidate(n) for n in made], LOAD).most
+        assert [span.drafts for span in plan.spans] == given
+        assert 0 < sum(given) < sum(made)
     world.collect()
     world.drain()
     world.check_answers()

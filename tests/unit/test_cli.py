@@ -106,7 +106,7 @@ def test_the_help_names_the_commands(main: Callable[..., Any], arguments: list[s
 def test_the_help_names_the_values_of_options_that_take_one_of_a_few(main: Callable[..., Any]):
     out = main("generate", "--help")[1]
     assert "--kernels {auto,triton,torch}" in out
-    assert "--method {dflash,ngram,none}" in out
+    assert "--method {dflash,ngram,dflash+ngram,none}" in out
 
 
 def test_the_help_speaks_of_defaults_that_there_are(main: Callable[..., Any]):

@@ -26,7 +26,9 @@ def propose(
 ) -> list[list[int]]:
     """The drafts of each request."""
     counts = [drafts] * len(requests) if isinstance(drafts, int) else drafts
-    return [by.propose(request, n) for request, n in zip(requests, counts, strict=True)]
+    return [
+        list(by.propose(request, n).tokens) for request, n in zip(requests, counts, strict=True)
+    ]
 
 
 def obvious(tokens: list[int], shortest: int, longest: int, count: int) -> list[int]:
@@ -99,11 +101,3 @@ def test_indices_go_with_their_requests():
     del request
     gc.collect()
     assert len(by._indices) == 0
-
-
-def test_a_draft_is_a_list_of_its_own_that_nobody_else_writes_to():
-    by, request = proposer(1, 2), request_with([1, 2, 3, 1])
-    drafts = by.propose(request, 2)
-    drafts.append(9)
-    assert request.tokens == [1, 2, 3, 1]
-    assert by.propose(request, 2) == [2, 3]
