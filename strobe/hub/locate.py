@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 
+_DRAFTER = ("dflash", "dflash+ngram")  # methods that need one
+
 
 def located(config: EngineConfig) -> EngineConfig:
     """The settings with target and draft as local directories, what is not there downloaded except
@@ -29,8 +31,10 @@ def located(config: EngineConfig) -> EngineConfig:
     located already come back as they are. Raises ValueError.
     """
     config = _own_pair(config) if not config.target else _named_pair(config)
-    if config.method == "dflash" and config.draft is None:
-        raise ValueError("method is 'dflash' but no drafter is named; give draft a directory.")
+    if config.method in _DRAFTER and config.draft is None:
+        raise ValueError(
+            f"method is {config.method!r} but no drafter is named; give draft a directory."
+        )
     return config
 
 
@@ -61,7 +65,7 @@ def _own_pair(config: EngineConfig) -> EngineConfig:
                 f"Hugging Face hub, or leave {name} out."
             )
     draft = config.draft
-    if draft == AUTO or (draft is None and config.method in (None, "dflash")):
+    if draft == AUTO or (draft is None and config.method in (None, *_DRAFTER)):
         draft = str(DEMO_MODELS / "draft")
     elif draft is not None:
         draft = directory(draft, None)
@@ -92,7 +96,8 @@ def _proposed_pair(config: EngineConfig, proposal: Proposal, found: str) -> Engi
         )
     for name in ("draft", "draft_revision", "method"):
         value = getattr(config, name)
-        if value is not None and (name, value) not in (("draft", AUTO), ("method", "dflash")):
+        own = value == AUTO if name == "draft" else name == "method" and value in _DRAFTER
+        if value is not None and not own:
             raise ValueError(
                 f"{name} is {value!r}, but {named} is a drafter that brings its own; leave {name} "
                 f"out, or name its target, {verifier}, as the target."
@@ -106,7 +111,8 @@ def _proposed_pair(config: EngineConfig, proposal: Proposal, found: str) -> Engi
     logger.warning("%s is a drafter: its target is %s", named, verifier)
     drafts = config.num_drafts if config.num_drafts is not None else proposal.num_drafts
     changes: dict[str, Any] = {"target": target, "draft": found, "revision": None}
-    return replace(config, **changes, method=proposal.method, num_drafts=drafts)
+    method = config.method or proposal.method
+    return replace(config, **changes, method=method, num_drafts=drafts)
 
 
 def _config(found: str) -> dict[str, Any]:

@@ -526,6 +526,10 @@ def test_settings_that_cannot_be(
     ("options", "part"),
     [
         ({"method": "dflash"}, "no drafter is named; give draft a directory"),
+        (
+            {"method": "dflash+ngram"},
+            "method is 'dflash+ngram' but no drafter is named; give draft",
+        ),
         ({"num_drafts": 3}, "num_drafts is 3, but nothing drafts"),
         ({"num_drafts": 512, "method": "ngram"}, "num_drafts is 512, but max_model_len is 512"),
     ],

@@ -99,6 +99,7 @@ def test_bench_alone_shows_its_help(main: Callable[..., Any]):
         ("step", ["--acceptance-length=17"], "but a step verifies 15 drafts; ask for 1 to 16."),
         ("step", ["--acceptance-length=0.5"], "acceptance_length is 0.5, but must be at least 1; "),
         ("step", ["--method=ngram"], "method is 'ngram', but random tokens repeat nothing; "),
+        ("step", ["--method=dflash+ngram"], "method is 'dflash+ngram', but random tokens repeat "),
         ("step", ["--top-p=2"], "top_p is 2, but must"),
         ("step", ["--kv-cache-memory=100MB"], "tokens need 960 pages, but the KV cache has"),
         ("step", ["--json=/nowhere/x"], "json is '/nowhere/x', but /nowhere is no directory; "),

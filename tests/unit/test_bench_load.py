@@ -292,10 +292,10 @@ def test_load_runs_steadily_and_at_a_rate(
         ("load", ["--acceptance-rate=2"], "acceptance_rate is 2, but must be at most 1"),
         ("load", ["--mix=odd", "--traces={good}"], "mix is 'odd'; name one of all, easy, hard, "),
         ("load", ["--acceptance-rate=1", "--prompt-len=1900"], "lower prompt_len or max_tokens, "),
-        ("load", ["--method=none"], "Nothing drafts; name shapes with a drafter, or --draft."),
+        ("load", ["--method=none"], "DFlash drafts nothing; name shapes with a drafter, or leave "),
         ("load", ["--plot=/nowhere/x.png"], "plot is '/nowhere/x.png', but /nowhere is no "),
         ("record", ["--out=x.txt"], "out is 'x.txt', but must end with .npz."),
-        ("record", ["--method=none"], "Nothing drafts; name a drafter with --draft."),
+        ("record", ["--method=ngram"], "DFlash drafts nothing; name a drafter, or leave --method "),
         ("record", ["--data=/nowhere"], "data is '/nowhere', which cannot be read ("),
     ],
 )  # fmt: skip

@@ -105,10 +105,10 @@ def located_shapes(shapes: str, config: EngineConfig) -> Generator[EngineConfig]
 
 def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfig]:
     """Plain decoding and DFlash, or the one that `method` names."""
-    if config.method == "ngram":
+    if "ngram" in (config.method or ""):
         raise ValueError(
-            "method is 'ngram', but random tokens repeat nothing; name dflash or none, or neither "
-            "for both."
+            f"method is {config.method!r}, but random tokens repeat nothing; name dflash or none, "
+            "or neither for both."
         )
     most = max([*settings.requests, *(count for count, _ in settings.prefills)])
     config = replace(config, load_format="dummy", max_num_seqs=most, enable_prefix_caching=False)

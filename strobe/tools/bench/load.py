@@ -106,7 +106,9 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
         )
         setup = resolve(config)
         if setup.draft is None or setup.method != "dflash":
-            raise ValueError("Nothing drafts; name shapes with a drafter, or --draft.")
+            raise ValueError(
+                "DFlash drafts nothing; name shapes with a drafter, or leave --method out."
+            )
         traces = _traces(settings, setup)
         _check_room(settings, setup, traces)
         say("building the engine")

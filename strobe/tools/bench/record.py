@@ -73,7 +73,7 @@ def run_record(settings: RecordSettings, config: EngineConfig) -> int:
         config = replace(config, max_num_seqs=settings.at_once)
         setup = resolve(config)
         if setup.draft is None or setup.method != "dflash":
-            raise ValueError("Nothing drafts; name a drafter with --draft.")
+            raise ValueError("DFlash drafts nothing; name a drafter, or leave --method out.")
         say("loading")
         engine = Engine(setup, simulated_acceptance=_none_kept)
         traces = record(engine, prompts, settings, widths_of(setup.draft))
