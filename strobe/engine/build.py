@@ -213,7 +213,9 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
         backend = RecurrentBackend(backend, states, kernels=choice.attention == "triton")
     buckets, graphs = None, Eager()
     if choice.graphs:
-        buckets = Buckets(limits.max_num_seqs, limits.num_drafts, limits.block)
+        buckets = Buckets(
+            limits.max_num_seqs, limits.num_drafts, limits.block, narrow=config.adaptive
+        )
         graphs = Graphs(CUDACapturer())
     given = Context(config, state, sampling, graphs, buckets, draft_backend, drafters, stores)
     made = {

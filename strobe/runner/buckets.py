@@ -15,10 +15,11 @@ NARROW_DRAFTS = (3, 7)  # most drafts of a span, beside all there are, where som
 class Buckets:
     """Sizes of spans and rows."""
 
-    def __init__(self, max_spans: int, num_drafts: int, block: int = 0):
+    def __init__(self, max_spans: int, num_drafts: int, block: int = 0, *, narrow: bool = True):
         """max_spans: most requests at once; num_drafts: the longest draft there is; block: rows of
-        a drafter's block. most_rows: no step of more is captured."""
-        self.max_spans, self.num_drafts = max_spans, num_drafts
+        a drafter's block; narrow: whether requests often differ in their drafts. most_rows: no step
+        of more is captured."""
+        self.max_spans, self.num_drafts, self.narrow = max_spans, num_drafts, narrow
         self.block = max(1 + num_drafts, block)
         self.most_rows = max(REPLAYED_ROWS, max_spans * self.block)
         steps = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_spans, 32)]
@@ -40,7 +41,7 @@ class Buckets:
         if decoding and rows == count * longest:
             room, logits = _at_least(self.spans, count), max([span.logits for span in spans])
             return Shape(room, room * longest, longest, drafts, logits)
-        if (decoding or verified is not None) and longest <= self.block:
+        if ((decoding and self.narrow) or verified is not None) and longest <= self.block:
             padded = _at_least(self.narrow_rows, rows)
             room = _at_least(self.mixed_spans, count + (padded > rows))
             drafts = _at_least(self.narrow_drafts, drafts)

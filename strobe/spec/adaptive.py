@@ -116,13 +116,19 @@ class AdaptiveBudget(Budget):
     def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
         matches = {one.slot: one.chain.match for one in candidates if one.chain.tokens}
         self._matches.update(matches)
-        if self.costs is None or self.tracks[-1].seen < FITTED[0]:
+        if self.costs is None:
             return super().allot(candidates, load)
         most = self._of_chains(candidates, load) if matches else [0] * len(candidates)
         chained = [n > 0 for n in most]
         at = [i for i, one in enumerate(candidates) if one.on_device and not chained[i]]
+        if sum([track.seen for track in self.tracks]) < FITTED[0]:  # the drafter is to be known
+            most = [
+                one.most if one.on_device else n for one, n in zip(candidates, most, strict=True)
+            ]
+            chained = [n > 0 and not one.on_device for one, n in zip(candidates, most, strict=True)]
+            return Allotment(most, chained=chained if matches else None)
         if not at:
-            return Allotment(most, chained=chained)
+            return Allotment(most, chained=chained if matches else None)
         beside = sum(most) + len(candidates) - len(at) + min(load.prompt_rows, self.most_rows)
         plain = Work(0, len(at), len(candidates), load.context, beside)
         asked = [candidates[i] for i in at]
@@ -135,15 +141,17 @@ class AdaptiveBudget(Budget):
         choice, who = self.choice, range(len(at))
         anew = self._left <= 0 or self._for != (len(at), beside)
         if anew or choice.requests is not None:
-            who, chances = self.outlook.of(np.array([one.slot for one in asked]))
+            slots, limits = np.array([(one.slot, one.most) for one in asked]).T
+            who, chances = self.outlook.of(slots, limits)
             choice = self._choose(chances, plain) if anew else choice
         made = 0
         for i in who[: choice.requests]:
             most[at[i]] = min(candidates[at[i]].most, choice.most)
             made += most[at[i]]
         if choice.drafts is None or choice.drafts >= made:
-            return Allotment(most, chained=chained)
-        weights = self.tracks[choice.width].confidence.weights.tolist()
+            return Allotment(most, chained=chained if matches else None)
+        width = bisect_left(self.widths, max([most[i] for i in at]))
+        weights = self.tracks[width].confidence.weights.tolist()
         return Allotment(most, choice.drafts, tuple([(a, b) for a, b in weights]), chained)
 
     def _of_chains(self, candidates: Sequence[Candidate], load: Load) -> list[int]:
@@ -153,7 +161,7 @@ class AdaptiveBudget(Budget):
         count = len(candidates)
         work = Work(0, np.array([count, count + NEXT]), count, load.context)
         now, more = self.costs.ms(work)
-        price = max(self._rate, count / now) * (more - now) / NEXT
+        price = max(self._rate if self._for[0] == count else 0.0, count / now) * (more - now) / NEXT
         if self.outlook.meet([one for one in candidates if one.on_device]):
             self._left = 0
         found: list[int] = []

@@ -48,9 +48,9 @@ class Outlook:
         """How many drafts of its next block are expected to count."""
         return float(self._mixed(np.array([slot]), True)[0, 0].sum())
 
-    def of(self, slots: Any) -> tuple[Any, Any]:
-        """slots [n] -> their order [n] by what their drafts promise, and chances [n, K] of such
-        requests in such an order, by which a choice is made.
+    def of(self, slots: Any, most: Any) -> tuple[Any, Any]:
+        """slots [n], drafts of each at most [n] -> their order [n] by what their drafts promise,
+        and chances [n, K] of such requests in such an order, by which a choice is made.
 
         Of few requests these are the means of their blocks. Of many the newest blocks' own, in the
         order of the means before: so they differ as blocks do, and the first ones are no better
@@ -58,6 +58,7 @@ class Outlook:
         """
         few = len(slots) <= FEW
         rows = self._mixed(slots, few)
+        rows *= (np.arange(rows.shape[2]) < most[:, None])[:, None]
         order = np.argsort(-rows[:, 0].sum(1), kind="stable")
         if few:
             return order, rows[order, 0]

@@ -32,7 +32,9 @@ LONG = 4096  # positions of a long context
 FITS = 0.3  # relative error within which costs of an earlier start still hold
 
 _RATES = "request", "context", "context_row"
-_ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+_ENDLESS = SamplingParams(
+    temperature=0.0, max_tokens=None, ignore_eos=True, speculation={"method": "dflash"}
+)
 
 
 def adapt(engine: Engine) -> None:
@@ -224,7 +226,7 @@ def _measure(engine: Engine, budget: AdaptiveBudget) -> Costs | None:
         context = survey.context(Choice(len(budget.widths) - 1, budget.widths[-1]))
         for count in _counts(engine):
             for choice in _kinds(budget, count, engine.resolved.choice.graphs):
-                if time.perf_counter() > deadline and len(verifies) > 4:
+                if time.perf_counter() > deadline and len({rows for rows, _, _ in verifies}) > 4:
                     break
                 draft, verify, rows = survey.time(count, choice)
                 verifies.append((rows, count, verify))
@@ -243,7 +245,8 @@ def _by_rows(found: Sequence[tuple[int, int, float]]) -> tuple[dict[int, float],
     rows, requests, ms = np.array(found).T
     sizes = np.unique(rows)
     each = np.append(rows[:, None] == sizes, requests[:, None], 1).astype(np.float64)
-    request = max(float(np.linalg.lstsq(each, ms, rcond=None)[0][-1]), 0.0)
+    told = any(len(set(requests[rows == n])) > 1 for n in sizes)
+    request = max(float(np.linalg.lstsq(each, ms, rcond=None)[0][-1]), 0.0) if told else 0.0
     rest = ms - request * requests
     return {int(n): float(np.median(rest[rows == n])) for n in sizes}, request
 

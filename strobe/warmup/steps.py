@@ -96,7 +96,8 @@ class _WarmUp:
     def narrow(self, buckets: Buckets, sampling: SamplingParams) -> None:
         """What an adaptive budget may choose besides: no drafts, narrower blocks, and numbers of
         drafts of requests that differ in theirs."""
-        budget, endless = self.budget, sampling.clone(max_tokens=None)
+        budget = self.budget
+        endless = sampling.clone(max_tokens=None, speculation={"method": "dflash"})
         if not isinstance(budget, AdaptiveBudget):
             return
         self.engine.scheduler.budget = self.forced
@@ -129,6 +130,8 @@ class _WarmUp:
                         self.finish(*[self.add(size, one) for size in sizes])
 
     def add(self, size: int, sampling: SamplingParams) -> Request:
+        if "+" in self.engine.resolved.method:  # so that the drafter runs
+            sampling = sampling.clone(speculation={"method": "dflash"})
         prompt = [next(self._firsts)] + [0] * (size - 1)
         self.asked.append(self.engine.add(prompt, sampling))
         return self.asked[-1]

@@ -83,13 +83,13 @@ def test_replayed_and_plain_steps_choose_the_same_drafts(
         engine = watched(Engine(resolved, parts=parts, budget=RandomRows("5")))
         script: Any = engine.proposers["dflash"]
         requests: list[Any] = []
-        for prompt, asked, answer in zip(PROMPTS, ASKED, plain, strict=True):
+        for prompt, asked, answer in zip(PROMPTS * 2, ASKED * 2, plain * 2, strict=True):
             requests.append(engine.add(prompt, asked))
             script.answers[requests[-1]] = prompt + answer
         while engine.has_work:
             engine.step()
             engine.check()
-        assert [request.output_ids for request in requests] == plain
+        assert [request.output_ids for request in requests] == plain * 2
         reports.append([request.speculation for request in requests])
     assert reports[0] == reports[1]
     assert sum(report.accepted for report in reports[0]) > 40

@@ -13,7 +13,7 @@ from strobe.request import Request
 from strobe.runner.buckets import Buckets, verified_rows
 from strobe.sampling_params import SamplingParams
 from strobe.spec.adaptive import AdaptiveBudget, stretch
-from strobe.spec.budget import Allotment, Candidate, Load
+from strobe.spec.budget import Allotment, Candidate, Chain, Load
 from strobe.spec.costs import Costs, Work
 from strobe.step import TAIL, Plan, Span, StepResult, num_rows
 
@@ -206,21 +206,23 @@ def test_without_costs_or_blocks_seen_every_request_drafts_what_it_may():
     assert set(map(str, life.allotted)) == {str(Allotment([15] * 3))}
 
 
-def test_a_limit_of_a_request_is_kept_and_drafts_of_the_host_are_left_alone():
+def test_a_limit_of_a_request_is_kept_and_chains_share_the_rows():
     life = Life(4, CPU, told=False)
     life.rate(100, lambda place: 0.9)
     mixed = [
         life.candidates[0],
         life.candidates[0]._replace(most=2),
-        life.candidates[0]._replace(most=9, on_device=False),
+        life.candidates[0]._replace(most=9, on_device=False, chain=Chain((5,) * 9, 4)),
         life.candidates[0]._replace(most=0, on_device=False),
     ]
     for _ in range(50):
         found = life.budget.allot(mixed, Load(4, 300, 1))
         assert found.most[0] <= 15
         assert found.most[1] <= 2
-        assert found.most[2:] == [9, 0]
+        assert 0 < found.most[2] <= 9
+        assert found.most[3] == 0
         assert found.verified is None or found.verified < sum(found.most[:2])
+        assert found.chained == [False, False, True, False]
 
 
 def test_stretched_chances_go_on_as_they_ended():

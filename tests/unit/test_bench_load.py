@@ -119,6 +119,8 @@ def test_mixes_choose_among_the_answers(easy_then_hard: Traces):
     drifting = easy_then_hard.arranged("drifting")
     assert drifting.lengths.tolist() == [30]
     assert drifting.right[:, 2].tolist() == [15] * 15 + [0] * 15
+    short = replace(easy_then_hard, lengths=np.array([1, 59])).arranged("drifting")
+    assert short.right.shape == (int(short.lengths.sum()), 3)
     assert drifting.margins[0].shape == (30, 3)
 
 
@@ -238,7 +240,7 @@ def test_record_and_load_from_the_command_line(main: Callable[..., Any], pair: A
     assert found.note["command"].startswith("strobe bench record --prompts 3 --max-tokens 12")
     ways = "plain,adaptive," + str(found.widths[0])
     status, text, err = main("bench", "load", *flags, f"--traces={out}", "--concurrency=1,2",
-                             "--answers=3", "--prompt-len=8", f"--ways={ways}",
+                             "--answers=4", "--prompt-len=8", f"--ways={ways}",
                              f"--json={file}", f"--plot={plot}")  # fmt: skip
     assert (status, err) == (0, "")
     assert "drafts are kept as traces say" in text
@@ -250,7 +252,8 @@ def test_record_and_load_from_the_command_line(main: Callable[..., Any], pair: A
     ]
     for row in figures["rows"]:
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"], rel=0.02)
-        assert (row["drafts_made_per_token"] == 0) == (row["way"] == "plain")
+        if row["way"] != "adaptive":  # which may find that this pair's drafts do not pay
+            assert (row["drafts_made_per_token"] == 0) == (row["way"] == "plain")
         assert 0 < row["tpot_ms_p50"] <= row["tpot_ms_p99"]
     assert plot.read_bytes()[:4] == b"\x89PNG"
 
@@ -292,6 +295,8 @@ def test_load_runs_steadily_and_at_a_rate(
         ("load", ["--acceptance-rate=2"], "acceptance_rate is 2, but must be at most 1"),
         ("load", ["--mix=odd", "--traces={good}"], "mix is 'odd'; name one of all, easy, hard, "),
         ("load", ["--acceptance-rate=1", "--prompt-len=1900"], "lower prompt_len or max_tokens, "),
+        ("load", ["--answers=4", "--traces={good}"], "answers is 4, but concurrency is 32; ask "),
+        ("load", ["--no-adaptive", "--traces={good}"], "adaptive is off, but ways names it; leave"),
         ("load", ["--method=none"], "DFlash drafts nothing; name shapes with a drafter, or leave "),
         ("load", ["--plot=/nowhere/x.png"], "plot is '/nowhere/x.png', but /nowhere is no "),
         ("record", ["--out=x.txt"], "out is 'x.txt', but must end with .npz."),

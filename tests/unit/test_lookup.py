@@ -68,7 +68,7 @@ class Front:
         found: list[list[bool]] = []
         for _ in range(steps):
             allotted = self.budget.allot(self.candidates, Load(len(self.candidates), 0, 0))
-            chained = allotted.chained or [False] * len(self.candidates)
+            chained = allotted.chained or [bool(one.chain.tokens) for one in self.candidates]
             spans, kept = list[Span](), list[int]()
             for i, (own, n) in enumerate(zip(chained, allotted.most, strict=True)):
                 tokens, method = ((7,) + (5,) * n, None) if own else ((TAIL,), "dflash")
@@ -88,6 +88,11 @@ def test_a_chain_stands_in_the_drafters_place_where_it_promises_more():
     assert allotted.most == [3, 3], "and the drafter does not run"
     better = front.run(drafted=3, looked_up=0, steps=200)
     assert better[-1] == [False, False]
+
+
+def test_the_drafter_is_looked_at_first_whatever_prompt_lookup_finds():
+    front = Front(2)
+    assert sum(track.seen for track in front.budget.tracks) >= 64
 
 
 def test_drafts_that_cost_more_than_they_promise_are_not_verified():

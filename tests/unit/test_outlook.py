@@ -35,23 +35,23 @@ def step(one: Outlook, slots: list[int], chances: list[list[float]]) -> None:
 
 def test_a_new_request_promises_what_first_blocks_of_others_brought():
     one = outlook(2)
-    assert one.of(np.array([0, 1]))[1].tolist() == [FIRST.tolist()] * 2
+    assert one.of(np.array([0, 1]), np.full(len([0, 1]), 2))[1].tolist() == [FIRST.tolist()] * 2
     for _ in range(200):
         assert one.meet(candidates(1))
         assert not one.meet([Candidate(one._who[0], 2, slot=0)])  # type: ignore[arg-type]
         step(one, [0], [[0.1, 0.0]])
     one.meet(candidates(1))
-    assert one.of(np.array([0]))[1][0] == pytest.approx([0.1, 0.0], abs=1e-3)
+    assert one.of(np.array([0]), np.full(len([0]), 2))[1][0] == pytest.approx([0.1, 0.0], abs=1e-3)
 
 
 def test_the_most_promising_come_first():
     one = outlook(3)
     for _ in range(30):
         step(one, [0, 1, 2], [[0.2, 0.1], [0.9, 0.8], [0.5, 0.4]])
-    order, chances = one.of(np.array([0, 1, 2]))
+    order, chances = one.of(np.array([0, 1, 2]), np.full(len([0, 1, 2]), 2))
     assert order.tolist() == [1, 2, 0]
     assert chances.sum(1).tolist() == sorted(chances.sum(1), reverse=True)
-    assert one.of(np.array([2, 0]))[0].tolist() == [0, 1]
+    assert one.of(np.array([2, 0]), np.full(len([2, 0]), 2))[0].tolist() == [0, 1]
 
 
 def test_a_request_that_rests_promises_ever_more_what_others_brought_after_a_rest():
@@ -61,11 +61,11 @@ def test_a_request_that_rests_promises_ever_more_what_others_brought_after_a_res
     found = []
     for _ in range(200):
         step(one, [], [])
-        found.append(float(one.of(np.array([0]))[1].sum()))
+        found.append(float(one.of(np.array([0]), np.full(len([0]), 2))[1].sum()))
     assert found == sorted(found)
     assert found[0] < 0.3 < 0.7 * float(one.rested.sum()) < found[-1]
     step(one, [0], [[0.0, 0.0]])
-    assert float(one.of(np.array([0]))[1].sum()) < 0.1
+    assert float(one.of(np.array([0]), np.full(len([0]), 2))[1].sum()) < 0.1
     assert float(one.rested.sum()) < 0.9 * found[-1]
 
 
@@ -87,10 +87,17 @@ def test_of_many_requests_the_first_are_no_better_than_they_turned_out_to_be():
     for _ in range(60):
         blocks = rng.choice([0.1, 0.9], (count, 1)) * np.array([1.0, 0.9])
         step(one, list(range(count)), blocks.tolist())
-        chances = one.of(np.arange(count))[1]
+        chances = one.of(np.arange(count), np.full(count, 2))[1]
         assert sorted(chances.sum(1)) == pytest.approx(sorted(blocks.sum(1)))
         totals.append(chances[:FEW].sum(1).mean() / chances.sum(1).mean())
     assert np.mean(totals[10:]) == pytest.approx(1.0, abs=0.06)
+
+
+def test_drafts_beyond_a_requests_own_limit_promise_nothing():
+    one = outlook(2)
+    order, chances = one.of(np.array([0, 1]), np.array([1, 2]))
+    assert order.tolist() == [1, 0]
+    assert chances.tolist() == [FIRST.tolist(), [FIRST[0], 0.0]]
 
 
 def test_of_few_requests_the_mean_of_their_blocks_counts():
@@ -98,4 +105,4 @@ def test_of_few_requests_the_mean_of_their_blocks_counts():
     step(one, [0], [[0.5, 0.5]])
     step(one, [0], [[1.0, 0.5]])
     one.turns = 0.0
-    assert one.of(np.array([0]))[1][0].tolist() == [0.5 + LATEST * 0.5, 0.5]
+    assert one.of(np.array([0]), np.full(len([0]), 2))[1][0].tolist() == [0.5 + LATEST * 0.5, 0.5]

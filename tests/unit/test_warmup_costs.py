@@ -12,7 +12,7 @@ import pytest
 from textpair import Pair
 
 from strobe import LLM, SamplingParams
-from strobe.spec.adaptive import AdaptiveBudget
+from strobe.spec.adaptive import AdaptiveBudget, Choice
 from strobe.warmup import costs as measured
 from strobe.warmup.costs import adapt
 
@@ -63,6 +63,17 @@ def test_an_engine_knows_its_costs_and_is_as_if_nothing_had_run(
     assert all(ms > 0 for part in ("draft", "verify") for ms in table[part].values())
     assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8
     engine.check()
+
+
+@pytest.mark.parametrize("method", ["ngram", "dflash+ngram"])
+def test_the_drafter_is_surveyed_whatever_the_engines_method_is(pair: Pair, method: str):
+    """Prompts of the survey repeat, so that prompt lookup would find something."""
+    llm = LLM(pair.target, pair.draft, max_num_seqs=2, method=method, overlap=1)
+    budget = budget_of(llm)
+    whole = Choice(len(budget.widths) - 1, budget.widths[-1])
+    with measured._Survey(llm.engine, budget) as survey:
+        for _ in range(3):
+            assert survey.time(2, whole)[2] == 2 * (1 + whole.most)
 
 
 def test_the_next_start_takes_the_costs_of_the_one_before(
@@ -124,6 +135,8 @@ def test_steps_of_many_requests_tell_what_a_request_costs_beside_its_rows():
     assert by_rows == pytest.approx({n: 2.0 + 0.25 * n for n in (1, 4, 16, 64, 256)})
     dear = [(rows, n, 9.0 + rows - 0.5 * n) for rows, n, _ in steps]
     assert measured._by_rows(dear)[1] == 0.0
+    alone = [(rows, 1, 2.0 + rows) for rows in (1, 4, 16)]
+    assert measured._by_rows(alone) == ({1: 3.0, 4: 6.0, 16: 18.0}, 0.0)
 
 
 def test_a_cache_that_cannot_be_written_does_no_harm(

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.request import Request
+from strobe.sampling_params import METHODS
 from strobe.server.engine_process.messages import (
     Failed,
     Finish,
@@ -70,8 +71,9 @@ def send(pipe: Connection, message: FromEngine) -> None:
 def facts(engine: Engine) -> Ready:
     """What the server needs to know of the engine."""
     resolved = engine.resolved
-    held = [name for name in engine.proposers.all if engine.limits.num_drafts]
-    methods = dict.fromkeys((resolved.method, *held, "none"))
+    held = set(engine.proposers.all if engine.limits.num_drafts else ())
+    can = [method for method in METHODS if held.issuperset(method.split("+"))]
+    methods = dict.fromkeys((resolved.method, *can, "none"))
     return Ready(
         max_model_len=engine.limits.max_model_len,
         max_num_seqs=engine.limits.max_num_seqs,

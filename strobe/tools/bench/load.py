@@ -149,7 +149,13 @@ def _traces(settings: LoadSettings, setup: Resolved) -> Traces:
 
 def _check_room(settings: LoadSettings, setup: Resolved, traces: Traces) -> None:
     """Raises ValueError where an answer does not fit the context, or a number of drafts is none."""
-    limits = setup.limits
+    limits, most = setup.limits, max(settings.requests)
+    if not settings.rate and not settings.steady and 0 < settings.answers < most:
+        raise ValueError(
+            f"answers is {settings.answers}, but concurrency is {most}; ask for at least as many."
+        )
+    if not setup.config.adaptive and setup.device.type == "cpu" and "adaptive" in settings.ways:
+        raise ValueError("adaptive is off, but ways names it; leave it out of one of them.")
     longest = settings.max_tokens or int(traces.lengths.max())
     # Where all go on until the clock stops, the fastest gets further than the average.
     longest = 4 * longest if settings.steady else longest
@@ -299,18 +305,22 @@ def _figures(turn: Turn) -> Figures:
         if life.tokens > 1
     ]
     firsts = [1e3 * (life.first - life.due) for life in turn.lives if life.first]
-    found = {"tpot_ms": np.percentile(paces, [50, 99]), "ttft_ms": np.percentile(firsts, [50, 99])}
+    if not turn.tokens:
+        raise ValueError(
+            "No token was made while all requests ran; ask for more answers or longer ones."
+        )
+    found: Figures = {}
+    for name, values in (("tpot_ms", paces), ("ttft_ms", firsts)):
+        for share in (50, 99):
+            ms = round(float(np.percentile(values, share)), 3) if values else None
+            found[f"{name}_p{share}"] = ms
     steps = turn.drafting
     return {
         "requests": len(turn.lives),
         "tokens": turn.tokens,
         "seconds": round(seconds, 4),
         "tokens_per_s": round(turn.tokens / seconds, 1),
-        **{
-            f"{name}_p{share}": round(float(ms), 3)
-            for name, pair in found.items()
-            for share, ms in zip((50, 99), pair, strict=True)
-        },
+        **found,
         "steps": turn.steps,
         "drafts_made_per_token": round(turn.made / turn.tokens, 3),
         "drafts_verified_per_token": round(turn.verified / turn.tokens, 3),

@@ -122,6 +122,11 @@ def record(
         for slot, places in recorder.seen.items():
             answers.setdefault(slots[slot].key, []).extend(places)
         active -= {event.key for event in events if event.finish_reason is not None}
+    if any(request.num_preemptions for request in requests):
+        raise ValueError(
+            f"{settings.at_once} answers at once found no room in the KV cache; lower at_once, or "
+            "raise kv_cache_memory."
+        )
     found = [(request, answers[request.key]) for request in requests if request.num_output > 1]
     if not found:
         raise ValueError("No answer has two tokens; ask for longer ones or give other prompts.")

@@ -80,7 +80,7 @@ class Traces:
     def _of(self, answers: Sequence[Sequence[range]]) -> Traces:
         """The answers made of these places."""
         lengths = np.array([sum(map(len, parts)) for parts in answers])
-        places = np.concatenate([part for parts in answers for part in parts])
+        places = np.concatenate([np.arange(p.start, p.stop) for parts in answers for p in parts])
         margins = tuple(rows[places] for rows in self.margins)
         return replace(self, lengths=lengths, right=self.right[places], margins=margins)
 
