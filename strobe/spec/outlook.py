@@ -14,11 +14,8 @@ from strobe.request import Request
 from strobe.spec.budget import Candidate
 
 FEW = 16  # requests whose next blocks are taken to be like their mean, not like their newest
-LATEST, FIRST, RESTED = (
-    0.4,
-    0.05,
-    0.3,
-)  # what a block weighs among its request's, and a first one among those
+LATEST = 0.4  # what a block weighs among its request's, and
+FIRST, RESTED = 0.05, 0.3  # what a request's first block weighs among those, or one after a rest
 TURNS, SELDOM = 0.1, 0.01  # how likely a request turns in a step to be like a new one, at first
 TOLD, GAP = 0.02, 0.5  # what a block weighs in that, and the drafts by which requests must differ
 
