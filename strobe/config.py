@@ -87,7 +87,7 @@ class EngineConfig:
     adaptive: bool = option(
         True,
         "Draft and verify as many tokens per step as measured to be fastest, num_drafts at most; "
-        "off, and on a GPU as yet, always num_drafts.",
+        "off, always num_drafts.",
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = option(
         "greedy",

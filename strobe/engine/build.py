@@ -108,9 +108,6 @@ def resolve(config: EngineConfig) -> Resolved:
     draft = next(iter(drafts.values()), None)
     method = config.method or next(iter(drafts), "none")
     device = choose_device(config.device)
-    if config.adaptive and device.type == "cuda":
-        logger.info("Every step verifies num_drafts: adaptive drafting is for CPUs as yet.")
-        config = config.with_(adaptive=False)
     if config.gpu_memory_utilization is not None and device.type == "cpu":
         logger.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory has.")
     limits = resolve_limits(

@@ -256,7 +256,9 @@ def _gemm(
             before = tl.atomic_max(best + ms, first_key, mask=live, sem="relaxed")
             if margins is not None:
                 # Of every two largest ones that meet, the smaller one may be the second of all.
-                rest = tl.max(tl.where(keys == first_key[None, :], LEAST, keys), axis=0)
+                others = (ns < N)[:, None] & (keys != first_key[None, :])
+                second = tl.max(tl.where(others, logits.to(tl.float32), float("-inf")), axis=0)
+                rest = _keys(second, tl.zeros([BLOCK_M], tl.int32))
                 rest = tl.maximum(rest, tl.minimum(before, first_key))
                 tl.atomic_max(best + BLOCK_M + ms, rest, mask=live, sem="relaxed")
             tl.debug_barrier()

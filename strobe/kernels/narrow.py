@@ -27,11 +27,14 @@ _CELLS = 8192
 def _chances_kernel(margins, weights, most, chances, stride, K: tl.constexpr, SIZE: tl.constexpr):
     span, place = tl.program_id(0), tl.arange(0, SIZE)
     real = place < K
+    made = tl.load(most + span)
     margin = tl.load(margins + span * stride + place, real, 0.0)
+    mean = tl.sum(tl.where(place < made, margin, 0.0), 0) / tl.maximum(made, 1).to(tl.float32)
     slope = tl.load(weights + 2 * place, real, 0.0)
     level = tl.load(weights + 2 * place + 1, real, 0.0)
-    found = tl.cumprod(1.0 / (1.0 + tl.exp(-(slope * margin + level))), 0)
-    found = tl.where(place < tl.load(most + span), found, -1.0)
+    evidence = (margin + mean) / 2
+    found = tl.cumprod(1.0 / (1.0 + tl.exp(-(slope * evidence + level))), 0)
+    found = tl.where(place < made, found, -1.0)
     tl.store(chances + span * K + place, found, real)
 
 

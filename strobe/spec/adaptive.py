@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from strobe.spec.budget import Allotment, Budget, Candidate, Load
-from strobe.spec.confidence import Confidence
+from strobe.spec.confidence import Confidence, evidence
 from strobe.spec.costs import Costs, Work
 from strobe.spec.lookup import Lookup
 from strobe.spec.outlook import FEW, Outlook
@@ -25,9 +25,9 @@ from strobe.step import Plan, StepResult
 
 TAKEN_IN = 16, 16  # blocks or steps after which what was observed is taken in
 FITTED = 64, 16  # ticks of the clock and steps after which chances are fitted anew
-HALVED = 64, 8  # ticks or steps after which what was observed weighs half
+HALVED = 512, 32  # ticks or steps after which what was observed weighs half
 HELD = 2, 8  # steps for which a choice is held: of few that draft, and of more or none
-BETTER = 1.005  # what another width must bring, and
+BETTER = 1.04  # what another width must bring, and
 FEWER = 1.01  # fewer drafts, or fewer requests that draft, than all of a width
 PROBES = 0.004  # of the time: probes while drafting rests
 EVERYONE, OTHERS = 0.004, 0.001  # and else all drafts of all requests, and other widths
@@ -61,14 +61,13 @@ class Track:
         self.width, self.confidence = width, Confidence(width)
         self.age, self.seen, self.fitted = 0, 0, (-FITTED[0], -FITTED[1])
         self.blocks: list[tuple[Any, Any, Any]] = []
-        """Margins [n, K], drafts verified and accepted [n] of steps that are not yet taken in."""
+        """Evidence [n, K], drafts verified and accepted [n] of steps that are not yet taken in."""
 
-    def whole(self, margins: Any) -> Any:
-        """Those of whole blocks [n, K]: where less is verified than drafted, only the first may be
-        there."""
-        short = self.width - margins.shape[1]
-        more = [margins[:, -1:]] * max(short, 0)
-        return np.concatenate((margins[:, : self.width], *more), 1)
+    def whole(self, found: Any) -> Any:
+        """Evidence of whole blocks [n, K]: where less is verified than drafted, only the first may
+        be there."""
+        more = [found[:, -1:]] * max(self.width - found.shape[1], 0)
+        return np.concatenate((found[:, : self.width], *more), 1)
 
 
 def stretch(chances: Any, width: int) -> Any:
@@ -191,14 +190,12 @@ class AdaptiveBudget(Budget):
                 given = self._matches[span.slot], span.drafts, accepted
                 self.lookup.observe(*given, self.outlook.steps)
         if made and result.margins is not None:
-            track, drafted = self.tracks[width], result.drafted
-            margins = track.whole(np.asarray(result.margins)[made])
-            verified = (
-                [spans[i].drafts for i in made] if drafted is None else np.array(drafted)[made]
-            )
-            track.blocks.append((margins, verified, np.array(result.accepted)[made]))
+            track, drafted = self.tracks[width], np.array([spans[i].drafts for i in made])
+            found = track.whole(evidence(np.asarray(result.margins)[made], drafted))
+            verified = drafted if result.drafted is None else np.array(result.drafted)[made]
+            track.blocks.append((found, verified, np.array(result.accepted)[made]))
             track.age = 0
-            chances = stretch(track.confidence.chances(margins), self.widths[-1])
+            chances = stretch(track.confidence.chances(found), self.widths[-1])
             self.outlook.take(np.array([spans[i].slot for i in made]), chances)
         self.clock += len(spans)
         self._half = max(HALVED[0], HALVED[1] * len(spans))
@@ -218,10 +215,10 @@ class AdaptiveBudget(Budget):
             if not track.blocks:
                 continue
             parts = zip(*track.blocks, strict=True)
-            margins, verified, accepted = [np.concatenate(part) for part in parts]
+            found, verified, accepted = [np.concatenate(part) for part in parts]
             track.blocks.clear()
-            track.seen += len(margins)
-            track.confidence.observe(margins, verified, accepted, self.clock)
+            track.seen += len(found)
+            track.confidence.observe(found, verified, accepted, self.clock)
             clock, step = track.fitted
             if self.clock >= clock + FITTED[0] and self.outlook.steps >= step + FITTED[1]:
                 track.fitted = self.clock, self.outlook.steps

@@ -39,12 +39,15 @@ def _weights(confidence: Sequence[tuple[float, float]], width: int, device: torc
     return upload(given, device, torch.float32)
 
 
-def chances(margins: Tensor, weights: Tensor) -> Tensor:
-    """margins [S, K] of drafts, weights [K, 2] -> [S, K] float32, each one's chance to count: the
-    product of a logistic function of each margin up to it, by place slope and intercept, so that
-    it falls along a block."""
+def chances(margins: Tensor, weights: Tensor, most: Tensor) -> Tensor:
+    """margins [S, K] of drafts, of which the first `most` [S] of a row are there, weights [K, 2] ->
+    [S, K] float32, each one's chance to count: the product of a logistic function of the evidence
+    up to it (`strobe/spec/confidence.py`), by place slope and intercept, so that it falls along a
+    block."""
+    there = torch.arange(margins.shape[1], device=margins.device) < most[:, None]
+    means = (margins * there).sum(1) / most.clamp(min=1)
     slopes, intercepts = weights.unbind(1)
-    return torch.sigmoid(margins * slopes + intercepts).cumprod(1)
+    return torch.sigmoid((margins + means[:, None]) / 2 * slopes + intercepts).cumprod(1)
 
 
 def most_promising(margins: Tensor, weights: Tensor, most: Tensor, count: int) -> Tensor:
@@ -54,7 +57,7 @@ def most_promising(margins: Tensor, weights: Tensor, most: Tensor, count: int) -
     spans, width = margins.shape
     places = torch.arange(width, device=margins.device)
     there = places < most[:, None]
-    keys = torch.where(there, chances(margins, weights), -1.0)
+    keys = torch.where(there, chances(margins, weights, most), -1.0)
     order = keys.T.flatten().sort(descending=True, stable=True).indices[:count]
     taken = torch.zeros(spans * width, dtype=torch.int64, device=margins.device)
     taken[order] = 1

@@ -27,8 +27,9 @@ from strobe.warmup.forced import Forced
 logger = logging.getLogger(__name__)
 
 REPEATS = 4  # steps of each kind that are timed
-SECONDS = 30.0  # after which no further kind of step is measured
+SECONDS = 60.0  # after which no further kind of step is measured
 LONG = 4096  # positions of a long context
+READERS = 16  # requests that read one each on a GPU, which fewer do not keep busy
 FITS = 0.3  # relative error within which costs of an earlier start still hold
 
 _RATES = "request", "context", "context_row"
@@ -127,8 +128,7 @@ class _Survey:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for request in self.requests:
-            self.engine.finish(request, "abort")
+        self.end()
         while self.engine.has_work:
             self.engine.step()
         self.engine.forget()
@@ -142,8 +142,8 @@ class _Survey:
         self.requests = [r for r in self.requests if r.finish_reason is None]
         while len(self.requests) < count:
             self.requests.append(self.engine.add([0], _ENDLESS))
-        scheduler = self.engine.scheduler
-        for _ in range(4 + 4 * count):
+        scheduler, rows = self.engine.scheduler, sum([r.num_prompt for r in self.requests])
+        for _ in range(4 + 4 * count + rows // self.engine.limits.max_num_batched_tokens):
             if not scheduler.waiting and all(record.decoding for record in scheduler.running):
                 return
             self.engine.step()
@@ -169,18 +169,27 @@ class _Survey:
     def context(self, whole: Choice) -> tuple[float, float]:
         """Milliseconds for each position of a long context, and for it with each further row."""
         engine, pool = self.engine, self.engine.parts.pool
-        room = min(engine.limits.max_model_len, (pool.capacity - 1) * engine.limits.page_size)
+        positions = (pool.capacity - 1) * engine.limits.page_size
+        room = min(engine.limits.max_model_len, positions)
         size = min(LONG, room - 4 * engine.limits.block)
         if size < LONG // 4:
             return 0.0, 0.0
-        short = [self.time(1, choice)[1] for choice in (Choice(), whole)]
-        for request in self.requests:
-            engine.finish(request, "abort")
-        self.requests = [engine.add([0] * size, _ENDLESS)]
-        long = [self.time(1, choice)[1] for choice in (Choice(), whole)]
-        engine.finish(self.requests[0], "abort")
-        once, rows = [max(b - a, 0.0) / size for a, b in zip(short, long, strict=True)]
+        count = READERS if self.cuda else 1
+        count = max(min(count, engine.limits.max_num_seqs, positions // (size + LONG // 8)), 1)
+        short = [self.time(count, choice)[1] for choice in (Choice(), whole)]
+        self.end()
+        # Other tokens each, for no request is to find another's pages.
+        self.requests = [engine.add([i] * size, _ENDLESS) for i in range(count)]
+        long = [self.time(count, choice)[1] for choice in (Choice(), whole)]
+        self.end()
+        pairs = zip(short, long, strict=True)
+        once, rows = [max(b - a, 0.0) / (count * size) for a, b in pairs]
         return once, max(rows - once, 0.0) / whole.most
+
+    def end(self) -> None:
+        for request in self.requests:
+            self.engine.finish(request, "abort")
+        self.requests = []
 
     def _mark(self, name: str) -> None:
         if self.cuda:

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from layouts import facts, spans_of
@@ -13,6 +14,7 @@ from layouts import facts, spans_of
 from strobe.runner.batch import Shape, lay_out, own_shape
 from strobe.runner.buckets import Buckets
 from strobe.spec.allocate import chances, most_promising, verified_drafts
+from strobe.spec.confidence import Confidence, evidence
 from strobe.step import TAIL, Span, num_rows
 
 CPU = torch.device("cpu")
@@ -20,11 +22,26 @@ CPU = torch.device("cpu")
 
 def test_a_chance_is_the_product_of_what_the_margins_up_to_there_say():
     margins = torch.tensor([[0.0, 2.0, 1.0], [40.0, 0.5, 3.0]])
-    found = chances(margins, torch.tensor([[1.0, 0.0], [0.5, -1.0], [0.0, math.inf]]))
-    sure = torch.sigmoid(torch.tensor(40.0))
-    first = [0.5, 0.5 * 0.5, 0.25]
-    second = [sure, sure * torch.sigmoid(torch.tensor(-0.75)), sure * 0.3208213]
-    torch.testing.assert_close(found, torch.tensor([first, second]))
+    weights = torch.tensor([[1.0, 0.0], [0.5, -1.0], [0.0, math.inf]])
+    found = chances(margins, weights, torch.tensor([3, 2]))
+    first = [0.5, 1.5, 1.0]  # evidence: half is the block's mean, which is 1
+    second = [30.125, 10.375]  # of two drafts: 20.25
+    one, two = (
+        torch.sigmoid(torch.tensor(row)[:2] * weights[:2, 0] + weights[:2, 1]).cumprod(0)
+        for row in (first, second)
+    )
+    torch.testing.assert_close(found[:, :2], torch.stack((one, two)))
+    torch.testing.assert_close(found[:, 2], found[:, 1])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_device_sees_the_evidence_that_the_host_sees(seed: int):
+    rng = np.random.default_rng(seed)
+    margins, most = rng.gamma(1.5, 2.0, (6, 7)), rng.integers(0, 8, 6)
+    fit = Confidence(7)
+    fit.weights = rng.uniform(0.1, 1.0, (7, 2))
+    given = torch.from_numpy(margins), torch.from_numpy(fit.weights), torch.from_numpy(most)
+    np.testing.assert_allclose(chances(*given).numpy(), fit.chances(evidence(margins, most)))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -35,7 +52,7 @@ def test_no_other_choice_of_as_many_drafts_promises_more(seed: int):
     weights = torch.tensor([(rng.uniform(0.1, 1), rng.uniform(-2, 1)) for _ in range(width)])
     most = [rng.randint(0, width) for _ in range(spans)]
     count = rng.randint(0, sum(most) + 1)
-    gains = chances(margins, weights).double()
+    gains = chances(margins, weights, torch.tensor(most)).double()
 
     def worth(counts: tuple[int, ...]) -> float:
         return sum(float(gains[i, :n].sum()) for i, n in enumerate(counts))

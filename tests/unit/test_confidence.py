@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from strobe.spec.confidence import FIRST, WINDOW, Confidence, regress
+from strobe.spec.confidence import FIRST, WINDOW, Confidence, evidence, regress
+from strobe.tools.bench.load import TRACES
+from strobe.tools.bench.traces import load
 
 
 def recorded(rng: np.random.Generator, n: int, weights: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -55,6 +57,32 @@ def test_the_fit_tells_easy_from_hard_drafts():
     assert (found.weights[:, 0] >= 0).all()
 
 
+def test_evidence_is_of_a_draft_and_of_its_block():
+    found = evidence(np.array([[1.0, 3.0, 99.0], [4.0, 0.0, 2.0]]), np.array([2, 3]))
+    assert found[0, :2].tolist() == [1.5, 2.5]
+    assert found[1].tolist() == [3.0, 1.0, 2.0]
+
+
+def test_on_recorded_blocks_chances_are_what_was_right():
+    """Online, each block valued before it is seen: in all, and of the blocks that promise most."""
+    traces, width = load(TRACES), 15
+    fit, said, right, place = Confidence(width), list[float](), list[int](), 0
+    while place < len(traces.right):
+        margins = traces.margins[-1][place : place + 1].astype(float)
+        found, accepted = evidence(margins, np.array([width])), int(traces.right[place, -1])
+        said.append(float(fit.chances(found).sum()))
+        right.append(accepted)
+        fit.observe(found, np.array([width]), np.array([accepted]))
+        if len(said) % 16 == 0:
+            fit.fit()
+        place += 1 + accepted
+    told, true = np.array(said[64:]), np.array(right[64:])
+    assert told.sum() == pytest.approx(true.sum(), rel=0.06)
+    for low, high in ((0.5, 0.8), (0.8, 0.9), (0.9, 1.0)):
+        among = (told >= np.quantile(told, low)) & (told <= np.quantile(told, high))
+        assert told[among].mean() == pytest.approx(true[among].mean(), rel=0.2)
+
+
 def test_a_place_that_was_never_reached_takes_after_the_others():
     found, rng = Confidence(3), np.random.default_rng(1)
     margins, _, accepted = recorded(rng, 200, np.array([[0.8, -2.0]] * 3))
@@ -69,9 +97,9 @@ def test_what_lies_behind_a_wrong_draft_or_was_not_verified_tells_nothing():
     margins = np.arange(12.0).reshape(3, 4)
     found.observe(margins, np.array([4, 2, 0]), np.array([1, 2, 0]))
     assert found.seen.tolist() == [2, 2, 0, 0]
-    assert found._margins[0, :2].tolist() == [0.0, 4.0]
+    assert found._evidence[0, :2].tolist() == [0.0, 4.0]
     assert found._right[0, :2].tolist() == [1, 1]
-    assert found._margins[1, :2].tolist() == [1.0, 5.0]
+    assert found._evidence[1, :2].tolist() == [1.0, 5.0]
     assert found._right[1, :2].tolist() == [0, 1]
 
 
@@ -91,8 +119,9 @@ def test_the_fit_follows_a_text_that_gets_harder():
 
 def test_more_observations_than_are_kept_leave_the_newest():
     found = Confidence(1)
-    found.observe(np.arange(300.0)[:, None], np.ones(300, int), np.zeros(300, int))
-    assert sorted(found._margins[0]) == list(range(300 - WINDOW, 300))
+    more = WINDOW + 44
+    found.observe(np.arange(float(more))[:, None], np.ones(more, int), np.zeros(more, int))
+    assert sorted(found._evidence[0]) == list(range(44, more))
 
 
 @pytest.mark.parametrize("right", [0, 1])

@@ -150,7 +150,7 @@ def test_nothing_is_wrong_with_the_demo_models(
     )
     for row in reported["margins"]:
         assert 0 <= row["chance_at_low"] <= row["chance_at_high"] <= 1
-        assert 0 <= row["low_margin"] <= row["high_margin"]
+        assert 0 <= row["low_evidence"] <= row["high_evidence"]
     kinds = {variant["kind"] for variant in reported["variants"]}
     assert kinds == {"as it is", "layer offset", "causality", "anchor layout", "rope"}
     memory = reported["facts"]["memory"]
@@ -161,11 +161,11 @@ def test_nothing_is_wrong_with_the_demo_models(
     assert reported["facts"]["fit"]["format"] == "z-lab"
 
 
-def test_a_fit_says_how_likely_drafts_of_small_and_large_margins_are_right():
+def test_a_fit_says_how_likely_drafts_of_little_and_much_evidence_are_right():
     rng, fitting = np.random.default_rng(0), Fitting(2)
     for _ in range(100):
-        margins = rng.choice([1.0, 9.0], (3, 2))
-        right = rng.random((3, 2)) < np.where(margins > 5, 0.9, 0.3)
+        margins = rng.choice([1.0, 9.0], (3, 1)).repeat(2, 1)
+        right = rng.random((3, 2)) < np.where(margins > 5, 0.9, 0.4)
         accepted = [int(row.argmin()) if not row.all() else 2 for row in right]
         spans = tuple(Span(i, 5, 5, (TAIL,), 2, "dflash", 3) for i in range(2))
         spans = (*spans, Span(2, 5, 5, (TAIL,), 0, None, 1))
@@ -175,8 +175,8 @@ def test_a_fit_says_how_likely_drafts_of_small_and_large_margins_are_right():
     assert first["blocks"] == 200
     assert second["blocks"] == pytest.approx(200 * first["right"])
     for row in (first, second):
-        assert (row["low_margin"], row["high_margin"]) == (1.0, 9.0)
-        assert row["chance_at_low"] == pytest.approx(0.3, abs=0.12)
+        assert (row["low_evidence"], row["high_evidence"]) == (1.0, 9.0)
+        assert row["chance_at_low"] == pytest.approx(0.4, abs=0.12)
         assert row["chance_at_high"] == pytest.approx(0.9, abs=0.08)
 
 

@@ -23,6 +23,7 @@ from strobe.config import EngineConfig
 from strobe.engine.build import Resolved, resolve
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
+from strobe.spec.adaptive import AdaptiveBudget
 from strobe.spec.budget import Budget
 from strobe.step import TokenEvent
 from strobe.tools.bench.engine_step import located_shapes
@@ -45,6 +46,8 @@ from strobe.warmup.costs import adapt
 
 TRACES = Path(__file__).parent / "traces.npz"
 """Those that come with Strobe."""
+WARMUPS = 5
+"""Runs before the one that counts, at most: until none captures a step."""
 
 
 class Job(NamedTuple):
@@ -116,11 +119,14 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
         engine = ReplayEngine(setup, traces)
         say("measuring what steps cost")
         adapt(engine)
+        budget = engine.scheduler.budget
+        assert isinstance(budget, AdaptiveBudget)
         figures: Figures = {
             "benchmark": "load",
             **circumstances(command, setup),
             "traces": {**traces.note, "places": len(traces.right), "mix": settings.mix},
             "acceptance_length": {n: round(traces.acceptance_length(n), 3) for n in traces.widths},
+            "costs": budget.costs.as_dict() if budget.costs is not None else None,
             "rows": [],
         }
         ways = _ways(settings, engine)
@@ -129,8 +135,11 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
                 say(f"{way}: {load_of}")
                 start()
                 driver = Driver(engine, settings, way, count)
-                if not settings.rate:  # graphs are captured, and the policy learns
+                for _ in range(0 if settings.rate else WARMUPS):  # and the policy learns
+                    known = len(engine.graphs)
                     driver.run([job._replace(at=0.0) for job in jobs[: 2 * count]])
+                    if len(engine.graphs) == known:
+                        break
                 figures["rows"].append({"way": way, **load_of, **_figures(driver.run(jobs))})
     write(settings.json, figures)
     _show(output(), figures)
@@ -154,7 +163,7 @@ def _check_room(settings: LoadSettings, setup: Resolved, traces: Traces) -> None
         raise ValueError(
             f"answers is {settings.answers}, but concurrency is {most}; ask for at least as many."
         )
-    if not setup.config.adaptive and setup.device.type == "cpu" and "adaptive" in settings.ways:
+    if not setup.config.adaptive and "adaptive" in settings.ways:
         raise ValueError("adaptive is off, but ways names it; leave it out of one of them.")
     longest = settings.max_tokens or int(traces.lengths.max())
     # Where all go on until the clock stops, the fastest gets further than the average.

@@ -18,7 +18,7 @@ from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.spec.base import Drafts
 from strobe.spec.budget import Allotment, Budget, Candidate, Load
-from strobe.spec.confidence import Confidence
+from strobe.spec.confidence import Confidence, evidence
 from strobe.step import Plan, Span, StepResult
 
 BASES = (1e4, 1e5, 5e5, 1e6, 1e7)
@@ -100,7 +100,7 @@ def gain(base: Sequence[int], other: Sequence[int]) -> float:
 
 
 class Fitting(Budget):
-    """Whole blocks are verified, and their margins compared with what was right."""
+    """Whole blocks are verified, and their evidence compared with what was right."""
 
     def __init__(self, places: int):
         self.confidence = Confidence(places)
@@ -109,17 +109,17 @@ class Fitting(Budget):
     def observe(self, plan: Plan, result: StepResult) -> None:
         if result.margins is None:
             return
-        rows = zip(plan.spans, np.asarray(result.margins), result.accepted, strict=True)
-        for span, margins, accepted in rows:
+        drafts = np.array([span.drafts for span in plan.spans])
+        found = evidence(np.asarray(result.margins), drafts)
+        for i, (span, accepted) in enumerate(zip(plan.spans, result.accepted, strict=True)):
             if span.method is not None:
-                given = np.array([span.drafts]), np.array([accepted])
-                self.confidence.observe(margins[None], *given)
+                self.confidence.observe(found[[i]], drafts[[i]], np.array([accepted]))
                 for k in range(min(accepted + 1, span.drafts)):
-                    self._reached[k].append((float(margins[k]), k < accepted))
+                    self._reached[k].append((float(found[i, k]), k < accepted))
 
     def by_place(self) -> list[dict[str, float]]:
         """Of each place that was reached: blocks that did, the share that was right there, slope
-        and intercept of the fit, and the quartiles of margins with the chances there."""
+        and intercept of the fit, and the quartiles of the evidence with the chances there."""
         self.confidence.fit()
         found: list[dict[str, float]] = []
         for reached, (slope, intercept) in zip(
@@ -127,16 +127,16 @@ class Fitting(Budget):
         ):
             if not reached:
                 break
-            low, high = np.percentile([margin for margin, _ in reached], [25, 75]).tolist()
-            chances = [1 / (1 + math.exp(-slope * margin - intercept)) for margin in (low, high)]
+            low, high = np.percentile([one for one, _ in reached], [25, 75]).tolist()
+            chances = [1 / (1 + math.exp(-slope * one - intercept)) for one in (low, high)]
             found.append(
                 {
                     "blocks": len(reached),
                     "right": round(mean([float(right) for _, right in reached]), 4),
                     "slope": round(slope, 4),
                     "intercept": round(intercept, 4),
-                    "low_margin": round(low, 2),
-                    "high_margin": round(high, 2),
+                    "low_evidence": round(low, 2),
+                    "high_evidence": round(high, 2),
                     "chance_at_low": round(chances[0], 4),
                     "chance_at_high": round(chances[1], 4),
                 }

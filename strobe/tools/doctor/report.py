@@ -108,10 +108,10 @@ def _show_margins(console: Console, report: Report) -> None:
         table.add_column(name, justify="right" if name else "left")
     rows = {
         "right, if those before it are": "right",
-        "at a small margin": "chance_at_low",
-        "at a large margin": "chance_at_high",
-        "small margin": "low_margin",
-        "large margin": "high_margin",
+        "at little evidence": "chance_at_low",
+        "at much evidence": "chance_at_high",
+        "little evidence": "low_evidence",
+        "much evidence": "high_evidence",
         "slope": "slope",
         "intercept": "intercept",
     }
@@ -119,9 +119,9 @@ def _show_margins(console: Console, report: Report) -> None:
         table.add_row(title, *[f"{report.margins[i][name]:.2f}" for i in shown])
     console.print(table)
     console.print(
-        " margin: how far a draft's logit is above the second largest; small and large: a quarter "
-        "are below\n and above. Chance = 1 / (1 + exp(-slope x margin - intercept)), fitted to the "
-        "newest blocks",
+        " margin: how far a draft's logit is above the second largest; evidence: the mean of a "
+        "draft's margin and\n of its block's mean; little and much: a quarter have less and more. "
+        "Chance =\n 1 / (1 + exp(-slope x evidence - intercept)), fitted to the newest blocks",
         style="dim",
     )
 

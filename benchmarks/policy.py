@@ -1,0 +1,189 @@
+"""What a policy makes of traces where steps cost what a table says; no model runs.
+
+    python benchmarks/policy.py [--costs FILE] [--traces FILE] [--concurrency 1,8,64] [--settle]
+
+Each way verifies the same answers; requests never end, but go on with the next answer. One step is
+in flight: a choice knows the results of the steps before it but for the newest. `--settle` has
+all requests answer easy texts, then hard ones, then easy ones, 400 steps each, and compares the
+second half of each with the best other way. FILE of --costs is one that `strobe bench load --json`
+has written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from strobe.request import Request
+from strobe.runner.buckets import Buckets, verified_rows
+from strobe.sampling_params import SamplingParams
+from strobe.spec.adaptive import AdaptiveBudget
+from strobe.spec.allocate import most_promising
+from strobe.spec.budget import Allotment, Budget, Candidate, Load
+from strobe.spec.costs import Costs, Work
+from strobe.step import TAIL, Plan, Span, StepResult, num_rows
+from strobe.tools.bench.load import TRACES
+from strobe.tools.bench.traces import Traces, independent, load
+
+COSTS = Path(__file__).parent / "costs_h200.json"
+CONTEXT = 384  # positions of each request
+PHASE = 400  # steps of a text of one kind
+WAYS = ("plain", "3", "7", "15", "adaptive")
+
+
+def costs(path: Path) -> Costs:
+    """Those of a file of `strobe bench load`."""
+    found = json.loads(path.read_text())["costs"]
+    tables = [{int(n): ms for n, ms in found[name].items()} for name in ("draft", "verify")]
+    return Costs(*tables, found["request"], found["context"], found["context_row"])
+
+
+@dataclass
+class World:
+    """Requests at places of traces, and a way to decide on their drafts."""
+
+    way: str
+    traces: Traces
+    table: Path
+    count: int
+    slots: tuple[int, ...]
+    seed: int = 0
+    took: float = 0.0
+    tokens: int = 0
+    flying: deque[tuple[Plan, StepResult]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        widths, block = self.traces.widths, self.slots[-1]
+        padded = "NVIDIA" in json.loads(self.table.read_text())["device"]
+        buckets = Buckets(self.count, widths[-1], block) if padded else None
+        self.true, self.budget = costs(self.table), Budget()
+        if self.way == "adaptive":
+            rows = functools.partial(verified_rows, buckets)
+            self.budget = AdaptiveBudget(widths, self.slots, rows, 512, self.count)
+            self.budget.costs = costs(self.table)
+        self.buckets, self.rng = buckets, np.random.default_rng(self.seed)
+        most = {"plain": 0, "adaptive": widths[-1]}.get(self.way) if not self.way.isdecimal() else 0
+        most = int(self.way) if self.way.isdecimal() else most
+        one = Request("r", [1], SamplingParams(), seed=0)
+        self.candidates = [Candidate(one, most or 0, slot=i) for i in range(self.count)]
+        self.turn_to(self.traces)
+
+    def turn_to(self, traces: Traces) -> None:
+        """All requests go on with answers of these."""
+        self.traces = traces
+        self.places = self.rng.choice(traces.starts, self.count)
+
+    def step(self) -> None:
+        widths, load = self.traces.widths, Load(self.count, 0, 0, self.count * CONTEXT)
+        found = self.budget.allot(self.candidates, load)
+        longest = max(found.most)
+        width = next((i for i, n in enumerate(widths) if n >= longest), 0)
+        right = np.minimum(self.traces.right[self.places, width], found.most)
+        margins = self.traces.margins[width][self.places].astype(np.float64)
+        verified = _verified(found, margins)
+        accepted = np.minimum(right, verified)
+        spans = tuple(
+            Span(i, CONTEXT, CONTEXT, (TAIL,), n, "dflash" if n else None, 1 + n)
+            for i, n in enumerate(found.most)
+        )
+        plan = Plan(spans, (), (), found.verified, found.confidence)
+        rows = num_rows(spans, found.verified)
+        rows = rows if self.buckets is None else self.buckets.of(spans, found.verified).rows
+        draft = sum(n > 0 for n in found.most) * self.slots[width]
+        ms = float(self.true.ms(Work(draft, rows, self.count, self.count * CONTEXT)))
+        self.took, self.tokens = self.took + ms, self.tokens + self.count + int(accepted.sum())
+        told = margins.tolist() if longest else None
+        result = StepResult([], accepted.tolist(), rows, ms / 1e3, verified.tolist(), told)
+        self.flying.append((plan, result))
+        if len(self.flying) > 1:
+            self.budget.observe(*self.flying.popleft())
+        self.places = (self.places + 1 + accepted) % len(self.traces.right)
+
+    def rate(self, steps: int) -> float:
+        """Tokens a millisecond."""
+        self.took, self.tokens = 0.0, 0
+        for _ in range(steps):
+            self.step()
+        return self.tokens / self.took
+
+    def rate_for(self, tokens: int) -> float:
+        """Tokens a millisecond, until so many are made."""
+        self.took, self.tokens = 0.0, 0
+        while self.tokens < tokens:
+            self.step()
+        return self.tokens / self.took
+
+
+def _verified(found: Allotment, margins: Any) -> Any:
+    """Drafts verified of each request, as the device chooses them."""
+    if found.verified is None:
+        return np.array(found.most)
+    given = [torch.from_numpy(margins).float(), torch.tensor(found.confidence)[: margins.shape[1]]]
+    return most_promising(*given, torch.tensor(found.most), found.verified).numpy()
+
+
+def compare(options: argparse.Namespace, traces: Traces, count: int) -> dict[str, float]:
+    """Tokens a second of each way, after as many tokens as it may learn from."""
+    found: dict[str, float] = {}
+    for way in WAYS:
+        world = World(way, traces, options.costs, count, options.slots, options.seed)
+        world.rate_for(count * options.tokens // 2)
+        found[way] = 1e3 * world.rate_for(count * options.tokens)
+    return found
+
+
+def settle(options: argparse.Namespace, traces: Traces, count: int) -> list[float]:
+    """In each phase's second half, adaptive over the best other way."""
+    easy, hard = traces.arranged("easy"), traces.arranged("hard")
+    found: dict[str, list[float]] = {}
+    for way in WAYS:
+        world = World(way, easy, options.costs, count, options.slots, options.seed)
+        world.rate(PHASE)
+        found[way] = []
+        for mix in (hard, easy, hard, easy):
+            world.turn_to(mix)
+            world.rate(PHASE // 2)
+            found[way].append(world.rate(PHASE // 2))
+    own = found.pop("adaptive")
+    return [round(own[i] / max(rates[i] for rates in found.values()), 3) for i in range(len(own))]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--costs", type=Path, default=COSTS)
+    parser.add_argument("--traces", type=Path, default=TRACES)
+    parser.add_argument("--mix", default="all")
+    parser.add_argument("--acceptance-rate", type=float)
+    parser.add_argument("--concurrency", default="1,2,4,8,16,32,64,128,256")
+    parser.add_argument("--tokens", type=int, default=600, help="of each request")
+    parser.add_argument("--settle", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    traces = load(options.traces)
+    options.slots = tuple(n + 1 for n in traces.widths)
+    if options.acceptance_rate is not None:
+        traces = independent(options.acceptance_rate, traces.widths)
+    traces = traces.arranged(options.mix)
+    for count in map(int, options.concurrency.split(",")):
+        if options.settle:
+            print(f"c = {count}: {settle(options, traces, count)}", flush=True)
+            continue
+        found = compare(options, traces, count)
+        best = max((rate, way) for way, rate in found.items() if way != "adaptive")
+        rates = ", ".join(f"{way} {rate:,.0f}" for way, rate in found.items())
+        print(f"c = {count}: {rates}; {found['adaptive'] / best[0]:.3f} of {best[1]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
