@@ -1,4 +1,5 @@
-"""The text of Python's standard library: its files, their split, a tokenizer, and prompts."""
+"""Source text under free licences: Python's standard library, in which little comes twice, and the
+models of transformers, in which much does. Files, their split, a tokenizer, and prompts."""
 
 from __future__ import annotations
 
@@ -7,21 +8,27 @@ import importlib
 import json
 import random
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import transformers
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
 from scripts.demo_models.make_tokenizer import SPECIAL, VISIBLE, config
 from strobe.config import DEMO_MODELS
 
-STDLIB = Path(sysconfig.get_path("stdlib"))
+ROOTS = {
+    "library": Path(sysconfig.get_path("stdlib")),
+    "models": Path(transformers.__file__).parent / "models",
+}
 TOPICS = "pydoc_data/topics.py"
 SKIPPED = {"test", "tests", "idle_test", "lib2to3", "encodings", "site-packages", "dist-packages"}
 """Folders left out: tests, what others wrote, and tables of characters."""
 HELDOUT = 25
 """One file in so many is held out: 2 to 4 % of the text, as Python is versioned and packaged."""
 END = "<|endoftext|>"
+SIDES = "held-out", "trained"
 SHORTEST, LONGEST = 64, 256
 """Tokens of a prompt."""
 
@@ -32,25 +39,32 @@ def is_heldout(name: str) -> bool:
 
 
 def files(only: Sequence[str] = ()) -> dict[str, list[str]]:
-    """The texts of both sides of the split, by name; `only`: those of these names."""
-    names = sorted(path.relative_to(STDLIB).as_posix() for path in STDLIB.rglob("*.py"))
-    sides: dict[str, list[str]] = {"held-out": [], "trained": []}
-    for name in names:
-        if SKIPPED.isdisjoint(name.split("/")) and (not only or name in only):
-            sides["held-out" if is_heldout(name) else "trained"].append(_read(name))
-    if not all(sides.values()):
+    """The texts by kind: "held-out library", "trained library", and so on, those that there are;
+    `only`: of files of these names, which are paths below one of the roots."""
+    kinds: dict[str, list[str]] = {}
+    for source, root in ROOTS.items():
+        for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
+            if SKIPPED.isdisjoint(name.split("/")) and (not only or name in only):
+                kind = f"{'held-out' if is_heldout(name) else 'trained'} {source}"
+                kinds.setdefault(kind, []).append(_read(root, name))
+    if not all(side(kinds, name) for name in SIDES):
         raise ValueError(
             f"--files is {list(only)}, which leaves one side of the split empty; name more files "
-            f"of {STDLIB}."
+            f"of {' or '.join(map(str, ROOTS.values()))}."
         )
-    return sides
+    return kinds
 
 
-def _read(name: str) -> str:
+def side(kinds: Mapping[str, list[Any]], name: str) -> list[Any]:
+    """All texts of one of SIDES."""
+    return [text for kind, texts in kinds.items() if kind.startswith(name) for text in texts]
+
+
+def _read(root: Path, name: str) -> str:
     """A file's text; of the documentation, the text that its literals hold."""
     if name == TOPICS:
         return "\n\n".join(importlib.import_module("pydoc_data.topics").topics.values())
-    return (STDLIB / name).read_bytes().decode("utf-8", errors="replace")
+    return (root / name).read_bytes().decode("utf-8", errors="replace")
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
@@ -100,16 +114,16 @@ def cuts(texts: Sequence[list[int]], seed: str) -> Iterator[list[int]]:
 
 
 def prompts(
-    tokenizer: Tokenizer, sides: dict[str, list[list[int]]], count: int, seed: int
+    tokenizer: Tokenizer, kinds: dict[str, list[list[int]]], count: int, seed: int
 ) -> list[dict[str, str]]:
     """`count` lines {"prompt", "kind"}, the kinds in turn; a prompt gives its cut's ids again."""
 
     def texts(kind: str) -> Iterator[str]:
-        for ids in cuts(sides[kind], f"{kind} {seed}"):
+        for ids in cuts(kinds[kind], f"{kind} {seed}"):
             text = tokenizer.decode(ids, skip_special_tokens=False)
             if tokenizer.encode(text, add_special_tokens=False).ids == ids:
                 yield text
 
-    sources = {kind: texts(kind) for kind in sides}
-    turns = range(count // len(sides))
+    sources = {kind: texts(kind) for kind in kinds}
+    turns = range(count // len(kinds))
     return [{"prompt": next(sources[kind]), "kind": kind} for _ in turns for kind in sources]

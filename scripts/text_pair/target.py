@@ -1,8 +1,8 @@
 """The target: a Qwen3 trained on plain text, kept where held-out text is predicted best.
 
-The large one has 116 M parameters, 0.77 GFLOP a token in training with rows of 1024. At 35 % of
-990 TFLOP/s, nine minutes hold 240 M tokens, far more passes over the standard library than help,
-so `--epochs` bounds the training and the drafter has the rest of the time.
+The large one has 116 M parameters and takes in 380,000 tokens a second on an H200 (2026-11-23, rows
+of 1024): seven minutes are eleven passes over the text. `--epochs` bounds the training, and it ends
+where held-out text gets worse; the drafter has the rest of the time.
 """
 
 from __future__ import annotations

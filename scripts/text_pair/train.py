@@ -1,4 +1,4 @@
-"""Train a target and its DFlash drafter on the text of Python's standard library.
+"""Train a target and its DFlash drafter on the source text of Python's library and of transformers.
 
     python scripts/text_pair/train.py --out DIRECTORY
 
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of each training, in place of filling the time")
     parser.add_argument("--small", action="store_true", help="tiny sizes, for a CPU")
     parser.add_argument("--eager", action="store_true", help="no torch.compile on a GPU")
-    parser.add_argument("--files", nargs="+", default=(), help="only these of the standard library")
+    parser.add_argument("--files", nargs="+", default=(), help="only these of the corpus")
     parser.add_argument("--keep", choices=("best", "last"), default="best", help="target weights")
     small = parser.parse_known_args(argv)[0].small
     for name, (*values, text) in SETTINGS.items():
@@ -164,12 +164,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     place = options.out / "target"
     with stage("corpus", log, options.log):
         texts = corpus.files(options.files)
-        tokenizer = corpus.train_tokenizer(texts["trained"], options.vocabulary)
-        sides = {kind: corpus.encode(tokenizer, side) for kind, side in texts.items()}
+        tokenizer = corpus.train_tokenizer(corpus.side(texts, "trained"), options.vocabulary)
+        kinds = {kind: corpus.encode(tokenizer, some) for kind, some in texts.items()}
+        sides = {name: corpus.side(kinds, name) for name in corpus.SIDES}
         log["corpus"] = {
-            kind: {"files": len(ids), "tokens": sum(map(len, ids))} for kind, ids in sides.items()
+            kind: {"files": len(ids), "tokens": sum(map(len, ids))} for kind, ids in kinds.items()
         }
-        lines = corpus.prompts(tokenizer, sides, PROMPTS, options.seed)
+        lines = corpus.prompts(tokenizer, kinds, PROMPTS, options.seed)
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         (options.out / "prompts.jsonl").write_text(text, encoding="utf-8")
     with stage("target", log, options.log):
@@ -223,7 +224,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for name, made in measured.items():
             pairs = zip(prompts, made, strict=True)
             results = measure(draft, target, [Sample.of(p, a) for p, a in pairs])
-            of = {k: [i for i, line in enumerate(asked) if line["kind"] == k] for k in sides}
+            of = {k: [i for i, line in enumerate(asked) if line["kind"] == k] for k in kinds}
             log["acceptance"][name] = {k: figures([results[i] for i in of[k]]) for k in of}
     return log
 

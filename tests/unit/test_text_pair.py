@@ -1,4 +1,4 @@
-"""The pair that is trained on Python's own text: its corpus, its tokenizer, and a tiny run."""
+"""The pair that is trained on source text: its corpus, its tokenizer, and a tiny run."""
 
 from __future__ import annotations
 
@@ -14,35 +14,41 @@ from strobe import LLM, SamplingParams
 
 HELDOUT = ["graphlib.py", "functools.py"]
 TRAINED = ["bisect.py", "colorsys.py", "heapq.py"]
+MODEL = "gpt2/configuration_gpt2.py"
+KINDS = ("held-out library", "trained library", "trained models")
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run of a few steps leaves."""
     folder = tmp_path_factory.mktemp("text_pair")
-    sizes = ["--small", "--steps", "4", "--sequences", "16", "--most", "24", "--measure", "4"]
-    main([*sizes, "--out", str(folder), "--files", *HELDOUT, *TRAINED])
+    sizes = ["--small", "--steps", "4", "--sequences", "16", "--most", "24", "--measure", "6"]
+    main([*sizes, "--out", str(folder), "--files", *HELDOUT, *TRAINED, MODEL])
     return folder
 
 
 def test_the_split_is_by_file_and_the_same_every_time() -> None:
     assert [name for name in (*TRAINED, *HELDOUT) if corpus.is_heldout(name)] == HELDOUT
-    sides = corpus.files([*HELDOUT, *TRAINED])
-    texts = {name: (corpus.STDLIB / name).read_text("utf-8") for name in (*HELDOUT, *TRAINED)}
-    assert sides == {
-        "held-out": [texts[name] for name in sorted(HELDOUT)],
-        "trained": [texts[name] for name in sorted(TRAINED)],
+    kinds = corpus.files([*HELDOUT, MODEL, *TRAINED])
+    library, models = corpus.ROOTS.values()
+    assert kinds == {
+        "held-out library": [(library / name).read_text("utf-8") for name in sorted(HELDOUT)],
+        "trained library": [(library / name).read_text("utf-8") for name in sorted(TRAINED)],
+        "trained models": [(models / MODEL).read_text("utf-8")],
     }
-    assert corpus.files([*TRAINED, *HELDOUT]) == sides
+    assert corpus.files([*TRAINED, *HELDOUT, MODEL]) == kinds
+    assert corpus.side(kinds, "trained") == kinds["trained library"] + kinds["trained models"]
 
 
 def test_most_of_the_text_is_trained_on() -> None:
-    sides = {kind: sum(map(len, texts)) for kind, texts in corpus.files().items()}
-    assert 0.005 < sides["held-out"] / sum(sides.values()) < 0.08
+    kinds = {kind: sum(map(len, texts)) for kind, texts in corpus.files().items()}
+    for source in corpus.ROOTS:
+        heldout, trained = kinds[f"held-out {source}"], kinds[f"trained {source}"]
+        assert 0.005 < heldout / (heldout + trained) < 0.08
 
 
 def test_the_documentation_is_text_and_no_literal() -> None:
-    (text,) = corpus.files([corpus.TOPICS, *HELDOUT])["trained"]
+    (text,) = corpus.files([corpus.TOPICS, *HELDOUT])["trained library"]
     assert "\n\n" in text
     assert "\\n" not in text[:2000]
 
@@ -54,7 +60,7 @@ def test_files_of_one_side_only_are_refused(files: list[str]) -> None:
 
 
 def test_the_tokenizer_gives_any_text_back() -> None:
-    texts = corpus.files([*HELDOUT, *TRAINED])["trained"]
+    texts = corpus.files([*HELDOUT, *TRAINED])["trained library"]
     tokenizer = corpus.train_tokenizer(texts, 512)
     odd = "\tif x:\r\n\t\treturn 'ü → 漢字 🙂'  # \x00\n\n\n    \r\n  end \t"
     for text in (odd, *texts):
@@ -79,13 +85,13 @@ def test_the_pair_answers_equally_with_speculation_on_and_off(out: Path) -> None
     assert llm.chat([{"role": "user", "content": "hello"}], params)[0].outputs[0].token_ids
 
 
-def test_the_prompts_are_of_both_kinds(out: Path) -> None:
+def test_the_prompts_are_of_all_kinds(out: Path) -> None:
     lines = [json.loads(line) for line in (out / "prompts.jsonl").read_text("utf-8").splitlines()]
-    assert Counter(line["kind"] for line in lines) == {"held-out": 128, "trained": 128}
-    sides = corpus.files([*HELDOUT, *TRAINED])
+    assert Counter(line["kind"] for line in lines) == dict.fromkeys(KINDS, 85)
+    kinds = corpus.files([*HELDOUT, *TRAINED, MODEL])
     tokenizer = LLM(out / "target", method="none", device="cpu").tokenizer
     for line in lines:
-        assert any(line["prompt"] in text for text in sides[line["kind"]])
+        assert any(line["prompt"] in text for text in kinds[line["kind"]])
         assert corpus.SHORTEST <= len(tokenizer.encode(line["prompt"])) <= corpus.LONGEST
 
 
@@ -94,7 +100,7 @@ def test_the_log_says_what_each_step_took_and_what_is_accepted(out: Path) -> Non
     assert list(log["seconds"]) == ["corpus", "target", "answers", "draft", "acceptance"]
     assert (log["target"]["steps"], log["training"]["steps"]) == (4, 4)
     for name in ("greedy", "temperature 1"):
-        for kind in ("held-out", "trained"):
+        for kind in KINDS:
             result = log["acceptance"][name][kind]
             assert len(result["of_each_answer"]) == 2
             assert 1 <= result["acceptance_length"] <= 16
