@@ -3,10 +3,10 @@
     python benchmarks/policy.py [--costs FILE] [--traces FILE] [--concurrency 1,8,64] [--settle]
 
 Each way verifies the same answers; requests never end, but go on with the next answer. One step is
-in flight: a choice knows the results of the steps before it but for the newest. `--settle` has
-all requests answer easy texts, then hard ones, then easy ones, 400 steps each, and compares the
-second half of each with the best other way. FILE of --costs is one that `strobe bench load --json`
-has written.
+in flight: a choice knows the results of the steps before it but for the newest. `--settle` has all
+requests go from easy texts to hard ones and back, 400 steps each, and compares what the second half
+of a phase brings with the best other way. FILE of --costs is one of `strobe bench load --json`;
+without it, that of Qwen3-8B's shapes on an H200.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import argparse
 import functools
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from strobe.tools.bench.load import TRACES
 from strobe.tools.bench.traces import Traces, independent, load
 
 COSTS = Path(__file__).parent / "costs_h200.json"
+"""Of the date and command in it, but that `context` is what 256 requests' own steps showed."""
 CONTEXT = 384  # positions of each request
 PHASE = 400  # steps of a text of one kind
 WAYS = ("plain", "3", "7", "15", "adaptive")
@@ -47,6 +48,18 @@ def costs(path: Path) -> Costs:
     return Costs(*tables, found["request"], found["context"], found["context_row"])
 
 
+class Turn(NamedTuple):
+    """Tokens made in so many milliseconds."""
+
+    tokens: int = 0
+    ms: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return 1e3 * self.tokens / self.ms
+
+
 @dataclass
 class World:
     """Requests at places of traces, and a way to decide on their drafts."""
@@ -57,8 +70,7 @@ class World:
     count: int
     slots: tuple[int, ...]
     seed: int = 0
-    took: float = 0.0
-    tokens: int = 0
+    turn: Turn = field(default_factory=Turn)
     flying: deque[tuple[Plan, StepResult]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -71,10 +83,10 @@ class World:
             self.budget = AdaptiveBudget(widths, self.slots, rows, 512, self.count)
             self.budget.costs = costs(self.table)
         self.buckets, self.rng = buckets, np.random.default_rng(self.seed)
-        most = {"plain": 0, "adaptive": widths[-1]}.get(self.way) if not self.way.isdecimal() else 0
-        most = int(self.way) if self.way.isdecimal() else most
+        most = {"plain": 0, "adaptive": widths[-1]}.get(self.way)
+        most = int(self.way) if most is None else most
         one = Request("r", [1], SamplingParams(), seed=0)
-        self.candidates = [Candidate(one, most or 0, slot=i) for i in range(self.count)]
+        self.candidates = [Candidate(one, most, slot=i) for i in range(self.count)]
         self.turn_to(self.traces)
 
     def turn_to(self, traces: Traces) -> None:
@@ -100,7 +112,7 @@ class World:
         rows = rows if self.buckets is None else self.buckets.of(spans, found.verified).rows
         draft = sum(n > 0 for n in found.most) * self.slots[width]
         ms = float(self.true.ms(Work(draft, rows, self.count, self.count * CONTEXT)))
-        self.took, self.tokens = self.took + ms, self.tokens + self.count + int(accepted.sum())
+        self.turn = Turn(self.turn.tokens + self.count + int(accepted.sum()), self.turn.ms + ms)
         told = margins.tolist() if longest else None
         result = StepResult([], accepted.tolist(), rows, ms / 1e3, verified.tolist(), told)
         self.flying.append((plan, result))
@@ -108,19 +120,20 @@ class World:
             self.budget.observe(*self.flying.popleft())
         self.places = (self.places + 1 + accepted) % len(self.traces.right)
 
-    def rate(self, steps: int) -> float:
-        """Tokens a millisecond."""
-        self.took, self.tokens = 0.0, 0
-        for _ in range(steps):
-            self.step()
-        return self.tokens / self.took
+    @property
+    def tokens(self) -> int:
+        return self.turn.tokens
 
-    def rate_for(self, tokens: int) -> float:
-        """Tokens a millisecond, until so many are made."""
-        self.took, self.tokens = 0.0, 0
-        while self.tokens < tokens:
+    def run(self, more: Callable[[], bool]) -> Turn:
+        """Step as long as there is more to do."""
+        self.turn = Turn()
+        while more():
             self.step()
-        return self.tokens / self.took
+        return self.turn
+
+    def run_for(self, steps: int) -> Turn:
+        left = iter(range(steps))
+        return self.run(lambda: next(left, None) is not None)
 
 
 def _verified(found: Allotment, margins: Any) -> Any:
@@ -131,30 +144,28 @@ def _verified(found: Allotment, margins: Any) -> Any:
     return most_promising(*given, torch.tensor(found.most), found.verified).numpy()
 
 
-def compare(options: argparse.Namespace, traces: Traces, count: int) -> dict[str, float]:
-    """Tokens a second of each way, after as many tokens as it may learn from."""
-    found: dict[str, float] = {}
-    for way in WAYS:
-        world = World(way, traces, options.costs, count, options.slots, options.seed)
-        world.rate_for(count * options.tokens // 2)
-        found[way] = 1e3 * world.rate_for(count * options.tokens)
-    return found
+def compare(options: argparse.Namespace, traces: Traces, count: int, way: str) -> list[Turn]:
+    """After as many tokens of each request as it may learn from, and half as many before."""
+    found: list[Turn] = []
+    for seed in range(options.seeds):
+        world = World(way, traces, options.costs, count, options.slots, seed)
+        world.run(lambda world=world: world.tokens < count * options.tokens // 2)
+        found.append(world.run(lambda world=world: world.tokens < count * options.tokens))
+    return [Turn(*map(sum, zip(*found, strict=True)))]
 
 
-def settle(options: argparse.Namespace, traces: Traces, count: int) -> list[float]:
-    """In each phase's second half, adaptive over the best other way."""
+def settle(options: argparse.Namespace, traces: Traces, count: int, way: str) -> list[Turn]:
+    """The second half of the hard phases, and of the easy ones behind them."""
     easy, hard = traces.arranged("easy"), traces.arranged("hard")
-    found: dict[str, list[float]] = {}
-    for way in WAYS:
-        world = World(way, easy, options.costs, count, options.slots, options.seed)
-        world.rate(PHASE)
-        found[way] = []
-        for mix in (hard, easy, hard, easy):
-            world.turn_to(mix)
-            world.rate(PHASE // 2)
-            found[way].append(world.rate(PHASE // 2))
-    own = found.pop("adaptive")
-    return [round(own[i] / max(rates[i] for rates in found.values()), 3) for i in range(len(own))]
+    found: tuple[list[Turn], list[Turn]] = [], []
+    for seed in range(options.seeds):
+        world = World(way, easy, options.costs, count, options.slots, seed)
+        world.run_for(PHASE)
+        for phase in range(4):
+            world.turn_to(easy if phase % 2 else hard)
+            world.run_for(PHASE // 2)
+            found[phase % 2].append(world.run_for(PHASE // 2))
+    return [Turn(*map(sum, zip(*turns, strict=True))) for turns in found]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -168,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--concurrency", default="1,2,4,8,16,32,64,128,256")
     parser.add_argument("--tokens", type=int, default=600, help="of each request")
     parser.add_argument("--settle", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=3, help="whose tokens are added up")
     options = parser.parse_args(argv)
     traces = load(options.traces)
     options.slots = tuple(n + 1 for n in traces.widths)
@@ -176,13 +187,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         traces = independent(options.acceptance_rate, traces.widths)
     traces = traces.arranged(options.mix)
     for count in map(int, options.concurrency.split(",")):
-        if options.settle:
-            print(f"c = {count}: {settle(options, traces, count)}", flush=True)
-            continue
-        found = compare(options, traces, count)
-        best = max((rate, way) for way, rate in found.items() if way != "adaptive")
-        rates = ", ".join(f"{way} {rate:,.0f}" for way, rate in found.items())
-        print(f"c = {count}: {rates}; {found['adaptive'] / best[0]:.3f} of {best[1]}", flush=True)
+        kind = settle if options.settle else compare
+        found = {way: kind(options, traces, count, way) for way in WAYS}
+        for i, phase in enumerate(("hard", "easy") if options.settle else ("",)):
+            rates = {way: turns[i].rate for way, turns in found.items()}
+            own = rates["adaptive"]
+            best = max((rate, way) for way, rate in rates.items() if way != "adaptive")
+            shown = ", ".join(f"{way} {rate:,.0f}" for way, rate in rates.items())
+            print(f"c = {count} {phase}: {shown}; {own / best[0]:.3f} of {best[1]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from strobe.step import Plan, StepResult
 TAKEN_IN = 16, 16  # blocks or steps after which what was observed is taken in
 FITTED = 64, 16  # ticks of the clock and steps after which chances are fitted anew
 HALVED = 512, 32  # ticks or steps after which what was observed weighs half
+LIFTED = 16  # times as fast as that, chances follow what was observed, all places alike
 HELD = 2, 8  # steps for which a choice is held: of few that draft, and of more or none
 BETTER = 1.04  # what another width must bring, and
 FEWER = 1.01  # fewer drafts, or fewer requests that draft, than all of a width
@@ -109,7 +110,7 @@ class AdaptiveBudget(Budget):
         """By slot, how many tokens its newest chain was found by."""
         self._rate = 0.0
         self._blocks = self._since = self._partly = 0
-        self._grids: dict[int, _Grid] = {}
+        self._known: dict[tuple[int, int], list[tuple[int, Any, Any]]] = {}
         self._took: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
 
     def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
@@ -223,6 +224,7 @@ class AdaptiveBudget(Budget):
             if self.clock >= clock + FITTED[0] and self.outlook.steps >= step + FITTED[1]:
                 track.fitted = self.clock, self.outlook.steps
                 track.confidence.fit(self.clock, self._half)
+            track.confidence.lift(self.clock, self._half / LIFTED)
 
     def _choose(self, chances: Any, work: Work) -> Choice:
         """The choice for requests of these chances [n, K], the most promising first, for the steps
@@ -259,52 +261,29 @@ class AdaptiveBudget(Budget):
         """The best of each width, and all drafts of all requests of the widest; where fewer hardly
         promise more than these, they are the best."""
         assert self.costs is not None
-        count, best, whole = len(chances), list[Option](), None
-        if count not in self._grids:
-            self._grids[count] = _Grid.of(self.widths, self.slots, self.rows, count)
-        grid = self._grids[count]
-        reached = [
-            np.cumsum(-np.sort(-chances[:some, : self.widths[width]], axis=None))[drafts - 1]
-            for width, some, drafts in grid.parts
-        ]
-        ms = self.costs.ms(work._replace(draft=grid.draft, rows=grid.rows))
-        worth, first = (count + np.concatenate(reached)) / ms, 0
-        for width, some, drafts in grid.parts:
-            last = first + len(drafts) - 1
-            at = first + int(worth[first : last + 1].argmax())
-            if worth[at] <= FEWER * worth[last]:
-                at = last
-            fewer = int(drafts[at - first]) if at < last else None
-            choice = Choice(width, self.widths[width], fewer, some if some < count else None)
-            option, first = Option(float(worth[at]), choice, float(ms[at])), last + 1
-            if len(best) == width:
-                best.append(option)
-            elif option.worth > best[width].worth:
-                best[width] = option
-            if some == count:
-                if best[width].worth <= FEWER * option.worth:
-                    best[width] = option
-                whole = Option(float(worth[last]), Choice(width, choice.most), float(ms[last]))
-        assert whole is not None
-        return best, whole
+        count, best = len(chances), list[Option]()
+        for width, most in enumerate(self.widths):
+            found = list[Option]()
+            for some, drafts, rows in self._steps(count, width):
+                likeliest = -np.sort(-chances[:some, :most], axis=None)
+                ms = self.costs.ms(work._replace(draft=some * self.slots[width], rows=rows))
+                worth = (count + np.cumsum(likeliest)[drafts - 1]) / ms
+                at = int(worth.argmax())
+                at = at if worth[at] > FEWER * worth[-1] else len(drafts) - 1
+                fewer = int(drafts[at]) if at < len(drafts) - 1 else None
+                choice = Choice(width, most, fewer, some if some < count else None)
+                found.append(Option(float(worth[at]), choice, float(ms[at])))
+                whole = Option(float(worth[-1]), Choice(width, most), float(ms[-1]))
+            one = max(found, key=lambda one: one.worth)
+            best.append(one if one.worth > FEWER * found[-1].worth else found[-1])
+        return best, whole  # pyright: ignore[reportPossiblyUnboundVariable]
 
-
-class _Grid(NamedTuple):
-    """What there is to choose from for so many requests. parts: width, requests that draft, and
-    numbers of their drafts; of all parts one behind the other the drafter's rows and all rows."""
-
-    parts: list[tuple[int, int, Any]]
-    draft: Any
-    rows: Any
-
-    @staticmethod
-    def of(widths: Sequence[int], slots: Sequence[int], steps: Any, count: int) -> _Grid:
-        """Of each width some of the requests, at the end all of them."""
-        parts, draft, rows = list[tuple[int, int, Any]](), list[Any](), list[Any]()
-        for width, most in enumerate(widths):
-            for some in sorted({-(-count * share // 8) for share in (1, 2, 4, 6, 8)}):
-                found = np.array(steps(count, some, most))
-                parts.append((width, some, found[:, 0]))
-                draft.append(np.full(len(found), some * slots[width]))
-                rows.append(found[:, 1])
-        return _Grid(parts, np.concatenate(draft), np.concatenate(rows))
+    def _steps(self, count: int, width: int) -> list[tuple[int, Any, Any]]:
+        """Of so many requests, some that draft, at the end all of them: the numbers of their drafts
+        there are steps for, and these steps' rows."""
+        if (count, width) not in self._known:
+            shares = sorted({-(-count * share // 8) for share in (1, 2, 4, 6, 8)})
+            most = self.widths[width]
+            found = [(some, *np.array(self.rows(count, some, most)).T) for some in shares]
+            self._known[count, width] = found
+        return self._known[count, width]

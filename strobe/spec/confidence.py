@@ -15,9 +15,11 @@ import numpy as np
 
 WINDOW = 1024  # observations kept of each place: older ones tell of a text that has passed
 FIRST = (0.0, 1.5)  # slope and intercept before anything is known: a chance of 0.82
+NEAR, RECENT = 5, 64  # places, and newest observations of each, by which all chances are lifted
 ROUNDS = 5  # of a regression, which begins at the one before
 _PRIOR = 8.0  # observations that the fit over all places together counts for at each place
 _RIDGE = 1e-3
+LIFT = 2.0  # variance, in logits, of how far a text's drafts are above or below the fit
 
 
 def evidence(margins: Any, most: Any) -> Any:
@@ -32,7 +34,9 @@ class Confidence:
     """P(draft k is right | those before it are) = sigmoid(slope[k] * evidence + intercept[k])."""
 
     def __init__(self, places: int):
-        self.weights = np.tile(np.array(FIRST), (places, 1))
+        self._fit = np.tile(np.array(FIRST), (places, 1))
+        self.weights = self._fit
+        """Slopes and intercepts [K, 2], as newest drafts have turned out."""
         self._shared = np.array([FIRST])
         self._evidence = np.zeros((places, WINDOW))
         self._right = np.zeros((places, WINDOW))
@@ -66,7 +70,24 @@ class Confidence:
         self._shared, hessian = regress(*flat, self._shared, nothing, nothing + _RIDGE)
         strength = hessian * (_PRIOR / count) + _RIDGE
         given = self._evidence, self._right, there
-        self.weights, _ = regress(*given, self.weights, self._shared, strength)
+        self._fit, _ = regress(*given, self._fit, self._shared, strength)
+        self.weights = self._fit
+
+    def lift(self, clock: float, half: float) -> None:
+        """Move all intercepts by what makes the newest observations likeliest, drawn to 0: a text
+        that margins do not tell from others shows within a few blocks. Halves as in `fit`."""
+        newest = (self.seen[:NEAR, None] - 1 - np.arange(RECENT)) % self._when.shape[1]
+        evidence, right, when = [
+            np.take_along_axis(rows[:NEAR], newest, 1)
+            for rows in (self._evidence, self._right, self._when)
+        ]
+        there, by = 0.5 ** ((clock - when) / half), 0.0
+        known = self._fit[:NEAR, :1] * evidence + self._fit[:NEAR, 1:]
+        for _ in range(ROUNDS):
+            p = 1 / (1 + np.exp(-(known + by).clip(-30, 30)))
+            slope = ((right - p) * there).sum() - by / LIFT
+            by += float(np.clip(slope / ((p * (1 - p) * there).sum() + 1 / LIFT), -1, 1))
+        self.weights = self._fit + np.array([0.0, by])
 
     def chances(self, evidence: Any) -> Any:
         """evidence [n, K] -> [n, K], that a draft counts: all up to it are right."""

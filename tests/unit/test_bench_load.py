@@ -18,7 +18,8 @@ from strobe.engine.engine import Engine
 from strobe.spec.budget import Budget
 from strobe.step import Plan, StepResult
 from strobe.tools.bench import load
-from strobe.tools.bench.load import Driver, Turn, best_of_others
+from strobe.tools.bench.driver import Driver, Job, Life, Turn
+from strobe.tools.bench.load import best_of_others
 from strobe.tools.bench.record import record
 from strobe.tools.bench.replay import ReplayEngine, widths_of
 from strobe.tools.bench.settings import LoadSettings, RecordSettings
@@ -193,7 +194,7 @@ def test_a_driver_sends_the_next_request_as_soon_as_one_has_ended(easy_then_hard
 
     engine.step = step
     settings = LoadSettings(prompt_len=5, concurrency="2")
-    jobs = [load.Job(0.0, 30 * (i % 2), 5 + i) for i in range(6)]
+    jobs = [Job(0.0, 30 * (i % 2), 5 + i) for i in range(6)]
     turn = Driver(engine, settings, "7", 2).run(jobs)
     assert max(most) == 2
     assert [life.tokens for life in turn.lives[:5]] == [5, 6, 7, 8, 9]
@@ -340,7 +341,7 @@ def test_widths_are_those_of_the_drafter():
 
 def test_a_turn_begun_anew_keeps_its_requests():
     turn = Turn(tokens=5, steps=2)
-    turn.lives.append(load.Life(0.0, tokens=5))
+    turn.lives.append(Life(0.0, tokens=5))
     turn.begin()
     assert (turn.tokens, turn.steps, len(turn.lives)) == (0, 0, 1)
     assert turn.began > 0

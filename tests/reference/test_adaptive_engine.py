@@ -1,0 +1,130 @@
+"""An engine whose drafting adapts follows its drafter, and its answers stay what they are. What
+steps cost is given, so that every run chooses alike."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import VOCAB, RandomRows, Scripted, make_engine, pool_bytes, put, run, watched
+
+from strobe import EngineConfig, SamplingParams
+from strobe.engine.build import build, resolve
+from strobe.engine.engine import Engine
+from strobe.request import Request
+from strobe.runner.buckets import verified_rows
+from strobe.spec.adaptive import AdaptiveBudget
+from strobe.spec.base import Drafts
+from strobe.spec.budget import Allotment, Candidate, Load
+from strobe.spec.costs import Costs, Work
+from strobe.step import Span
+
+PROMPTS = [[7, 3, 9] * n + [n] for n in (1, 5, 2, 4)]
+PHASES = 80, 280, 490  # tokens of an answer where each ends
+GREEDY = SamplingParams(temperature=0.0, max_tokens=PHASES[-1], ignore_eos=True)
+
+
+class Known(Costs):
+    """Costs that no step's time changes: a draft's row costs what 4 % of a step does."""
+
+    def __init__(self) -> None:
+        super().__init__({8: 1.0, 64: 1.5}, {1: 10.0, 101: 50.0})
+
+    def observe(self, work: Work, ms: float, steps: int = 1) -> None:
+        pass
+
+
+class Turning(Scripted):
+    """Right in the first phase of an answer and in the third, wrong in the second, with margins
+    that say little: 3 to 6 for right drafts, 2 to 5 for wrong ones."""
+
+    def propose(self, spans: Sequence[Span]) -> Drafts:
+        made = super().propose(spans)
+        assert made.tokens is not None
+        least = [[3.0 - (phase_of(request) == 1)] for request in self.requests(spans)]
+        return made._replace(margins=torch.tensor(least) + (made.tokens * 5 % 4))
+
+
+def phase_of(request: Request) -> int:
+    return bisect_right(PHASES, request.num_output)
+
+
+def mangle(request: Request, start: int, drafts: list[int]) -> list[int]:
+    return [(token + 1) % VOCAB for token in drafts] if phase_of(request) == 1 else drafts
+
+
+class Watched(AdaptiveBudget):
+    """made: by phase, of every step in which all requests are in it, the drafts of all."""
+
+    made: dict[int, list[int]]
+
+    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
+        found = super().allot(candidates, load)
+        phases = {phase_of(one.request) for one in candidates}
+        if len(phases) == 1:
+            self.made.setdefault(phases.pop(), []).append(sum(found.most))
+        return found
+
+
+def config(target: Any, drafter: Path | None, **options: Any) -> EngineConfig:
+    given = {"max_model_len": 512, "max_num_seqs": 4, "page_size": 4, **options}
+    return EngineConfig(str(target.path), draft=drafter and str(drafter), **given)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("count", [1, 4])
+def test_drafting_rests_where_the_drafter_turns_bad_in_an_answer_and_wakes_with_it(
+    count: int, overlap: int, target: Any, draft: Callable[..., Path]
+):
+    prompts = PROMPTS[:count]
+    plain = run(make_engine(config(target, None, method="none")), prompts, GREEDY)
+    resolved = resolve(config(target, draft(), overlap=overlap))
+    parts = build(resolved)
+    script = Turning(parts.state, resolved.limits.num_drafts, mangle)
+    put(parts, {"dflash": script})
+    budget = Watched((3, 7), (4, 8), partial(verified_rows, None), 512, 4)
+    budget.made, budget.costs = {}, Known()
+    engine = watched(Engine(resolved, parts=parts, budget=budget))
+    requests = [engine.add(prompt, GREEDY) for prompt in prompts]
+    for request, prompt, answer in zip(requests, prompts, plain, strict=True):
+        script.answers[request] = prompt + answer
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert [request.output_ids for request in requests] == plain
+    first, second, third = budget.made.values()
+    whole = count * resolved.limits.num_drafts
+    assert set(first[count:]) == {whole}
+    rests = [made == 0 for made in second[-50:]]
+    assert 0.7 < sum(rests) / len(rests) < 1.0, "it rests, but for probes"
+    assert whole in third
+    assert sum(third[-5:]) >= 5 * whole / 2
+    for request in requests:
+        assert 40 < request.speculation.rested < PHASES[2]
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("pages", [20, 60])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_choice_keeps_to_pages_and_context(
+    seed: int, pages: int, overlap: int, target: Any, draft: Callable[..., Path]
+):
+    """Answers that end where the context does, in a pool that has room for few of them."""
+    asked = GREEDY.clone(max_tokens=None)
+    options = {"max_model_len": 48, "kv_cache_memory": pool_bytes(pages, 4, drafter_layers=2)}
+    plain = run(make_engine(config(target, None, method="none", max_model_len=48)), PROMPTS, asked)
+    assert [len(p) + len(answer) for p, answer in zip(PROMPTS, plain, strict=True)] == [48] * 4
+    engine = make_engine(
+        config(target, draft(), overlap=overlap, **options), budget=RandomRows(f"{seed}")
+    )
+    requests = [engine.add(prompt, asked) for prompt in PROMPTS]
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert [request.output_ids for request in requests] == plain
+    assert any(request.num_preemptions for request in requests) == (pages == 20)
