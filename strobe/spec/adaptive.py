@@ -23,7 +23,7 @@ from strobe.spec.lookup import Lookup
 from strobe.spec.outlook import FEW, Outlook
 from strobe.step import Plan, StepResult
 
-TAKEN_IN = 16, 16  # blocks or steps after which what was observed is taken in
+TAKEN_IN = 16, 32  # blocks or steps after which what was observed is taken in
 FITTED = 64, 16  # ticks of the clock and steps after which chances are fitted anew
 HALVED = 512, 32  # ticks or steps after which what was observed weighs half
 LIFTED = 16  # times as fast as that, chances follow what was observed, all places alike
@@ -110,7 +110,7 @@ class AdaptiveBudget(Budget):
         """By slot, how many tokens its newest chain was found by."""
         self._rate = 0.0
         self._blocks = self._since = self._partly = 0
-        self._known: dict[tuple[int, int], list[tuple[int, Any, Any]]] = {}
+        self._known: dict[tuple[int, int], tuple[list[tuple[int, Any]], Any, Any, Any]] = {}
         self._took: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
 
     def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
@@ -264,9 +264,10 @@ class AdaptiveBudget(Budget):
         count, best = len(chances), list[Option]()
         for width, most in enumerate(self.widths):
             found = list[Option]()
-            for some, drafts, rows in self._steps(count, width):
+            parts, draft, rows, ends = self._steps(count, width)
+            every = self.costs.ms(work._replace(draft=draft, rows=rows))
+            for (some, drafts), ms in zip(parts, np.split(every, ends), strict=True):
                 likeliest = -np.sort(-chances[:some, :most], axis=None)
-                ms = self.costs.ms(work._replace(draft=some * self.slots[width], rows=rows))
                 worth = (count + np.cumsum(likeliest)[drafts - 1]) / ms
                 at = int(worth.argmax())
                 at = at if worth[at] > FEWER * worth[-1] else len(drafts) - 1
@@ -278,12 +279,16 @@ class AdaptiveBudget(Budget):
             best.append(one if one.worth > FEWER * found[-1].worth else found[-1])
         return best, whole  # pyright: ignore[reportPossiblyUnboundVariable]
 
-    def _steps(self, count: int, width: int) -> list[tuple[int, Any, Any]]:
-        """Of so many requests, some that draft, at the end all of them: the numbers of their drafts
-        there are steps for, and these steps' rows."""
+    def _steps(self, count: int, width: int) -> tuple[list[tuple[int, Any]], Any, Any, Any]:
+        """What there is for so many requests: some that draft, at the end all of them, each with
+        numbers of their drafts; of all these one behind the other the drafter's rows and all rows;
+        and where each but the last ends."""
         if (count, width) not in self._known:
-            shares = sorted({-(-count * share // 8) for share in (1, 2, 4, 6, 8)})
-            most = self.widths[width]
-            found = [(some, *np.array(self.rows(count, some, most)).T) for some in shares]
-            self._known[count, width] = found
+            shares, most = {-(-count * share // 8) for share in (1, 2, 4, 6, 8)}, self.widths[width]
+            found = [(some, np.array(self.rows(count, some, most)).T) for some in sorted(shares)]
+            draft = [np.full(steps.shape[1], some * self.slots[width]) for some, steps in found]
+            rows = np.concatenate([steps[1] for _, steps in found])
+            ends = np.cumsum([len(one) for one in draft])[:-1]
+            parts = [(some, steps[0]) for some, steps in found]
+            self._known[count, width] = parts, np.concatenate(draft), rows, ends
         return self._known[count, width]
