@@ -58,6 +58,8 @@ def _run(arguments: Sequence[str]) -> int:
     _open_standard_files(reads="chat" in arguments[:1], writes="serve" not in arguments[:1])
     if not arguments or arguments[0] in ("-h", "--help"):
         return _help()
+    if arguments[0] in ("-V", "--version"):
+        return _version()
     from strobe.compat.arguments import separate
 
     own, options = separate(arguments)
@@ -72,6 +74,13 @@ def _run(arguments: Sequence[str]) -> int:
     if name in ("bench", "eval"):
         rest = module.completed(rest)
     return parse(getattr(module, name.capitalize()), f"strobe {name}", rest, options).run()
+
+
+def _version() -> int:
+    from importlib.metadata import version
+
+    print(f"strobe {version('strobe')}")
+    return 0
 
 
 def _help() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import reprlib
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -51,6 +52,9 @@ class Unserved(Exception):
         self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class Formats:
     """How the served model marks thinking and tool calls; None: not at all."""
@@ -60,9 +64,17 @@ class Formats:
 
     @staticmethod
     def of(settings: ServerConfig, template: str | None) -> Formats:
-        """What the settings name, "auto" what the chat template writes. Raises ValueError."""
+        """What the settings name, "auto" what the chat template writes, with a warning where that
+        has tools in a form that is not known. Raises ValueError."""
         found_tools, found_reasoning = detect(template)
         tools = _format(settings.tool_call_parser, found_tools, TOOL_FORMATS, "tool_call_parser")
+        shown = tools is None and "tools" in (_variables(template) or ())
+        if shown and settings.tool_call_parser == "auto":
+            logger.warning(
+                "The chat template shows tools to the model, but in which form it writes calls is "
+                "not known, so they are text; name it with tool_call_parser, one of %s.",
+                ", ".join(TOOL_FORMATS),
+            )
         reasoning = _format(
             settings.reasoning_parser, found_reasoning, REASONING_FORMATS, "reasoning_parser"
         )

@@ -57,7 +57,8 @@ class ServerConfig:
         False, "Let requests bring chat templates, which can take all time and memory there is."
     )
     tool_call_parser: str = option(
-        "auto", "How the model writes tool calls: hermes, llama3_json, openai, none or auto."
+        "auto",
+        "How the model writes tool calls: hermes, llama3_json, openai, qwen3_coder, none or auto.",
     )
     reasoning_parser: str = option(
         "auto", "How the model marks its thinking: qwen3, openai_gptoss, none or auto."

@@ -136,7 +136,7 @@ def test_with_tools_off_calls_are_content_and_thinking_is_split_off():
     text = f"{THOUGHT}{TURN}{CALL}"
     shown = CALL.removesuffix("<|call|>")
     for made in (
-        lambda: make_parser("gpt_oss", "gpt_oss", tools=False),
+        lambda: make_parser("gpt_oss", "gpt_oss", tools=None),
         lambda: make_parser(None, "gpt_oss"),
     ):
         assert check_cuts(made, text) == ("Hm.", f"{TURN}{shown}", [])
@@ -190,5 +190,9 @@ def test_the_result_does_not_depend_on_the_cuts(
     text: str, tools: bool, opened: bool, cuts: list[int]
 ):
     check_cuts(
-        lambda: make_parser("gpt_oss", "gpt_oss", tools=tools, thinking_open=opened), text, cuts
+        lambda: make_parser(
+            "gpt_oss", "gpt_oss", tools=() if tools else None, thinking_open=opened
+        ),
+        text,
+        cuts,
     )

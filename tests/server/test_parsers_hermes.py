@@ -223,7 +223,7 @@ def test_the_result_does_not_depend_on_the_cuts(text: str, cuts: list[int]):
 
 @given(texts(FRAGMENTS), places)
 def test_with_tools_off_all_is_content(text: str, cuts: list[int]):
-    off = check_cuts(lambda: make_parser("hermes", None, tools=False), text, cuts)
+    off = check_cuts(lambda: make_parser("hermes", None, tools=None), text, cuts)
     assert off == ("", text, [])
 
 

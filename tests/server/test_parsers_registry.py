@@ -13,7 +13,8 @@ from strobe.server.parsers import REASONING_FORMATS, TOOL_FORMATS, detect, make_
 CHATML = "<|im_start|>assistant\n"
 HERMES = CHATML + r"{{- '<tool_call>\n{\"name\": \"' }}{{- '\", \"arguments\": ' }}</tool_call>"
 QWEN3 = HERMES + "{%- if '</think>' in message.content %}<think>"
-CODER = CHATML + "<tool_call>\n<function=' + call.name + '>{{ 'arguments': 1 }}</tool_call>"
+CODER = CHATML + "<tool_call>\n<function=' + call.name + '>\n<parameter=' + key + '></tool_call>"
+SEED = CHATML + "<tool_call>\n<function=' + call.name + '>{{ 'arguments': 1 }}</tool_call>"
 GLM = '<tool_call>{name}\n<arg_key>{k}</arg_key></tool_call> {{ "arguments": 1 }}<think></think>'
 LLAMA3 = '<|start_header_id|>ipython{{- \'{"name": "\' }}{{- \'"parameters": \' }}'
 HARMONY = "<|start|>assistant to=functions.' + name + '<|channel|>commentary json<|message|>"
@@ -25,7 +26,8 @@ R1 = "{{'<|Assistant|><think>\\n'}}{% set content = content.split('</think>')[-1
     [
         (HERMES, ("hermes", None)),
         (QWEN3, ("hermes", "qwen3")),
-        (CODER, (None, None)),
+        (CODER, ("qwen3_coder", None)),
+        (SEED, (None, None)),
         (GLM, (None, "qwen3")),
         (LLAMA3, ("llama3", None)),
         (HARMONY, ("gpt_oss", "gpt_oss")),
@@ -50,11 +52,12 @@ def test_the_demo_target_is_recognised():
 def test_vllms_names_mean_the_same_formats():
     assert TOOL_FORMATS["llama3_json"] is TOOL_FORMATS["llama3"]
     assert TOOL_FORMATS["openai"] is TOOL_FORMATS["gpt_oss"]
+    assert TOOL_FORMATS["qwen3_xml"] is TOOL_FORMATS["qwen3_coder"]
     assert REASONING_FORMATS["openai_gptoss"] is REASONING_FORMATS["gpt_oss"]
 
 
 def test_what_is_detected_is_in_the_registry():
-    for template in (HERMES, QWEN3, LLAMA3, HARMONY):
+    for template in (HERMES, QWEN3, LLAMA3, HARMONY, CODER):
         tool, reasoning = detect(template)
         assert tool in TOOL_FORMATS
         assert reasoning is None or reasoning in REASONING_FORMATS

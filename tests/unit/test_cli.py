@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,11 @@ def test_the_help_names_the_commands(main: Callable[..., Any], arguments: list[s
     assert (status, err) == (0, "")
     for command in FLAGS:
         assert f"• {command}" in out
+
+
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_the_version_is_the_packages(main: Callable[..., Any], option: str):
+    assert main(option) == (0, f"strobe {version('strobe')}\n", "")
 
 
 def test_the_help_names_the_values_of_options_that_take_one_of_a_few(main: Callable[..., Any]):

@@ -90,6 +90,11 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
         arguments["skip_special_tokens"] = False
     request_id = request.request_id or http.scope["state"]["request_id"]
     reads = None if request.chat_template is not None else serving.template_reads
+    said = request.warnings(reads)
+    if tools and forms.tools is None:
+        said.append(
+            "tools are shown to the model, but its form of calls is not known: they are text."
+        )
     return Prepared(
         Job(
             ids,
@@ -100,7 +105,7 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
             http.scope["state"]["came"],
         ),
         name,
-        request.warnings(reads),
+        said,
         deadline,
     )
 
@@ -108,7 +113,7 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
 def _parser(serving: Serving, request: ChatCompletionRequest, prompt: str) -> Callable[[], Parser]:
     forms = serving.formats
     opened = forms.reasoning is not None and forms.reasoning.opened_by(prompt)
-    tools = bool(request.toolbox.tools) and forms.tools is not None
+    tools = [_tool(tool) for tool in request.toolbox.tools] or None
     return lambda: make_parser(
         forms.tools.name if forms.tools is not None else None,
         forms.reasoning.name if forms.reasoning is not None else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from strobe.server.parsers.gpt_oss import GptOss
 from strobe.server.parsers.hermes import Hermes
 from strobe.server.parsers.llama3 import Llama3
 from strobe.server.parsers.qwen3 import Qwen3
+from strobe.server.parsers.qwen3_coder import Qwen3Coder
 
 __all__ = [
     "REASONING_FORMATS",
@@ -38,7 +39,7 @@ __all__ = [
 
 Format = TypeVar("Format")
 
-_GPT_OSS, _LLAMA3 = GptOss(), Llama3()
+_GPT_OSS, _LLAMA3, _QWEN3_CODER = GptOss(), Llama3(), Qwen3Coder()
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
@@ -47,9 +48,11 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "llama3_json": _LLAMA3,
         "gpt_oss": _GPT_OSS,
         "openai": _GPT_OSS,
+        "qwen3_coder": _QWEN3_CODER,
+        "qwen3_xml": _QWEN3_CODER,
     }
 )
-"""The formats of tool calls by name; `llama3_json` and `openai` are vLLM's names."""
+"""The formats of tool calls by name; `llama3_json`, `openai` and `qwen3_xml` are vLLM's names."""
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
     {"qwen3": Qwen3(), "gpt_oss": _GPT_OSS, "openai_gptoss": _GPT_OSS}
@@ -64,8 +67,10 @@ def detect(chat_template: str | None) -> tuple[str | None, str | None]:
     if "<|channel|>" in text and "<|start|>" in text:
         return "gpt_oss", "gpt_oss"
     tools = None
-    # Other families put XML into the same tags.
-    if "<tool_call>" in text and re.search("[\"']arguments[\"']:", text):
+    # Other families put tags of their own into the same tags.
+    if "<tool_call>" in text and "<function=" in text and "<parameter=" in text:
+        tools = "qwen3_coder"
+    elif "<tool_call>" in text and re.search("[\"']arguments[\"']:", text):
         tools = None if "<function=" in text or "<arg_key>" in text else "hermes"
     elif "<|start_header_id|>" in text and '"parameters":' in text:
         tools = None if "<function=" in text else "llama3"
@@ -77,14 +82,15 @@ def make_parser(
     tool_format: str | None,
     reasoning_format: str | None,
     *,
-    tools: bool = True,
+    tools: Sequence[Tool] | None = (),
     thinking_open: bool = False,
 ) -> Parser:
     """The parser of one answer: thinking first, then tool calls in what is left.
 
-    tools: False leaves tool markup in the content. thinking_open: the prompt ended inside
-    thinking (`ReasoningFormat.opened_by`). Raises ValueError for an unknown name, and for
-    formats that cannot stand together.
+    tools: those that may be called, what calls another is content; empty for any; None leaves all
+    tool markup in the content. thinking_open: the prompt ended inside thinking
+    (`ReasoningFormat.opened_by`). Raises ValueError for an unknown name, and for formats that
+    cannot stand together.
     """
     tool = _named(tool_format, TOOL_FORMATS, "tool")
     reasoning = _named(reasoning_format, REASONING_FORMATS, "reasoning")
@@ -95,12 +101,12 @@ def make_parser(
                 f"The tool format {tool_format} and the reasoning format {reasoning_format} do "
                 "not go together; gpt_oss goes with itself only."
             )
-        return _GPT_OSS.parser(thinking_open=thinking_open, tools=tools and tool is not None)
+        return _GPT_OSS.parser(tools if tool is not None else None, thinking_open=thinking_open)
     parsers: list[Parser] = []
     if reasoning is not None:
         parsers.append(reasoning.parser(thinking_open=thinking_open))
-    if tool is not None and tools:
-        parsers.append(tool.parser())
+    if tool is not None and tools is not None:
+        parsers.append(tool.parser(tools))
     return Chain(*parsers) if len(parsers) == 2 else parsers[0] if parsers else Plain()
 
 

@@ -78,7 +78,9 @@ class ToolFormat(Protocol):
     @property
     def whole_answer(self) -> bool: ...
 
-    def parser(self) -> Parser: ...
+    def parser(self, tools: Sequence[Tool] = ()) -> Parser:
+        """tools: those that may be called, none for any; what calls another is content."""
+        ...
 
     def grammar(
         self,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
+
+from strobe.server.parsers.base import Tool
 
 _KEYS = ("name", "arguments", "parameters", "type", "id")
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -30,8 +32,10 @@ class CallObject:
     raw: the text not accounted for yet; all of it while not begun.
     """
 
-    def __init__(self, closer: str = ""):
-        """closer: the markup behind a call, which ends arguments that lack a brace or a quote."""
+    def __init__(self, closer: str = "", tools: Sequence[Tool] = ()):
+        """closer: the markup behind a call, which ends arguments that lack a brace or a quote.
+        tools: those that may be called, none for any."""
+        self._names = {tool.name for tool in tools}
         self.name = ""
         self.begun = False
         self.verdict: Literal["whole", "broken"] | None = None
@@ -96,7 +100,7 @@ class CallObject:
         self._at = match.end()
         self._read = self._comma
         if self._key == "name":
-            if not value:
+            if not value or (self._names and value not in self._names):
                 return self._break()
             self.name = value
             if "arguments" in self._keys:

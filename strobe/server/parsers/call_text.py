@@ -1,13 +1,25 @@
-"""An answer in which JSON tool calls stand behind a marker, or on their own."""
+"""An answer in which tool calls stand behind a marker, or on their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, Protocol
 
 from strobe.server.parsers.base import CallDelta, Parsed, Phase, earliest, held_back
-from strobe.server.parsers.call_object import CallObject
 
 _SPACE = " \t\r\n"
+
+
+class Call(Protocol):
+    """What reads one call: `CallObject` or `CallTags`."""
+
+    name: str
+    begun: bool
+    verdict: Literal["whole", "broken"] | None
+    raw: str
+
+    def push(self, text: str) -> str: ...
+    def finish(self) -> str: ...
 
 
 class CallText:
@@ -17,16 +29,26 @@ class CallText:
           \\---- no call after all: content <----/
 
     bare: a call may also stand without the opener, as the whole answer or behind another call and
-    a semicolon; otherwise only the opener begins one. Space around calls is no content, nor are
-    surplus closing braces in front of a closer.
+    a semicolon; inner: what begins one without the opener, too, in any place. Space around calls is
+    no content, nor are surplus closing braces in front of a closer.
     """
 
-    def __init__(self, opener: str, closer: str = "", *, bare: bool = False):
+    def __init__(
+        self,
+        opener: str,
+        closer: str,
+        make: Callable[[bool], Call],
+        *,
+        bare: bool = False,
+        inner: str = "",
+    ):
+        """make(whether `inner` has been read) -> what reads a call."""
         self._opener, self._closer, self._bare = opener, closer, bare
+        self._make, self._begins = make, (opener, inner) if inner else (opener,)
         self._state: Callable[[], bool] = self._between if bare else self._text
         self._buffer = ""
         self._lead = ""  # what stood in front of the call, in case it is none
-        self._call = CallObject(closer)
+        self._call = make(False)
         self._index = 0
         self._unclosed = False  # a call's closer has yet to come
         self._content: list[str] = []
@@ -73,7 +95,7 @@ class CallText:
     # Each state consumes what it can of the buffer; False: it must wait for more.
 
     def _text(self) -> bool:
-        markers = (self._opener, self._closer) if self._unclosed else (self._opener,)
+        markers = (*self._begins, self._closer) if self._unclosed else self._begins
         found = earliest(self._buffer, *markers)
         if found is None:
             certain = self._buffer[: len(self._buffer) - held_back(self._buffer, *markers)]
@@ -82,8 +104,8 @@ class CallText:
         at, marker = found
         self._give_text(self._buffer[:at])
         lead, _, rest = self._buffer.partition(marker)
-        if marker == self._opener:
-            return self._begin(lead + marker, rest)
+        if marker in self._begins:
+            return self._begin(lead + marker, rest, inner=marker != self._opener)
         self._unclosed = False
         self._buffer = rest
         return True
@@ -107,9 +129,9 @@ class CallText:
         self._state = self._text
         return True
 
-    def _begin(self, lead: str, rest: str) -> bool:
+    def _begin(self, lead: str, rest: str, *, inner: bool = False) -> bool:
         self._lead, self._buffer = lead, rest
-        self._call = CallObject(self._closer)
+        self._call = self._make(inner)
         self._unclosed = False
         self._state = self._in_call
         return True

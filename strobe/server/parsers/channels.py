@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
 from strobe.server.parsers.base import CallDelta, Parsed, Phase, earliest, held_back
@@ -34,8 +34,9 @@ class Channels:
     line break. What begins like a header and goes on as none is content.
     """
 
-    def __init__(self, *, thinking_open: bool, tools: bool):
-        """tools: False leaves calls in the content, header and all."""
+    def __init__(self, *, thinking_open: bool, tools: Collection[str] | None):
+        """tools: the names of those that may be called, none for any. None leaves all calls in the
+        content, header and all, as calls of others are left."""
         self._tools = tools
         self._state: Callable[[], bool] = self._outside
         self.phase: Phase = "answer"
@@ -126,8 +127,9 @@ class Channels:
         self._buffer = rest
         recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
         if recipient and recipient[1] not in ("assistant", "user", "all"):
-            if self._tools:
-                self._begin("call", recipient[1].removeprefix("functions."))
+            name = recipient[1].removeprefix("functions.")
+            if self._tools is not None and (not self._tools or name in self._tools):
+                self._begin("call", name)
             else:
                 self._begin("content")
                 self._give(head + message)

@@ -30,9 +30,10 @@ class GptOss:
     def opened_by(self, prompt: str) -> bool:
         return prompt.endswith(self.start)
 
-    def parser(self, *, thinking_open: bool = False, tools: bool = True) -> Parser:
-        """tools: False leaves calls in the content."""
-        return Channels(thinking_open=thinking_open, tools=tools)
+    def parser(self, tools: Sequence[Tool] | None = (), *, thinking_open: bool = False) -> Parser:
+        """tools: as of `make_parser`."""
+        names = None if tools is None else {tool.name for tool in tools}
+        return Channels(thinking_open=thinking_open, tools=names)
 
     def grammar(
         self,

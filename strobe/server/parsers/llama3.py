@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strobe.server.parsers.base import Parser, Tool
+from strobe.server.parsers.call_object import CallObject
 from strobe.server.parsers.call_text import CallText
 from strobe.server.parsers.lark import call_object, literal, marker
 
@@ -21,8 +22,8 @@ class Llama3:
     keep_special: bool = True
     whole_answer: bool = False
 
-    def parser(self) -> Parser:
-        return CallText(OPENER, bare=True)
+    def parser(self, tools: Sequence[Tool] = ()) -> Parser:
+        return CallText(OPENER, "", lambda _: CallObject("", tools), bare=True)
 
     def grammar(
         self,
