@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from strobe.server.openai.protocol.errors import error_body
+
 Refused = Callable[[int, str], None]
 """Told of each refusal; `ServerMetrics.refused` is one."""
 
@@ -88,7 +90,6 @@ class Draining:
             send,
             503,
             "The server is stopping; send the request again to another, or later to this one.",
-            kind="server_error",
             code="server_stopping",
             headers=[
                 (b"retry-after", str(self.drain.retry_after).encode()),
@@ -169,13 +170,11 @@ async def refuse(
     status: int,
     message: str,
     *,
-    kind: str = "invalid_request_error",
     code: str,
     headers: Collection[tuple[bytes, bytes]] = (),
 ) -> None:
     """Answer with OpenAI's error object and end the response."""
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    body = json.dumps({"error": error}).encode()
+    body = json.dumps(error_body(message, status=status, code=code)).encode()
     length = str(len(body)).encode()
     start = [(b"content-type", b"application/json"), (b"content-length", length), *headers]
     await send({"type": "http.response.start", "status": status, "headers": start})

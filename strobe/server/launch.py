@@ -25,6 +25,7 @@ from strobe.config import EngineConfig
 from strobe.hub.download import without_revision
 from strobe.hub.locate import located
 from strobe.server.app import make_app
+from strobe.server.connections import AT_ONCE, Connection, Quiet
 from strobe.server.engine_process.client import EngineClient, EngineDead
 from strobe.server.guards import Drain
 from strobe.server.metrics import ServerMetrics
@@ -88,6 +89,11 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Any:
         return contextlib.nullcontext()
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(_BACKLOG)  # uvicorn's is how many are accepted at a time
+
 
 class Server:
     """One server's life."""
@@ -110,6 +116,7 @@ class Server:
         client = EngineClient(self.config, self.settings.logs)
         client.on_death = self._stop.set
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(Quiet())
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_stop)
         with _blocked(signal.SIGINT):  # the engine's process is told when to stop
@@ -125,7 +132,8 @@ class Server:
                     log_config=None,
                     access_log=False,
                     lifespan="off",
-                    backlog=_BACKLOG,
+                    http=Connection,
+                    backlog=AT_ONCE,
                     timeout_keep_alive=75,
                     server_header=False,
                 )

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from strobe.server.access import AccessLog, RequestId
 from strobe.server.guards import ApiKey, BodyLimit, Drain, Draining
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
+from strobe.server.openai.protocol.errors import ERROR_TYPES
 
 Lines = Callable[[], list[dict[str, Any]]]
 
@@ -35,6 +36,7 @@ def is_envelope(answer: Answer) -> bool:
         answer.header("content-type") == "application/json"
         and answer.header("content-length") == str(len(answer.body))
         and list(answer.error) == ["message", "type", "param", "code"]
+        and answer.error["type"] == ERROR_TYPES[answer.status]
     )
 
 
@@ -311,7 +313,7 @@ def test_a_stopping_server_refuses_new_work_and_still_answers_reads():
     answer = call(app)
     assert answer.status == 503
     assert is_envelope(answer)
-    assert answer.error["type"] == "server_error"
+    assert answer.error["type"] == "service_unavailable"
     assert (answer.header("retry-after"), answer.header("connection")) == ("7", "close")
     assert [call(app, "/health", method=m).status for m in ("GET", "HEAD")] == [200, 200]
     assert refused == [(503, "stopping")]
