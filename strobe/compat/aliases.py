@@ -276,7 +276,8 @@ def _switch(name: str, value: Any) -> bool:
 
 def _only(name: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
     if not any(value == one and type(value) is type(one) for one in allowed):
-        hint = f"; give {' or '.join(map(repr, allowed))}" if allowed else ""
+        given = allowed not in ((), (False,))
+        hint = f"; give {' or '.join(map(repr, allowed))}" if given else ""
         raise ValueError(f"{name} is {value!r}, but {why}{hint or ', so leave it out'}.")
 
 

@@ -219,12 +219,18 @@ class Serving:
                 f"{size - 1}.",
                 field,
             )
-        at_least = 1 if wanted is None else wanted
-        if len(ids) + at_least > most or len(ids) >= most:
+        if len(ids) >= most:
             raise BadField(
-                f"The prompt has {len(ids)} tokens and {name} is {at_least}, but the context holds "
+                f"The prompt has {len(ids)} tokens, but the context holds {most} with the answer; "
+                "shorten it.",
+                field,
+                "context_length_exceeded",
+            )
+        if wanted is not None and len(ids) + wanted > most:
+            raise BadField(
+                f"The prompt has {len(ids)} tokens and {name} is {wanted}, but the context holds "
                 f"{most}; shorten the prompt or lower {name}.",
-                name if wanted is not None and len(ids) < most else field,
+                name,
                 "context_length_exceeded",
             )
         return ids

@@ -16,6 +16,7 @@ from strobe.config import DEMO_MODELS
 from strobe.server.app import make_app
 from strobe.server.engine_process.client import EngineDead, EngineStopped, Generation
 from strobe.server.engine_process.messages import Finish, Submit
+from strobe.server.openai.protocol.errors import BadField
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
 
@@ -284,3 +285,23 @@ def test_a_list_of_prompts_finds_room_for_all_or_none(tokenizer: Tokenizer):
     answer = post(served, "/v1/completions", {"prompt": ["a"] * 3})
     assert (answer.status, answer.header("retry-after")) == (429, "1")
     assert not served.client.said
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit", "param", "said"),
+    [
+        (2048, None, "prompt", "The prompt has 2048 tokens, but the context holds 2048 with the "
+         "answer; shorten it."),
+        (3000, 5, "prompt", "The prompt has 3000 tokens, but the context holds 2048 with the "
+         "answer; shorten it."),
+        (2000, 49, "max_tokens", "The prompt has 2000 tokens and max_tokens is 49, but the context "
+         "holds 2048; shorten the prompt or lower max_tokens."),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_does_not_fit_is_told_what_to_shorten(
+    tokenizer: Tokenizer, tokens: int, limit: int | None, param: str, said: str
+):
+    with pytest.raises(BadField) as raised:
+        serving(tokenizer).fit([5] * tokens, ("max_tokens", limit), None, "prompt")
+    assert (str(raised.value), raised.value.param) == (said, param)
+    assert serving(tokenizer).fit([5] * 2000, ("max_tokens", 48), None, "prompt") == [5] * 2000
