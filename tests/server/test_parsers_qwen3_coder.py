@@ -145,6 +145,7 @@ def test_a_call_without_arguments_has_an_empty_object():
         "<tool_call>\nnot a function\n</tool_call>",
         "<tool_call>\n<function=two\nlines>\n</function>\n</tool_call>",
         "<tool_call>\n<function=>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=" + "x" * 300,
         CALL.replace("get_time", "another_tool"),
         "Write <function=name> to call.",
         "<tool_call>\n<func",
@@ -192,6 +193,14 @@ def test_an_answer_that_ends_inside_a_call_gives_what_there_is():
 def test_any_text_is_parsed_alike_however_it_is_cut(text: str, cuts: list[int]):
     check_cuts(parser, text, cuts)
     check_cuts(typed, text, cuts)
+
+
+def test_a_long_value_is_read_once():
+    """Were it read again with each character, this would take minutes."""
+    value = json.dumps(["x"] * 30_000)
+    text = f"<tool_call>\n<function=get_time>\n<parameter=more>\n{value}\n</parameter>\n</function>"
+    ((_, arguments),) = parse(typed(), list(text)).calls
+    assert json.loads(arguments) == {"more": ["x"] * 30_000}
 
 
 # forced calls

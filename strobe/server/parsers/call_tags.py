@@ -12,7 +12,7 @@ from strobe.server.parsers.base import Tool, held_back
 FUNCTION, PARAMETER = "<function=", "<parameter="
 ENDS = PARAMETER_END, FUNCTION_END = "</parameter>", "</function>"
 _SPACE = " \t\r\n"
-_NAME = re.compile(r"[^<>\s][^<>\n]*")
+_NAME = re.compile(r"[^<>\s][^<>\n]{0,200}")
 
 
 class CallTags:
@@ -41,6 +41,7 @@ class CallTags:
         self._joint = "{"  # what stands before the next key
         self._is_text = False
         self._breaks = False  # a value's first line break has yet to come
+        self._searched = 0  # of raw, in which a value's end is not
 
     def push(self, text: str) -> str:
         """Take in more text; what it adds to the arguments."""
@@ -104,14 +105,16 @@ class CallTags:
         return True
 
     def _value(self) -> bool:
-        found = [at for end in ENDS if (at := self.raw.find(end)) >= 0]
+        found = [at for end in ENDS if (at := self.raw.find(end, self._searched)) >= 0]
         if not found:
+            self._searched = max(len(self.raw) - len(PARAMETER_END), 0)
             if self._is_text:
                 certain = len(self.raw) - held_back(self.raw, *ENDS)
                 certain -= self.raw[:certain].endswith("\n")  # it may be the last
                 self._give_text(self.raw[:certain])
-                self.raw = self.raw[certain:]
+                self.raw, self._searched = self.raw[certain:], 0
             return False
+        self._searched = 0
         value = self.raw[: min(found)].removesuffix("\n")
         self.raw = self.raw[min(found) :].removeprefix(PARAMETER_END)
         if self._is_text:
