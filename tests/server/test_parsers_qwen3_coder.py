@@ -34,6 +34,9 @@ CITY = Tool(
             "exact": {"type": "boolean"},
             "more": {"type": "object"},
             "either": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "code": {"type": "string", "minLength": 2, "maxLength": 4},
+            "page": {"type": "string", "maxLength": 100_000},
+            "never": False,
         },
         "required": ["city"],
     },
@@ -217,6 +220,7 @@ def test_calls_that_the_schemas_allow_come_through(words: Vocabulary):
         ("get_time", {"city": "Rome\n<b>"}),
         ("get_time", {"city": "", "zone": "utc", "hours": 9, "exact": True}),
         ("get_time", {"city": "x", "more": {}, "either": None}),
+        ("get_time", {"city": "x", "code": "ab\nd"}),
         ("light", {"room": ["hall", "hall"]}),
         ("anything", {}),
         ("anything", {"a": "b", "c": "d e"}),
@@ -236,6 +240,9 @@ def test_calls_that_the_schemas_do_not_allow_are_held_back(words: Vocabulary):
         ("get_time", {"city": "Rome", "hours": 10}),
         ("get_time", {"city": "Rome", "other": "x"}),
         ("get_time", {"city": "a</parameter>b"}),
+        ("get_time", {"city": "x", "code": "a"}),
+        ("get_time", {"city": "x", "code": "abcde"}),
+        ("get_time", {"city": "x", "never": 1}),
         ("light", {"room": ["cellar"]}),
     ):
         assert not words.accepts(matcher, wrapped(name, arguments)), (name, arguments)

@@ -19,6 +19,8 @@ from strobe.server.parsers.call_tags import (
 from strobe.server.parsers.call_text import CallText
 from strobe.server.parsers.lark import arguments, literal, marker
 
+LONGEST = 1000
+"""Characters of a string up to which a grammar counts."""
 OPENER, CLOSER, LINE = "<tool_call>", "</tool_call>", "\n"
 
 
@@ -54,26 +56,30 @@ class Qwen3Coder:
             # With its end, since a terminal is as long as it can be; and no end inside it.
             r"TEXT: /(?s:.*)\n<\/parameter>\n/ & ~/(?s:.*)<\/(parameter|function)>(?s:.+)>\n/",
         ]
+        texts: set[str] = set()
         for i, tool in enumerate(tools):
-            rules.append(f"function_{i}: {_function(tool)}")
-        return "\n".join(rules)
+            rules.append(f"function_{i}: {_function(tool, texts)}")
+        return "\n".join((*rules, *sorted(texts)))
 
 
-def _function(tool: Tool) -> str:
-    """A rule for a call without its outer tags; arguments in the order of the schema."""
+def _function(tool: Tool, texts: set[str]) -> str:
+    """A rule for a call without its outer tags; arguments in the order of the schema. texts: takes
+    up the terminals that it needs."""
     arguments(tool)  # raises where there can be none
     schema: dict[str, Any] = dict(tool.parameters or {})
     parts = [literal(f"{FUNCTION}{tool.name}>{LINE}")]
     properties: Mapping[str, Any] = schema.get("properties") or {}
     for key, own in properties.items():
-        part = f"{literal(f'{PARAMETER}{key}>' + LINE)} {_value(tool, key, own)}"
+        if own is False:  # an argument that may not be
+            continue
+        part = f"{literal(f'{PARAMETER}{key}>' + LINE)} {_value(tool, key, own, texts)}"
         parts.append(part if key in schema.get("required", ()) else f"({part})?")
     if not properties:
         parts.append(f"({literal(PARAMETER)} /[^<>\\s][^<>\\n]*/ {literal('>' + LINE)} TEXT)*")
     return " ".join((*parts, literal(FUNCTION_END)))
 
 
-def _value(tool: Tool, key: str, own: Any) -> str:
+def _value(tool: Tool, key: str, own: Any, texts: set[str]) -> str:
     """A rule for an argument's value and its end. Of strings, enum, const and lengths are held."""
     end = literal(f"{LINE}{PARAMETER_END}{LINE}")
     if not is_text(tool, key):
@@ -84,7 +90,10 @@ def _value(tool: Tool, key: str, own: Any) -> str:
     words = own.get("enum", [own["const"]] if "const" in own else None)
     if words is not None:
         return f"({' | '.join(literal(str(word)) for word in words)}) {end}"
-    least, most = own.get("minLength", 0), own.get("maxLength", "")
+    least, most = min(own.get("minLength", 0), LONGEST), own.get("maxLength", "")
+    most = "" if most == "" or most > LONGEST else most
     if not least and most == "":
         return "TEXT"
-    return rf"(/(?s:.){{{least},{most}}}\n<\/parameter>\n/ & TEXT)"
+    name = f"TEXT_{least}_{most}"
+    texts.add(rf"{name}: /(?s:.){{{least},{most}}}\n<\/parameter>\n/ & TEXT")
+    return name
