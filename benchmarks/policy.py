@@ -35,8 +35,8 @@ from strobe.tools.bench.load import TRACES
 from strobe.tools.bench.traces import Traces, independent, load
 
 COSTS = Path(__file__).parent / "costs_h200.json"
-"""Of the date and command in it, but that `context` is what 256 requests' own steps showed."""
-CONTEXT = 384  # positions of each request
+"""Of the date and command in it."""
+CONTEXT = 144  # positions of each request
 PHASE = 400  # steps of a text of one kind
 WAYS = ("plain", "3", "7", "15", "adaptive")
 

@@ -27,7 +27,8 @@ from strobe.warmup.forced import Forced
 logger = logging.getLogger(__name__)
 
 REPEATS = 4  # steps of each kind that are timed
-SECONDS = 60.0  # after which no further kind of step is measured
+SUSTAINED = 0.2  # seconds of such steps before, in which a GPU reaches the clock it can hold
+SECONDS = 75.0  # after which no further kind of step is measured
 LONG = 4096  # positions of a long context
 READERS = 16  # requests that read one each on a GPU, which fewer do not keep busy
 FITS = 0.3  # relative error within which costs of an earlier start still hold
@@ -142,8 +143,11 @@ class _Survey:
         self.requests = [r for r in self.requests if r.finish_reason is None]
         while len(self.requests) < count:
             self.requests.append(self.engine.add([0], _ENDLESS))
-        scheduler, rows = self.engine.scheduler, sum([r.num_prompt for r in self.requests])
-        for _ in range(4 + 4 * count + rows // self.engine.limits.max_num_batched_tokens):
+        scheduler, limits = self.engine.scheduler, self.engine.limits
+        rows = sum([request.num_prompt for request in self.requests])
+        # At least so many of a prompt go into a step, beside others that decode already.
+        least = (limits.max_mixed_tokens or limits.max_num_batched_tokens) // 2
+        for _ in range(4 + 4 * count + rows // least):
             if not scheduler.waiting and all(record.decoding for record in scheduler.running):
                 return
             self.engine.step()
@@ -151,6 +155,10 @@ class _Survey:
     def time(self, count: int, choice: Choice) -> tuple[float, float, int]:
         """Median milliseconds of drafting and of verifying, and the rows of a step."""
         self.forced.choice = choice
+        until = time.perf_counter() + SUSTAINED * self.cuda
+        while time.perf_counter() < until:
+            self.fill(count)
+            self.engine.step()
         self.fill(count)
         for _ in range(self.engine.depth + self.cuda):
             self.engine.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,15 @@ def test_the_drafter_is_surveyed_whatever_the_engines_method_is(pair: Pair, meth
     with measured._Survey(llm.engine, budget) as survey:
         for _ in range(3):
             assert survey.time(2, whole)[2] == 2 * (1 + whole.most)
+
+
+def test_steps_are_timed_once_long_prompts_are_through_beside_requests_that_decode(pair: Pair):
+    llm = LLM(pair.target, pair.draft, max_num_seqs=4, max_num_batched_tokens=160)
+    engine, budget = llm.engine, budget_of(llm)
+    engine.limits = engine.scheduler.limits = replace(engine.limits, max_mixed_tokens=16)
+    with measured._Survey(engine, budget) as survey:
+        survey.requests = [engine.add([i] * 150, measured._ENDLESS) for i in range(4)]
+        assert survey.time(4, Choice())[2] == 4
 
 
 def test_the_next_start_takes_the_costs_of_the_one_before(

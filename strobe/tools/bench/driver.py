@@ -50,6 +50,11 @@ class Turn:
     verified: int = 0
     accepted: int = 0
 
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / (self.ended - self.began)
+
     def begin(self) -> None:
         """Forget what came before now."""
         self.__dict__.update(Turn(self.lives, began=time.perf_counter()).__dict__)

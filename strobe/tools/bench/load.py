@@ -40,8 +40,8 @@ from strobe.warmup.costs import adapt
 
 TRACES = Path(__file__).parent / "traces.npz"
 """Those that come with Strobe."""
-WARMUPS = 5
-"""Runs before the one that counts, at most: until none captures a step."""
+TRIES = 5
+"""Runs of a load at most, until one captures no step."""
 
 
 def run_load(settings: LoadSettings, config: EngineConfig) -> int:
@@ -79,21 +79,34 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
         }
         ways = _ways(settings, engine)
         for load_of, jobs, count in _loads(settings, traces, config.seed):
-            for way, start in ways.items():
-                say(f"{way}: {load_of}")
-                start()
-                driver = Driver(engine, settings, way, count)
-                for _ in range(0 if settings.rate else WARMUPS):  # and the policy learns
-                    known = len(engine.graphs)
-                    driver.run([job._replace(at=0.0) for job in jobs[: 2 * count]])
-                    if len(engine.graphs) == known:
-                        break
-                figures["rows"].append({"way": way, **load_of, **_figures(driver.run(jobs))})
-    write(settings.json, figures)
+            turns: dict[str, list[Turn]] = {way: [] for way in ways}
+            for repeat in range(settings.repeats):
+                for way, start in ways.items():
+                    say(f"{way}: {load_of}")
+                    start()
+                    driver = Driver(engine, settings, way, count)
+                    if not repeat and not settings.rate:  # and the policy learns
+                        _settled(driver, [job._replace(at=0.0) for job in jobs[: 2 * count]])
+                    turns[way].append(_settled(driver, jobs))
+            for way, found in turns.items():
+                middle = sorted(found, key=lambda turn: turn.rate)[len(found) // 2]
+                figures["rows"].append({"way": way, **load_of, **_figures(middle)})
+            write(settings.json, figures)
     _show(output(), figures)
     if settings.plot:
         _draw(Path(settings.plot), figures["rows"])
     return 0
+
+
+def _settled(driver: Driver, jobs: Sequence[Job]) -> Turn:
+    """The first run that captures no step, which takes seconds, or the last of TRIES."""
+    graphs, turn = driver.engine.graphs, None
+    for _ in range(TRIES):
+        known, turn = len(graphs), driver.run(jobs)
+        if len(graphs) == known:
+            break
+    assert turn is not None
+    return turn
 
 
 def _traces(settings: LoadSettings, setup: Resolved) -> Traces:
@@ -195,7 +208,7 @@ def _figures(turn: Turn) -> Figures:
         "requests": len(turn.lives),
         "tokens": turn.tokens,
         "seconds": round(seconds, 4),
-        "tokens_per_s": round(turn.tokens / seconds, 1),
+        "tokens_per_s": round(turn.rate, 1),
         **found,
         "steps": turn.steps,
         "drafts_made_per_token": round(turn.made / turn.tokens, 3),

@@ -9,6 +9,7 @@ from typing import Any
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "osD^vP*X"
+FORMATS = ".png", ".svg", ".pdf"
 
 
 def missing() -> str:
@@ -35,7 +36,12 @@ def new_figure(
 
 
 def save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    """Under a name that ends in one of FORMATS; equal figures make equal files."""
+    import matplotlib  # pyright: ignore[reportMissingImports]
+
+    undated = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[path.suffix.lower()]
+    with matplotlib.rc_context({"svg.hashsalt": "strobe"}):
+        figure.savefig(path, dpi=120, metadata={undated: None})
 
 
 def lines(

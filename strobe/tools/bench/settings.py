@@ -12,6 +12,7 @@ from pydantic import model_validator
 
 from strobe.checks import MOST, option, settings
 from strobe.config import EngineConfig
+from strobe.tools.bench.plots import FORMATS
 
 DECIDED = ("load_format", "max_num_seqs", "enable_prefix_caching")
 """Engine settings that a benchmark decides itself: no prompt may be found in the cache."""
@@ -136,6 +137,7 @@ class LoadSettings:
     steady: bool = option(
         False, "All requests decode and none ends, until each has had max_tokens on average."
     )
+    repeats: Positive = option(1, "Timed turns; the median of each way counts.", _MORE)
     prompt_len: Positive = option(256, "Tokens per prompt.", "A prompt has a token.")
     max_tokens: Annotated[int, Bounds(ge=0, le=MOST)] = option(
         0, "Most tokens per answer; 0 is as the traces have it, 256 where steady."
@@ -150,6 +152,9 @@ class LoadSettings:
             getattr(self, name)  # raises where it cannot be read
         check_file(self.json)
         check_file(self.plot, "plot")
+        if self.plot and Path(self.plot).suffix.lower() not in FORMATS:
+            ends = ", ".join(FORMATS)
+            raise ValueError(f"plot is {self.plot!r}, but must end in one of {ends}.")
         if self.rate and self.steady:
             raise ValueError("rate is given beside steady; give one of them.")
         if self.acceptance_rate is not None and (self.traces or self.mix != "all"):
