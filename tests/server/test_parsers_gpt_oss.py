@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parsing import arguments, check_cuts, dumps, names, places, stream, texts
 
-from strobe.server.parsers import REASONING_FORMATS, Parser, make_parser
+from strobe.server.parsers import REASONING_FORMATS, Parser, Tool, make_parser
 
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|>"
 FINAL = "<|channel|>final<|message|>Yes.<|return|>"
@@ -196,3 +196,15 @@ def test_the_result_does_not_depend_on_the_cuts(
         text,
         cuts,
     )
+
+
+def test_a_call_of_a_tool_that_was_not_offered_is_content():
+    def offered() -> Parser:
+        return make_parser("gpt_oss", "gpt_oss", tools=[Tool("f")])
+
+    other = CALL.replace("functions.f", "functions.other").replace(
+        '{"a": 1}', '{"a": "to=functions.f"}'
+    )
+    assert check_cuts(offered, other) == ("", other.removesuffix("<|call|>"), [])
+    made = check_cuts(offered, f"{THOUGHT}{TURN}{other}{TURN}{CALL}")
+    assert made == ("Hm.", TURN + other.removesuffix("<|call|>"), [F])

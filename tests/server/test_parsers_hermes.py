@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parsing import arguments, calls, check_cuts, dumps, names, places, prose, stream, texts
 
-from strobe.server.parsers import Parser, make_parser
+from strobe.server.parsers import Parser, Tool, make_parser
 
 CALL = '<tool_call>\n{"name": "get_time", "arguments": {"city": "Rome"}}\n</tool_call>'
 TIME = ("get_time", '{"city": "Rome"}')
@@ -225,6 +225,32 @@ def test_the_result_does_not_depend_on_the_cuts(text: str, cuts: list[int]):
 def test_with_tools_off_all_is_content(text: str, cuts: list[int]):
     off = check_cuts(lambda: make_parser("hermes", None, tools=None), text, cuts)
     assert off == ("", text, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        wrapped("other", {"text": CALL, "more": [CALL]}),
+        wrapped("other", {"text": CALL}).removesuffix("}\n</tool_call>"),
+        f'<tool_call>\n{{"arguments": {dumps({"text": CALL})}, "name": "other"}}\n</tool_call>',
+        f"Look:\n{wrapped('other', {})}\n\n{wrapped('other', [])} so.",
+        wrapped("other", {"text": CALL})[:70],
+    ],
+)
+def test_a_call_of_a_tool_that_was_not_offered_is_content_with_all_in_it(text: str):
+    def offered() -> Parser:
+        return make_parser("hermes", None, tools=[Tool("get_time")])
+
+    assert check_cuts(offered, text) == ("", text, [])
+    if text.endswith("</tool_call>"):
+        assert check_cuts(offered, f"{text}\n{CALL}\n{text}") == ("", f"{text}\n{text}", [TIME])
+
+
+def test_what_a_tool_that_was_not_offered_is_given_comes_out_as_it_arrives():
+    pieces = ["<tool_call>\n", '{"name": "f"', ', "arguments": ', '{"a": ', '"x', '"}', "}\n", "a"]
+    made = stream(lambda: make_parser("hermes", None, tools=[Tool("g")]), pieces)
+    head = "".join(pieces[:4])
+    assert [part.content for part in made] == ["", "", "", head, '"x', '"}', "}", "\na", ""]
 
 
 def test_a_call_of_an_unknown_function_is_a_call():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from parsing import calls, check_cuts, dumps, places, stream, texts
 
-from strobe.server.parsers import Parser, make_parser
+from strobe.server.parsers import Parser, Tool, make_parser
 
 CALL = '{"name": "get_time", "parameters": {"city": "Rome"}}'
 TIME = ("get_time", '{"city": "Rome"}')
@@ -126,3 +126,16 @@ def test_the_result_does_not_depend_on_the_cuts(text: str, cuts: list[int]):
     result = check_cuts(parser, text, cuts)
     if not result.calls:
         assert result.content == text
+
+
+@pytest.mark.parametrize(
+    "text", [CALL.replace("get_time", "other"), f"{TAG}{CALL}".replace("get_time", "other")]
+)
+def test_a_call_of_a_tool_that_was_not_offered_is_content_with_all_in_it(text: str):
+    def offered() -> Parser:
+        return make_parser("llama3", None, tools=[Tool("get_time")])
+
+    for whole in (text, text.replace('"Rome"', dumps(f"{TAG}{CALL}")), f"{text}; {text}"):
+        assert check_cuts(offered, whole) == ("", whole, [])
+    assert check_cuts(offered, f"{CALL}; {text}") == ("", f"; {text}", [TIME])
+    assert check_cuts(offered, f"{text}\n{TAG}{CALL}") == ("", text, [TIME])

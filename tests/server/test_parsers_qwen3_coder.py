@@ -4,11 +4,13 @@ and the grammar of forced calls."""
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
-from guided import Vocabulary, vocabulary
+from guided import END, Vocabulary, allowed, vocabulary
 from hypothesis import given
 from hypothesis import strategies as st
 from parsing import check_cuts, parse, places, prose, stream, texts, values
@@ -34,6 +36,7 @@ CITY = Tool(
             "exact": {"type": "boolean"},
             "more": {"type": "object"},
             "either": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "any": {},
             "code": {"type": "string", "minLength": 2, "maxLength": 4},
             "page": {"type": "string", "maxLength": 100_000},
             "never": False,
@@ -44,6 +47,7 @@ CITY = Tool(
 LIGHT = Tool("light", {"properties": {"room": {"$ref": "#/$defs/R"}}, "required": ["room"],
                        "$defs": {"R": {"type": "array", "items": {"enum": ["hall"]}}}})  # fmt: skip
 ANYTHING = Tool("anything", None)
+NOTHING = {"type": "string", "minLength": 2, "maxLength": 1}
 
 
 def parser() -> Parser:
@@ -105,6 +109,11 @@ def test_what_the_template_writes_is_read_back(
         CALL.removesuffix("</function>\n</tool_call>"),
         CALL.replace("</function>\n", ""),
         CALL.replace("</parameter>\n", ""),
+        CALL.replace("\n", "\r\n"),
+        CALL.replace("</parameter>\n", "</parameter>\n</parameter>\n"),
+        CALL.replace("</parameter>\n", "</parameter>\n<!-- that is all -->\n"),
+        CALL.replace("<parameter", "<!-- where? -->\n<parameter"),
+        CALL.replace("</function>", "<parameter=city>\nOslo\n</parameter>\n</function>"),
     ],
 )
 def test_variants_of_one_call_are_that_call(text: str):
@@ -127,14 +136,110 @@ def test_variants_of_one_call_are_that_call(text: str):
         ("more", '{"a": [1, "b"]}', {"a": [1, "b"]}),
         ("either", "None", None),
         ("either", "Rome", "Rome"),
-        ("either", "NaN", "NaN"),
+        ("either", "null", None),
+        ("either", "NULL", "NULL"),
+        ("either", "nul", "nul"),
+        ("either", "nullable", "nullable"),
+        ("either", " None", " None"),
+        ("either", "7", "7"),
+        ("either", '{"a": 1}', '{"a": 1}'),
+        ("any", "NaN", "NaN"),
+        ("any", "None", None),
+        ("any", "Rome", "Rome"),
+        ("any", "[" * 200_000, "[" * 200_000),
+        ("more", "[1", "[1"),
+        ("more", '{"a": "</parameter></function>\\""}', {"a": '</parameter></function>"'}),
+        ("more", '"</parameter> <parameter=', '"</parameter> <parameter='),
         ("unknown", "[1]", [1]),
     ],
 )
 def test_values_are_of_the_types_of_the_schema(key: str, text: str, value: Any):
     call = f"<tool_call>\n<function=get_time>\n<parameter={key}>\n{text}\n</parameter>\n</function>"
-    (found,) = check_cuts(typed, call).calls
+    (found,) = (parse(typed(), [call]) if len(call) > 9999 else check_cuts(typed, call)).calls
     assert json.loads(found[1]) == {key: value}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": ["string"]}, "5", "5"),
+        ({"type": ["string", "null"]}, "5", "5"),
+        ({"type": "string", "nullable": True}, "None", None),
+        ({"type": ["string", "integer"]}, "5", 5),
+        ({"type": ["string", "integer"]}, "5.0", 5),
+        ({"type": ["string", "integer"]}, "5.5", "5.5"),
+        ({"type": ["string", "number"]}, "5", 5),
+        ({"type": ["string", "number"]}, "true", "true"),
+        ({"type": ["string", "boolean"]}, "True", True),
+        ({"type": ["array", "null"]}, "5", 5),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, "2"]}, "1", 1),
+        ({"enum": [1, "2"]}, "true", "true"),
+        ({"$ref": "#/$defs/Name"}, "5", "5"),
+        ({"$ref": "#/properties/own/anyOf/0", "anyOf": [{"type": "string"}]}, "5", "5"),
+        ({"$ref": "#/$defs/Loop"}, "5", "5"),
+        ({"allOf": [{"type": ["string", "integer"]}, {"$ref": "#/$defs/Name"}]}, "5", "5"),
+        ({"oneOf": [{"const": "5"}, {"type": "null"}]}, "5", "5"),
+        ({"$ref": "#/$defs/none"}, "5", 5),
+        ({"$ref": 5}, "5", 5),
+        ({"type": "strnig"}, "5", 5),
+        ({"anyOf": 5}, "5", 5),
+        ([], "5", 5),
+    ],
+)
+def test_a_value_is_of_a_type_that_the_schema_lists(schema: Any, text: str, value: Any):
+    name = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    loop = {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "string"}], "type": "string"}
+    tool = Tool(
+        "f", {"properties": {"own": schema}, "$defs": {"Name": name["anyOf"][0], "Loop": loop}}
+    )
+    call = f"<tool_call>\n<function=f>\n<parameter=own>\n{text}\n</parameter>\n</function>"
+    (found,) = check_cuts(lambda: make_parser("qwen3_coder", None, tools=[tool]), call).calls
+    assert json.loads(found[1]) == {"own": value}
+    assert type(json.loads(found[1])["own"]) in (type(value), float)
+
+
+@pytest.mark.parametrize("schema", [{"properties": []}, {"properties": None}, {"required": 5},
+                                    {"$ref": "#"}, {"$ref": "#/no"}, {"type": 5}])  # fmt: skip
+def test_a_tool_whose_schema_is_none_has_values_of_any_type(schema: Any):
+    call = CALL.replace("Rome", "7")
+    made = check_cuts(
+        lambda: make_parser("qwen3_coder", None, tools=[Tool("get_time", schema)]), call
+    )
+    assert made == ("", "", [("get_time", '{"city": 7}')])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "<r>\n<parameter>1</parameter>\n</r>",
+        "<r>\n<parameter>1</parameter> <!-- one -->\n</r>",
+        "<parameter>1</parameter>",
+        "end with </function> here",
+        "</function>\n</parameter",
+        "</function>\n</r>",
+        "<parameter=city>\nOslo",
+        "x\n<parameter=unknown>\n1",
+        "x <parameter=zone>\n1",
+        "a\r\nb\r\n",
+        "</parameter> <!-- " + "x" * 300 + " -->",
+    ],
+)
+def test_markup_inside_a_value_is_of_the_value(value: str):
+    given = {"city": value, "zone": "utc"}
+    ((_, arguments),) = check_cuts(typed, wrapped("get_time", given)).calls
+    assert json.loads(arguments) == given
+
+
+@pytest.mark.parametrize("tag", ["<parameter=zone>", "</function>", "</tool_call>", "<tool_call>"])
+def test_a_value_that_lacks_its_end_ends_at_what_follows(tag: str):
+    text = f"<tool_call>\n<function=get_time>\n<parameter=city>\nRome\n</parameter>\n{tag}"
+    assert check_cuts(typed, text).calls[0][1].startswith('{"city": "Rome"')
+    text = text.replace("</parameter>\n", "")
+    text += "\nutc\n</parameter>\n</function>\n</tool_call>" if "zone" in tag else ""
+    ((_, arguments),) = check_cuts(typed, text).calls
+    ends = {"<parameter=zone>": '", "zone": "utc"}', "</function>": '"}'}
+    assert arguments == '{"city": "Rome' + ends.get(tag, "\\n" + tag)
 
 
 def test_a_call_without_arguments_has_an_empty_object():
@@ -150,7 +255,10 @@ def test_a_call_without_arguments_has_an_empty_object():
         "<tool_call>\n<function=>\n</function>\n</tool_call>",
         "<tool_call>\n<function=" + "x" * 300,
         CALL.replace("get_time", "another_tool"),
-        "Write <function=name> to call.",
+        CALL.replace("get_time", "another_tool").replace("Rome", f"{CALL}\n</r>"),
+        f"{CALL.replace('get_time', 'another_tool')[:60]}",
+        "Write <function=get_time>\n</function> to call.",
+        "<function=name> to call.",
         "<tool_call>\n<func",
         "a <",
         " \n ",
@@ -168,7 +276,7 @@ def test_text_between_and_behind_calls_is_content():
 def test_a_string_comes_out_as_it_arrives_and_other_values_at_their_end():
     head = "<tool_call>\n<function=get_time>\n"
     pieces = [head, "<parameter=city>\n", "Ro", "me\n", "or", "\n</parameter>\n",
-              "<parameter=hours>\n", "1", "2\n", "</parameter>\n", "</function>"]  # fmt: skip
+              "<parameter=hours>\n", "1", "2\n", "</parameter>\n", "<", "/function>"]  # fmt: skip
     given = ["".join(arguments for _, arguments in part.calls) for part in stream(typed, pieces)]
     assert given == [
         "",
@@ -176,23 +284,49 @@ def test_a_string_comes_out_as_it_arrives_and_other_values_at_their_end():
         "Ro",
         "me",
         "\\nor",
-        '"',
-        ', "hours": ',
+        "",
+        '", "hours": ',
         "",
         "",
-        "12",
-        "}",
+        "",
+        "",
+        "12}",
         "",
     ]
+    pieces = [head, "<parameter=either>\n", "nul", "l and", " void", "\n</parameter>\n</function>"]
+    given = ["".join(arguments for _, arguments in part.calls) for part in stream(typed, pieces)]
+    assert given == ["", '{"either": ', "", '"null and', " void", '"}', ""]
 
 
-def test_an_answer_that_ends_inside_a_call_gives_what_there_is():
-    text = CALL[: CALL.index("me\n") + 2]
-    assert check_cuts(typed, text).calls == [("get_time", '{"city": "Rome')]
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("", ""),
+        ("\n<param", ""),
+        ("\n<parameter=ci", ""),
+        ("\n<parameter=city>", '{"city": "'),
+        ("\n<parameter=city>\nRo", '{"city": "Ro'),
+        ("\n<parameter=city>\nRome\n</para", '{"city": "Rome\\n</para'),
+        ("\n<parameter=city>\nRome\n</parameter>\n", '{"city": "Rome"}'),
+        ("\n<parameter=city>\nRome\n</parameter>\n</func", '{"city": "Rome"'),
+        ("\n<parameter=city>\nRome\n</parameter>\n<!-- so", '{"city": "Rome"'),
+        ("\n<parameter=city>\nRome\n<parameter=zo", '{"city": "Rome\\n<parameter=zo'),
+        ("\n<parameter=hours>", '{"hours": '),
+        ("\n<parameter=hours>\n1", '{"hours": 1'),
+        ('\n<parameter=more>\n{"a": 1}\n</par', '{"more": {"a": 1}\n</par'),
+        ("\n<parameter=either>\nnul", '{"either": "nul'),
+        ("\n</function>\n</tool", "{}"),
+    ],
+)
+def test_an_answer_that_ends_inside_a_call_gives_what_there_is(text: str, given: str):
+    result = check_cuts(typed, f"<tool_call>\n<function=get_time>{text}")
+    assert result == ("", "", [("get_time", given)])
 
 
-@given(texts([CALL, "<tool_call>\n", "<function=f>", "<parameter=a>\n", "\n</parameter>",
-              "</function>", "</tool_call>", "text\n"]), places)  # fmt: skip
+@given(texts([CALL, "<tool_call>\n", "<function=f>", "<function=get_time>\n", "<parameter=a>\n",
+              "\n<parameter=city>\n", "<parameter=either>\r\n", "\n</parameter>", "</parameter>",
+              "</function>", "</tool_call>", "text\n", "null", '{"a": "', "<!-- b -->"]),
+       places)  # fmt: skip
 def test_any_text_is_parsed_alike_however_it_is_cut(text: str, cuts: list[int]):
     check_cuts(parser, text, cuts)
     check_cuts(typed, text, cuts)
@@ -204,6 +338,14 @@ def test_a_long_value_is_read_once():
     text = f"<tool_call>\n<function=get_time>\n<parameter=more>\n{value}\n</parameter>\n</function>"
     ((_, arguments),) = parse(typed(), list(text)).calls
     assert json.loads(arguments) == {"more": ["x"] * 30_000}
+
+
+@pytest.mark.parametrize("place", ["<function", "<parameter", "</function", "</tool_call", "!"])
+def test_long_space_is_read_once(place: str):
+    space = " " * 100_000
+    text = f"Well.\n{CALL}!".replace(place, space + place)
+    content = f"Well.{space}!" if place == "!" else "Well.!"
+    assert parse(typed(), list(text)) == ("", content, [TIME])
 
 
 # forced calls
@@ -250,3 +392,235 @@ def test_calls_that_the_schemas_do_not_allow_are_held_back(words: Vocabulary):
     assert not words.accepts(matcher, "Hi\n" + CALL)
     both = words.matcher("qwen3_coder", [CITY], parallel=True)
     assert words.accepts(both, CALL + "\n" + CALL)
+
+
+@pytest.fixture(scope="module")
+def tagged() -> Vocabulary:
+    return vocabulary()
+
+
+def held(words: Vocabulary, schema: Any, *given: Mapping[str, Any]) -> list[bool]:
+    """Whether a forced call of a tool with that schema may be given such arguments. What may is
+    read back."""
+    tools = [Tool("f", schema)]
+    matcher = words.matcher("qwen3_coder", tools)
+    found = [words.accepts(matcher, wrapped("f", arguments)) for arguments in given]
+    for arguments, accepted in zip(given, found, strict=True):
+        made = parse(make_parser("qwen3_coder", None, tools=tools), [wrapped("f", arguments)]).calls
+        assert not accepted or [("f", arguments)] == [(n, json.loads(text)) for n, text in made]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("least", "most"),
+    [(0, 1), (0, 40), (0, 200), (0, 1000), (50, 1000), (300, 600), (999, 1000), (1000, None)],
+)
+def test_lengths_of_strings_are_held(tagged: Vocabulary, least: int, most: int | None):
+    lengths = {"minLength": least} if most is None else {"minLength": least, "maxLength": most}
+    schema = {"properties": {"a": {"type": "string", **lengths}}, "required": ["a"]}
+    top = most or least + 100
+    texts = [("x" * n, ("Wörter, <b>\\n\\n<p>" * n)[:n]) for n in {least, (least + top) // 2, top}]
+    assert all(held(tagged, schema, *({"a": text} for pair in texts for text in pair)))
+    wrong = [{"a": "x" * (top + 1)}] * bool(most) + [{"a": "x" * (least - 1)}] * bool(least)
+    assert not any(held(tagged, schema, *wrong))
+
+
+def test_lengths_above_the_longest_that_can_be_counted_are_let_go(tagged: Vocabulary):
+    schema = {"properties": {"a": {"type": "string", "minLength": 2000, "maxLength": 5000}}}
+    short, good, long = ({"a": "x" * n} for n in (999, 1000, 6000))
+    assert held(tagged, schema, short, good, long) == [False, True, True]
+
+
+@pytest.mark.parametrize("lengths", [{}, {"maxLength": 500}])
+def test_a_string_that_would_end_too_early_is_held_back(tagged: Vocabulary, lengths: Any):
+    schema = {"properties": {"a": {"type": "string", **lengths}, "b": {"type": "string"}}}
+    bad = [
+        "1</parameter>2",
+        "1</function>2",
+        "1\n</parameter>\n2",
+        "1\n<parameter=b>\n2",
+        "<parameter=b>",
+    ]
+    assert not any(held(tagged, schema, *({"a": text} for text in bad)))
+    good = ["<", "<<\n<", "a\n<p>\n</b"[: 6 if lengths else None], "1 <parameter=b>\n2", "\n\n"]
+    assert all(held(tagged, schema, *({"a": text, "b": text} for text in good)))
+    assert held(tagged, schema, {"a": "<svg>\n<path/>\n</svg>"}) == [not lengths]
+
+
+@pytest.mark.parametrize(
+    ("own", "good", "bad"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["x", '"x"', "5", None], []),
+        ({"type": ["string", "null"], "enum": ["a", None]}, ["a", None], ["b", ""]),
+        ({"type": ["string", "null"], "minLength": 5}, ["abcde", None], ["abcd"]),
+        ({"type": "string", "nullable": True, "maxLength": 3}, ["abc", None], ["abcd"]),
+        ({"anyOf": [{"const": "abc"}, {"type": "string", "maxLength": 1}]}, ["abc", "a"], ["ab"]),
+        ({"type": "string", "enum": ["a", 5]}, ["a"], ["5"]),
+        ({"enum": ["a", "bcd"], "type": "string", "maxLength": 2}, ["a"], ["bcd"]),
+        ({"allOf": [{"$ref": "#/$defs/S"}, {"minLength": 2}]}, ["ab", "abc"], ["a", "abcd"]),
+        ({"anyOf": [{"type": "integer"}, {"$ref": "#/properties/z"}]}, [5, True], ["x"]),
+        ({"$ref": "#/properties/z"}, [True], [5, "x"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/S"}}, [["abc"]], [["abcd"], [5]]),
+        ({"type": "array", "items": {"$ref": "#"}}, [[{"z": True}]], [[{"z": 5}], [5]]),
+        ({"type": "object"}, [{"a": "</parameter>"}, {"a": '"</parameter></function>'}], ["x", []]),
+        ({"enum": ["</parameter>", 5]}, [5], ["x"]),
+        ({}, ["x", 5, [1]], []),
+        (True, ["x", 5, [1]], []),
+    ],
+)  # fmt: skip
+def test_values_are_held(tagged: Vocabulary, own: Any, good: list[Any], bad: list[Any]):
+    document = {
+        "type": "object",
+        "properties": {"own": own, "z": {"type": "boolean"}},
+        "$defs": {"S": {"type": "string", "maxLength": 3}},
+    }
+    assert all(held(tagged, document, *({"own": value} for value in good)))
+    assert not any(held(tagged, document, *({"own": value} for value in bad)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"additionalProperties": False}, [{}], [{"a": "x"}]),
+        ({"properties": {}, "additionalProperties": False}, [{}], [{"a": "x"}]),
+        ({"properties": {}}, [{}, {"a": "x", "b": 5}], []),
+        ({"additionalProperties": {"type": "integer"}}, [{}, {"a": 5}], [{"a": "x"}]),
+        ({"required": ["a"]}, [{"a": "x"}, {"a": 5, "b": "x"}], [{}, {"b": "x"}]),
+        (
+            {"required": ["a"], "properties": {"b": {"type": "integer"}}},
+            [{"b": 5, "a": "x"}, {"a": "x"}],
+            [{"b": 5}, {"a": "x", "c": "x"}],
+        ),
+        (
+            {"required": ["a"], "additionalProperties": {"type": "integer"}},
+            [{"a": 5}],
+            [{"a": "x"}, {}],
+        ),
+        (
+            {"$ref": "#/$defs/F", "$defs": {"F": {"properties": {"a": {"type": "integer"}}}}},
+            [{}, {"a": 5}],
+            [{"a": "x"}, {"b": 5}],
+        ),
+        ({"properties": {"a": NOTHING}}, [{}], [{"a": "x"}]),
+    ],
+)  # fmt: skip
+def test_which_arguments_there_are_is_held(tagged: Vocabulary, schema: Any, good: Any, bad: Any):
+    assert all(held(tagged, schema, *good))
+    assert not any(held(tagged, schema, *bad))
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"required": None}, "function 'f' has the required None; give a list"),
+        ({"required": "k"}, "required 'k'"),
+        ({"properties": ["k"]}, "function 'f' has the properties"),
+        ({"properties": {"k": 5}}, "parameter 'k' of the function 'f' has the schema 5"),
+        ({"properties": {"k": {"enum": 7}}}, "parameter 'k' of the function 'f' has the enum 7"),
+        ({"properties": {"k": {"enum": "ab"}}}, "enum 'ab'"),
+        ({"properties": {"k": {"type": "string", "maxLength": None}}}, "maxLength None"),
+        ({"properties": {"k": {"type": "string", "maxLength": "5"}}}, "maxLength '5'"),
+        ({"properties": {"k": {"type": "string", "maxLength": 5.0}}}, "maxLength 5.0"),
+        ({"properties": {"k": {"type": "string", "minLength": -1}}}, "minLength -1"),
+        ({"properties": {"k": {"type": "strnig"}}}, "type 'strnig'; give one of array"),
+        ({"properties": {"k": {"anyOf": {}}}}, "anyOf {}; give a list"),
+        ({"properties": {"k": {"items": {"$ref": "#/k"}}}}, "'f' has the .ref '#/k'"),
+        ({"properties": {"k": {"$ref": "http://k"}}}, "'http://k'; give one that begins with #/"),
+        ({"properties": {"k": {"$ref": "#/k"}}}, "'#/k'; give one to what is in"),
+        ({"properties": {"k": {"allOf": [{"anyOf": [{}] * 40}] * 2}}}, "more than 1000"),
+        ({"properties": {"k": False}, "required": ["k"]}, "requires the parameter 'k' and allows"),
+        ({"required": ["k"], "additionalProperties": False}, "requires the parameter 'k'"),
+        ({"properties": {"k": NOTHING}, "required": ["k"]}, "allows no value"),
+        ({"properties": {"k": {"enum": []}}, "required": ["k"]}, "allows no value"),
+        ({"properties": {"k": {"enum": ["a</parameter>"]}}}, "'k' of the function 'f' is 'a</para"),
+        ({"properties": {"a>b": {}}}, "name of a parameter of the function 'f' is 'a>b'"),
+        ({"properties": {"a\nb": {}}}, "name of a parameter"),
+        ({"properties": {" a": {}}}, "name of a parameter"),
+        ({"properties": {"a" * 202: {}}}, "name of a parameter"),
+        ({"anyOf": [{"required": ["k"]}]}, "function 'f' has anyOf"),
+        ({"$ref": "#"}, "has .ref, which cannot be held"),
+        ({"$ref": "#/k"}, "function 'f' has the .ref '#/k'"),
+        ({"$ref": "#/$defs/k", "$defs": {"k": {"type": "string"}}}, "have the type 'string'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_held_is_refused(tagged: Vocabulary, schema: Any, said: str):
+    with pytest.raises(ValueError, match=said):
+        tagged.matcher("qwen3_coder", [Tool("f", schema)])
+
+
+@pytest.mark.parametrize("name", ["a>b", "a\nb", " a", "a" * 202, "<a", ""])
+def test_a_functions_name_that_cannot_be_read_back_is_refused(tagged: Vocabulary, name: str):
+    with pytest.raises(ValueError, match="name of a function is"):
+        tagged.matcher("qwen3_coder", [Tool(name)])
+
+
+@pytest.mark.parametrize("name", ['say "hi"', "back\\slash", "näme", "[5]", "%json", "a" * 201])
+def test_other_names_are_only_ever_text(tagged: Vocabulary, name: str):
+    tool = Tool(name, {"properties": {name: {"type": "integer"}}})
+    text = wrapped(name, {name: 5})
+    assert tagged.accepts(tagged.matcher("qwen3_coder", [tool]), text)
+    ((called, given),) = check_cuts(
+        lambda: make_parser("qwen3_coder", None, tools=[tool]), text
+    ).calls
+    assert (called, json.loads(given)) == (name, {name: 5})
+
+
+WALKED = Tool(
+    "walk",
+    {
+        "properties": {
+            "text": {"type": "string"},
+            "short": {"type": ["string", "null"], "minLength": 2, "maxLength": 6},
+            "long": {"type": "string", "maxLength": 40},
+            "number": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "word": {"enum": ["a", "b", None]},
+            "object": {"type": "object", "additionalProperties": {"type": "string"}},
+        },
+        "required": ["text", "short", "long"],
+    },
+)
+
+
+def test_whatever_comes_through_is_read_as_the_schema_allows(tagged: Vocabulary):
+    """Random answers, with a liking for what looks like markup."""
+    free = Tool("free", {"required": ["key"], "additionalProperties": {"type": "integer"}})
+    fresh = tagged.matcher("qwen3_coder", [WALKED, free], parallel=True)
+    choose, end = random.Random(0), tagged.added[END]
+    traps = [
+        "\n</parameter>\n",
+        "<parameter=long>",
+        "\n<parameter=number>\n",
+        "</function>",
+        '{"a": "</',
+    ]
+    scripts = [tagged.fast.encode(trap, add_special_tokens=False).ids for trap in traps]
+    for _ in range(60):
+        matcher, ids, script = fresh.deep_copy(), [], []
+        while not matcher.is_stopped() and (not matcher.is_accepting() or choose.random() < 0.3):
+            may = allowed(matcher)
+            script = script or (list(choose.choice(scripts)) if choose.random() < 0.2 else [])
+            if not script or not may[script[0]]:
+                script = [
+                    choose.choice([int(token) for token in np.flatnonzero(may) if token != end])
+                ]
+            ids.append(script.pop(0))
+            assert matcher.consume_token(ids[-1])
+        text = tagged.fast.decode(ids, skip_special_tokens=False)
+        made = parse(make_parser("qwen3_coder", None, tools=[WALKED, free]), [text])
+        assert made.content == "", text
+        assert len(made.calls) == text.count("<tool_call>\n<function=") > 0
+        for name, arguments in made.calls:
+            given = json.loads(arguments)
+            if name == "free":
+                assert "key" in given
+                assert all(type(value) is int for value in given.values()), text
+                continue
+            assert (
+                {"text", "short", "long"} <= given.keys() <= WALKED.parameters["properties"].keys()
+            )
+            assert isinstance(given["text"], str)
+            assert given["short"] is None or 2 <= len(given["short"]) <= 6, text
+            assert len(given["long"]) <= 40
+            assert type(given.get("number")) in (int, type(None))
+            assert given.get("word") in ("a", "b", None)
+            assert all(isinstance(value, str) for value in given.get("object", {}).values()), text

@@ -129,9 +129,9 @@ class ReasoningFormat(Protocol):
 
 def held_back(text: str, *markers: str) -> int:
     """Characters at a text's end that may turn out to begin one of the markers."""
-    longest = max(map(len, markers)) - 1
+    longest, heads = max(map(len, markers)) - 1, {marker[0] for marker in markers}
     for count in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[-count:]) for marker in markers):
+        if text[-count] in heads and any(marker.startswith(text[-count:]) for marker in markers):
             return count
     return 0
 

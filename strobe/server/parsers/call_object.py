@@ -28,6 +28,7 @@ class CallObject:
     From then on it is one (`begun`) and its arguments come out as they arrive. Nothing is checked
     in them but where they end: what a model gets wrong there is for the caller to see.
 
+    offered: whether the tool is one of those that may be called, known once the call has begun.
     verdict: "whole" at the closing brace, "broken" where the text cannot go on as such an object.
     raw: the text not accounted for yet; all of it while not begun.
     """
@@ -38,6 +39,7 @@ class CallObject:
         self._names = {tool.name for tool in tools}
         self.name = ""
         self.begun = False
+        self.offered = True
         self.verdict: Literal["whole", "broken"] | None = None
         self.raw = ""
         self._closer = closer
@@ -100,9 +102,9 @@ class CallObject:
         self._at = match.end()
         self._read = self._comma
         if self._key == "name":
-            if not value or (self._names and value not in self._names):
+            if not value:
                 return self._break()
-            self.name = value
+            self.name, self.offered = value, not self._names or value in self._names
             if "arguments" in self._keys:
                 self._begin(self._arguments)
         return True

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from strobe.server.parsers.base import Tool, held_back
+from strobe.server.parsers.base import Tool
+from strobe.server.parsers.schemas import ANY, Arguments, is_text, read_arguments, type_of
+from strobe.server.parsers.tags import (
+    FUNCTION,
+    FUNCTION_END,
+    LINE,
+    NAME,
+    PARAMETER,
+    PARAMETER_END,
+    ValueEnd,
+    blank,
+    may_begin,
+)
 
-FUNCTION, PARAMETER = "<function=", "<parameter="
-ENDS = PARAMETER_END, FUNCTION_END = "</parameter>", "</function>"
-_SPACE = " \t\r\n"
-_NAME = re.compile(r"[^<>\s][^<>\n]{0,200}")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_NULLS = ("null", "None")
+_LONGEST_NULL = len("\r\nnull")
+_PYTHON = {"true": "true", "false": "false", "none": "null", "null": "null"}
 
 
 class CallTags:
@@ -23,25 +36,34 @@ class CallTags:
                                           -> </function>
 
     A value is a string where the tool's schema says so, and comes out as it arrives. Others come
-    out at their end: as the JSON that they are, else as a string. Python's True, False and None
-    are JSON's, as templates write them.
+    out at their end: as the JSON that they are where the schema has a place for it, else as a
+    string. Python's True, False and None are JSON's, as templates write them. Of a parameter that
+    is given twice the first value counts.
 
-    begun, verdict, raw: as of `CallObject`; begun with the name.
+    begun, offered, verdict, raw: as of `CallObject`; begun with the name.
     """
 
     def __init__(self, tools: Sequence[Tool] = (), *, opened: bool = False):
         """tools: those that may be called, none for any. opened: `<function=` has been read."""
         self.name = ""
         self.begun = False
+        self.offered = True
         self.verdict: Literal["whole", "broken"] | None = None
         self.raw = ""
         self._tools = {tool.name: tool for tool in tools}
         self._read: Callable[[], bool] = self._name if opened else self._function
+        self._at = 0  # of raw, up to which there is space in front of the tag
+        self._last = False  # no more text comes
         self._added = ""
-        self._joint = "{"  # what stands before the next key
+        self._arguments = Arguments()
+        self._given: set[str] = set()
+        # of the value that is being read
+        self._types = ANY
         self._is_text = False
-        self._breaks = False  # a value's first line break has yet to come
-        self._searched = 0  # of raw, in which a value's end is not
+        self._opened = False  # its quote has been given
+        self._breaks = False  # its first line break has yet to come
+        self._repeated = False
+        self._end = ValueEnd((), text=False)
 
     def push(self, text: str) -> str:
         """Take in more text; what it adds to the arguments."""
@@ -52,86 +74,115 @@ class CallTags:
         return self._added
 
     def finish(self) -> str:
-        """The last of the arguments, where the answer ended inside them."""
+        """The last of the arguments, where the answer ended inside them. Their closing brace only
+        where all that lacks is the function's end."""
+        self._last = True
+        added = self.push("")
         self._added = ""
-        if self._read == self._value and self._is_text:
-            self._give_text(self.raw)
-        elif self._read == self._parameters:
-            self._end()
-        return self._added
+        if self.verdict is None and self._read == self._value:
+            if self._is_text:
+                self._give_text(self.raw)
+            else:
+                self._give(self._unbroken(self.raw))
+        elif self.verdict is None and self._given and not self.raw:
+            self._whole()
+        return added + self._added
 
     # Each step reads from the beginning of raw. It returns False when it must wait for more text or
     # has come to a verdict.
 
     def _function(self) -> bool:
-        rest = self.raw.lstrip(_SPACE)
+        space = _SPACE.match(self.raw, self._at)
+        assert space is not None
+        self._at = space.end()
+        rest = self.raw[self._at :]
         if not rest.startswith(FUNCTION):
             self.verdict = None if FUNCTION.startswith(rest) else "broken"
             return False
         # Should this be no call, all of it is content: raw stays whole until the name is there.
-        name, end, rest = rest.removeprefix(FUNCTION).partition(">")
-        return self._named(name, end, rest)
+        return self._named(rest.removeprefix(FUNCTION))
 
     def _name(self) -> bool:
-        return self._named(*self.raw.partition(">"))
+        return self._named(self.raw)
 
-    def _named(self, name: str, end: str, rest: str) -> bool:
-        fits = _NAME.fullmatch(name) and not (end and self._tools and name not in self._tools)
+    def _named(self, text: str) -> bool:
+        name, end, rest = text.partition(">")
+        fits = NAME.fullmatch(name)
         if not fits and (name or end):
             self.verdict = "broken"
         if not fits or not end:
             return False
         self.name, self.begun, self.raw = name, True, rest
+        self.offered = not self._tools or name in self._tools
+        with contextlib.suppress(ValueError):  # values are then of any type
+            self._arguments = read_arguments(self._tools.get(name, Tool(name)))
         self._read = self._parameters
         return True
 
     def _parameters(self) -> bool:
-        rest = self.raw.lstrip(_SPACE)
-        if rest.startswith(FUNCTION_END):
-            self.raw = rest.removeprefix(FUNCTION_END)
-            return self._end()
-        if any(marker.startswith(rest) for marker in (PARAMETER, FUNCTION_END)):
+        self.raw = self.raw[blank(self.raw) :]
+        if self.raw.startswith(FUNCTION_END):
+            self.raw = self.raw.removeprefix(FUNCTION_END)
+            return self._whole()
+        if may_begin(self.raw, PARAMETER, PARAMETER_END, FUNCTION_END):
             return False
-        key, end, value = rest.removeprefix(PARAMETER).partition(">")
-        if not rest.startswith(PARAMETER) or not _NAME.fullmatch(key or "?"):
-            return self._end()
+        key, end, value = self.raw.removeprefix(PARAMETER).partition(">")
+        if not self.raw.startswith(PARAMETER) or not NAME.fullmatch(key or "?"):
+            return self._whole()
         if not end:
             return False
-        self._added += f"{self._joint}{_json(key)}: "
-        self._joint, self._breaks, self.raw = ", ", True, value
-        self._is_text = is_text(self._tools.get(self.name), key)
-        self._added += '"' * self._is_text
-        self._read = self._value
+        self.raw = value
+        self._begin_value(key)
         return True
 
+    def _begin_value(self, key: str) -> None:
+        self._types = self._arguments.types(key)
+        self._is_text = is_text(self._types)
+        self._opened = self._types == {"string"}
+        self._repeated = key in self._given
+        self._give("{" if not self._given else ", ")
+        self._give(_json(key) + ': "' if self._opened else _json(key) + ": ")
+        self._given.add(key)
+        self._breaks = True
+        self._end = ValueEnd(self._arguments.properties.keys() - self._given, text=self._is_text)
+        self._read = self._value
+
     def _value(self) -> bool:
-        found = [at for end in ENDS if (at := self.raw.find(end, self._searched)) >= 0]
-        if not found:
-            self._searched = max(len(self.raw) - len(PARAMETER_END), 0)
-            if self._is_text:
-                certain = len(self.raw) - held_back(self.raw, *ENDS)
-                certain -= self.raw[:certain].endswith("\n")  # it may be the last
-                self._give_text(self.raw[:certain])
-                self.raw, self._searched = self.raw[certain:], 0
+        found, count = self._end.find(self.raw, last=self._last), self._end.certain
+        if found is None:
+            if self._is_text and (self._opened or count > _LONGEST_NULL):
+                self._give_text(self.raw[:count])
+                self.raw, self._end.certain = self.raw[count:], 0
             return False
-        self._searched = 0
-        value = self.raw[: min(found)].removesuffix("\n")
-        self.raw = self.raw[min(found) :].removeprefix(PARAMETER_END)
-        if self._is_text:
-            self._give_text(value)
-            self._added += '"'
+        value = self.raw[:count]
+        self.raw = self.raw[found.end() if found[2] == PARAMETER_END else found.start(2) :]
+        if not self._is_text or (not self._opened and self._unbroken(value) in _NULLS):
+            self._give(_converted(self._unbroken(value), self._types))
         else:
-            self._added += _converted(value.removeprefix("\n"))
+            self._give_text(value)
+            self._give('"')
         self._read = self._parameters
         return True
 
-    def _give_text(self, text: str) -> None:
-        if self._breaks and text:
-            text, self._breaks = text.removeprefix("\n"), False
-        self._added += _json(text)[1:-1]
+    def _unbroken(self, value: str) -> str:
+        """A value's beginning without the line break in front of it."""
+        line = LINE.match(value) if self._breaks else None
+        return value[line.end() :] if line else value
 
-    def _end(self) -> bool:
-        self._added += "{}" if self._joint == "{" else "}"
+    def _give_text(self, text: str) -> None:
+        if not self._opened:
+            self._give('"')
+            self._opened = True
+        if text:
+            self._give(_json(self._unbroken(text))[1:-1])
+            self._breaks = False
+
+    def _give(self, arguments: str) -> None:
+        if not self._repeated:
+            self._added += arguments
+
+    def _whole(self) -> bool:
+        self._added += "}" if self._given else "{}"
         self.verdict = "whole"
         return False
 
@@ -140,29 +191,16 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _converted(text: str) -> str:
-    """A value that need not be a string, as JSON."""
-    words = {"true": "true", "false": "false", "none": "null", "null": "null"}
-    if (word := words.get(text.strip().lower())) is not None:
-        return word
+def _converted(text: str, types: frozenset[str]) -> str:
+    """A value that may be of these types, as JSON."""
+    own = _PYTHON.get(text.strip().lower(), text.strip())
     try:
-        json.loads(text, parse_constant=lambda name: _refuse(name))
-    except ValueError:
+        value = json.loads(own, parse_constant=_refuse)
+    except (ValueError, RecursionError):
         return _json(text)
-    return text.strip()
+    # What fits nowhere is best left as it is.
+    return own if type_of(value) in types or "string" not in types else _json(text)
 
 
 def _refuse(name: str) -> None:
     raise ValueError(name)
-
-
-def is_text(tool: Tool | None, key: str) -> bool:
-    """Whether an argument is a string and nothing else."""
-    schema = (tool.parameters or {}).get("properties", {}) if tool is not None else {}
-    own = schema.get(key) if isinstance(schema, Mapping) else None
-    if not isinstance(own, Mapping):
-        return False
-    words = own.get("enum", [own["const"]] if "const" in own else None)
-    if isinstance(words, list) and "type" not in own:
-        return all(isinstance(word, str) for word in words)
-    return own.get("type") == "string"

@@ -15,6 +15,7 @@ class Call(Protocol):
 
     name: str
     begun: bool
+    offered: bool
     verdict: Literal["whole", "broken"] | None
     raw: str
 
@@ -28,9 +29,10 @@ class CallText:
         text --opener--> call --closer or none--> text
           \\---- no call after all: content <----/
 
+    A call of a tool that was not offered is content as a whole, with what looks like a call in it.
     bare: a call may also stand without the opener, as the whole answer or behind another call and
-    a semicolon; inner: what begins one without the opener, too, in any place. Space around calls is
-    no content, nor are surplus closing braces in front of a closer.
+    a semicolon; inner: what begins one without the opener, too, in front of a line. Space around
+    calls is no content, nor are surplus closing braces in front of a closer.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class CallText:
         inner: str = "",
     ):
         """make(whether `inner` has been read) -> what reads a call."""
-        self._opener, self._closer, self._bare = opener, closer, bare
+        self._opener, self._closer, self._bare, self._inner = opener, closer, bare, inner
         self._make, self._begins = make, (opener, inner) if inner else (opener,)
         self._state: Callable[[], bool] = self._between if bare else self._text
+        self._space = ""  # content in front of the buffer, where no call follows
         self._buffer = ""
+        self._line_begins = True  # in front of the space
         self._lead = ""  # what stood in front of the call, in case it is none
         self._call = make(False)
         self._index = 0
@@ -57,7 +61,8 @@ class CallText:
 
     @property
     def phase(self) -> Phase:
-        return "tool" if self._state in (self._in_call, self._behind_call) else "answer"
+        in_call = self._state == self._in_call and self._call.offered
+        return "tool" if in_call or self._state == self._behind_call else "answer"
 
     def push(self, text: str) -> Parsed:
         self._buffer += text
@@ -70,12 +75,16 @@ class CallText:
             self._no_call()
             self._advance()
         if self._state == self._in_call:
-            self._give_call(None, self._call.finish())
+            if self._call.offered:
+                self._give_call(None, self._call.finish())
+            else:
+                self._give(self._call.raw)
         elif self._state != self._behind_call:
+            rest = self._space + self._buffer
             joints = _SPACE + ";" if self._bare else _SPACE
-            if not self._only_calls or self._buffer.strip(joints):
-                self._give(self._buffer)
-        self._buffer = ""
+            if not self._only_calls or rest.strip(joints):
+                self._give(rest)
+        self._space = self._buffer = ""
         return self._taken()
 
     def _advance(self) -> None:
@@ -91,6 +100,7 @@ class CallText:
         if content:
             self._content.append(content)
             self._only_calls = False
+            self._line_begins = content.endswith("\n")
 
     # Each state consumes what it can of the buffer; False: it must wait for more.
 
@@ -98,58 +108,76 @@ class CallText:
         markers = (*self._begins, self._closer) if self._unclosed else self._begins
         found = earliest(self._buffer, *markers)
         if found is None:
-            certain = self._buffer[: len(self._buffer) - held_back(self._buffer, *markers)]
-            self._give_text(certain)
+            self._give_text(len(self._buffer) - held_back(self._buffer, *markers))
             return False
         at, marker = found
-        self._give_text(self._buffer[:at])
-        lead, _, rest = self._buffer.partition(marker)
+        self._give_text(at)
+        if marker == self._inner and not (self._line_begins or "\n" in self._space):
+            self._give_text(len(marker))
+            return True
         if marker in self._begins:
-            return self._begin(lead + marker, rest, inner=marker != self._opener)
-        self._unclosed = False
-        self._buffer = rest
+            return self._begin(len(marker), inner=marker == self._inner)
+        self._unclosed, self._space = False, ""
+        self._buffer = self._buffer.removeprefix(marker)
         return True
 
-    def _give_text(self, text: str) -> None:
-        """Give text from the buffer's beginning, less the space at its end: a call may follow."""
-        text = text.rstrip(_SPACE)
-        self._give(text)
-        self._buffer = self._buffer[len(text) :]
+    def _give_text(self, count: int) -> None:
+        """Give so much of the buffer, but for the space at its end: a call may follow."""
+        text, self._buffer = self._buffer[:count], self._buffer[count:]
+        kept = text.rstrip(_SPACE)
+        if kept:
+            self._give(self._space + kept)
+            self._space = ""
+        self._space += text[len(kept) :]
+
+    def _pass(self, chars: str) -> str:
+        """Let such characters at the buffer's beginning be space; the rest."""
+        rest = self._buffer.lstrip(chars)
+        self._space += self._buffer[: len(self._buffer) - len(rest)]
+        self._buffer = rest
+        return rest
 
     def _between(self) -> bool:
         """At the beginning of a bare call, if one comes."""
-        rest = self._buffer.lstrip(_SPACE + ";" if self._index else _SPACE)
-        lead = self._buffer[: len(self._buffer) - len(rest)]
+        rest = self._pass(_SPACE + ";" if self._index else _SPACE)
         if rest.startswith("{"):
-            return self._begin(lead, rest)
+            return self._begin(0)
         if rest.startswith(self._opener):
-            return self._begin(lead + self._opener, rest.removeprefix(self._opener))
+            return self._begin(len(self._opener))
         if self._opener.startswith(rest):
             return False
         self._state = self._text
         return True
 
-    def _begin(self, lead: str, rest: str, *, inner: bool = False) -> bool:
-        self._lead, self._buffer = lead, rest
+    def _begin(self, count: int, *, inner: bool = False) -> bool:
+        """Begin a call behind so many characters of the buffer."""
+        self._lead, self._buffer = self._space + self._buffer[:count], self._buffer[count:]
+        self._space = ""
         self._call = self._make(inner)
         self._unclosed = False
         self._state = self._in_call
         return True
 
     def _in_call(self) -> bool:
-        call, known = self._call, self._call.begun
-        arguments = call.push(self._buffer)
+        call, known, raw, more = self._call, self._call.begun, self._call.raw, self._buffer
+        arguments = call.push(more)
         self._buffer = ""
-        if call.begun:
+        if call.begun and call.offered:
             self._give_call(None if known else call.name, arguments)
+        elif call.begun and (read := len(raw) + len(more) - len(call.raw)):
+            self._give(self._lead + (raw + more)[:read])
+            self._lead = ""
         if call.verdict is None:
             return False
         if not call.begun:
             self._no_call()
             return True
         self._buffer = call.raw
+        if not call.offered:
+            self._state = self._text
+            return True
         self._index += 1
-        self._only_calls = True
+        self._only_calls = self._line_begins = True
         self._state = self._behind_call if self._closer else self._between
         return True
 
@@ -165,12 +193,11 @@ class CallText:
 
     def _behind_call(self) -> bool:
         """At the closer, which may lack."""
-        rest = self._buffer.lstrip(_SPACE + "}")
+        rest = self._pass(_SPACE + "}")
         if self._closer.startswith(rest) and rest != self._closer:
             return False
-        if rest.startswith(self._closer):
-            self._buffer = rest.removeprefix(self._closer)
-        else:
-            self._unclosed = True
+        self._unclosed = not rest.startswith(self._closer)
+        self._buffer = self._space + rest if self._unclosed else rest.removeprefix(self._closer)
+        self._space = ""
         self._state = self._text
         return True

@@ -42,6 +42,11 @@ def arguments(tool: Tool) -> str:
             f"The parameters of the function {tool.name!r} have the type {kinds!r}, but arguments "
             'are an object; give "type": "object".'
         )
+    return json_of(schema | {"type": "object"})
+
+
+def json_of(schema: Mapping[str, Any]) -> str:
+    """A rule for JSON of a schema, written as chat templates write it."""
     own = schema.get("x-guidance", {})
     writing = {**_WRITING, **own} if isinstance(own, Mapping) else own
-    return "%json " + json.dumps(schema | {"type": "object", "x-guidance": writing})
+    return "%json " + json.dumps({**schema, "x-guidance": writing})

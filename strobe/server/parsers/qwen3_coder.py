@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-import json
+import re
+import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from strobe.server.parsers.base import Parser, Tool
-from strobe.server.parsers.call_tags import (
+from strobe.server.parsers.call_tags import CallTags
+from strobe.server.parsers.call_text import CallText
+from strobe.server.parsers.lark import arguments, json_of, literal, marker
+from strobe.server.parsers.schemas import Arguments, Form, is_text, read_arguments, types_of
+from strobe.server.parsers.tags import (
+    CLOSER,
     FUNCTION,
     FUNCTION_END,
+    NAME,
+    OPENER,
     PARAMETER,
     PARAMETER_END,
-    CallTags,
-    is_text,
 )
-from strobe.server.parsers.call_text import CallText
-from strobe.server.parsers.lark import arguments, literal, marker
 
 LONGEST = 1000
-"""Characters of a string up to which a grammar counts."""
-OPENER, CLOSER, LINE = "<tool_call>", "</tool_call>", "\n"
+"""Characters of a string up to which a grammar counts: minLength above it is held up to it,
+maxLength above it is not held. llguidance cannot go much further."""
+LINE, END = ">\n", f"\n{PARAMETER_END}\n"
+
+# With the end of a value, since a terminal is as long as it can be; and no end inside it. To count
+# beside a complement is too much for llguidance: a string with lengths has no </ and no line that
+# begins with <pa.
+_TEXT = r"""
+TEXT: /(?s:.*)\n<\/parameter>\n/ & ~/(?s:.*<\/(parameter|function)>.+>\n|(.*\n)?<parameter=.*)/
+PLAIN: /([^<]|<+[^<\/])*<*\n<\/parameter>\n/ & LINES
+LINES: /(([^<\n].*|<([^p\n].*)?|<p([^a\n].*)?)?\n)+<\/parameter>\n/
+"""
+_TAGS = re.compile(f"{PARAMETER}|{PARAMETER_END}|{FUNCTION_END}")
+_UNHELD = ("$ref", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "patternProperties",
+           "propertyNames", "minProperties", "maxProperties", "dependentRequired",
+           "dependentSchemas", "dependencies")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,47 +71,80 @@ class Qwen3Coder:
             f"start: {literal(lead)} call{more}",
             f'call: {opener} "\\n" function "\\n" {closer}',
             "function: " + " | ".join(f"function_{i}" for i in range(len(tools))),
-            # With its end, since a terminal is as long as it can be; and no end inside it.
-            r"TEXT: /(?s:.*)\n<\/parameter>\n/ & ~/(?s:.*)<\/(parameter|function)>(?s:.+)>\n/",
         ]
-        texts: set[str] = set()
+        counted: dict[str, str] = {}
         for i, tool in enumerate(tools):
-            rules.append(f"function_{i}: {_function(tool, texts)}")
-        return "\n".join((*rules, *sorted(texts)))
+            rules.append(f"function_{i}: {_function(tool, counted)}")
+        return "\n".join((*rules, *counted.values(), _TEXT))
 
 
-def _function(tool: Tool, texts: set[str]) -> str:
-    """A rule for a call without its outer tags; arguments in the order of the schema. texts: takes
-    up the terminals that it needs."""
-    arguments(tool)  # raises where there can be none
-    schema: dict[str, Any] = dict(tool.parameters or {})
-    parts = [literal(f"{FUNCTION}{tool.name}>{LINE}")]
-    properties: Mapping[str, Any] = schema.get("properties") or {}
-    for key, own in properties.items():
-        if own is False:  # an argument that may not be
-            continue
-        part = f"{literal(f'{PARAMETER}{key}>' + LINE)} {_value(tool, key, own, texts)}"
-        parts.append(part if key in schema.get("required", ()) else f"({part})?")
-    if not properties:
-        parts.append(f"({literal(PARAMETER)} /[^<>\\s][^<>\\n]*/ {literal('>' + LINE)} TEXT)*")
+def _function(tool: Tool, counted: dict[str, str]) -> str:
+    """A rule for a call without its outer tags; arguments in the order of the schema. counted:
+    takes up the terminals that it needs, by name. Raises ValueError where a schema or a name has
+    no place in such a call."""
+    own = read_arguments(tool)
+    arguments(replace(tool, parameters=own.schema))  # raises where there can be none
+    for name in _UNHELD:
+        if name in own.schema:
+            raise ValueError(
+                f"The schema of the function {tool.name!r} has {name}, which cannot be held in a "
+                "call of the form qwen3_coder; say the same in properties and required."
+            )
+    _check_name("function", tool.name)
+    parts = [literal(f"{FUNCTION}{tool.name}{LINE}")]
+    for key in dict.fromkeys((*own.properties, *own.required)):
+        forms = own.forms(key)
+        if forms:
+            _check_name(f"parameter of the function {tool.name!r}", key)
+            begin = literal(f"{PARAMETER}{key}{LINE}")
+            part = f"{begin} {_value(own, key, forms, counted)}"
+            parts.append(part if key in own.required else f"({part})?")
+        elif key in own.required:
+            raise ValueError(
+                f"The schema of the function {tool.name!r} requires the parameter {key!r} and "
+                "allows no value of it; allow one, or take it out of required."
+            )
+    other = "<other>"  # a name that no parameter has
+    if not own.properties and (forms := own.forms(other)):
+        begin = f"{literal(PARAMETER)} /{NAME.pattern}/ {literal(LINE)}"
+        parts.append(f"({begin} {_value(own, other, forms, counted)})*")
     return " ".join((*parts, literal(FUNCTION_END)))
 
 
-def _value(tool: Tool, key: str, own: Any, texts: set[str]) -> str:
+def _value(own: Arguments, key: str, forms: Sequence[Form], counted: dict[str, str]) -> str:
     """A rule for an argument's value and its end. Of strings, enum, const and lengths are held."""
-    end = literal(f"{LINE}{PARAMETER_END}{LINE}")
-    if not is_text(tool, key):
-        schema = tool.parameters or {}
-        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        own = {**shared, **own} if isinstance(own, Mapping) else own
-        return f"%json {json.dumps(own)} {end}"
-    words = own.get("enum", [own["const"]] if "const" in own else None)
-    if words is not None:
-        return f"({' | '.join(literal(str(word)) for word in words)}) {end}"
-    least, most = min(own.get("minLength", 0), LONGEST), own.get("maxLength", "")
-    most = "" if most == "" or most > LONGEST else most
-    if not least and most == "":
-        return "TEXT"
-    name = f"TEXT_{least}_{most}"
-    texts.add(rf"{name}: /(?s:.){{{least},{most}}}\n<\/parameter>\n/ & TEXT")
-    return name
+    types = types_of(forms)
+    if not is_text(types) and own.of(key) not in (True, {}):
+        return f"{json_of(own.alone(key))} {literal(END)}"
+    ways = [literal(f"null{END}")] if "null" in types else []
+    for form in forms:
+        if "string" not in form.types:
+            continue
+        if form.words is not None:
+            what = f"value of the parameter {key!r} of the function {own.name!r}"
+            for word in (word for word in form.words if isinstance(word, str)):
+                _check(not _TAGS.search(word), what, word, "leave out the tags of such a call")
+                ways.append(literal(word + END))
+            continue
+        least, most = min(form.least, LONGEST), form.most
+        most = "" if most is None or most > LONGEST else most
+        if not least and most == "":
+            return "TEXT"
+        name = f"TEXT_{least}_{most}"
+        counted[name] = rf"{name}: /(?s:.){{{least},{most}}}\n<\/parameter>\n/ & PLAIN"
+        ways.append(name)
+    return f"({' | '.join(dict.fromkeys(ways))})"
+
+
+def _check_name(what: str, name: str) -> None:
+    mend = "leave out <, >, line breaks and space in front, and give at most 201 characters"
+    _check(NAME.fullmatch(name), f"name of a {what}", name, mend)
+
+
+def _check(fits: Any, what: str, text: str, mend: str) -> None:
+    """Raises ValueError for a text that the parser could not read back."""
+    if not fits:
+        raise ValueError(
+            f"The {what} is {reprlib.repr(text)}, which cannot be read back from a call of the "
+            f"form qwen3_coder; {mend}."
+        )

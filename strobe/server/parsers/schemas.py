@@ -1,0 +1,225 @@
+"""What a tool's JSON schema says of each of its arguments."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+from strobe.server.parsers.base import Tool
+
+ANY = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
+_PYTHON = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer",
+           float: "number", type(None): "null"}  # fmt: skip
+_MOST_FORMS, _MOST_STEPS = 1000, 32
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to be a value: of one of these JSON types, one of these words where there are any,
+    and as a string at least and at most so many characters long."""
+
+    types: frozenset[str] = ANY
+    words: tuple[Any, ...] | None = None
+    least: int = 0
+    most: int | None = None
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value, its words aside, is of this form."""
+        if not isinstance(value, str):
+            return type_of(value) in self.types
+        short = self.most is None or len(value) <= self.most
+        return "string" in self.types and short and len(value) >= self.least
+
+    def along(self, other: Form) -> Form:
+        """The form of what is of both forms; of no type where nothing is."""
+        words = self.words if other.words is None else other.words
+        if self.words is not None and other.words is not None:
+            words = tuple(word for word in self.words if word in other.words)
+        most = min((m for m in (self.most, other.most) if m is not None), default=None)
+        both = Form(self.types & other.types, None, max(self.least, other.least), most)
+        if words is not None:
+            words = tuple(filter(both.fits, words))
+            return Form(frozenset(map(type_of, words)), words, both.least, most)
+        if most is not None and both.least > most:
+            return Form(both.types - {"string"})
+        return both
+
+
+def type_of(value: Any) -> str:
+    """The JSON type of a value that was read from JSON."""
+    whole = isinstance(value, float) and value.is_integer()
+    return "integer" if whole else _PYTHON[type(value)]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a tool. schema: of their object; document: what its references are in."""
+
+    name: str = ""
+    schema: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    document: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """The schemas of the declared arguments by name."""
+        return self.schema.get("properties", {})
+
+    @property
+    def required(self) -> Sequence[str]:
+        """The names of those that must be given."""
+        return self.schema.get("required", ())
+
+    def of(self, key: str) -> Any:
+        """The schema of an argument, declared or not."""
+        return self.properties.get(key, self.schema.get("additionalProperties", True))
+
+    def forms(self, key: str) -> list[Form]:
+        """The forms that an argument may have. Raises ValueError where its schema is none."""
+        with self._naming(key):
+            return _forms(self.of(key), self.document, {})
+
+    def types(self, key: str) -> frozenset[str]:
+        """The JSON types that an argument may have, any where its schema is none."""
+        try:
+            return types_of(self.forms(key))
+        except ValueError:
+            return ANY
+
+    def alone(self, key: str) -> dict[str, Any]:
+        """An argument's schema with all that it refers to inside it. Raises ValueError where that
+        is not there."""
+        with self._naming(key):
+            definitions: dict[str, Any] = {}
+            own = _moved(self.of(key), self.document, definitions)
+        parts = {str(number): part for number, part in enumerate(definitions.values())}
+        return own | ({"$defs": parts} if parts else {})
+
+    @contextmanager
+    def _naming(self, key: str) -> Generator[None]:
+        """Name the argument in what is said of its schema."""
+        try:
+            yield
+        except (ValueError, RecursionError) as error:
+            said = "is nested too deeply." if isinstance(error, RecursionError) else error
+            owner = f"The parameter {key!r} of the function {self.name!r}"
+            raise ValueError(f"{owner} {said}") from None
+
+
+def read_arguments(tool: Tool) -> Arguments:
+    """What a tool's schema says of its arguments. Raises ValueError where it is none."""
+    document = schema = tool.parameters or {}
+    try:
+        for _ in range(_MOST_STEPS):
+            if "$ref" not in schema or "properties" in schema:
+                break
+            schema = _target(schema["$ref"], document)
+            if not isinstance(schema, Mapping):
+                raise _wrong("schema", schema, "one of an object")
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, Mapping):
+            raise _wrong("properties", properties, "an object with the schema of each parameter")
+        if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+            raise _wrong("required", required, "a list of names")
+    except ValueError as error:
+        raise ValueError(f"The schema of the function {tool.name!r} {error}") from None
+    return Arguments(tool.name, schema, document)
+
+
+def types_of(forms: Sequence[Form]) -> frozenset[str]:
+    """The JSON types of a value of any of the forms."""
+    return frozenset[str]().union(*(form.types for form in forms))
+
+
+def is_text(types: frozenset[str]) -> bool:
+    """Whether a value of these JSON types is a string or nothing."""
+    return "string" in types and types <= {"string", "null"}
+
+
+def _forms(schema: Any, document: Any, known: dict[str, list[Form]]) -> list[Form]:
+    """The forms of a schema by its type, enum, const, lengths, references and alternatives.
+    known: those of the references so far; any form for one to itself. Raises ValueError."""
+    if isinstance(schema, bool):
+        return [Form()] if schema else []
+    if not isinstance(schema, Mapping):
+        raise _wrong("schema", schema, "an object, true or false")
+    parts = [[_own_form(schema)]]
+    if "$ref" in schema:
+        ref = schema["$ref"]
+        target = _target(ref, document)
+        if ref not in known:
+            known[ref] = [Form()]
+            known[ref] = _forms(target, document, known)
+        parts.append(known[ref])
+    for name in ("anyOf", "oneOf", "allOf"):
+        if name not in schema:
+            continue
+        listed = schema[name]
+        if not isinstance(listed, list):
+            raise _wrong(name, listed, "a list of schemas")
+        ways = [_forms(one, document, known) for one in listed]
+        parts += ways if name == "allOf" else [[form for way in ways for form in way]]
+    forms = [Form()]
+    for part in parts:
+        if len(forms) * len(part) > _MOST_FORMS:
+            raise ValueError(f"has more than {_MOST_FORMS} alternatives; give fewer.")
+        forms = [one.along(other) for one in forms for other in part]
+    forms = [form for form in forms if form.types]
+    return [*forms, Form(frozenset(("null",)))] if schema.get("nullable") is True else forms
+
+
+def _own_form(schema: Mapping[str, Any]) -> Form:
+    """The form by a schema's own type, enum, const and lengths."""
+    types, words = schema.get("type", list(ANY)), schema.get("enum")
+    names = types if isinstance(types, list) else [types]
+    if not all(isinstance(name, str) and name in ANY for name in names):
+        raise _wrong("type", types, f"one of {', '.join(sorted(ANY))}, or a list of them")
+    if "enum" in schema and not isinstance(words, list):
+        raise _wrong("enum", words, "a list of values")
+    for name in ("minLength", "maxLength"):
+        length = schema.get(name, 0)
+        if type(length) is not int or length < 0:
+            raise _wrong(name, length, "a whole number from 0 on")
+    if "number" in names:
+        names = [*names, "integer"]
+    if "const" in schema:
+        words = [schema["const"]]
+    form = Form(frozenset(names), None, schema.get("minLength", 0), schema.get("maxLength"))
+    return form.along(Form(words=None if words is None else tuple(words)))
+
+
+def _target(ref: Any, document: Any) -> Any:
+    """What a reference into a document refers to. Raises ValueError."""
+    if not isinstance(ref, str) or not (ref + "/").startswith("#/"):
+        raise _wrong("$ref", ref, "one that begins with #/, into the function's parameters")
+    for part in ref.split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        try:
+            document = document[int(name) if isinstance(document, list) else name]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise _wrong("$ref", ref, "one to what is in the function's parameters") from None
+    return document
+
+
+def _moved(schema: Any, document: Any, definitions: dict[str, Any]) -> Any:
+    """A schema with its references into the document made numbers of definitions, which take up
+    what they refer to. Raises ValueError."""
+    if isinstance(schema, list):
+        return [_moved(part, document, definitions) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {name: _moved(part, document, definitions) for name, part in schema.items()}
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and ref.startswith("#"):
+        if ref not in definitions:
+            definitions[ref] = True  # keeps the place
+            definitions[ref] = _moved(_target(ref, document), document, definitions)
+        moved["$ref"] = f"#/$defs/{list(definitions).index(ref)}"
+    return moved
+
+
+def _wrong(name: str, value: Any, mend: str) -> ValueError:
+    return ValueError(f"has the {name} {reprlib.repr(value)}; give {mend}.")
