@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from asgi import Answer, call
 from engineless import START, Said, event, serving
+from guided import allowed, vocabulary
+from llguidance import LLMatcher
 
 from strobe.config import DEMO_MODELS
+from strobe.sampling.grammar_compiler import source_of
+from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
-from strobe.server.engine_process.client import Generation
 from strobe.server.parsers import TOOL_FORMATS
 from strobe.server.serving import Formats
 from strobe.server.settings import ServerConfig
@@ -32,22 +38,33 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(DEMO_MODELS / "target")
 
 
-def answer(tokenizer: Tokenizer, form: str | None, text: str, **fields: Any) -> dict[str, Any]:
-    """What /v1/chat/completions makes of a model's answer."""
+Engine = Callable[[SamplingParams], list[int]]
+
+
+def says(tokenizer: Tokenizer, text: str) -> Engine:
+    return lambda _: tokenizer.encode(text, add_special_tokens=False)
+
+
+def post(tokenizer: Tokenizer, form: str | None, engine: Engine, path: str, **body: Any) -> Answer:
+    """What a server whose model writes this form of calls, in that engine's words, answers."""
     served = serving(tokenizer)
     served.formats = Formats(None if form is None else TOOL_FORMATS[form], None)
-
-    def engine(generation: Generation) -> None:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        generation.take([event(ids, start=START, finish_reason="stop")])
-
-    assert isinstance(served.client, Said)
-    served.client.at_submit = engine
-    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], **fields}
-    headers = [("Content-Type", "application/json")]
-    found: Answer = call(
-        make_app(served), "/v1/chat/completions", headers=headers, body=[json.dumps(body).encode()]
+    client = served.client
+    assert isinstance(client, Said)
+    client.at_submit = lambda generation: generation.take(
+        [event(engine(client.said[-1].params), start=START, finish_reason="stop")]
     )
+    headers = [("Content-Type", "application/json")]
+    return call(make_app(served), path, headers=headers, body=[json.dumps(body).encode()])
+
+
+def answer(
+    tokenizer: Tokenizer, form: str | None, text: str | Engine, **fields: Any
+) -> dict[str, Any]:
+    """What /v1/chat/completions makes of a model's answer."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], **fields}
+    engine = says(tokenizer, text) if isinstance(text, str) else text
+    found = post(tokenizer, form, engine, "/v1/chat/completions", **body)
     assert found.status == 200, found.body
     return json.loads(found.body)
 
@@ -85,6 +102,109 @@ def test_tools_of_a_model_whose_form_is_not_known_come_with_a_warning(tokenizer:
     assert "its form of calls is not known" in said
     assert "warnings" not in answer(tokenizer, "hermes", "Hi")
     assert "warnings" not in answer(tokenizer, None, "Hi", tool_choice="none")
+
+
+def test_v1_responses_warns_of_them_as_well(tokenizer: Tokenizer):
+    tool = {"type": "function", **TOOL["function"]}
+    for form, strict in ((None, False), ("hermes", False), (None, True)):
+        body = {"input": "hi", "tools": [{**tool, "strict": strict}]}
+        found = post(tokenizer, form, says(tokenizer, "Hi"), "/v1/responses", **body)
+        said = json.loads(found.body).get("warnings", [])
+        assert ["its form of calls is not known" in warning for warning in said] == (
+            [False, True] if strict else [True] if form is None else []
+        )
+
+
+def test_a_call_that_is_cut_off_is_no_whole_call(tokenizer: Tokenizer):
+    head = "<tool_call>\n<function=get_weather>\n"
+    for text in ("", "<parameter=city>\nRo", "<parameter=city>\nRome\n</parameter>\n</fun"):
+        (choice,) = answer(tokenizer, "qwen3_coder", head + text)["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] in '{"city": "Rome"'
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
+def test_arguments_that_are_nested_too_deeply_are_answered(tokenizer: Tokenizer, form: str):
+    deep = "[" * 100_000 + "]" * 100_000
+    text = hermes("get_weather").replace('"Rome"', deep)
+    if form == "qwen3_coder":
+        text = tags("get_weather").replace("city", "other").replace("Rome", deep)
+    (choice,) = answer(tokenizer, form, text)["choices"]
+    assert deep in choice["message"]["tool_calls"][0]["function"]["arguments"]
+
+
+def deep_schema(levels: int) -> Any:
+    return {"anyOf": [deep_schema(levels - 1)]} if levels else {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"required": None},
+        {"properties": ["k"]},
+        {"properties": {"k": 5}},
+        {"properties": {"k": {"enum": 7}}},
+        {"properties": {"k": {"type": "string", "maxLength": "5"}}},
+        {"properties": {"k": {"$ref": "#/k"}}},
+        {"properties": {"a>b": {}}},
+        {"anyOf": [{"required": ["k"]}]},
+    ],
+)
+def test_a_schema_that_cannot_be_held_is_refused_only_where_a_call_is_forced(
+    tokenizer: Tokenizer, parameters: Any
+):
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
+    engine, path = says(tokenizer, tags("get_weather")), "/v1/chat/completions"
+    found = post(tokenizer, "qwen3_coder", engine, path, **body, tool_choice="required")
+    error = json.loads(found.body)["error"]
+    assert (found.status, error["param"]) == (400, "tools")
+    assert "'get_weather'" in error["message"]
+    (choice,) = answer(tokenizer, "qwen3_coder", tags("get_weather"), tools=[tool])["choices"]
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {
+        "city": "Rome"
+    }
+
+
+def test_a_deep_schema_is_no_fault_of_the_server(tokenizer: Tokenizer):
+    parameters = {"properties": {"city": deep_schema(80)}}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    made = answer(
+        tokenizer, "qwen3_coder", tags("get_weather"), tools=[tool], tool_choice="required"
+    )
+    assert made["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_call_that_is_forced_by_name_follows_the_schema(tokenizer: Tokenizer):
+    """The engine says anything that the grammar which it was given lets through."""
+    words, choose = vocabulary(), random.Random(0)
+
+    def engine(params: SamplingParams) -> list[int]:
+        assert params.structured_outputs is not None
+        matcher, ids = LLMatcher(words.guide, source_of(params.structured_outputs)), list[int]()
+        while not matcher.is_accepting():
+            ids.append(choose.choice([int(token) for token in np.flatnonzero(allowed(matcher))]))
+            assert matcher.consume_token(ids[-1])
+        return ids
+
+    properties = {
+        "city": {"type": "string", "minLength": 1, "maxLength": 60},
+        "days": {"type": ["integer", "null"]},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["city", "days"]}
+    tools = [TOOL, {"type": "function", "function": {"name": "plan", "parameters": parameters}}]
+    named = {"type": "function", "function": {"name": "plan"}}
+    for _ in range(5):
+        body = answer(tokenizer, "qwen3_coder", engine, tools=tools, tool_choice=named)
+        (choice,) = body["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert not choice["message"]["content"]
+        (made,) = choice["message"]["tool_calls"]
+        assert made["function"]["name"] == "plan"
+        given = json.loads(made["function"]["arguments"])
+        assert given.keys() == {"city", "days"}
+        assert 1 <= len(given["city"]) <= 60
+        assert type(given["days"]) in (int, type(None))
 
 
 @pytest.mark.parametrize(

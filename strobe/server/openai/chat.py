@@ -17,6 +17,7 @@ from strobe.request import TokenLogprob
 from strobe.server.openai import replies
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.runs import Choice, Job, Progress, Run, speculation, usage
 from strobe.server.parsers import CallDelta, Parser, Tool, make_parser
 from strobe.server.serving import Serving
@@ -89,12 +90,6 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
     if any(form is not None and form.keep_special for form in used):
         arguments["skip_special_tokens"] = False
     request_id = request.request_id or http.scope["state"]["request_id"]
-    reads = None if request.chat_template is not None else serving.template_reads
-    said = request.warnings(reads)
-    if tools and forms.tools is None:
-        said.append(
-            "tools are shown to the model, but its form of calls is not known: they are text."
-        )
     return Prepared(
         Job(
             ids,
@@ -105,9 +100,21 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
             http.scope["state"]["came"],
         ),
         name,
-        said,
+        warnings(serving, request, request),
         deadline,
     )
+
+
+def warnings(
+    serving: Serving, asked: ChatCompletionRequest | ResponsesRequest, chat: ChatCompletionRequest
+) -> list[str]:
+    """A sentence for each thing asked for that has no effect. chat: the same request as a chat."""
+    said = asked.warnings(None if chat.chat_template is not None else serving.template_reads)
+    if chat.toolbox.tools and serving.formats.tools is None:
+        said.append(
+            "tools are shown to the model, but its form of calls is not known: they are text."
+        )
+    return said
 
 
 def _parser(serving: Serving, request: ChatCompletionRequest, prompt: str) -> Callable[[], Parser]:
@@ -141,7 +148,7 @@ class Calls:
             return bool(self.made) and isinstance(
                 json.loads(self.made[-1]["function"]["arguments"]), dict
             )
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
 
     def take(self, deltas: tuple[CallDelta, ...]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from strobe.server.openai import replies
-from strobe.server.openai.chat import Prepared, chat_logprob, prepare
+from strobe.server.openai.chat import Prepared, chat_logprob, prepare, warnings
 from strobe.server.openai.protocol.errors import BadField
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.response_items import Event, Items, Logprobs, Status
@@ -49,8 +49,8 @@ async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -
         prepared = await prepare(serving, chat, http)
     except BadField as error:
         raise _in_own_words(error, request) from None
-    reads = None if chat.chat_template is not None else serving.template_reads
-    said = [re.sub("^reasoning_effort", "reasoning.effort", w) for w in request.warnings(reads)]
+    said = warnings(serving, request, chat)
+    said = [re.sub("^reasoning_effort", "reasoning.effort", warning) for warning in said]
     job = prepared.job
     if job.constraint == "response_format":
         job = replace(job, constraint="text.format")
