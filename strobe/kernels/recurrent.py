@@ -1,6 +1,11 @@
 # pyright: basic, reportCallIssue=false
 """Recurrent layers: convolution, gated delta rule and what is kept of a block, span by span.
 
+Up to 16 rows are answered at once (Yang et al., arXiv 2412.06464, section 3.2): with the rates b,
+unit keys K, and c the decay summed up to each row, the changes U solve (I + A) U = b (V - e^c K S),
+A = tril(b K K^T e^(c_i - c_j), -1). The answers are e^c Q S + tril(Q K^T e^(c_i - c_j)) U, and the
+state behind them is e^c_end S + (e^(c_end - c) K)^T U. So a state is read once for all of them.
+
 Legend: S spans, T rows, P rows that a block may have, C channels of the convolution, Hk / Hv key
 and value heads, Dk / Dv their sizes, N slots. The torch twin is
 `strobe.attention.recurrent.RecurrentPlan`.
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
 _ROWS = 8
 _CHANNELS = 256
 _VALUES = 32
+_WARPS = 4  # of a program that answers
 
 
 @triton.jit
@@ -65,54 +71,129 @@ def _convolve_kernel(
 
 
 @triton.jit
-def _unit(x):
-    return x * tl.rsqrt(tl.sum(x * x) + 1e-6)
+def _unit(x, AXIS: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, AXIS, keep_dims=True) + 1e-6)
+
+
+@triton.jit
+def _part(rows, row, there, lanes, some, C: tl.constexpr):
+    """Some lanes [D] of rows [R], zeros where none is."""
+    mask = there[:, None] & some[None, :]
+    return tl.load(rows + row[:, None] * C + lanes[None, :], mask, other=0.0)
 
 
 @triton.jit
 def _step(state, k, v, decay, rate):
+    """The state behind one row, k [Dk], v [Dv]."""
     state *= tl.exp(decay)
     change = (v - tl.sum(state * k[:, None], 0)) * rate
     return state + k[:, None] * change[None, :]
 
 
 @triton.jit
+def _inverse(a):
+    """(I + a)^-1 of a strictly lower triangular a [16, 16]: first within blocks of 4, then over
+    these. Powers of a itself grow into thousands and cancel where keys are alike."""
+    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    one = tl.where(i == j, 1.0, 0.0)
+    inner = tl.where(i // 4 == j // 4, a, 0.0)
+    inside = one - inner
+    inside += tl.dot(inside, tl.dot(inner, inner, input_precision="ieee"), input_precision="ieee")
+    outer = tl.dot(inside, a - inner, input_precision="ieee")
+    across = one - outer
+    across += tl.dot(across, tl.dot(outer, outer, input_precision="ieee"), input_precision="ieee")
+    return tl.dot(across, inside, input_precision="ieee")
+
+
+@triton.jit
+def _changes(state, k, v, decay, rate, PRECISION: tl.constexpr):
+    """What 16 rows k [16, Dk], v [16, Dv] add to the state by their keys, [16, Dv]; the decay up to
+    each of them [16], and what is left from each at each later one [16, 16]."""
+    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    total = tl.cumsum(decay, 0)
+    left = tl.where(i >= j, tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)), 0.0)
+    alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    system = tl.where(i > j, rate[:, None] * left * alike, 0.0)
+    known = tl.exp(total)[:, None] * tl.dot(k, state, input_precision=PRECISION)
+    right = rate[:, None] * (v - known)
+    return tl.dot(_inverse(system), right, input_precision=PRECISION), total, left
+
+
+@triton.jit
+def _taken_in(state, k, changes, decay, total, PRECISION: tl.constexpr):
+    """The state behind 16 rows."""
+    end = tl.sum(decay, 0)
+    rest = changes * tl.exp(end - total)[:, None]
+    return state * tl.exp(end) + tl.dot(tl.trans(k), rest, input_precision=PRECISION)
+
+
+@triton.jit
 def _delta_kernel(
     rows, block, decay, rate, state, gates, slots, firsts, sizes, accepted, fresh, out,
     P: tl.constexpr, C: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
+    DV: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SINGLE: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A part of one head's state: what was accepted is taken in, then the span's rows answer."""
+    """A part of one head's state: what was accepted is taken in, then the span's rows answer, 16 at
+    once, or one by one where spans are SINGLE rows."""
     follow(PDL)
     span, head = tl.program_id(0), tl.program_id(1)
     keys = tl.arange(0, KEYS)
     values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     some, these = keys < DK, values < DV
-    slot, first, size = tl.load(slots + span), tl.load(firsts + span), tl.load(sizes + span)
+    slot, first = tl.load(slots + span), tl.load(firsts + span)
+    size, taken = tl.load(sizes + span).to(tl.int32), tl.load(accepted + span).to(tl.int32)
     held = tl.load(fresh + span) == 0
-    place = state + ((slot * HV + head) * DK + keys[:, None]) * DV + values[None, :]
+    place = state + (slot * HV + head) * (DK * DV) + (keys[:, None] * DV + values[None, :])
     both = some[:, None] & these[None, :]
     now = tl.load(place, both & held, other=0.0)
     key = head // (HV // HK)
     at_q, at_k, at_v = key * DK + keys, (HK + key) * DK + keys, 2 * HK * DK + head * DV + values
+    rows, block = rows + first * C, block + span * (P * C)
     gates += slot * P * 2 * HV + head
-    for i in range(tl.load(accepted + span)):
-        row = block + (span * P + i) * C
-        k = _unit(tl.load(row + at_k, some, other=0.0))
-        v = tl.load(row + at_v, these, other=0.0)
-        now = _step(now, k, v, tl.load(gates + i * 2 * HV), tl.load(gates + (i * 2 + 1) * HV))
-    if size <= P:
+    decay, rate = decay + first * HV + head, rate + first * HV + head
+    out += (first * HV + head) * DV
+    if SINGLE:
+        for i in range(taken):
+            k = _unit(tl.load(block + i * C + at_k, some, other=0.0), 0)
+            v = tl.load(block + i * C + at_v, these, other=0.0)
+            now = _step(now, k, v, tl.load(gates + i * 2 * HV), tl.load(gates + (i * 2 + 1) * HV))
         tl.store(place, now, both)
-    for i in range(size):
-        row = rows + (first + i) * C
-        k = _unit(tl.load(row + at_k, some, other=0.0))
-        q = _unit(tl.load(row + at_q, some, other=0.0)) * (DK**-0.5)
-        v = tl.load(row + at_v, these, other=0.0)
-        at = (first + i) * HV + head
-        now = _step(now, k, v, tl.load(decay + at), tl.load(rate + at))
-        tl.store(out + at * DV + values, tl.sum(now * q[:, None], 0), these)
-    if size > P:
-        tl.store(place, now, both)
+        if size > 0:
+            k = _unit(tl.load(rows + at_k, some, other=0.0), 0)
+            q = _unit(tl.load(rows + at_q, some, other=0.0), 0) * (DK**-0.5)
+            v = tl.load(rows + at_v, these, other=0.0)
+            now = _step(now, k, v, tl.load(decay), tl.load(rate))
+            tl.store(out + values, tl.sum(now * q[:, None], 0), these)
+    else:
+        offset = tl.arange(0, 16)
+        for begin in range(0, taken, 16):
+            row, there = begin + offset, begin + offset < taken
+            k = _unit(_part(block, row, there, at_k, some, C), 1)
+            v = _part(block, row, there, at_v, these, C)
+            fade = tl.load(gates + row * 2 * HV, there, other=0.0)
+            by = tl.load(gates + (row * 2 + 1) * HV, there, other=0.0)
+            change, total, _ = _changes(now, k, v, fade, by, PRECISION)
+            now = _taken_in(now, k, change, fade, total, PRECISION)
+        if size <= P:
+            tl.store(place, now, both)
+        for begin in range(0, size, 16):
+            row, there = begin + offset, begin + offset < size
+            k = _unit(_part(rows, row, there, at_k, some, C), 1)
+            q = _unit(_part(rows, row, there, at_q, some, C), 1) * (DK**-0.5)
+            v = _part(rows, row, there, at_v, these, C)
+            fade = tl.load(decay + row * HV, there, other=0.0)
+            by = tl.load(rate + row * HV, there, other=0.0)
+            change, total, left = _changes(now, k, v, fade, by, PRECISION)
+            alike = tl.dot(q, tl.trans(k), input_precision=PRECISION) * left
+            answer = tl.exp(total)[:, None] * tl.dot(q, now, input_precision=PRECISION)
+            answer += tl.dot(alike, change, input_precision=PRECISION)
+            at = row[:, None] * (HV * DV) + values[None, :]
+            tl.store(out + at, answer, there[:, None] & these[None, :])
+            if (size > P) | (begin + 16 < size):
+                now = _taken_in(now, k, change, fade, total, PRECISION)
+        if size > P:
+            tl.store(place, now, both)
 
 
 @triton.jit
@@ -186,7 +267,10 @@ def mix(
     _delta_kernel[(count, spec.heads, triton.cdiv(spec.value_dim, _VALUES))](
         found, replayed, decay, rate, state, gates, *spans, out,
         HK=spec.key_heads, HV=spec.heads, DK=spec.key_dim, DV=spec.value_dim,
-        KEYS=triton.next_power_of_2(spec.key_dim), VALUES=_VALUES, num_warps=4, **shared,
+        KEYS=max(16, triton.next_power_of_2(spec.key_dim)), VALUES=_VALUES,
+        SINGLE=longest == 1,
+        PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        num_warps=_WARPS, num_stages=1, **shared,
     )  # fmt: skip
     _keep_kernel[(count, wide)](
         x, decay, rate, window, gates, *spans,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -29,8 +30,11 @@ STEPS = [
 """Spans of (slot, start, rows), drafts of former steps accepted in part; slot 0 begins anew."""
 
 
-def batch_of(spans: list[tuple[int, int, int]], fill: int, device: torch.device) -> Batch:
-    """fill: rows behind all that belong to no span."""
+def batch_of(
+    spans: list[tuple[int, int, int]], fill: int, device: torch.device, longest: int = PENDING
+) -> Batch:
+    """fill: rows behind all that belong to no span; longest: rows that a span may have, if none
+    has more."""
     slots, starts, sizes = torch.tensor(spans, device=device).T.contiguous().unbind()
     nothing: Any = None
     total = int(sizes.sum()) + fill
@@ -42,11 +46,30 @@ def batch_of(spans: list[tuple[int, int, int]], fill: int, device: torch.device)
         starts=starts,
         sizes=sizes,
         row_starts=sizes.cumsum(0) - sizes,
-        longest=max(int(sizes.max()), PENDING),
+        longest=max(int(sizes.max()), longest),
         draft_lengths=nothing,
         tables=nothing,
         page_size=1,
     )
+
+
+def stores(spec: StateSpec, pending: int, dtype: torch.dtype, device: torch.device) -> Any:
+    """Two alike, with what whoever had the slots before left."""
+    pair = [StateStore(spec, SLOTS, pending, dtype, device) for _ in range(2)]
+    for held in pair:
+        for part in (held.state, held.window, held.gates):
+            part.fill_(float("nan"))
+    return pair
+
+
+def mixed(pair: Any, asked: Batch, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor) -> Any:
+    """Answers of plain torch and of the kernels."""
+    nothing: Any = None
+    plans = [
+        kind(nothing, asked, held)
+        for kind, held in zip((RecurrentPlan, KernelPlan), pair, strict=True)
+    ]
+    return [plan.mix(0, x, decay, rate, weight) for plan in plans]
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
@@ -54,12 +77,8 @@ def batch_of(spans: list[tuple[int, int, int]], fill: int, device: torch.device)
 def test_steps_answer_and_keep_what_plain_torch_does(
     spec: StateSpec, dtype: torch.dtype, device: torch.device
 ):
-    nothing: Any = None
     noise = torch.Generator().manual_seed(8)
-    pair = [StateStore(spec, SLOTS, PENDING, dtype, device) for _ in range(2)]
-    for held in pair:
-        for part in (held.state, held.window, held.gates):
-            part.fill_(float("nan"))  # of whoever had the slots before
+    pair = stores(spec, PENDING, dtype, device)
     weight = torch.randn(spec.channels, spec.kernel, generator=noise).to(device, dtype)
     for spans in STEPS:
         asked = batch_of(spans, 3, device)
@@ -68,9 +87,7 @@ def test_steps_answer_and_keep_what_plain_torch_does(
         x[-3:] = float("nan")
         decay = -torch.rand(rows, spec.heads, generator=noise).to(device)
         rate = torch.rand(rows, spec.heads, generator=noise).to(device)
-        kinds = (RecurrentPlan, KernelPlan)
-        plans = [kind(nothing, asked, held) for kind, held in zip(kinds, pair, strict=True)]
-        wanted, found = (plan.mix(0, x, decay, rate, weight) for plan in plans)
+        wanted, found = mixed(pair, asked, x, decay, rate, weight)
         close = {"atol": BOUND[dtype], "rtol": BOUND[dtype]}
         torch.testing.assert_close(found[:-3], wanted[:-3], **close)
         assert not found[-3:].isnan().any()
@@ -86,3 +103,36 @@ def test_steps_answer_and_keep_what_plain_torch_does(
                 assert torch.equal(pair[0].gates[0, slot, :size], pair[1].gates[0, slot, :size])
             ends = start if size <= PENDING else start + size
             assert pair[0].length[slot] == pair[1].length[slot] == ends
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["", "keys alike"])
+def test_blocks_of_16_rows_follow_each_other_in_blocks_prefill_and_decoding(
+    alike: bool, device: torch.device
+):
+    """With keys that are alike and rates near 1, what rows add to the state nearly cancels."""
+    spec, pending = StateSpec(1, 2, 1, 16, 16, 4), 20
+    noise = torch.Generator().manual_seed(5)
+    pair = stores(spec, pending, torch.float32, device)
+    weight = torch.randn(spec.channels, spec.kernel, generator=noise).to(device)
+    steps = [
+        [(0, 0, 50), (1, 0, 16)],  # a prompt, and a block
+        [(0, 50, 20), (1, 16, 20)],  # whose rows are all accepted; blocks of more than 16 rows
+        [(0, 70, 1), (1, 33, 1)],  # of which 20 and 17 are accepted, and both decode
+        [(0, 71, 1), (1, 34, 1)],
+        [(0, 72, 20), (1, 34, 3)],
+        [(0, 75, 1), (1, 37, 1)],
+    ]
+    for spans in steps:
+        asked = batch_of(spans, 0, device, longest=1)
+        rows = len(asked.positions)
+        x = torch.randn(rows, spec.channels, generator=noise).to(device)
+        decay = -torch.rand(rows, spec.heads, generator=noise).to(device)
+        rate = torch.rand(rows, spec.heads, generator=noise).to(device)
+        if alike:
+            x = x[:1] + 0.01 * x
+            decay, rate = 0.001 * decay, 1 - 0.01 * rate
+        wanted, found = mixed(pair, asked, x, decay, rate, weight)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+        for slot in (0, 1):
+            ours, theirs = (held.state[0, slot] for held in pair)
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,88 @@
+"""A recurrent layer's convolution and gated delta rule: microseconds by sequences and rows.
+
+    python benchmarks/recurrent.py [--sequences 1,8,32] [--rows 1,16] [--values 16,32,64]
+        [--warps 2,4,8] [--dtype bfloat16]
+
+Shapes of Qwen3.5-9B: 16 key heads and 32 value heads of 128. Every sequence has had all rows of
+its last block accepted but one. Launches over the states of 24 layers are captured and replayed,
+for each number of values that a program has and each number of its warps; what its bytes take is
+the states read and written once at 4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+import strobe.kernels.recurrent as kernels
+from strobe.kv.states import StateSpec, StateStore
+
+LAYERS, PENDING = 24, 16
+
+
+def measure(count: int, rows: int, dtype: torch.dtype) -> float:
+    """Microseconds of a layer."""
+    device = torch.device("cuda")
+    spec = StateSpec(LAYERS, 32, 16, 128, 128, 4)
+    store = StateStore(spec, count, PENDING, dtype, device)
+    random = partial(torch.randn, device=device)
+    for held in (store.state, store.window, store.gates):
+        held.copy_(random(held.shape))
+    store.gates.abs_().neg_()
+    x = random(count * rows, spec.channels, dtype=dtype)
+    weight = random(spec.channels, spec.kernel, dtype=dtype)
+    decay, rate = -random(count * rows, spec.heads).abs(), random(count * rows, spec.heads).abs()
+    some = partial(torch.full, (count,), device=device)
+    first = torch.arange(0, count * rows, rows, device=device)
+    slots = torch.arange(count, device=device)
+    spans = slots, first, some(rows), some(max(rows - 1, 1)), some(False)
+
+    def run() -> None:
+        for layer in range(LAYERS):
+            held = store.state[layer], store.window[layer], store.gates[layer]
+            kernels.mix(x, decay, rate, weight, spans, held, rows, spec)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    best = float("inf")
+    for _ in range(6):
+        begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        begin.record()
+        for _ in range(5):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, 1e3 * begin.elapsed_time(end) / (5 * LAYERS))
+    return best
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
+    parser.add_argument("--sequences", type=numbers, default=[1, 8, 32])
+    parser.add_argument("--rows", type=numbers, default=[1, 16])
+    parser.add_argument("--values", type=numbers, default=[16, 32, 64])
+    parser.add_argument("--warps", type=numbers, default=[2, 4, 8])
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args(argv)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.dtype}")
+    for count, rows in itertools.product(options.sequences, options.rows):
+        nbytes = 2 * 4 * 32 * 128 * 128 * count
+        found = list[str]()
+        for values, warps in itertools.product(options.values, options.warps):
+            kernels._VALUES, kernels._WARPS = values, warps
+            us = measure(count, rows, getattr(torch, options.dtype))
+            found.append(f"{us:.1f} ({values} values, {warps} warps)")
+        print(f"{count} x {rows} rows: bytes {nbytes / 4.3e6:.1f}; {', '.join(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
