@@ -1,4 +1,4 @@
-"""Values between host and device without waiting for what the device is doing."""
+"""Values between host and device, without waiting for what the device is doing; and zeros."""
 
 from __future__ import annotations
 
@@ -27,3 +27,10 @@ def download(tensor: Tensor) -> Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[count]. On a CPU memory is taken only where something is written."""
+    if device.type != "cpu":
+        return torch.zeros(count, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from strobe.transfer import zeros
+
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -32,7 +34,7 @@ class KVStore:
         self.spec = spec
         slots = num_pages * page_size
         values = [slots * 2 * heads * width for heads, width in spec.shapes]
-        self.data = torch.zeros(sum(values), dtype=spec.dtype, device=device)
+        self.data = zeros(sum(values), spec.dtype, device)
         shapes = [(slots, 2, *shape) for shape in spec.shapes]
         parts = self.data.split(values)
         self.layers = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

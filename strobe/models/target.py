@@ -23,7 +23,10 @@ class Target(Decoder):
         super().__init__(config.decoder, layers, max_positions)
         vocabulary, hidden = config.decoder.vocab_size, config.decoder.hidden_size
         self.config = config
-        self.embed_tokens = nn.Embedding(vocabulary, hidden)
+        table = torch.empty(vocabulary, hidden)
+        if not table.is_meta:  # where drawing takes seconds
+            nn.init.normal_(table)
+        self.embed_tokens = nn.Embedding(vocabulary, hidden, _weight=table)
         self.lm_head = None if config.tie_embeddings else nn.Linear(hidden, vocabulary, bias=False)
         if config.tie_embeddings:
             self.skipped = ("lm_head.",)

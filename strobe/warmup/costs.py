@@ -31,7 +31,8 @@ SUSTAINED = 0.2  # seconds of such steps before, in which a GPU reaches the cloc
 SECONDS = 75.0  # after which no further kind of step is measured
 LONG = 4096  # positions of a long context
 READERS = 16  # requests that read one each on a GPU, which fewer do not keep busy
-FITS = 0.3  # relative error within which costs of an earlier start still hold
+FITS = 0.3  # relative error within which costs of an earlier start still hold,
+FAR = 4.0  # and how many times as long, or as short, all steps may take
 
 _RATES = "request", "context", "context_row"
 _ENDLESS = SamplingParams(
@@ -269,11 +270,13 @@ def _by_rows(found: Sequence[tuple[int, int, float]]) -> tuple[dict[int, float],
 
 
 def _fits(engine: Engine, budget: AdaptiveBudget, costs: Costs) -> bool:
-    """Whether a request's steps take what the costs say, plain ones and those of a whole block."""
+    """Whether a request's plain steps and those of a whole block take what the costs say, or both
+    as many times as long, as on a busy machine; the pace is that many times."""
+    found: list[float] = []
     with _Survey(engine, budget) as survey:
         for choice in (Choice(), Choice(len(budget.widths) - 1, budget.widths[-1])):
             draft, verify, rows = survey.time(1, choice)
             said = float(costs.ms(Work(budget.slots[-1] if choice.most else 0, rows)))
-            if abs(draft * (choice.most > 0) + verify - said) > FITS * said:
-                return False
-    return True
+            found.append((draft * (choice.most > 0) + verify) / said)
+    costs.pace = float(np.sqrt(np.prod(found)))
+    return max(found) < (1 + FITS) * min(found) and 1 / FAR < costs.pace < FAR

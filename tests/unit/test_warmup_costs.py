@@ -14,6 +14,7 @@ from textpair import Pair
 
 from strobe import LLM, SamplingParams
 from strobe.spec.adaptive import AdaptiveBudget, Choice
+from strobe.spec.costs import Work
 from strobe.warmup import costs as measured
 from strobe.warmup.costs import adapt
 
@@ -23,7 +24,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measured, "FITS", 1e9)  # however busy the machine is
+    for bound in ("FITS", "FAR"):
+        monkeypatch.setattr(measured, bound, 1e9)  # however busy the machine is
     return tmp_path / "strobe" / "costs"
 
 
@@ -102,6 +104,30 @@ def test_the_next_start_takes_the_costs_of_the_one_before(
     count = len(times)
     LLM(pair.target, pair.draft, max_num_seqs=2)
     assert len(times) > count + 3, "what does not fit is measured anew"
+
+
+@pytest.mark.parametrize(("slower", "kept"), [((3.0, 3.0), True), ((1.0, 3.0), False),
+    ((30.0, 30.0), False)])  # fmt: skip
+def test_a_machine_on_which_all_steps_take_longer_keeps_its_table_and_a_pace(
+    slower: tuple[float, float], kept: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    """slower: how much plain steps and those of a block are."""
+    llm = LLM(pair.target, pair.draft, max_num_seqs=2)
+    costs, budget = budget_of(llm).costs, budget_of(llm)
+    assert costs is not None
+    monkeypatch.setattr(measured, "FITS", 0.3)
+    monkeypatch.setattr(measured, "FAR", 4.0)
+
+    def time(self: Any, count: int, choice: Any) -> tuple[float, float, int]:
+        draft = budget.slots[-1] if choice.most else 0
+        ms = float(costs.ms(Work(draft, 1 + choice.most))) / costs.pace
+        return 0.0, ms * slower[choice.most > 0], 1 + choice.most
+
+    monkeypatch.setattr(measured._Survey, "time", time)
+    costs.pace = 1.0
+    assert measured._fits(llm.engine, budget, costs) is kept
+    if kept:
+        assert costs.pace == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"draft": {}}', '{"draft": 1, "verify": 2}',
