@@ -11,15 +11,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer, grammar_from
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from strobe.sampling_params import StructuredOutputs
 
 _KEPT = 128
 _LONGEST = 1 << 17
 _STACK = 1 << 28
-_QUICK = 0.01
+_LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000)
+"""Of llguidance's work on a mask: some 0.1 s before the first token, and less behind others."""
+_QUICK = 0.02
 """Grammars that compile within so many seconds are compiled for each lane anew."""
+
+_SAID = {
+    "NoExtensionBias": "the model's tokens can write nothing that it allows",
+    "lexer error: too many expressions": "it takes too much work; shorten what repeats (x{1000})",
+}
 
 _WHITE = {"whitespace_pattern": "\\n[ \\t]{0,40}| ?"}
 """Between the parts of JSON: a line break and an indent, or a space. A model that is made to write
@@ -120,7 +128,7 @@ class GrammarCompiler:
             tokenizer = self.tokenizer
         start = time.perf_counter()
         matcher = self._matcher(tokenizer, source)
-        if matcher.is_error():
+        if matcher.is_error() or (not made and (matcher := _tried(matcher)).is_error()):
             raise ValueError(
                 f"structured_outputs: the grammar does not compile: {one_line(matcher.get_error())}"
             )
@@ -137,12 +145,27 @@ class GrammarCompiler:
         with ThreadPoolExecutor(1) as pool:
             with self._lock:
                 usual = threading.stack_size(_STACK)
-                made = pool.submit(LLMatcher, tokenizer, source, log_level=0)
+                made = pool.submit(LLMatcher, tokenizer, source, log_level=0, limits=_LIMITS)
                 threading.stack_size(usual)
             return made.result()
 
 
+def _tried(matcher: LLMatcher) -> LLMatcher:
+    """The matcher, or a copy that failed on its way to the second token: what takes too much work
+    shows there."""
+    trial = matcher.deep_copy()
+    for _ in range(2):
+        allowed = np.frombuffer(trial.compute_bitmask(), dtype=np.uint8)
+        bits = np.unpackbits(allowed, bitorder="little")
+        if not trial.is_error() and not trial.is_stopped():
+            trial.try_consume_tokens([int(bits.argmax())])
+    return trial if trial.is_error() else matcher
+
+
 def one_line(text: str) -> str:
-    """What a library says, on one line that is not too long: it may quote the whole grammar."""
-    line = " ".join(text.split()).rstrip(".")
+    """What llguidance says, on one line that is not too long: it may quote the whole grammar, and
+    what it was at."""
+    line = " ".join(text.partition("<state>")[0].split()).rstrip(".")
+    for known, said in _SAID.items():
+        line = said if line.startswith(known) else line
     return f"{line}." if len(line) <= 300 else f"{line[:300]}..."

@@ -40,12 +40,20 @@ class Steps(Generation):
 
 class Script:
     """In the engine client's place. text: what it answers; size: tokens in a step; ends: why the
-    answer ends, an error to break off with, or a sentence that refuses the prompt."""
+    answer ends, an error to break off with, or a sentence that refuses the prompt; error: what an
+    answer that ends with "error" says."""
 
     facts = Ready(2048, 8, 2048, 15, ("dflash", "none"), {"top_p": 0.9}, "float32", "cpu", 64)
     dead, num_open = False, 0
 
-    def __init__(self, text: str, size: int = 1, ends: FinishReason | Exception = "stop"):
+    def __init__(
+        self,
+        text: str,
+        size: int = 1,
+        ends: FinishReason | Exception = "stop",
+        error: str = "The step failed.",
+    ):
+        self.error = error
         self.ids = list(tokenizer().fast.encode(text, add_special_tokens=False).ids)
         self.ids += [END] if ends == "stop" else []
         self.size, self.ends = size, ends
@@ -75,7 +83,7 @@ class Script:
     ) -> TokenEvent:
         start = RequestStart("dflash", None, 3, 0.0, (), frozenset({END})) if first else None
         found = [TokenLogprob(token, -0.5, 1, ((token, -0.5), (9, -2.0))) for token in ids]
-        drafted, error = 0 if first else 15, "The step failed." if ends == "error" else None
+        drafted, error = 0 if first else 15, self.error if ends == "error" else None
         accepted = max(0, len(ids) - 1) if drafted else 0
         return TokenEvent(
             0, 0, list(ids), ends, None, error, drafted, accepted, found if logprobs else [], 10,

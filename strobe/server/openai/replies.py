@@ -272,10 +272,14 @@ async def drained(runs: Sequence[Run]) -> None:
 
 
 def check_answers(runs: Sequence[Run]) -> None:
-    """Raises Unserved for an answer that the engine could not bring to its end."""
-    error = next((c.output.error for r in runs for c in r.choices if c.output.error), None)
-    if error is not None:
-        raise Unserved(500, error, code="answer_failed")
+    """Raises Unserved for an answer that the engine could not bring to its end, and BadField where
+    that is its grammar's fault."""
+    for run in runs:
+        for error in [choice.output.error for choice in run.choices if choice.output.error]:
+            if error.startswith("structured_outputs"):
+                logger.warning("an answer's grammar could not be followed further")
+                raise run.refusal(error)
+            raise Unserved(500, error, code="answer_failed")
 
 
 def wants_report(http: Request, request: Sampling) -> bool:

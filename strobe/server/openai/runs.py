@@ -134,10 +134,14 @@ class Run:
                 yield [self._take(e) for e in events if not self.choices[e.choice].ended]
         except PromptRefused as error:
             self.refused = True
-            sentence = str(error).replace("structured_outputs", self.job.constraint)
-            raise BadField(sentence, field_of(sentence)) from None
+            raise self.refusal(str(error)) from None
         finally:
             self._generation.close()
+
+    def refusal(self, error: str) -> BadField:
+        """What the engine said, by the name that the request gave the constraint."""
+        sentence = error.replace("structured_outputs", self.job.constraint)
+        return BadField(sentence, field_of(sentence))
 
     def close(self) -> None:
         """Give up: nobody waits any more."""
