@@ -17,6 +17,7 @@ from strobe.server.logs import Fields, timestamp
 
 CLIENT_CLOSED = 499  # nginx's number for a client that left before its answer was whole
 LONGEST_PATH = 256
+POLLED = ("/health", "/metrics", "/ping", "/load")
 
 _log = logging.getLogger("strobe.access")
 _visible = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -48,7 +49,8 @@ class RequestId:
 
 
 class AccessLog:
-    """One line per request on the logger "strobe.access", when its response has ended.
+    """One line per request on the logger "strobe.access", when its response has ended; at DEBUG for
+    what is polled (POLLED) and answered.
 
     Fields: time (of its arrival), request_id, client, method, path (without the query, its first
     256 characters), status, duration_ms, bytes (of the body sent), error (the exception's type,
@@ -110,7 +112,9 @@ class AccessLog:
         }
         if seen.error is not None:
             line["error"] = seen.error
-        _log.info(Fields(line | state["log"] | line))  # ours first, and ours where both have it
+        polled = scope["path"].endswith(POLLED) and seen.outcome < 400
+        fields = Fields(line | state["log"] | line)  # ours first, and ours where both have it
+        _log.log(logging.DEBUG if polled else logging.INFO, fields)
 
 
 @dataclass

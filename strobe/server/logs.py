@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -19,11 +20,27 @@ messages, such as why it cannot start."""
 class Fields(dict[str, Any]):
     """A record's content as named values: `logger.info(Fields(status=200))`.
 
-    It becomes part of a JSON record, and is written as a JSON object where records are plain.
+    It becomes part of a JSON record. Where records are plain, it is written as name=value, without
+    what is None and without `time`, which the record has; a value is quoted as JSON quotes it where
+    it has more than visible characters.
     """
 
     def __str__(self) -> str:
         return json.dumps(self, default=str)
+
+    @property
+    def plain(self) -> str:
+        kept = {name: value for name, value in self.items() if value is not None and name != "time"}
+        return " ".join(f"{name}={_value(value)}" for name, value in kept.items())
+
+
+_plain = re.compile(r"[!#-<>-~]+")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str) and _plain.fullmatch(value):
+        return value
+    return json.dumps(value, default=str, separators=(",", ":"))
 
 
 def shown(text: str, show: bool) -> str:
@@ -67,7 +84,9 @@ class PlainFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         head = f"{timestamp(record.created)} {record.levelname} {record.name}: "
         trace = _trace(record, self.show_text)
-        text = head + _message(record, self.show_text) + (f"\n{trace}" if trace else "")
+        fields = record.msg.plain if isinstance(record.msg, Fields) else None
+        text = head + (fields or _message(record, self.show_text))
+        text += f"\n{trace}" if trace else ""
         return "\n    ".join(text.splitlines())
 
 

@@ -71,14 +71,16 @@ def test_json_records_are_one_object_a_line(stderr: Callable[[], str]):
     }
 
 
-def test_plain_records_begin_a_line_and_the_access_log_is_json_in_them(stderr: Callable[[], str]):
+def test_plain_records_begin_a_line_and_fields_are_names_and_values(stderr: Callable[[], str]):
     configure_logging("info")
     logging.getLogger("strobe.server").info("a\n2026 INFO strobe.server: forged")
-    logging.getLogger("strobe.access").info(Fields(status=200))
+    fields = Fields(time="earlier", status=200, path="/a b\nc", client=None, id="x=1", sizes=[1, 2])
+    logging.getLogger("strobe.access").info(fields)
     first, forged, access = stderr().splitlines()
     assert first.endswith(" INFO strobe.server: a")
     assert forged.startswith("    ")
-    assert json.loads(access.partition("strobe.access: ")[2]) == {"status": 200}
+    found = access.partition("strobe.access: ")[2]
+    assert found == 'status=200 path="/a b\\nc" id="x=1" sizes=[1,2]'
 
 
 @pytest.mark.parametrize("as_json", [True, False])

@@ -207,6 +207,26 @@ def test_a_head_request_sends_no_bytes(lines: Lines):
     assert lines()[0]["bytes"] == 0
 
 
+@pytest.mark.parametrize(("path", "level"), [
+    ("/health", logging.DEBUG), ("/proxied/metrics", logging.DEBUG), ("/v1/models", logging.INFO),
+])  # fmt: skip
+def test_polls_that_are_answered_are_told_at_debug_only(
+    path: str, level: int, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.DEBUG, logger="strobe.access")
+    call(AccessLog(echo), path)
+    assert [r.levelno for r in caplog.records if r.name == "strobe.access"] == [level]
+
+
+def test_a_poll_that_fails_is_told(lines: Lines):
+    async def refuses(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 503})
+        await send({"type": "http.response.body"})
+
+    call(AccessLog(refuses), "/health")
+    assert lines()[0]["status"] == 503
+
+
 # Keys
 
 
