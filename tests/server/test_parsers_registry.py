@@ -18,6 +18,7 @@ SEED = CHATML + "<tool_call>\n<function=' + call.name + '>{{ 'arguments': 1 }}</
 GLM = '<tool_call>{name}\n<arg_key>{k}</arg_key></tool_call> {{ "arguments": 1 }}<think></think>'
 LLAMA3 = '<|start_header_id|>ipython{{- \'{"name": "\' }}{{- \'"parameters": \' }}'
 HARMONY = "<|start|>assistant to=functions.' + name + '<|channel|>commentary json<|message|>"
+GEMMA4 = "<|turn>model\n<|tool_call>call:' + name + '{'}}{{'}<tool_call|>' }}<|channel>x<channel|>"
 R1 = "{{'<|Assistant|><think>\\n'}}{% set content = content.split('</think>')[-1] %}"
 
 
@@ -31,6 +32,7 @@ R1 = "{{'<|Assistant|><think>\\n'}}{% set content = content.split('</think>')[-1
         (GLM, (None, "qwen3")),
         (LLAMA3, ("llama3", None)),
         (HARMONY, ("gpt_oss", "gpt_oss")),
+        (GEMMA4, ("gemma4", "gemma4")),
         (R1, (None, "qwen3")),
         (CHATML, (None, None)),
         ("", (None, None)),
@@ -57,7 +59,7 @@ def test_vllms_names_mean_the_same_formats():
 
 
 def test_what_is_detected_is_in_the_registry():
-    for template in (HERMES, QWEN3, LLAMA3, HARMONY, CODER):
+    for template in (HERMES, QWEN3, LLAMA3, HARMONY, CODER, GEMMA4):
         tool, reasoning = detect(template)
         assert tool in TOOL_FORMATS
         assert reasoning is None or reasoning in REASONING_FORMATS

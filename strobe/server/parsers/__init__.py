@@ -17,6 +17,7 @@ from strobe.server.parsers.base import (
     ToolFormat,
 )
 from strobe.server.parsers.chain import Chain, Plain
+from strobe.server.parsers.gemma4 import Gemma4Calls, Gemma4Thinking
 from strobe.server.parsers.gpt_oss import GptOss
 from strobe.server.parsers.hermes import Hermes
 from strobe.server.parsers.llama3 import Llama3
@@ -50,12 +51,18 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "openai": _GPT_OSS,
         "qwen3_coder": _QWEN3_CODER,
         "qwen3_xml": _QWEN3_CODER,
+        "gemma4": Gemma4Calls(),
     }
 )
 """The formats of tool calls by name; `llama3_json`, `openai` and `qwen3_xml` are vLLM's names."""
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
-    {"qwen3": Qwen3(), "gpt_oss": _GPT_OSS, "openai_gptoss": _GPT_OSS}
+    {
+        "qwen3": Qwen3(),
+        "gpt_oss": _GPT_OSS,
+        "openai_gptoss": _GPT_OSS,
+        "gemma4": Gemma4Thinking(),
+    }
 )
 """The formats of thinking by name; `openai_gptoss` is vLLM's name."""
 
@@ -66,6 +73,8 @@ def detect(chat_template: str | None) -> tuple[str | None, str | None]:
     text = (chat_template or "").replace('\\"', '"')
     if "<|channel|>" in text and "<|start|>" in text:
         return "gpt_oss", "gpt_oss"
+    if "<|tool_call>" in text and "<tool_call|>" in text and "call:" in text:
+        return "gemma4", "gemma4" if "<|channel>" in text and "<channel|>" in text else None
     tools = None
     # Other families put tags of their own into the same tags.
     if "<tool_call>" in text and "<function=" in text and "<parameter=" in text:
