@@ -58,10 +58,13 @@ class ServerConfig:
     )
     tool_call_parser: str = option(
         "auto",
-        "How the model writes tool calls: hermes, llama3_json, openai, qwen3_coder, none or auto.",
+        "How the model writes tool calls: deepseek_v3, deepseek_v31, gemma4, hermes, llama3_json, "
+        "mistral, openai, qwen3_coder, none or auto.",
     )
     reasoning_parser: str = option(
-        "auto", "How the model marks its thinking: qwen3, openai_gptoss, none or auto."
+        "auto",
+        "How the model marks its thinking: deepseek_r1, gemma4, mistral, qwen3, openai_gptoss, "
+        "none or auto.",
     )
     max_waiting: Count = option(256, "Answers that may wait for a place; more are told 429.")
     request_timeout: Seconds = option(

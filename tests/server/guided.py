@@ -18,6 +18,7 @@ from strobe.server.parsers import TOOL_FORMATS, Tool
 
 END, CALL_END = "<|im_end|>", "<|call|>"
 HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", CALL_END)
+GEMMA4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,24 @@ def written(name: str, *calls: tuple[str, Any]) -> str:
         return "; ".join(
             f'{{"name": "{tool}", "parameters": {dumps(given)}}}' for tool, given in calls
         )
+    if name == "gemma4":
+        return "".join(
+            f"<|tool_call>call:{tool}{gemma4(given)}<tool_call|>" for tool, given in calls
+        )
     return "<|start|>assistant".join(
         f"<|channel|>commentary to=functions.{tool} <|constrain|>json"
         f"<|message|>{dumps(given)}<|call|>"
         for tool, given in calls
     )
+
+
+def gemma4(value: Any) -> str:
+    """A value as Gemma 4's chat template writes it."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma4, value))}]"
+    if isinstance(value, dict):
+        ordered = sorted(value, key=str.lower)
+        return f"{{{','.join(f'{key}:{gemma4(value[key])}' for key in ordered)}}}"
+    return dumps(value)

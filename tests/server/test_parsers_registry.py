@@ -18,6 +18,10 @@ SEED = CHATML + "<tool_call>\n<function=' + call.name + '>{{ 'arguments': 1 }}</
 GLM = '<tool_call>{name}\n<arg_key>{k}</arg_key></tool_call> {{ "arguments": 1 }}<think></think>'
 LLAMA3 = '<|start_header_id|>ipython{{- \'{"name": "\' }}{{- \'"parameters": \' }}'
 HARMONY = "<|start|>assistant to=functions.' + name + '<|channel|>commentary json<|message|>"
+GEMMA4 = "<|turn>model\n<|tool_call>call:' + name + '{'}}{{'}<tool_call|>' }}<|channel>x<channel|>"
+MISTRAL = "[INST]{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}[THINK]x[/THINK]"
+V31 = "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'}}<think></think>"
+V3 = "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>' + name + '\\n```json\\n'"
 R1 = "{{'<|Assistant|><think>\\n'}}{% set content = content.split('</think>')[-1] %}"
 
 
@@ -31,6 +35,11 @@ R1 = "{{'<|Assistant|><think>\\n'}}{% set content = content.split('</think>')[-1
         (GLM, (None, "qwen3")),
         (LLAMA3, ("llama3", None)),
         (HARMONY, ("gpt_oss", "gpt_oss")),
+        (GEMMA4, ("gemma4", "gemma4")),
+        (MISTRAL, ("mistral", "mistral")),
+        (MISTRAL.replace("THINK", ""), ("mistral", None)),
+        (V31, ("deepseek_v31", "qwen3")),
+        (V3, ("deepseek_v3", None)),
         (R1, (None, "qwen3")),
         (CHATML, (None, None)),
         ("", (None, None)),
@@ -54,10 +63,11 @@ def test_vllms_names_mean_the_same_formats():
     assert TOOL_FORMATS["openai"] is TOOL_FORMATS["gpt_oss"]
     assert TOOL_FORMATS["qwen3_xml"] is TOOL_FORMATS["qwen3_coder"]
     assert REASONING_FORMATS["openai_gptoss"] is REASONING_FORMATS["gpt_oss"]
+    assert REASONING_FORMATS["deepseek_r1"] is REASONING_FORMATS["qwen3"]
 
 
 def test_what_is_detected_is_in_the_registry():
-    for template in (HERMES, QWEN3, LLAMA3, HARMONY, CODER):
+    for template in (HERMES, QWEN3, LLAMA3, HARMONY, CODER, GEMMA4, MISTRAL, V3, V31):
         tool, reasoning = detect(template)
         assert tool in TOOL_FORMATS
         assert reasoning is None or reasoning in REASONING_FORMATS

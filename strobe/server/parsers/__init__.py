@@ -17,9 +17,12 @@ from strobe.server.parsers.base import (
     ToolFormat,
 )
 from strobe.server.parsers.chain import Chain, Plain
+from strobe.server.parsers.deepseek import DeepSeek
+from strobe.server.parsers.gemma4 import Gemma4Calls, Gemma4Thinking
 from strobe.server.parsers.gpt_oss import GptOss
 from strobe.server.parsers.hermes import Hermes
 from strobe.server.parsers.llama3 import Llama3
+from strobe.server.parsers.mistral import Mistral, MistralThinking
 from strobe.server.parsers.qwen3 import Qwen3
 from strobe.server.parsers.qwen3_coder import Qwen3Coder
 
@@ -40,6 +43,7 @@ __all__ = [
 Format = TypeVar("Format")
 
 _GPT_OSS, _LLAMA3, _QWEN3_CODER = GptOss(), Llama3(), Qwen3Coder()
+_QWEN3 = Qwen3()
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
@@ -50,14 +54,26 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "openai": _GPT_OSS,
         "qwen3_coder": _QWEN3_CODER,
         "qwen3_xml": _QWEN3_CODER,
+        "gemma4": Gemma4Calls(),
+        "mistral": Mistral(),
+        "deepseek_v3": DeepSeek("deepseek_v3", fenced=True),
+        "deepseek_v31": DeepSeek("deepseek_v31", fenced=False),
     }
 )
-"""The formats of tool calls by name; `llama3_json`, `openai` and `qwen3_xml` are vLLM's names."""
+"""The formats of tool calls by name; `llama3_json`, `openai` and `qwen3_xml` are vLLM's names of
+three that have another here."""
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
-    {"qwen3": Qwen3(), "gpt_oss": _GPT_OSS, "openai_gptoss": _GPT_OSS}
+    {
+        "qwen3": _QWEN3,
+        "deepseek_r1": _QWEN3,
+        "gpt_oss": _GPT_OSS,
+        "openai_gptoss": _GPT_OSS,
+        "gemma4": Gemma4Thinking(),
+        "mistral": MistralThinking(),
+    }
 )
-"""The formats of thinking by name; `openai_gptoss` is vLLM's name."""
+"""The formats of thinking by name; `openai_gptoss` and `deepseek_r1` are vLLM's names."""
 
 
 def detect(chat_template: str | None) -> tuple[str | None, str | None]:
@@ -66,6 +82,10 @@ def detect(chat_template: str | None) -> tuple[str | None, str | None]:
     text = (chat_template or "").replace('\\"', '"')
     if "<|channel|>" in text and "<|start|>" in text:
         return "gpt_oss", "gpt_oss"
+    if "<|tool_call>" in text and "<tool_call|>" in text and "call:" in text:
+        return "gemma4", "gemma4" if "<|channel>" in text and "<channel|>" in text else None
+    if "[TOOL_CALLS]" in text:
+        return "mistral", "mistral" if "[THINK]" in text and "[/THINK]" in text else None
     tools = None
     # Other families put tags of their own into the same tags.
     if "<tool_call>" in text and "<function=" in text and "<parameter=" in text:
@@ -74,6 +94,8 @@ def detect(chat_template: str | None) -> tuple[str | None, str | None]:
         tools = None if "<function=" in text or "<arg_key>" in text else "hermes"
     elif "<|start_header_id|>" in text and '"parameters":' in text:
         tools = None if "<function=" in text else "llama3"
+    elif "<｜tool▁calls▁begin｜>" in text:
+        tools = "deepseek_v3" if "```json" in text else "deepseek_v31"
     reasoning = "qwen3" if "<think>" in text and "</think>" in text else None
     return tools, reasoning
 

@@ -104,7 +104,7 @@ class CallObject:
         if self._key == "name":
             if not value:
                 return self._break()
-            self.name, self.offered = value, not self._names or value in self._names
+            self._name_it(value)
             if "arguments" in self._keys:
                 self._begin(self._arguments)
         return True
@@ -164,8 +164,14 @@ class CallObject:
         if self._next() != "}":
             return self._wait_or_break()
         self._drop(self._at + 1)
+        return self._whole()
+
+    def _whole(self) -> bool:
         self.verdict = "whole"
         return False
+
+    def _name_it(self, name: str) -> None:
+        self.name, self.offered = name, not self._names or name in self._names
 
     def _begin(self, arguments: str) -> None:
         self.begun = True

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from strobe.server.parsers.base import Tool
-from strobe.server.parsers.schemas import ANY, Arguments, is_text, read_arguments, type_of
+from strobe.server.parsers.schemas import ANY, Arguments, as_json, is_text, read_arguments
 from strobe.server.parsers.tags import (
     FUNCTION,
     FUNCTION_END,
@@ -25,7 +25,6 @@ from strobe.server.parsers.tags import (
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NULLS = ("null", "None")
 _LONGEST_NULL = len("\r\nnull")
-_PYTHON = {"true": "true", "false": "false", "none": "null", "null": "null"}
 
 
 class CallTags:
@@ -157,7 +156,7 @@ class CallTags:
         value = self.raw[:count]
         self.raw = self.raw[found.end() if found[2] == PARAMETER_END else found.start(2) :]
         if not self._is_text or (not self._opened and self._unbroken(value) in _NULLS):
-            self._give(_converted(self._unbroken(value), self._types))
+            self._give(as_json(self._unbroken(value), self._types))
         else:
             self._give_text(value)
             self._give('"')
@@ -189,18 +188,3 @@ class CallTags:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _converted(text: str, types: frozenset[str]) -> str:
-    """A value that may be of these types, as JSON."""
-    own = _PYTHON.get(text.strip().lower(), text.strip())
-    try:
-        value = json.loads(own, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return _json(text)
-    # What fits nowhere is best left as it is.
-    return own if type_of(value) in types or "string" not in types else _json(text)
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(name)

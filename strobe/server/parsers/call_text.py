@@ -30,9 +30,11 @@ class CallText:
           \\---- no call after all: content <----/
 
     A call of a tool that was not offered is content as a whole, with what looks like a call in it.
-    bare: a call may also stand without the opener, as the whole answer or behind another call and
-    a semicolon; inner: what begins one without the opener, too, in front of a line. Space around
-    calls is no content, nor are surplus closing braces in front of a closer.
+    bare: a call may also stand without the opener, as the whole answer. inner: what begins one
+    without the opener, too, in front of a line. joints: characters that are no content behind
+    a call: in front of its closer (by default a surplus brace) or, where there is none, of another
+    call (a semicolon), which then needs no opener. trailer: what is no content behind calls, too.
+    Nor is space around them.
     """
 
     def __init__(
@@ -43,9 +45,13 @@ class CallText:
         *,
         bare: bool = False,
         inner: str = "",
+        joints: str = "",
+        trailer: str = "",
     ):
         """make(whether `inner` has been read) -> what reads a call."""
         self._opener, self._closer, self._bare, self._inner = opener, closer, bare, inner
+        self._joints = _SPACE + (joints or ("}" if closer else ";"))
+        self._trailer = trailer
         self._make, self._begins = make, (opener, inner) if inner else (opener,)
         self._state: Callable[[], bool] = self._between if bare else self._text
         self._space = ""  # content in front of the buffer, where no call follows
@@ -81,8 +87,7 @@ class CallText:
                 self._give(self._call.raw)
         elif self._state != self._behind_call:
             rest = self._space + self._buffer
-            joints = _SPACE + ";" if self._bare else _SPACE
-            if not self._only_calls or rest.strip(joints):
+            if not self._only_calls or rest.strip(_SPACE if self._closer else self._joints):
                 self._give(rest)
         self._space = self._buffer = ""
         return self._taken()
@@ -106,6 +111,8 @@ class CallText:
 
     def _text(self) -> bool:
         markers = (*self._begins, self._closer) if self._unclosed else self._begins
+        if self._trailer and self._index:
+            markers = (*markers, self._trailer)
         found = earliest(self._buffer, *markers)
         if found is None:
             self._give_text(len(self._buffer) - held_back(self._buffer, *markers))
@@ -139,7 +146,7 @@ class CallText:
 
     def _between(self) -> bool:
         """At the beginning of a bare call, if one comes."""
-        rest = self._pass(_SPACE + ";" if self._index else _SPACE)
+        rest = self._pass(self._joints if self._index else _SPACE)
         if rest.startswith("{"):
             return self._begin(0)
         if rest.startswith(self._opener):
@@ -193,7 +200,7 @@ class CallText:
 
     def _behind_call(self) -> bool:
         """At the closer, which may lack."""
-        rest = self._pass(_SPACE + "}")
+        rest = self._pass(self._joints)
         if self._closer.startswith(rest) and rest != self._closer:
             return False
         self._unclosed = not rest.startswith(self._closer)

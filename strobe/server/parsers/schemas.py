@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ ANY = frozenset(("array", "boolean", "integer", "null", "number", "object", "str
 _PYTHON = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer",
            float: "number", type(None): "null"}  # fmt: skip
 _MOST_FORMS, _MOST_STEPS = 1000, 32
+_WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,23 @@ def type_of(value: Any) -> str:
     """The JSON type of a value that was read from JSON."""
     whole = isinstance(value, float) and value.is_integer()
     return "integer" if whole else _PYTHON[type(value)]
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """A value written without quotes that may be of these JSON types, as JSON: what it is where
+    that fits, else a string. Python's True, False and None are JSON's."""
+    own = _WORDS.get(text.strip().lower(), text.strip())
+    try:
+        value = json.loads(own, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    # What fits nowhere is best left as it is.
+    fits = type_of(value) in types or "string" not in types
+    return own if fits else json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)
 
 
 @dataclass(frozen=True)
@@ -116,7 +135,7 @@ def read_arguments(tool: Tool) -> Arguments:
         for _ in range(_MOST_STEPS):
             if "$ref" not in schema or "properties" in schema:
                 break
-            schema = _target(schema["$ref"], document)
+            schema = target_of(schema["$ref"], document)
             if not isinstance(schema, Mapping):
                 raise _wrong("schema", schema, "one of an object")
         properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -149,7 +168,7 @@ def _forms(schema: Any, document: Any, known: dict[str, list[Form]]) -> list[For
     parts = [[_own_form(schema)]]
     if "$ref" in schema:
         ref = schema["$ref"]
-        target = _target(ref, document)
+        target = target_of(ref, document)
         if ref not in known:
             known[ref] = [Form()]
             known[ref] = _forms(target, document, known)
@@ -191,7 +210,7 @@ def _own_form(schema: Mapping[str, Any]) -> Form:
     return form.along(Form(words=None if words is None else tuple(words)))
 
 
-def _target(ref: Any, document: Any) -> Any:
+def target_of(ref: Any, document: Any) -> Any:
     """What a reference into a document refers to. Raises ValueError."""
     if not isinstance(ref, str) or not (ref + "/").startswith("#/"):
         raise _wrong("$ref", ref, "one that begins with #/, into the function's parameters")
@@ -216,7 +235,7 @@ def _moved(schema: Any, document: Any, definitions: dict[str, Any]) -> Any:
     if isinstance(ref, str) and ref.startswith("#"):
         if ref not in definitions:
             definitions[ref] = True  # keeps the place
-            definitions[ref] = _moved(_target(ref, document), document, definitions)
+            definitions[ref] = _moved(target_of(ref, document), document, definitions)
         moved["$ref"] = f"#/$defs/{list(definitions).index(ref)}"
     return moved
 

@@ -1,0 +1,274 @@
+"""One tool call as Gemma 4 writes it, read while it is being written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from strobe.server.parsers.base import Tool, held_back
+from strobe.server.parsers.schemas import ANY, Arguments, as_json, read_arguments
+
+OPENER, CLOSER, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+CALL = "call:"
+NAME = re.compile(r"[^\s{}<>]{1,200}")
+"""The name of a function that can stand in a call."""
+KEY = re.compile(r'[^\s:,{}\[\]<>"][^:,{}\[\]<>"\n]{0,200}')
+"""The name of an argument that can stand in a call without quotes."""
+
+_HEAD = re.compile(rf"\s*{CALL}({NAME.pattern})\{{")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_KEY_END = re.compile(r"[:,{}\[\]<]")
+_SCALAR_END = re.compile(r"[,{}\[\]<]")
+_JSON_MARK = re.compile(r'\\.|"', re.DOTALL)
+_CLOSING = {"{": "}", "[": "]"}
+
+
+class CallGemma4:
+    """Reads `call:name{key:value,...}` and gives the arguments as JSON.
+
+        call:name{ -> key : -> value -> , -> key ...
+                                     -> }
+
+    A value is a string between two `<|"|>`, which has no escapes and comes out as it arrives; a
+    list; an object, with keys like these; or a number, boolean or null. Keys and strings may be
+    JSON's, too. Where an argument's schema allows no string, a string that is such a value
+    counts as that value, and where it allows only strings all else is a string.
+
+    begun, offered, verdict, raw: as of `CallObject`; begun with the first brace.
+    """
+
+    def __init__(self, tools: Sequence[Tool] = ()):
+        """tools: those that may be called, none for any."""
+        self.name = ""
+        self.begun = False
+        self.offered = True
+        self.verdict: Literal["whole", "broken"] | None = None
+        self.raw = ""
+        self._tools = {tool.name: tool for tool in tools}
+        self._read: Callable[[], bool] = self._head
+        self._at = 0  # of raw, up to which all is accounted for
+        self._seen = 0  # of raw, up to which the end of what is being read is not
+        self._added: list[str] = []
+        self._arguments = Arguments()
+        self._open: list[str] = []  # the brackets that are open
+        self._joint = ""  # what stands in front of the next key or item
+        self._types = ANY  # of the value that is being read
+
+    def push(self, text: str) -> str:
+        """Take in more text; what it adds to the arguments."""
+        self.raw += text
+        self._added = []
+        while self.verdict is None and self._read():
+            pass
+        if self.begun:
+            self.raw = self.raw[self._at :]
+            self._seen, self._at = max(0, self._seen - self._at), 0
+        return "".join(self._added)
+
+    def finish(self) -> str:
+        """The last of the arguments, where the answer ended inside them."""
+        if self._read == self._string:
+            return _inside(self.raw)
+        return self.raw if self._read == self._scalar else ""
+
+    # Each step reads from raw[_at:] on. It returns False when it must wait for more text or has
+    # come to a verdict.
+
+    def _head(self) -> bool:
+        found = _HEAD.match(self.raw)
+        if found is None:
+            rest = self.raw.lstrip()
+            name = rest.removeprefix(CALL)
+            if not CALL.startswith(rest) and (name == rest or not NAME.fullmatch(name or "?")):
+                self.verdict = "broken"
+            return False
+        self.name, self.begun = found[1], True
+        self.offered = not self._tools or self.name in self._tools
+        with contextlib.suppress(ValueError):  # values are then of any type
+            self._arguments = read_arguments(self._tools.get(self.name, Tool(self.name)))
+        self._pass(found.end())
+        self._bracket("{")
+        return True
+
+    def _bracket(self, bracket: str) -> None:
+        self._added.append(bracket)
+        self._open.append(bracket)
+        self._joint = ""
+        self._read = self._next
+
+    def _next(self) -> bool:
+        """In front of a key or an item, or of the bracket that closes them."""
+        char = self._char()
+        if not char:
+            return False
+        if char == _CLOSING[self._open[-1]]:
+            return self._close()
+        self._read = self._key if self._open[-1] == "{" else self._value
+        return True
+
+    def _key(self) -> bool:
+        rest = self.raw[self._at : self._at + len(QUOTE)]
+        if QUOTE.startswith(rest) and rest != QUOTE:
+            return False
+        if rest == QUOTE:
+            end = self._find(QUOTE, self._at + len(QUOTE))
+            key = None if end < 0 else self.raw[self._at + len(QUOTE) : end]
+            end += len(QUOTE)
+        elif rest[0] == '"':
+            end = self._json_end()
+            key = None if end < 0 else _loaded(self.raw[self._at : end])
+        else:
+            found = _KEY_END.search(self.raw, self._seen)
+            self._seen = len(self.raw)
+            end = found.start() if found else -1
+            key = None if end < 0 else self.raw[self._at : end].strip()
+        if key is None:
+            return False
+        colon = _SPACE.match(self.raw, end)
+        assert colon is not None
+        if colon.end() == len(self.raw):
+            self._seen = self._at  # the key is read again with what follows
+            return False
+        if self.raw[colon.end()] != ":" or (not key and rest[0] == ":"):
+            return self._break()
+        self._pass(colon.end() + 1)
+        self._types = self._arguments.types(key) if len(self._open) == 1 else ANY
+        self._added.append(f"{self._joint}{_json(key)}: ")
+        self._joint, self._read = "", self._value
+        return True
+
+    def _value(self) -> bool:
+        char = self._char()
+        rest = self.raw[self._at : self._at + len(QUOTE)]
+        if not char or (QUOTE.startswith(rest) and rest != QUOTE):
+            return False
+        if char in ",}]:":
+            return self._break()
+        self._added.append(self._joint)
+        self._joint = ""
+        if rest == QUOTE:
+            self._pass(self._at + len(QUOTE))
+            self._read = self._text
+            if "string" in self._types:
+                self._added.append('"')
+                self._read = self._string
+        elif char in "{[":
+            self._pass(self._at + 1)
+            self._types = ANY
+            self._bracket(char)
+        elif char == "<":
+            return self._break()
+        else:
+            self._read = self._quoted if char == '"' else self._scalar
+        return True
+
+    def _string(self) -> bool:
+        end = self.raw.find(QUOTE, self._at)
+        stop = end if end >= 0 else len(self.raw) - held_back(self.raw[self._at :], QUOTE)
+        self._added.append(_inside(self.raw[self._at : stop]))
+        self._pass(stop)
+        if end < 0:
+            return False
+        self._added.append('"')
+        return self._ended(end + len(QUOTE))
+
+    def _text(self) -> bool:
+        """A string where the schema allows none."""
+        end = self._find(QUOTE, self._at)
+        if end < 0:
+            return False
+        self._added.append(as_json(self.raw[self._at : end], self._types))
+        return self._ended(end + len(QUOTE))
+
+    def _quoted(self) -> bool:
+        end = self._json_end()
+        if end < 0:
+            return False
+        text = _loaded(self.raw[self._at : end])
+        own = _json(text) if "string" in self._types else as_json(text, self._types)
+        self._added.append(own)
+        return self._ended(end)
+
+    def _scalar(self) -> bool:
+        found = _SCALAR_END.search(self.raw, self._seen)
+        if found is None:
+            self._seen = len(self.raw)
+            return False
+        text = self.raw[self._at : found.start()].strip()
+        self._added.append(as_json(text, self._types))
+        return self._ended(found.start())
+
+    def _ended(self, at: int) -> bool:
+        self._pass(at)
+        self._read = self._behind
+        return True
+
+    def _behind(self) -> bool:
+        """Behind a value."""
+        char = self._char()
+        if not char:
+            return False
+        if char == _CLOSING[self._open[-1]]:
+            return self._close()
+        if char != ",":
+            return self._break()
+        self._pass(self._at + 1)
+        self._joint, self._read = ", ", self._next
+        self._types = ANY
+        return True
+
+    def _close(self) -> bool:
+        self._added.append(_CLOSING[self._open.pop()])
+        self._ended(self._at + 1)
+        if not self._open:
+            self.verdict = "whole"
+        return bool(self._open)
+
+    def _char(self) -> str:
+        """The next character that is no space, "" where it has yet to come."""
+        space = _SPACE.match(self.raw, self._at)
+        assert space is not None
+        self._pass(space.end())
+        return self.raw[self._at : self._at + 1]
+
+    def _pass(self, at: int) -> None:
+        self._at = self._seen = at
+
+    def _find(self, marker: str, start: int) -> int:
+        """Where a marker stands behind a place, -1 where it has yet to come."""
+        found = self.raw.find(marker, max(start, self._seen))
+        if found < 0:
+            self._seen = max(start, len(self.raw) - len(marker) + 1)
+        return found
+
+    def _json_end(self) -> int:
+        """Behind the closing quote of a string of JSON, -1 where it has yet to come."""
+        at = max(self._at + 1, self._seen)
+        while found := _JSON_MARK.search(self.raw, at):
+            if found[0] == '"':
+                return found.end()
+            at = found.end()
+        self._seen = max(at, len(self.raw) - 1)
+        return -1
+
+    def _break(self) -> bool:
+        self.verdict = "broken"
+        return False
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _inside(text: str) -> str:
+    return _json(text)[1:-1]
+
+
+def _loaded(text: str) -> str:
+    try:
+        return str(json.loads(text, strict=False))
+    except ValueError:
+        return text[1:-1]

@@ -1,0 +1,74 @@
+"""Tool calls as DeepSeek-V3, -R1 and -V3.1 write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from strobe.server.parsers.base import Parser, Tool
+from strobe.server.parsers.call_named import CallNamed
+from strobe.server.parsers.call_text import CallText
+from strobe.server.parsers.lark import arguments, literal, marker
+
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+FENCE, FENCE_END = "\n```json\n", "\n```"
+
+_NAME = re.compile(r"[^\s<>{}]{1,200}")
+_FENCED = re.compile(rf"\s*function\s*{SEP}\s*(?P<name>{_NAME.pattern})\s*```(?:json)?\s*")
+_PLAIN = re.compile(rf"\s*(?P<name>{_NAME.pattern})\s*{SEP}\s*")
+
+
+@dataclass(frozen=True)
+class DeepSeek:
+    """Calls one behind the other between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`,
+    behind any text. fenced: as V3 and R1 have each call, the word function, the name and the
+    arguments in a fence of JSON; otherwise as V3.1 does, the name and the arguments."""
+
+    name: str
+    fenced: bool
+    keep_special: bool = True
+    whole_answer: bool = False
+
+    def parser(self, tools: Sequence[Tool] = ()) -> Parser:
+        head = _FENCED if self.fenced else _PLAIN
+        return CallText(
+            CALLS + CALL,
+            CALL_END,
+            lambda _: CallNamed(head, CALL_END, tools),
+            inner=CALL,
+            joints="}`",
+            trailer=CALLS_END,
+        )
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        *,
+        parallel: bool,
+        added_tokens: Mapping[str, int],
+        lead: str = "",
+    ) -> str:
+        calls, calls_end, call, call_end, sep = (
+            marker(text, added_tokens) for text in (CALLS, CALLS_END, CALL, CALL_END, SEP)
+        )
+        ways: list[str] = []
+        for tool in tools:
+            if not _NAME.fullmatch(tool.name):
+                raise ValueError(
+                    f"The function name {tool.name!r} cannot stand in a {self.name} tool call; "
+                    "leave out spaces, <, >, { and }, and give at most 200 characters."
+                )
+            name, given = literal(tool.name), arguments(tool)
+            fenced = f'"function" {sep} {literal(tool.name + FENCE)} {given} {literal(FENCE_END)}'
+            ways.append(fenced if self.fenced else f"{name} {sep} {given}")
+        joint = '"\\n" ' if self.fenced else ""
+        more = f" ({joint}call)*" if parallel else ""
+        return "\n".join(
+            (
+                f"start: {literal(lead)} {calls} call{more} {calls_end}",
+                f"call: {call} function {call_end}",
+                "function: " + "\n  | ".join(ways),
+            )
+        )

@@ -1,0 +1,84 @@
+"""Tool calls and thinking as Gemma 4 writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from strobe.server.parsers.base import Parser, Tool
+from strobe.server.parsers.call_gemma4 import CALL, CLOSER, NAME, OPENER, QUOTE, CallGemma4
+from strobe.server.parsers.call_text import CallText
+from strobe.server.parsers.gemma4_values import Values
+from strobe.server.parsers.lark import arguments, literal, marker
+from strobe.server.parsers.qwen3 import Thinking
+
+CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
+
+
+@dataclass(frozen=True)
+class Gemma4Calls:
+    """`<|tool_call>call:name{key:value,...}<tool_call|>` behind any text, strings between two
+    `<|"|>`; several calls with nothing between them."""
+
+    name: str = "gemma4"
+    keep_special: bool = True
+    whole_answer: bool = False
+
+    def parser(self, tools: Sequence[Tool] = ()) -> Parser:
+        return CallText(OPENER, CLOSER, lambda _: CallGemma4(tools))
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        *,
+        parallel: bool,
+        added_tokens: Mapping[str, int],
+        lead: str = "",
+    ) -> str:
+        for text in (OPENER, CLOSER, QUOTE):
+            if text not in added_tokens:
+                raise ValueError(
+                    f"The tokenizer has no token {text}, without which there is no gemma4 tool "
+                    "call; choose the tool format of the model's own family."
+                )
+        opener, closer = marker(OPENER, added_tokens), marker(CLOSER, added_tokens)
+        values = Values(marker(QUOTE, added_tokens))
+        calls = "\n  | ".join(_call(tool, values) for tool in tools)
+        more = " call*" if parallel else ""
+        return "\n".join(
+            (
+                f"start: {literal(lead)} call{more}",
+                f"call: {opener} function {closer}",
+                f"function: {calls}",
+                *values.rules(),
+            )
+        )
+
+
+def _call(tool: Tool, values: Values) -> str:
+    arguments(tool)  # raises where there can be none
+    if not NAME.fullmatch(tool.name):
+        raise ValueError(
+            f"The function name {tool.name!r} cannot stand in a gemma4 tool call; leave out "
+            "spaces, {, }, < and >, and give at most 200 characters."
+        )
+    return f"{literal(CALL + tool.name)} {values.arguments(tool)}"
+
+
+@dataclass(frozen=True)
+class Gemma4Thinking:
+    """Thinking is what the answer begins with between `<|channel>thought`, a line break, and
+    `<channel|>`."""
+
+    name: str = "gemma4"
+    keep_special: bool = True
+    whole_answer: bool = False
+    start: str = CHANNEL
+    end: str = CHANNEL_END
+    gap: str = ""
+
+    def opened_by(self, prompt: str) -> bool:
+        return prompt.rstrip().endswith(f"{CHANNEL}thought")
+
+    def parser(self, *, thinking_open: bool = False) -> Parser:
+        return Thinking(f"{CHANNEL}thought", CHANNEL_END, thinking_open=thinking_open)

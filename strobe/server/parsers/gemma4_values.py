@@ -1,0 +1,186 @@
+"""Grammars of the arguments in Gemma 4's tool calls, by a tool's schema."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from strobe.server.parsers.base import Tool
+from strobe.server.parsers.call_gemma4 import KEY, QUOTE
+from strobe.server.parsers.lark import json_of, literal
+from strobe.server.parsers.schemas import ANY, read_arguments, target_of
+
+LONGEST = 1000
+"""Characters of a string up to which a grammar counts: minLength above it is held up to it,
+maxLength above it is not held."""
+
+_UNHELD = ("allOf", "not", "if", "patternProperties", "propertyNames", "minProperties",
+           "maxProperties", "dependentRequired", "dependentSchemas", "dependencies",
+           "prefixItems", "contains", "uniqueItems")  # fmt: skip
+_SCALARS = ("boolean", "integer", "null", "number")
+_ANY = r"""
+any: text | scalar | list | object
+scalar: %json {"type": ["number", "boolean", "null"]}
+list: "[" (any ("," any)*)? "]"
+object: "{" (member ("," member)*)? "}"
+member: KEY ":" any
+"""
+
+
+class Values:
+    """Makes the rules of one grammar's values."""
+
+    def __init__(self, quote: str):
+        """quote: the rule for the token around strings."""
+        self._quote = quote
+        self._rules: list[str] = []
+        self._known: dict[tuple[int, str], str] = {}
+        self._owner = ""
+        self._document: Any = {}
+
+    def arguments(self, tool: Tool) -> str:
+        """A rule for a tool's arguments, from brace to brace. Raises ValueError for a schema that
+        cannot be held in such a call."""
+        own = read_arguments(tool)
+        self._owner, self._document = f"The schema of the function {tool.name!r}", own.document
+        for name in ("anyOf", "oneOf", "enum", "const", "$ref"):
+            if name in own.schema:
+                raise self._unheld(name)
+        try:
+            return self._object({**own.schema, "type": "object"})
+        except RecursionError:
+            raise ValueError(f"{self._owner} is nested too deeply.") from None
+
+    def rules(self) -> list[str]:
+        """All that the rules made so far refer to."""
+        text = rf"text: {self._quote} TEXT {self._quote}"
+        return [*self._rules, _ANY, text, rf"KEY: /{KEY.pattern}/", r"TEXT: /(?s:.*)/"]
+
+    def _rule(self, body: str) -> str:
+        name = f"value_{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def _value(self, schema: Any) -> str:
+        """A rule for a value of a schema."""
+        if schema is True or schema == {}:
+            return "any"
+        if not isinstance(schema, Mapping):
+            raise ValueError(
+                f"{self._owner} has the schema {reprlib.repr(schema)} where no value is allowed or "
+                "none is read; give an object."
+            )
+        if "$ref" in schema:
+            return self._reference(schema["$ref"])
+        for name in _UNHELD:
+            if name in schema:
+                raise self._unheld(name)
+        for name in ("anyOf", "oneOf"):
+            if name in schema:
+                ways = schema[name]
+                if not isinstance(ways, list) or not ways or {"type", "properties"} & set(schema):
+                    raise self._unheld(name)
+                return f"({' | '.join(self._value(way) for way in ways)})"
+        words = [schema["const"]] if "const" in schema else schema.get("enum")
+        if words is not None:
+            if not isinstance(words, list) or not words:
+                raise ValueError(f"{self._owner} has an enum that is no list; give its values.")
+            return f"({' | '.join(self._word(word) for word in words)})"
+        kinds = schema.get("type", sorted(ANY))
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        if schema.get("nullable") is True:
+            kinds = [*kinds, "null"]
+        ways = [self._kind(kind, schema) for kind in dict.fromkeys(kinds)]
+        return f"({' | '.join(ways)})"
+
+    def _reference(self, ref: Any) -> str:
+        try:
+            target = target_of(ref, self._document)
+        except ValueError as error:
+            raise ValueError(f"{self._owner} {error}") from None
+        known = (id(self._document), ref)
+        if known not in self._known:
+            place = len(self._rules)
+            self._known[known] = self._rule("any")
+            self._rules[place] = f"{self._known[known]}: {self._value(target)}"
+        return self._known[known]
+
+    def _kind(self, kind: Any, schema: Mapping[str, Any]) -> str:
+        if kind == "string":
+            return self._string(schema)
+        if kind in _SCALARS:
+            return json_of({**schema, "type": kind})
+        if kind == "array":
+            least, most = schema.get("minItems", 0), schema.get("maxItems")
+            item = self._rule(self._value(schema.get("items", True)))
+            if most == 0:
+                return '"[" "]"'
+            more = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+            some = f'{item} ("," {item}){more}'
+            return f'"[" {some} "]"' if least else f'"[" ({some})? "]"'
+        if kind == "object":
+            return self._object(schema)
+        raise ValueError(f"{self._owner} has the type {kind!r}; give one of {', '.join(ANY)}.")
+
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        least, most = min(schema.get("minLength", 0), LONGEST), schema.get("maxLength")
+        most = "" if most is None or most > LONGEST else most
+        if not least and most == "":
+            return "text"
+        return rf"{self._quote} /(?s:.){{{least},{most}}}/ {self._quote}"
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        """Members in the order of their names, as the chat template has them."""
+        for name in _UNHELD:
+            if name in schema:
+                raise self._unheld(name)
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        more = schema.get("additionalProperties", True)
+        if not properties and not required:
+            if more is False:
+                return '"{" "}"'
+            member = self._rule(f'KEY ":" {self._value(more)}')
+            return f'"{{" ({member} ("," {member})*)? "}}"'
+        # first: from a member on that no other stands in front of; then: with one in front of it.
+        first = then = '""'
+        for key in sorted({*properties, *required}, key=str.lower, reverse=True):
+            member = f"{self._key(key)} {self._value(properties.get(key, more))}"
+            one, behind = self._rule(member), then
+            if key in required:
+                first, then = f"{one} {behind}", f'"," {one} {behind}'
+            else:
+                first, then = f"{one} {behind} | {first}", f'("," {one})? {behind}'
+            first, then = self._rule(first), self._rule(then)
+        return f'"{{" {first} "}}"'
+
+    def _key(self, key: str) -> str:
+        if not KEY.fullmatch(key) or key != key.strip():
+            raise ValueError(
+                f"{self._owner} has the parameter {reprlib.repr(key)}, which cannot be read back "
+                "from a call of the form gemma4; leave out quotes, brackets, commas, colons, <, > "
+                "and space at the ends."
+            )
+        return literal(key + ":")
+
+    def _word(self, word: Any) -> str:
+        """A rule for exactly this value."""
+        if isinstance(word, str):
+            if QUOTE in word:
+                raise ValueError(f"{self._owner} has a value with {QUOTE} in it; leave it out.")
+            return f"{self._quote} {literal(word)} {self._quote}" if word else f"{self._quote} " * 2
+        if isinstance(word, list):
+            inner = ' "," '.join(map(self._word, word))
+            return f'"[" {inner} "]"'
+        if isinstance(word, Mapping):
+            ordered = sorted(word, key=str.lower)
+            inner = ' "," '.join(f"{self._key(key)} {self._word(word[key])}" for key in ordered)
+            return f'"{{" {inner} "}}"'
+        return literal(json.dumps(word))
+
+    def _unheld(self, name: str) -> ValueError:
+        return ValueError(
+            f"{self._owner} has {name}, which cannot be held at its place in a call of the form "
+            "gemma4; say the same in properties, required, type and items."
+        )

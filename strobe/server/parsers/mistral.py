@@ -1,0 +1,101 @@
+"""Tool calls and thinking as Mistral's models write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from strobe.server.parsers.base import Parser, Tool
+from strobe.server.parsers.call_named import CallNamed
+from strobe.server.parsers.call_object import CallObject
+from strobe.server.parsers.call_text import CallText
+from strobe.server.parsers.lark import arguments, call_object, literal, marker
+from strobe.server.parsers.qwen3 import Thinking
+
+OPENER, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_NAME = re.compile(r"[^\s\[\]{}]{1,200}")
+_HEAD = re.compile(
+    rf"\s*(?P<name>{_NAME.pattern})\s*(\[CALL_ID\]\s*\w+\s*)?({re.escape(ARGS)})?\s*"
+)
+
+
+@dataclass(frozen=True)
+class Mistral:
+    """`[TOOL_CALLS]`, then a list of {"name": ..., "arguments": {...}}; or, where the tokenizer has
+    `[ARGS]`, `[TOOL_CALLS]name[ARGS]{...}` for each call. Behind any text."""
+
+    name: str = "mistral"
+    keep_special: bool = True
+    whole_answer: bool = False
+
+    def parser(self, tools: Sequence[Tool] = ()) -> Parser:
+        return CallText(OPENER, "", lambda _: _Call(tools), joints=",]")
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        *,
+        parallel: bool,
+        added_tokens: Mapping[str, int],
+        lead: str = "",
+    ) -> str:
+        opener = marker(OPENER, added_tokens)
+        if ARGS not in added_tokens:
+            calls = "\n  | ".join(call_object(tool, "arguments") for tool in tools)
+            more = ' (", " call)*' if parallel else ""
+            return "\n".join(
+                (f'start: {literal(lead)} {opener} " "? "[" call{more} "]"', f"call: {calls}")
+            )
+        for tool in tools:
+            if not _NAME.fullmatch(tool.name):
+                raise ValueError(
+                    f"The function name {tool.name!r} cannot stand in a mistral tool call; leave "
+                    "out spaces, brackets and braces, and give at most 200 characters."
+                )
+        number = rf"({marker(CALL_ID, added_tokens)} /[a-zA-Z0-9]{{9}}/)?"
+        middle = f"{number if CALL_ID in added_tokens else ''} {marker(ARGS, added_tokens)}"
+        calls = "\n  | ".join(
+            f"{opener} {literal(tool.name)} {middle} {arguments(tool)}" for tool in tools
+        )
+        more = " call*" if parallel else ""
+        return "\n".join((f"start: {literal(lead)} call{more}", f"call: {calls}"))
+
+
+class _Call(CallNamed):
+    """Reads a call of either style, from the list's bracket on where it has one."""
+
+    def __init__(self, tools: Sequence[Tool]):
+        super().__init__(_HEAD, "", tools)
+        self._read = self._style
+
+    def _style(self) -> bool:
+        first = self._next()
+        if not first:
+            return False
+        if first == "[":
+            self._at += 1
+        self._listed = first in "[{"
+        self._read = self._brace if self._listed else self._head
+        return True
+
+    def _comma(self) -> bool:
+        return CallObject._comma(self) if self._listed else super()._comma()
+
+
+@dataclass(frozen=True)
+class MistralThinking:
+    """Thinking is what the answer begins with between `[THINK]` and `[/THINK]`."""
+
+    name: str = "mistral"
+    keep_special: bool = True
+    whole_answer: bool = False
+    start: str = "[THINK]"
+    end: str = "[/THINK]"
+    gap: str = ""
+
+    def opened_by(self, prompt: str) -> bool:
+        return prompt.rstrip().endswith(self.start)
+
+    def parser(self, *, thinking_open: bool = False) -> Parser:
+        return Thinking(self.start, self.end, thinking_open=thinking_open)

@@ -1,0 +1,248 @@
+"""Gemma 4: its tool calls, their grammar, and its thinking."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from guided import GEMMA4, Vocabulary, gemma4, vocabulary, written
+from hypothesis import given
+from hypothesis import strategies as st
+from parsing import check_cuts, names, parse, places, prose, stream, texts
+
+from strobe.server.parsers import REASONING_FORMATS, Parser, Tool, make_parser
+
+Q = '<|"|>'
+CALL = f"<|tool_call>call:get_time{{city:{Q}Rome{Q}}}<tool_call|>"
+TIME = ("get_time", '{"city": "Rome"}')
+TOOL = Tool(
+    "get_time",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 6},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "unit": {"enum": ["utc", None, 7, ["a", {"b": True}]]},
+            "way": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "tree": {"$ref": "#/$defs/Tree"},
+            "list": {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 2},
+        },
+        "required": ["city"],
+        "$defs": {
+            "Tree": {
+                "type": "object",
+                "properties": {
+                    "leaf": {"type": "boolean"},
+                    "kids": {"type": "array", "items": {"$ref": "#/$defs/Tree"}},
+                },
+                "required": ["leaf"],
+            }
+        },
+    },
+)
+ANYTHING = Tool("anything", None)
+plain = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=9)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-999, 999) | plain,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def parser() -> Parser:
+    return make_parser("gemma4", None)
+
+
+def typed() -> Parser:
+    return make_parser("gemma4", None, tools=[TOOL, ANYTHING])
+
+
+def both() -> Parser:
+    return make_parser("gemma4", "gemma4")
+
+
+@pytest.fixture(scope="module")
+def words() -> Vocabulary:
+    return vocabulary(*GEMMA4)
+
+
+@given(
+    prose,
+    st.lists(st.tuples(names, st.dictionaries(names, values, max_size=3)), max_size=3),
+    places,
+)
+def test_what_the_template_writes_is_read_back(text: str, made: Any, cuts: list[int]):
+    result = check_cuts(parser, text + written("gemma4", *made), cuts)
+    assert result.content == text
+    assert [(name, json.loads(read)) for name, read in result.calls] == made
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CALL,
+        f"\n{CALL}\n",
+        CALL.removesuffix("<tool_call|>"),
+        CALL.replace("{", "{ ").replace("}", " }").replace(":<", ": <"),
+        CALL.replace("city", f"{Q}city{Q}"),
+        CALL.replace("city", '"city"').replace(Q, '"'),
+        CALL.replace(Q, ""),
+    ],
+)
+def test_variants_of_one_call_are_that_call(text: str):
+    assert check_cuts(parser, text) == ("", "", [TIME])
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        (f"city:{Q}7{Q}", {"city": "7"}),
+        ("city:7", {"city": "7"}),
+        (f"days:{Q}7{Q}", {"days": 7}),
+        ("days:7", {"days": 7}),
+        (f"days:{Q}seven{Q}", {"days": "seven"}),
+        ("way:None", {"way": None}),
+        (f"way:{Q}null{Q}", {"way": "null"}),
+        ("tree:{leaf:True,kids:[]}", {"tree": {"leaf": True, "kids": []}}),
+        (f'city:{Q}a "b" \\ {{}},\n<tool_call|>{Q}', {"city": 'a "b" \\ {},\n<tool_call|>'}),
+        ('city:"a \\"b\\" ,}"', {"city": 'a "b" ,}'}),
+        ("more:1.50", {"more": 1.5}),
+        ("", {}),
+    ],
+)
+def test_values_have_the_types_of_the_schema(value: str, read: Any):
+    text = f"<|tool_call>call:get_time{{{value}}}<tool_call|>"
+    result = check_cuts(typed, text)
+    assert [(name, json.loads(taken)) for name, taken in result.calls] == [("get_time", read)]
+    assert result.content == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["<|tool_call>", "<|tool_call>call:", "<|tool_call>call:f", "<|tool_call>[1]", "<|to"]
+)
+def test_what_is_no_call_is_content_unchanged(text: str):
+    assert check_cuts(parser, text) == ("", text, [])
+
+
+@pytest.mark.parametrize("cut", range(1, len("{city:") + len(Q) + len("Rome") + len(Q) + 1))
+def test_a_call_that_is_cut_off_is_not_closed(cut: int):
+    text = CALL[: CALL.index("{") + cut]
+    for _, taken in check_cuts(parser, text).calls:
+        with pytest.raises(ValueError, match=r"Expecting|Unterminated|delimiter"):
+            json.loads(taken)
+
+
+def test_what_is_broken_ends_at_the_closer_and_the_next_call_is_read():
+    text = f"<|tool_call>call:f{{a:[1,b<tool_call|>{CALL}"
+    made = check_cuts(parser, text)
+    assert made.content == ""
+    assert [name for name, _ in made.calls] == ["f", "get_time"]
+    assert made.calls[1] == TIME
+
+
+def test_a_call_of_a_tool_that_was_not_offered_is_content():
+    def offered() -> Parser:
+        return make_parser("gemma4", None, tools=[Tool("get_time")])
+
+    other = f"<|tool_call>call:other{{a:{Q}{CALL}{Q}}}<tool_call|>"
+    assert check_cuts(offered, other).content.startswith(f"<|tool_call>call:other{{a:{Q}")
+    plain = CALL.replace("get_time", "other")
+    assert check_cuts(offered, f"{plain}{CALL}") == ("", plain, [TIME])
+
+
+def test_a_string_comes_out_as_it_arrives():
+    pieces = ["<|tool_call>call:f{a", f":{Q}x", 'y"', '<|"', "|>,b:1", "2}", "<tool_call|>"]
+    assert [part.calls for part in stream(parser, pieces)] == [
+        [("f", "{")], [("", '"a": "x')], [("", 'y\\"')], [], [("", '", "b": ')], [("", "12}")],
+        [], [],
+    ]  # fmt: skip
+
+
+def test_thinking_is_what_the_answer_begins_with():
+    text = f"<|channel>thought\nHm.\n<channel|>Now. {CALL}"
+    assert check_cuts(both, text) == ("Hm.", "Now.", [TIME])
+    assert check_cuts(both, f"<|channel>thought\n<channel|>{CALL}") == ("", "", [TIME])
+    assert check_cuts(both, f"<|channel>thought\n{CALL}<channel|>x") == (CALL, "x", [])
+    form = REASONING_FORMATS["gemma4"]
+    assert form.opened_by("<|turn>model\n<|channel>thought\n")
+    assert not form.opened_by("<|turn>model\n<|channel>thought\n<channel|>")
+
+
+FRAGMENTS = (CALL, Q, "<|tool_call>call:f{", "<tool_call|>", "a:", ",", "[", "{", "}", "]", "text",
+             '"', "true", "<|channel>thought\n", "<channel|>")  # fmt: skip
+
+
+@given(texts(FRAGMENTS), places)
+def test_the_result_does_not_depend_on_the_cuts(text: str, cuts: list[int]):
+    check_cuts(both, text, cuts)
+    check_cuts(typed, text, cuts)
+
+
+GOOD = [
+    {"city": "Rome"},
+    {"city": 'a"{},'},
+    {"city": "", "days": 9, "unit": "utc", "way": None},
+    {"city": "x", "unit": ["a", {"b": True}], "list": [1, 2.5]},
+    {"city": "x", "tree": {"leaf": True, "kids": [{"leaf": False}]}},
+]
+BAD = [
+    {},
+    {"city": 7},
+    {"city": "too long"},
+    {"city": "x", "days": 10},
+    {"city": "x", "unit": "cet"},
+    {"city": "x", "way": 1},
+    {"city": "x", "list": []},
+    {"city": "x", "list": [1, 2, 3]},
+    {"city": "x", "tree": {"kids": []}},
+    {"city": "x", "other": 1},
+]
+
+
+@pytest.mark.parametrize("good", GOOD)
+def test_a_forced_call_of_the_schema_comes_through(words: Vocabulary, good: Any):
+    text = written("gemma4", ("get_time", good))
+    matcher = words.matcher("gemma4", [TOOL, ANYTHING])
+    assert words.accepts(matcher, text)
+    assert json.loads(parse(typed(), [text]).calls[0][1]) == good
+    assert not words.accepts(matcher, text * 2)
+    assert words.accepts(words.matcher("gemma4", [TOOL], parallel=True, lead="\n"), "\n" + text * 2)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_the_schema_does_not_allow_is_held_back(words: Vocabulary, bad: Any):
+    matcher = words.matcher("gemma4", [TOOL])
+    assert not words.accepts(matcher, written("gemma4", ("get_time", bad)))
+
+
+def test_any_arguments_come_through_where_the_schema_is_open(words: Vocabulary):
+    matcher = words.matcher("gemma4", [ANYTHING])
+    for made in ({}, {"a": [1, {"b": None}], "c": "ü"}, {"a": {}, "b": [], "c": -1.5}):
+        assert words.accepts(matcher, written("gemma4", ("anything", made))), gemma4(made)
+    assert not words.accepts(matcher, "Hi")
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "array"}, "parameters of the function 'f'"),
+        ({"anyOf": [{}]}, "has anyOf"),
+        ({"properties": {"a": {"allOf": [{}]}}}, "has allOf"),
+        ({"properties": {"a,b": {}}}, "parameter 'a,b'"),
+        ({"properties": {"a": {"enum": [Q]}}}, re.escape(f"value with {Q}")),
+        ({"properties": {"a": {"$ref": "#/$defs/a"}}}, "the \\$ref '#/\\$defs/a'"),
+        ({"properties": {"a": {"type": "text"}}}, "the type 'text'"),
+    ],
+)
+def test_a_schema_that_cannot_be_held_is_refused(words: Vocabulary, schema: Any, said: str):
+    with pytest.raises(ValueError, match=said):
+        words.matcher("gemma4", [Tool("f", schema)])
+
+
+def test_names_and_tokenizers_it_cannot_do_with_are_refused(words: Vocabulary):
+    with pytest.raises(ValueError, match="'two words' cannot stand"):
+        words.matcher("gemma4", [Tool("two words")])
+    with pytest.raises(ValueError, match=re.escape("no token <|tool_call>")):
+        vocabulary().matcher("gemma4", [ANYTHING])

@@ -1,0 +1,172 @@
+"""Tool calls of Mistral and DeepSeek: a name, and the JSON of the arguments behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from guided import Vocabulary, vocabulary
+from hypothesis import given
+from hypothesis import strategies as st
+from parsing import check_cuts, dumps, parse, places, stream, texts
+
+from strobe.server.parsers import Parser, Tool, make_parser
+
+MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+DEEPSEEK = tuple(
+    f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
+)
+CALLS, CALLS_END, CALL, CALL_END, SEP = DEEPSEEK
+ROME = ("get_time", {"city": 'Rome "<[{', "days": 2})
+OSLO = ("get_date", {})
+TOOLS = [
+    Tool(
+        "get_time",
+        {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 9},
+                "days": {"type": "integer"},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    ),
+    Tool("get_date", None),
+]
+
+
+def listed(*calls: tuple[str, Any]) -> str:
+    inner = (f'{{"name": "{name}", "arguments": {dumps(given)}}}' for name, given in calls)
+    return f"[TOOL_CALLS] [{', '.join(inner)}]"
+
+
+def named(*calls: tuple[str, Any]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(given)}" for name, given in calls)
+
+
+def v3(*calls: tuple[str, Any]) -> str:
+    inner = (
+        f"{CALL}function{SEP}{name}\n```json\n{dumps(given)}\n```{CALL_END}"
+        for name, given in calls
+    )
+    return CALLS + "\n".join(inner) + CALLS_END
+
+
+def v31(*calls: tuple[str, Any]) -> str:
+    inner = (f"{CALL}{name}{SEP}{dumps(given)}{CALL_END}" for name, given in calls)
+    return CALLS + "".join(inner) + CALLS_END
+
+
+Case = tuple[str, Callable[..., str], tuple[str, ...]]
+CASES: list[Case] = [
+    ("mistral", listed, MISTRAL[:1]),
+    ("mistral", named, MISTRAL),
+    ("deepseek_v3", v3, DEEPSEEK),
+    ("deepseek_v31", v31, DEEPSEEK),
+]
+each = pytest.mark.parametrize("case", CASES, ids=lambda case: case[1].__name__)
+
+
+def of(name: str, tools: list[Tool] | None = None) -> Callable[[], Parser]:
+    return lambda: make_parser(name, None, tools=tools or ())
+
+
+def read(*calls: tuple[str, Any]) -> list[tuple[str, str]]:
+    return [(name, dumps(given)) for name, given in calls]
+
+
+@each
+@pytest.mark.parametrize("lead", ["", "Wait."])
+def test_what_the_template_writes_is_read_back(case: Case, lead: str):
+    name, write, _ = case
+    for calls in ((ROME,), (OSLO, ROME), (ROME, ROME, OSLO)):
+        made = check_cuts(of(name), lead + write(*calls), [3, 30, 31, 70])
+        assert made == ("", lead, read(*calls))
+
+
+@each
+def test_a_call_that_is_cut_off_is_not_closed(case: Case):
+    name, write, _ = case
+    text = write(ROME)
+    given = dumps(ROME[1])
+    begin = text.index(given)
+    for count in range(1, len(given)):
+        made = parse(of(name)(), [text[: begin + count]])
+        assert made == ("", "", [(ROME[0], given[:count])])
+
+
+@each
+def test_a_call_of_a_tool_that_was_not_offered_is_content(case: Case):
+    name, write, _ = case
+    made = check_cuts(of(name, [Tool("other")]), write(ROME))
+    assert made.calls == []
+    assert dumps(ROME[1]) in made.content
+
+
+@each
+def test_the_arguments_come_out_as_they_arrive(case: Case):
+    name, write, _ = case
+    text = write(("f", {"a": 1}))
+    place = text.index('{"a')
+    parts = stream(of(name), [text[: place + 2], text[place + 2 : place + 5], text[place + 5 :]])
+    assert [part.calls for part in parts] == [[("f", '{"')], [("", 'a":')], [("", " 1}")], []]
+
+
+@each
+@given(st.data())
+def test_the_result_does_not_depend_on_the_cuts(case: Case, data: st.DataObject):
+    name, write, marks = case
+    fragments = (write(ROME), *marks, "[ARGS]", "f", '{"a": ', "1}", "}", "]", ", ", "```json", "x")
+    text = data.draw(texts(fragments))
+    check_cuts(of(name), text, data.draw(places))
+
+
+@each
+def test_what_is_no_call_is_content_unchanged(case: Case):
+    name, _, marks = case
+    for text in (marks[0], marks[0][:5], f"{marks[0]} f", f"{marks[0]} is a token, {{}} none"):
+        assert check_cuts(of(name), text) == ("", text, [])
+
+
+@pytest.fixture(scope="module")
+def words() -> dict[str, Vocabulary]:
+    return {write.__name__: vocabulary(*marks) for _, write, marks in CASES}
+
+
+@each
+def test_forced_calls_hold_to_form_and_schema(case: Case, words: dict[str, Vocabulary]):
+    name, write, _ = case
+    own = words[write.__name__]
+    one, several = own.matcher(name, TOOLS), own.matcher(name, TOOLS, parallel=True, lead="\n")
+    assert own.accepts(one, write(ROME))
+    assert own.accepts(one, write(OSLO))
+    assert not own.accepts(one, write(ROME, OSLO))
+    assert own.accepts(several, "\n" + write(ROME, OSLO))
+    bad = [("get_time", {}), ("get_time", {"city": 1}), ("get_time", {"city": "x" * 10}), ("f", {})]
+    for wrong in ("Hi", write(ROME)[:-3], *map(write, bad)):
+        assert not own.accepts(one, wrong), wrong
+    with pytest.raises(ValueError, match="parameters of the function 'f'"):
+        own.matcher(name, [Tool("f", {"type": "string"})])
+
+
+def test_older_and_newer_variants_of_mistrals_calls():
+    one = read(("f", {"a": 1}))
+    for text in (
+        '[TOOL_CALLS]f{"a": 1}',
+        '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}',
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "abcdefghi"}]',
+        '[TOOL_CALLS] {"name": "f", "arguments": {"a": 1}}',
+    ):
+        assert check_cuts(of("mistral"), text) == ("", "", one), text
+
+
+def test_thinking_stands_in_front_of_the_calls():
+    made = check_cuts(lambda: make_parser("mistral", "mistral"), "[THINK]Hm.[/THINK]Yes.")
+    assert made == ("Hm.", "Yes.", [])
+    made = check_cuts(
+        lambda: make_parser("deepseek_v3", "deepseek_r1", thinking_open=True),
+        f"Hm.\n</think>\n\n{v3(ROME)}",
+    )
+    assert made == ("Hm.", "", read(ROME))
