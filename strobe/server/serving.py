@@ -288,6 +288,12 @@ class Serving:
             return form.grammar(tools, parallel=parallel, added_tokens=names)
         except ValueError as error:
             raise BadField(str(error), "tools") from None
+        except (TypeError, AttributeError, LookupError, RecursionError):
+            raise BadField(
+                "tools has a schema in which a keyword's value is not of the kind that JSON Schema "
+                "asks for, or which is nested too deeply; mend the schema.",
+                "tools",
+            ) from None
 
 
 def _variables(template: Any) -> Collection[str] | None:

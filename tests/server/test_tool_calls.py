@@ -19,7 +19,8 @@ from strobe.config import DEMO_MODELS
 from strobe.sampling.grammar_compiler import source_of
 from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
-from strobe.server.parsers import TOOL_FORMATS
+from strobe.server.openai.protocol.errors import BadField
+from strobe.server.parsers import TOOL_FORMATS, Tool
 from strobe.server.serving import Formats
 from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
@@ -223,3 +224,18 @@ def test_a_template_with_tools_in_no_known_form_is_warned_of(
     with caplog.at_level(logging.WARNING):
         Formats.of(ServerConfig(tool_call_parser=parser), template)
     assert ("name it with tool_call_parser" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("error", [TypeError("'>' not supported"), KeyError("type")])
+def test_a_schema_that_no_form_can_read_is_the_clients_fault(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(*_: Any, **__: Any) -> str:
+        raise error
+
+    served = serving(Tokenizer(DEMO_MODELS / "target"))
+    served.formats = Formats(TOOL_FORMATS["hermes"], None)
+    monkeypatch.setattr(type(TOOL_FORMATS["hermes"]), "grammar", fails)
+    with pytest.raises(BadField, match="tools has a schema in which a keyword's value") as caught:
+        served.call_grammar([Tool("f")], parallel=True, prompt="")
+    assert caught.value.body()["error"]["param"] == "tools"
