@@ -93,7 +93,7 @@ class Plan(NamedTuple):
     admitted: requests that are new to it. verified: how many of all the drafts that are made on the
     device are verified, the most promising ones, which the device chooses; None: all. confidence:
     by the draft's place, slope and intercept of the logistic function that makes its chance to be
-    right, given those before it, of its margin."""
+    right, given those before it, of its evidence."""
 
     spans: tuple[Span, ...] = ()
     pages: tuple[PageWrite, ...] = ()

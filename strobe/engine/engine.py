@@ -30,7 +30,7 @@ from strobe.spec.allocate import verified_drafts
 from strobe.spec.budget import Budget
 from strobe.spec.dflash import DFlashProposer
 from strobe.step import Plan, StepResult, TokenEvent
-from strobe.transfer import upload
+from strobe.transfer import download, upload
 
 
 class Engine:
@@ -104,6 +104,7 @@ class Engine:
         mode, shape = self.sampling.mode(slots), self.runner.shape_of(plan.spans, plan.verified)
         drafts, margins = self.proposers.propose(plan, shape)
         self.mark("draft")
+        told = margins if margins is None else download(margins)  # before a graph reuses its memory
         walk = None
         if mode.grammar:
             plan, drafts, walk = self._constrain(plan, drafts)
@@ -124,7 +125,7 @@ class Engine:
         verdict = graphs.run((mode, layout.shape), verify, layout.packed, drafts, masks)
         self.mark("verify")
         tops = self.sampling.top_logprobs(slots) if mode.logprobs is not None else {}
-        return PendingStep(plan, verdict, tops, errors, layout, margins, began)
+        return PendingStep(plan, verdict, tops, errors, layout, told, began)
 
     def _admit(self, plan: Plan) -> None:
         """Take over what is new in a plan. Raises AssertionError for one that cannot be run."""

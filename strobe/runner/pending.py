@@ -34,7 +34,8 @@ class PendingStep:
 
     top_logprobs: by span, how many of the most probable tokens its request wants named beside each
     token. errors: by span, why its request cannot go on. margins [S, K]: of the drafts that the
-    device made. began, done: the host's clock in seconds. followed: grammars know its tokens.
+    device made, on their way to the host already. began, done: the host's clock in seconds.
+    followed: grammars know its tokens.
     """
 
     def __init__(
@@ -48,12 +49,10 @@ class PendingStep:
         began: float = 0.0,
     ):
         self.rows, self.began, self.done = 0, began, 0.0
-        self.drafted = self.margins = None
+        self.drafted, self.margins = None, margins
         if layout is not None:
             self.rows = layout.shape.rows
             self.drafted = None if plan.verified is None else download(layout.drafts)
-        if margins is not None:
-            self.margins = download(margins)
         self.plan, self.top_logprobs, self.errors = plan, top_logprobs, errors
         scores, prompt = verdict.scores, verdict.prompt_scores
         self._verdict = Verdict(

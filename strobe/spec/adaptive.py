@@ -108,7 +108,7 @@ class AdaptiveBudget(Budget):
         self.outlook, self.lookup = Outlook(requests, first), Lookup(self.widths[-1])
         self._matches: dict[int, int] = {}
         """By slot, how many tokens its newest chain was found by."""
-        self._rate = 0.0
+        self._rate: dict[int, float] = {}  # tokens a millisecond with so many requests, the newest
         self._blocks = self._since = self._partly = 0
         self._known: dict[tuple[int, int], tuple[list[tuple[int, Any]], Any, Any, Any]] = {}
         self._took: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
@@ -122,6 +122,7 @@ class AdaptiveBudget(Budget):
         chained = [n > 0 for n in most]
         at = [i for i, one in enumerate(candidates) if one.on_device and not chained[i]]
         if sum([track.seen for track in self.tracks]) < FITTED[0]:  # the drafter is to be known
+            self.outlook.meet([candidates[i] for i in at])
             most = [
                 one.most if one.on_device else n for one, n in zip(candidates, most, strict=True)
             ]
@@ -161,7 +162,7 @@ class AdaptiveBudget(Budget):
         count = len(candidates)
         work = Work(0, np.array([count, count + NEXT]), count, load.context)
         now, more = self.costs.ms(work)
-        price = max(self._rate if self._for[0] == count else 0.0, count / now) * (more - now) / NEXT
+        price = max(self._rate.get(count, 0.0), count / now) * (more - now) / NEXT
         if self.outlook.meet([one for one in candidates if one.on_device]):
             self._left = 0
         found: list[int] = []
@@ -233,12 +234,12 @@ class AdaptiveBudget(Budget):
         self._for = count, work.beside
         assert self.costs is not None
         ms = float(self.costs.ms(work))
-        plain = Option(count / ms, Choice(), ms)
+        plain = Option(work.requests / ms, Choice(), ms)
         options, whole = self._options(chances, work)
         best = max([plain, *options], key=lambda one: one.worth)
         if self.choice.width >= 0 and best.worth < BETTER * options[self.choice.width].worth:
             best = options[self.choice.width]
-        self.choice, self._rate = best.choice, best.worth
+        self.choice, self._rate = best.choice, {work.requests: best.worth}
         self._left = HELD[count > FEW or best is plain]
         if best is plain:  # drafting rests: a probe tells whether it pays again
             tried = [(options[0], PROBES, self.tracks[0].age)]
@@ -268,7 +269,7 @@ class AdaptiveBudget(Budget):
             every = self.costs.ms(work._replace(draft=draft, rows=rows))
             for (some, drafts), ms in zip(parts, np.split(every, ends), strict=True):
                 likeliest = -np.sort(-chances[:some, :most], axis=None)
-                worth = (count + np.cumsum(likeliest)[drafts - 1]) / ms
+                worth = (work.requests + np.cumsum(likeliest)[drafts - 1]) / ms
                 at = int(worth.argmax())
                 at = at if worth[at] > FEWER * worth[-1] else len(drafts) - 1
                 fewer = int(drafts[at]) if at < len(drafts) - 1 else None

@@ -15,7 +15,7 @@ import numpy as np
 
 WINDOW = 1024  # observations kept of each place: older ones tell of a text that has passed
 FIRST = (0.0, 1.5)  # slope and intercept before anything is known: a chance of 0.82
-NEAR, RECENT = 5, 64  # places, and newest observations of each, by which all chances are lifted
+NEAR = 5  # places by which all chances are lifted
 ROUNDS = 5  # of a regression, which begins at the one before
 _PRIOR = 8.0  # observations that the fit over all places together counts for at each place
 _RIDGE = 1e-3
@@ -76,12 +76,8 @@ class Confidence:
     def lift(self, clock: float, half: float) -> None:
         """Move all intercepts by what makes the newest observations likeliest, drawn to 0: a text
         that margins do not tell from others shows within a few blocks. Halves as in `fit`."""
-        newest = (self.seen[:NEAR, None] - 1 - np.arange(RECENT)) % self._when.shape[1]
-        evidence, right, when = [
-            np.take_along_axis(rows[:NEAR], newest, 1)
-            for rows in (self._evidence, self._right, self._when)
-        ]
-        there, by = 0.5 ** ((clock - when) / half), 0.0
+        evidence, right = self._evidence[:NEAR], self._right[:NEAR]
+        there, by = 0.5 ** ((clock - self._when[:NEAR]) / half), 0.0
         known = self._fit[:NEAR, :1] * evidence + self._fit[:NEAR, 1:]
         for _ in range(ROUNDS):
             p = 1 / (1 + np.exp(-(known + by).clip(-30, 30)))

@@ -81,7 +81,10 @@ class _Curve:
         return np.interp(rows, self.rows, self.costs) + beyond
 
     def move(self, rows: int, by: float) -> None:
-        """Move the nearest point; more rows go on costing no less."""
+        """Move the nearest point, so that so many rows cost that much more; more rows go on costing
+        no less."""
+        a, b = self.rows[-2:]
+        by /= 1 + max(rows - b, 0.0) / (b - a)  # beyond the last point its error grows
         at = int(np.abs(self.rows - rows).argmin())
         self.costs[at] = max(self.costs[at] + by, 1e-3)
         self.costs[at + 1 :] = np.maximum(self.costs[at + 1 :], self.costs[at])

@@ -5,6 +5,7 @@ Legend: n requests, K places of drafts.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,16 +29,17 @@ class Outlook:
         self.fresh, self.rested, self.turns, self.steps = first, first, TURNS, 0
         """Chances of blocks that are their request's first, or its first after others rested; and
         how likely a request turns in a step to be like one of those."""
-        self._who: list[Request | None] = [None] * requests
+        self._who: list[weakref.ref[Request] | None] = [None] * requests
         self._rows = np.zeros((requests, 3, len(first)))
         """The mean of a request's blocks, the mean before the newest, and the newest."""
         self._when = np.full(requests, -1)
 
     def meet(self, candidates: Sequence[Candidate]) -> bool:
         """Whether one of them is new."""
-        new = [one for one in candidates if self._who[one.slot] is not one.request]
+        now = [(one, self._who[one.slot]) for one in candidates]
+        new = [one for one, known in now if known is None or known() is not one.request]
         for one in new:
-            self._who[one.slot] = one.request
+            self._who[one.slot] = weakref.ref(one.request)
             self._rows[one.slot], self._when[one.slot] = 0.0, -1
         return bool(new)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -98,6 +99,10 @@ def _read(path: Path, device: str) -> Costs | None:
             for name in ("draft", "verify")
         ]
         request, context, context_row = [float(found[name]) for name in _RATES]
+        if min(len(draft), len(verify)) < 2:
+            raise ValueError("it has less than two points")
+        if not all(0 < ms < math.inf for ms in (*draft.values(), *verify.values())):
+            raise ValueError("a step takes no time or for ever")
         return Costs(draft, verify, request, context, context_row)
     except FileNotFoundError:
         return None
@@ -180,7 +185,8 @@ class _Survey:
         engine, pool = self.engine, self.engine.parts.pool
         positions = (pool.capacity - 1) * engine.limits.page_size
         room = min(engine.limits.max_model_len, positions)
-        size = min(LONG, room - 4 * engine.limits.block)
+        # `fill` gives up what is close to the end, and steps before those that are timed add to it.
+        size = min(LONG, room - (64 if self.cuda else 12) * engine.limits.block)
         if size < LONG // 4:
             return 0.0, 0.0
         count = READERS if self.cuda else 1

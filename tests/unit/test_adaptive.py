@@ -184,6 +184,19 @@ def test_requests_that_begin_easy_and_go_on_hard_draft_at_their_beginning_only(c
     assert sum(last) < 0.3 * len(last)
 
 
+def test_few_that_may_draft_do_not_hold_up_the_many_that_may_not():
+    life = Life(64, GPU)
+    for i in range(4, 64):
+        life.candidates[i] = life.candidates[i]._replace(most=0, on_device=False)
+    for _ in range(200):
+        life.step(lambda place: 0.4)
+    life.took = life.tokens = 0.0
+    for _ in range(200):
+        life.step(lambda place: 0.4)
+    plain = 64 / float(life.true.ms(Work(0, 64, 64)))
+    assert life.tokens / life.took > 0.98 * plain
+
+
 def test_a_machine_that_is_slower_than_was_measured_changes_nothing():
     slow = Life(32, CPU, told=False, pace=3.0)
     slow.rate(300, lambda place: 0.7)

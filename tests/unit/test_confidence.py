@@ -133,3 +133,19 @@ def test_drafts_that_are_always_wrong_or_right_leave_finite_weights(right: int):
     assert np.isfinite(found.weights).all()
     chance = found.chances(np.full((1, 3), 2.0))[0, 0]
     assert chance > 0.97 if right else chance < 0.03
+
+
+def test_newest_drafts_of_all_requests_lift_chances_however_many_there_are():
+    """Of 256 requests the last 64 are hard, and no margin says so."""
+    found, nothing = Confidence(3), np.zeros((256, 3))
+    accepted = np.where(np.arange(256) < 192, 3, 0)
+    for clock in range(256, 20 * 256, 256):
+        found.observe(nothing, np.full(256, 3), accepted, clock)
+        found.fit(clock, 32 * 256)
+        found.lift(clock, 2 * 256)
+    assert found.chances(nothing)[0, 0] == pytest.approx(0.75, abs=0.04)
+    harder = np.where(np.arange(256) < 64, 3, 0)
+    for clock in range(20 * 256, 23 * 256, 256):
+        found.observe(nothing, np.full(256, 3), harder, clock)
+        found.lift(clock, 2 * 256)
+    assert found.chances(nothing)[0, 0] < 0.55

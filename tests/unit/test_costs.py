@@ -65,6 +65,15 @@ def test_a_wrong_point_is_found_while_others_are_right():
     assert ms(costs, 4, 16) == pytest.approx(7.0, rel=0.1)
 
 
+def test_steps_of_more_rows_than_were_measured_are_followed():
+    costs = Costs(DRAFT, VERIFY)
+    true = 1.45 * ms(costs, 0, 256)
+    for _ in range(60):
+        costs.observe(Work(0, 256), true, steps=16)
+    assert ms(costs, 0, 256) == pytest.approx(true, rel=0.02)
+    assert 0.5 < costs.pace < 2
+
+
 def test_a_pause_in_one_step_says_little():
     costs = Costs(DRAFT, VERIFY)
     costs.observe(Work(0, 16), 5000.0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -37,11 +40,22 @@ def test_a_new_request_promises_what_first_blocks_of_others_brought():
     one = outlook(2)
     assert one.of(np.array([0, 1]), np.full(len([0, 1]), 2))[1].tolist() == [FIRST.tolist()] * 2
     for _ in range(200):
-        assert one.meet(candidates(1))
-        assert not one.meet([Candidate(one._who[0], 2, slot=0)])  # type: ignore[arg-type]
+        same = candidates(1)
+        assert one.meet(same)
+        assert not one.meet(same)
         step(one, [0], [[0.1, 0.0]])
     one.meet(candidates(1))
     assert one.of(np.array([0]), np.full(len([0]), 2))[1][0] == pytest.approx([0.1, 0.0], abs=1e-3)
+
+
+def test_requests_that_have_ended_are_let_go():
+    one, (candidate,) = Outlook(1, FIRST), candidates(1)
+    one.meet([candidate])
+    ended = weakref.ref(candidate.request)
+    del candidate
+    gc.collect()
+    assert ended() is None
+    assert one.meet(candidates(1))
 
 
 def test_the_most_promising_come_first():

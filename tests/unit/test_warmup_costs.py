@@ -88,6 +88,24 @@ def test_steps_are_timed_once_long_prompts_are_through_beside_requests_that_deco
         assert survey.time(4, Choice())[2] == 4
 
 
+def test_long_contexts_are_long_when_they_are_timed(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    llm = LLM(pair.target, pair.draft, max_num_seqs=2)
+    budget, sizes = budget_of(llm), list[int]()
+    true = measured._Survey.time
+    monkeypatch.setattr(measured, "LONG", 1024)  # twice what the pair reads
+
+    def time(self: Any, count: int, choice: Any) -> tuple[float, float, int]:
+        found = true(self, count, choice)
+        sizes.extend([len(request.tokens) for request in self.requests])
+        return found
+
+    monkeypatch.setattr(measured._Survey, "time", time)
+    with measured._Survey(llm.engine, budget) as survey:
+        survey.context(Choice(len(budget.widths) - 1, budget.widths[-1]))
+    assert len(sizes) == 4
+    assert max(sizes[:2]) < 100 < 350 < min(sizes[2:])
+
+
 def test_the_next_start_takes_the_costs_of_the_one_before(
     pair: Pair, cache: Path, times: list[tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
 ):
@@ -130,15 +148,21 @@ def test_a_machine_on_which_all_steps_take_longer_keeps_its_table_and_a_pace(
         assert costs.pace == pytest.approx(3.0)
 
 
+RATES = '"request": 0, "context": 0, "context_row": 0, "device": "HERE"'
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"draft": {}}', '{"draft": 1, "verify": 2}',
-    '{"draft": {"4": "x"}, "verify": {"1": 1, "2": 2}, "context": 0}'])  # fmt: skip
+    f'{{"draft": {{"4": "x", "8": 1}}, "verify": {{"1": 1, "2": 2}}, {RATES}}}',
+    f'{{"draft": {{"4": 1}}, "verify": {{"1": 1, "2": 2}}, {RATES}}}',
+    f'{{"draft": {{"4": 0, "8": 0}}, "verify": {{"1": 0, "2": 0}}, {RATES}}}',
+    f'{{"draft": {{"4": 1, "8": 1}}, "verify": {{"1": 1, "2": NaN}}, {RATES}}}'])  # fmt: skip
 def test_a_damaged_table_is_measured_anew_with_a_warning(
     text: str, pair: Pair, cache: Path, caplog: pytest.LogCaptureFixture
 ):
     LLM(pair.target, pair.draft, max_num_seqs=2)
     (path,) = cache.iterdir()
     good = json.loads(path.read_text())
-    path.write_text(text)
+    path.write_text(text.replace("HERE", good["device"]))
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         llm = LLM(pair.target, pair.draft, max_num_seqs=2)

@@ -110,7 +110,8 @@ def load(path: Path) -> Traces:
     size = int(lengths.sum()) if len(lengths) else 0
     shapes = [rows.shape for rows in margins]
     fits = right.shape == (size, len(widths)) and shapes == [(size, n) for n in widths]
-    if not size or not fits or (right > found.widths).any() or lengths.min() < 1:
+    finite = all(np.isfinite(rows).all() for rows in margins)
+    if not size or not fits or not finite or (right > found.widths).any() or lengths.min() < 1:
         raise ValueError(
             f"{path} holds traces whose parts do not fit each other; record them anew with strobe "
             "bench record."
