@@ -31,13 +31,9 @@ class Serve:
     engine: OmitArgPrefixes[ServedFlags] = field(default_factory=ServedFlags)
 
     def run(self) -> int:
+        from strobe.server.launch import serve
+
         config = EngineConfig(**asdict(self.engine), target=self.target)
-        settings = ServerConfig(**asdict(self.server))
-        settings.logs.configure()
-        logging.getLogger(__name__).info("Strobe starts with %s.", self.target or "the demo models")
-
-        from strobe.server.launch import serve  # takes a while
-
-        status = serve(config, settings)
+        status = serve(config, ServerConfig(**asdict(self.server)))
         logging.shutdown()
         os._exit(status)  # a thread that still encodes some request's text would be waited for

@@ -104,8 +104,7 @@ class Engine:
         mode, shape = self.sampling.mode(slots), self.runner.shape_of(plan.spans, plan.verified)
         drafts, margins = self.proposers.propose(plan, shape)
         self.mark("draft")
-        told = margins if margins is None else download(margins)  # before a graph reuses its memory
-        walk = None
+        walk, told = None, None if margins is None else download(margins)
         if mode.grammar:
             plan, drafts, walk = self._constrain(plan, drafts)
         layout, bounds = self._lay_out(plan, shape, margins), self.runner.bounds(plan.spans)

@@ -201,35 +201,27 @@ def _pack(
 ) -> np.ndarray:
     """index: whether logits_rows are part of it."""
     fill = shape.spans - len(spans)
-    firsts = [0, *itertools.accumulate(counts)]
-    rest = shape.rows - firsts[-1]
+    ends = np.cumsum(counts)
+    firsts, used = ends - counts, int(ends[-1])
+    rest = shape.rows - used
     assert not rest or fill, "rows of no span need a padding span"
+    found = [(s.slot, s.num_certain, s.drafts, s.logits, len(s.tokens)) for s in spans]
+    slots, certain, drafts, logits, given = np.array(found, dtype=np.int64).T
     per_span = [
-        [span.slot for span in spans] + [spare] * fill,
-        [span.num_certain for span in spans] + [0] * fill,
-        [span.drafts for span in spans] + [0] * fill,
-        counts + [0] * fill,
-        firsts[:-1] + [firsts[-1]] * fill,
-        [int(span.logits > 0) for span in spans] + [0] * fill,
-    ]
-    owner = np.repeat(np.arange(len(spans)), counts)
-    offset = np.arange(firsts[-1]) - np.repeat(firsts[:-1], counts)
-    tokens = TAIL - 1 - offset + np.repeat([len(span.tokens) for span in spans], counts)
-    for span, first in zip(spans, firsts, strict=False):
-        tokens[first : first + len(span.tokens)] = span.tokens
-    parts = [
-        np.asarray(per_span).ravel(),
-        np.append(owner, np.full(rest, len(spans))),
-        np.append(offset, np.zeros(rest)),
-        np.append(tokens, np.zeros(rest)),
-    ]
+        (slots, spare), (certain, 0), (drafts, 0), (counts, 0), (firsts, used), (logits > 0, 0),
+    ]  # fmt: skip
+    offset = np.arange(used) - np.repeat(firsts, counts)
+    tokens = TAIL - 1 - offset + np.repeat(given, counts)
+    for span, first in zip(spans, firsts.tolist(), strict=True):
+        if span.tokens != (TAIL,):
+            tokens[first : first + len(span.tokens)] = span.tokens
+    per_row = [(np.repeat(np.arange(len(spans)), counts), len(spans)), (offset, 0), (tokens, 0)]
+    parts = [np.append(part, np.full(fill, filler)) for part, filler in per_span]
+    parts += [np.append(part, np.full(rest, filler)) for part, filler in per_row]
     if index:
-        width = shape.logits
-        logits_indices = [
-            [max(end - max(span.logits - j, 1), 0) for j in range(width)]
-            for span, end in zip(spans, firsts[1:], strict=True)
-        ]
-        parts.append(np.asarray(logits_indices + [[shape.rows - 1] * width] * fill).ravel())
+        back = (logits[:, None] - np.arange(shape.logits)).clip(1)
+        parts.append((ends[:, None] - back).clip(0).ravel())
+        parts.append(np.full(fill * shape.logits, shape.rows - 1))
     return np.concatenate(parts).astype(np.int64)
 
 

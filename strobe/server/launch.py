@@ -45,6 +45,7 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
     from_environment = [key for key in [os.environ.get("STROBE_API_KEY")] if key]
     settings = replace(settings, api_key=(*settings.api_key, *from_environment))
     settings.logs.configure()
+    logger.info("Strobe starts with %s.", config.target or "the demo models")
     template = read_template(settings.chat_template)
     names = tuple(settings.served_model_name) or (without_revision(config.target) or DEMO_NAME,)
     settings = replace(settings, served_model_name=names)

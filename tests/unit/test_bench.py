@@ -39,7 +39,8 @@ OFFLINE_FLAGS = [
 ]  # fmt: skip
 LOAD_FLAGS = [
     "--shapes", "--concurrency", "--rate", "--ways", "--traces", "--mix", "--acceptance-rate",
-    "--answers", "--steady", "--prompt-len", "--max-tokens", "--temperature", "--json", "--plot",
+    "--repeats", "--answers", "--steady", "--prompt-len", "--max-tokens", "--temperature",
+    "--json", "--plot",
 ]  # fmt: skip
 RECORD_FLAGS = [
     "--data", "--prompts", "--at-once", "--max-tokens", "--temperature", "--top-p", "--ignore-eos",
