@@ -19,14 +19,16 @@ from strobe.sampling_params import StructuredOutputs
 _KEPT = 128
 _LONGEST = 1 << 17
 _STACK = 1 << 28
-_LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000)
+_WORK = 50_000
+_LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=_WORK)
 """Of llguidance's work on a mask: some 0.1 s before the first token, and less behind others."""
 _QUICK = 0.02
 """Grammars that compile within so many seconds are compiled for each lane anew."""
 
 _SAID = {
     "NoExtensionBias": "the model's tokens can write nothing that it allows",
-    "lexer error: too many expressions": "it takes too much work; shorten what repeats (x{1000})",
+    "lexer error: too many expressions": f"it takes more work at a token than the limit, {_WORK:,} "
+    "expressions; shorten what repeats, such as x{1000}",
 }
 
 _WHITE = {"whitespace_pattern": "\\n[ \\t]{0,40}| ?"}

@@ -301,10 +301,14 @@ def test_a_grammar_that_does_not_compile_is_the_field_that_asked_for_it(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_a_grammar_that_cannot_be_followed_further_is_the_clients_fault(path: str):
-    said = "structured_outputs: the grammar cannot be followed further: it takes too much work."
+def test_a_grammar_that_cannot_be_followed_further_is_the_clients_fault(
+    path: str, caplog: pytest.LogCaptureFixture
+):
+    said = 'structured_outputs: the grammar cannot be followed further: at "secret" it ends.'
     fields = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
     answer = post(path, Script("x", ends="error", error=said), **fields, guided_regex="x+")
     assert (answer.status, answer.error["param"]) == (400, "guided_regex")
     assert answer.error["message"] == said.replace("structured_outputs", "guided_regex")
+    (line,) = [r.getMessage() for r in caplog.records if "followed further" in r.getMessage()]
+    assert line.endswith(": guided_regex: the grammar cannot be followed further: at ")
     assert post(path, Script("x", ends="error"), **fields).status == 500

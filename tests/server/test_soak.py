@@ -1,4 +1,4 @@
-"""The soak in two short forms: benchmarks/soak.py with few streams and a count of requests."""
+"""Short forms of benchmarks/soak.py and benchmarks/hostile_grammars.py."""
 
 from __future__ import annotations
 
@@ -48,6 +48,25 @@ def test_a_few_hundred_with_a_short_queue_leave_the_server_as_it_was(tmp_path: P
     for kind in ("bad body: refused", "bad HTTP: refused", "oversized prompt: refused"):
         assert became[kind] > 0
     assert again > 0
+
+
+def test_hostile_grammars_are_refused_or_followed_beside_honest_requests(tmp_path: Path):
+    """How long anybody waits is for the long form to say: a test's machine may be busy."""
+    found = tmp_path / "grammars.json"
+    run = subprocess.run(
+        [sys.executable, "benchmarks/hostile_grammars.py", "--count=40", "--at-once=8",
+         "--honest=2", "--alone=0.2", "--most-wait=200", f"--json={found}"],
+        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    report = json.loads(found.read_text())
+    assert report["faults"] == []
+    assert report["hostile"].keys() == {"200", "400"}
+    assert sum(report["hostile"].values()) == 40
+    refused = [line for line in run.stderr.splitlines() if "the grammar does not compile" in line]
+    assert refused
+    assert all("WARNING strobe.server.openai.runs: request " in line for line in refused)
+    assert "Traceback" not in run.stderr
 
 
 def test_more_of_anything_than_before_is_a_fault(monkeypatch: pytest.MonkeyPatch):

@@ -277,7 +277,6 @@ def check_answers(runs: Sequence[Run]) -> None:
     for run in runs:
         for error in [choice.output.error for choice in run.choices if choice.output.error]:
             if error.startswith("structured_outputs"):
-                logger.warning("an answer's grammar could not be followed further")
                 raise run.refusal(error)
             raise Unserved(500, error, code="answer_failed")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from strobe.server.parsers import Parsed, Parser
 from strobe.server.parsers.chain import Plain
 from strobe.server.serving import Serving
 from strobe.step import TokenEvent
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -139,8 +142,11 @@ class Run:
             self._generation.close()
 
     def refusal(self, error: str) -> BadField:
-        """What the engine said, by the name that the request gave the constraint."""
+        """What the engine said, by the name that the request gave the constraint. Of a grammar the
+        log says it, too, up to where the client's text is quoted."""
         sentence = error.replace("structured_outputs", self.job.constraint)
+        if error.startswith("structured_outputs"):
+            logger.warning("request %s: %s", self.job.request_id, sentence.partition('"')[0])
         return BadField(sentence, field_of(sentence))
 
     def close(self) -> None:
