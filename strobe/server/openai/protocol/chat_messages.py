@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from strobe.server.openai.protocol.common import take
+from strobe.server.openai.protocol.common import TEXT_SCHEMA, closed, take
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -26,20 +26,68 @@ PART_FIELDS: Mapping[str, str] = {
 }
 """The types of content that are text, and the field that holds it."""
 
-MESSAGE_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"enum": list(ROLES)},
-        "content": {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "object"}},
-                {"type": "null"},
-            ]
+_TEXT: dict[str, Any] = {"type": "string"}
+_PARTS: list[dict[str, Any]] = [
+    closed(
+        {"type": {"enum": [kind for kind, name in PART_FIELDS.items() if name == "text"]},
+         "text": _TEXT},
+        "part", ("text",),
+    ),
+    closed({"type": {"const": "refusal"}, "refusal": _TEXT}, "part", ("type", "refusal")),
+]  # fmt: skip
+CONTENT_SCHEMA: dict[str, Any] = {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": _PARTS}}]}
+ARGUMENTS_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "object"}, _TEXT, {"type": "null"}]}
+_CALLS: dict[str, Any] = {
+    "type": "array",
+    "items": closed(
+        {
+            "id": _TEXT,
+            "type": {"const": "function"},
+            "index": {},
+            "function": closed({"name": TEXT_SCHEMA, "arguments": ARGUMENTS_SCHEMA}, "", ("name",)),
         },
-    },
+        "tool_call",
+        ("function",),
+    ),
 }
+_NO_TEXT: dict[str, Any] = {"enum": [None, ""]}
+_ANOTHERS: dict[str, Any] = {
+    **dict.fromkeys((*ASSISTANT_ONLY, *TOOL_ONLY), _NO_TEXT),
+    "tool_calls": {"enum": [None, [], {}, "", 0, False]},
+}
+"""What belongs to another role is empty."""
+_BY_OTHERS: dict[str, Any] = {**_ANOTHERS, "content": CONTENT_SCHEMA, "name": _TEXT}
+_BY_ASSISTANT: dict[str, Any] = {
+    **dict.fromkeys((*EVERY_ROLE, *ASSISTANT_ONLY), _TEXT),
+    **dict.fromkeys(TOOL_ONLY, _NO_TEXT),
+    "role": {"const": "assistant"},
+    "content": CONTENT_SCHEMA,
+    "tool_calls": _CALLS,
+}
+_SOMETHING: Mapping[str, dict[str, Any]] = {
+    "content": CONTENT_SCHEMA,
+    "refusal": TEXT_SCHEMA,
+    "reasoning_content": TEXT_SCHEMA,
+    "reasoning": TEXT_SCHEMA,
+    "tool_calls": {**_CALLS, "minItems": 1},
+}
+"""What an assistant's message may consist of alone."""
+MESSAGE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        closed(
+            {**_BY_OTHERS, "role": {"enum": ["system", "developer", "user"]}},
+            "message", ("role", "content"),
+        ),
+        closed(
+            {**_BY_OTHERS, "role": {"const": "tool"}, "tool_call_id": _TEXT},
+            "message", ("role", "content"),
+        ),
+        *(
+            closed({**_BY_ASSISTANT, name: shape}, "message", ("role", name))
+            for name, shape in _SOMETHING.items()
+        ),
+    ]
+}  # fmt: skip
 
 
 def read_messages(messages: Sequence[Any], notes: list[str]) -> list[dict[str, Any]]:
@@ -125,7 +173,7 @@ def read_content(content: Any, path: str, notes: list[str]) -> str | None:
 def _part(part: Any, path: str, notes: list[str]) -> str:
     if not isinstance(part, Mapping):
         raise wrong(path, part, 'a part such as {"type": "text", "text": ...}')
-    kind = part.get("type", "text")
+    kind = "text" if part.get("type") is None else part["type"]
     field = PART_FIELDS.get(kind) if isinstance(kind, str) else None
     if field is None:
         raise BadField(

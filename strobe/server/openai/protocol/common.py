@@ -139,21 +139,34 @@ class Closed(BaseModel):
         """The OpenAPI page shows what is accepted without effect and what is refused, too."""
         reference = handler(schema)
         page: dict[str, Any] = handler.resolve_ref_schema(reference)
-        properties: dict[str, Any] = page.setdefault("properties", {})
-        page["additionalProperties"] = {"type": "null"}  # null is not given, whatever its name
-        required = page.get("required", ())
-        for name, shape in properties.items():
-            kinds = [kind.get("type") for kind in shape.get("anyOf", [shape])]
-            if name not in required and "null" not in kinds:
-                properties[name] = {"anyOf": [shape, {"type": "null"}]}
-        for name, note in NO_EFFECT.get(cls.place, {}).items():
-            properties[name] = {"description": f"No effect: {note.why}."}
-        for name, note in UNSUPPORTED.get(cls.place, {}).items():
-            properties[name] = {
-                "enum": [None, *note.neutral],
-                "description": f"Not supported: {note.why}.",
-            }
+        page |= closed(page.get("properties", {}), cls.place, page.get("required", ()))
         return reference
+
+
+def closed(
+    properties: Mapping[str, Any], place: str = "", required: Collection[str] = ()
+) -> dict[str, Any]:
+    """The JSON schema of an object that `take` reads. properties: its known fields; place: its
+    tables. What is not required may be null, which is the same as not given."""
+    shown_fields: dict[str, Any] = {}
+    for name, note in NO_EFFECT.get(place, {}).items():
+        shown_fields[name] = {"description": f"No effect: {note.why}."}
+    for name, note in UNSUPPORTED.get(place, {}).items():
+        why = f"Not supported: {note.why}."
+        shown_fields[name] = {"enum": [None, *note.neutral], "description": why}
+    known = {name: s if name in required else _nullable(s) for name, s in properties.items()}
+    shape: dict[str, Any] = {
+        "type": "object",
+        "properties": {**known, **{n: s for n, s in shown_fields.items() if n not in known}},
+        "additionalProperties": {"type": "null"},  # null is not given, whatever its name
+    }
+    return {**shape, "required": list(required)} if required else shape
+
+
+def _nullable(shape: Mapping[str, Any]) -> Mapping[str, Any]:
+    kinds = [kind.get("type") for kind in shape.get("anyOf", [shape])]
+    takes_null = "null" in kinds or None in shape.get("enum", ()) or not shape
+    return shape if takes_null else {"anyOf": [shape, {"type": "null"}]}
 
 
 @dataclass(frozen=True)
@@ -204,10 +217,11 @@ def token_ids(value: Any, path: str | None) -> tuple[int, ...]:
     """A list of token ids, which may be empty. Raises BadField."""
     if not isinstance(value, list | tuple):
         raise wrong(path, value, "a list of token ids")
-    for index, token in enumerate(value):
+    ids = tuple(check_int(token) for token in value)
+    for index, token in enumerate(ids):
         if not is_int(token) or not 0 <= token <= MOST:
             raise wrong(f"{path}[{index}]", token, "a token id", "give whole numbers from 0 up")
-    return tuple(value)
+    return ids
 
 
 def texts(value: Any, path: str | None) -> tuple[str, ...]:
@@ -230,12 +244,11 @@ def _ids_field(value: Any, info: ValidationInfo) -> tuple[int, ...]:
     return token_ids(value, info.field_name)
 
 
-TEXTS_SCHEMA: dict[str, Any] = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
-}
-IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
+ID_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": MOST}
+IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": ID_SCHEMA}
 
-Texts = Annotated[tuple[str, ...], BeforeValidator(_texts_field), WithJsonSchema(TEXTS_SCHEMA)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts_field)]
 TokenIds = Annotated[tuple[int, ...], BeforeValidator(_ids_field), WithJsonSchema(IDS_SCHEMA)]
 
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from strobe.server.openai.protocol.chat_messages import read_arguments, read_content, read_message
-from strobe.server.openai.protocol.common import take
+from strobe.server.openai.protocol.chat_messages import (
+    ARGUMENTS_SCHEMA,
+    CONTENT_SCHEMA,
+    ROLES,
+    read_arguments,
+    read_content,
+    read_message,
+)
+from strobe.server.openai.protocol.common import TEXT_SCHEMA, closed, take
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
 
 EVERY_ITEM = ("type", "id", "status")
@@ -19,10 +26,36 @@ ITEM_FIELDS: Mapping[str, tuple[str, ...]] = {
     "reasoning": ("content", "summary"),
 }
 
-ITEM_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"type": {"enum": list(ITEM_FIELDS)}},
+_THINKING: dict[str, Any] = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["text"],
+        "properties": {"text": {"type": "string"}},
+    },
 }
+_VALUES: Mapping[str, dict[str, Any]] = {
+    "role": {"enum": list(ROLES)},
+    "content": CONTENT_SCHEMA,
+    "call_id": {"type": "string"},
+    "name": TEXT_SCHEMA,
+    "arguments": ARGUMENTS_SCHEMA,
+    "output": CONTENT_SCHEMA,
+    "summary": _THINKING,
+}
+
+
+def _shape(kind: str) -> dict[str, Any]:
+    """The JSON schema of an item; the type may be left out of a message."""
+    fields = {name: _VALUES[name] for name in ITEM_FIELDS[kind]}
+    fields |= {"id": {}, "status": {}, "type": {"const": kind}}
+    if kind == "reasoning":
+        return closed({**fields, "content": _THINKING}, "item", ("type",))
+    needed = [name for name in ITEM_FIELDS[kind] if name != "arguments"]
+    return closed(fields, "item", needed if kind == "message" else ["type", *needed])
+
+
+ITEM_SCHEMA: dict[str, Any] = {"anyOf": [_shape(kind) for kind in ITEM_FIELDS]}
 
 
 def read_input(given: Any, instructions: str | None, notes: list[str]) -> list[dict[str, Any]]:
@@ -99,6 +132,8 @@ def _call(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
     for name in ("call_id", "name"):
         if not isinstance(fields.get(name), str):
             raise wrong(f"{path}.{name}", fields.get(name), "a text")
+    if not fields["name"]:
+        raise wrong(f"{path}.name", "", "the name of a function")
     arguments = read_arguments(fields.get("arguments"), f"{path}.arguments")
     function = {"name": fields["name"], "arguments": arguments}
     return {"id": fields["call_id"], "type": "function", "function": function}
@@ -113,18 +148,24 @@ def _output(fields: Mapping[str, Any], path: str, notes: list[str]) -> dict[str,
     return {"role": "tool", "content": content, "tool_call_id": fields["call_id"]}
 
 
-def _add_reasoning(answer: dict[str, Any], fields: Mapping[str, Any], path: str) -> None:
-    """The reasoning itself, or its summary where that is all there is."""
-    source = "content" if fields.get("content") else "summary"
-    parts = fields.get(source) or []
+def _texts(fields: Mapping[str, Any], name: str, path: str) -> list[str]:
+    """Those of a list of parts."""
+    parts = fields.get(name, ())
     if not isinstance(parts, list | tuple):
-        raise wrong(f"{path}.{source}", parts, "a list of texts")
+        raise wrong(f"{path}.{name}", parts, "a list of texts")
     texts: list[str] = []
     for index, part in enumerate(parts):
         text = part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
-            raise wrong(f"{path}.{source}[{index}]", part, "a part with a text")
+            raise wrong(f"{path}.{name}[{index}]", part, "a part with a text")
         texts.append(text)
+    return texts
+
+
+def _add_reasoning(answer: dict[str, Any], fields: Mapping[str, Any], path: str) -> None:
+    """The reasoning itself, or its summary where that is all there is."""
+    content, summary = (_texts(fields, name, path) for name in ("content", "summary"))
+    texts = content or summary
     said = [answer["reasoning_content"]] if "reasoning_content" in answer else []
     if joined := "\n".join([*said, *texts]):
         answer["reasoning_content"] = joined

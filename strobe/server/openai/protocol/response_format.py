@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from strobe.server.openai.protocol.common import take, texts
+from strobe.server.openai.protocol.common import TEXT_SCHEMA, closed, take, texts
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
 
 RESPONSE_FORMAT_FIELDS = ("type", "json_schema")
@@ -28,6 +28,59 @@ SINGLE_FIELDS: Mapping[str, str] = {
 SOURCES = ("response_format", "structured_outputs", *SINGLE_FIELDS)
 
 FORMATS = "text, json_object and json_schema"
+
+_JSON_TEXT: dict[str, Any] = {
+    "type": "string",
+    "pattern": r"^[ \t\r\n]*\{[\s\S]*\}[ \t\r\n]*$",
+    "contentMediaType": "application/schema+json",
+}
+VALUE_SCHEMAS: Mapping[str, dict[str, Any]] = {
+    "json": {"anyOf": [{"type": "object"}, _JSON_TEXT]},
+    "json_object": {"const": True},
+    "regex": TEXT_SCHEMA,
+    "choice": {"type": "array", "minItems": 1, "items": TEXT_SCHEMA},
+    "grammar": TEXT_SCHEMA,
+}
+"""What each of KINDS may be."""
+
+_OFF: dict[str, Any] = {"enum": [None, False]}
+STRUCTURED_OUTPUTS_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        closed(
+            {**dict.fromkeys(KINDS, _OFF), kind: VALUE_SCHEMAS[kind]},
+            "structured_outputs",
+            (kind,),
+        )
+        for kind in KINDS
+    ]
+}
+
+_FREE: dict[str, Any] = {"enum": ["text", "json_object"]}
+_NAMED: dict[str, Any] = {
+    "name": {"type": "string"},
+    "schema": VALUE_SCHEMAS["json"],
+    "strict": {"type": "boolean"},
+}
+RESPONSE_FORMAT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        closed({"type": _FREE}, "response_format", ("type",)),
+        closed(
+            {
+                "type": {"const": "json_schema"},
+                "json_schema": closed(_NAMED, "json_schema", ("schema",)),
+            },
+            "response_format",
+            ("type", "json_schema"),
+        ),
+    ]
+}
+TEXT_FORMAT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        closed({"type": _FREE}, "json_schema", ("type",)),
+        closed({"type": {"const": "json_schema"}, **_NAMED}, "json_schema", ("type", "schema")),
+    ]
+}
+"""text.format of a response."""
 
 
 class Constraint(NamedTuple):

@@ -6,35 +6,49 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from strobe.server.openai.protocol.common import take
+from strobe.server.openai.protocol.common import TEXT_SCHEMA, closed, take
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
 
 TOOL_FIELDS = ("type", "function")
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 
-TOOLS_SCHEMA: dict[str, Any] = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["type", "function"],
-        "properties": {
-            "type": {"const": "function"},
-            "function": {
-                "type": "object",
-                "required": ["name"],
-                "properties": {
-                    "name": {"type": "string"},
-                    "description": {"type": "string"},
-                    "parameters": {"type": "object"},
-                    "strict": {"type": "boolean"},
-                },
-            },
-        },
-    },
+_FUNCTION: dict[str, Any] = {
+    "name": TEXT_SCHEMA,
+    "description": {"type": "string"},
+    "parameters": {"type": "object"},
+    "strict": {"type": "boolean"},
 }
-CHOICE_SCHEMA: dict[str, Any] = {
-    "anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]
-}
+_KIND: dict[str, Any] = {"const": "function"}
+
+
+def _schemas(flat: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON schemas of tools and tool_choice."""
+
+    def function(fields: dict[str, Any], place: str) -> dict[str, Any]:
+        if flat:
+            return closed({"type": _KIND, **fields}, place, ("type", "name"))
+        inner = closed(fields, "", ("name",))
+        return closed({"type": _KIND, "function": inner}, place, ("type", "function"))
+
+    def allowed(fields: dict[str, Any]) -> dict[str, Any]:
+        kind: dict[str, Any] = {"const": "allowed_tools"}
+        if flat:
+            return closed({"type": kind, **fields}, "", ("type", *fields))
+        inner = closed(fields, "", tuple(fields))
+        return closed({"type": kind, "allowed_tools": inner}, "", ("type", "allowed_tools"))
+
+    named = function({"name": {"type": "string"}}, "")
+    only = {
+        "mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "minItems": 1, "items": named},
+    }
+    tools = {"type": "array", "items": function(_FUNCTION, "responses.tool" if flat else "tool")}
+    return tools, {"anyOf": [{"enum": ["none", "auto", "required"]}, named, allowed(only)]}
+
+
+TOOLS_SCHEMA, CHOICE_SCHEMA = _schemas(flat=False)
+FLAT_TOOLS_SCHEMA, FLAT_CHOICE_SCHEMA = _schemas(flat=True)
+"""Those of /v1/responses."""
 
 
 @dataclass(frozen=True)
