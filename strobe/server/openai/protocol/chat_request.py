@@ -10,7 +10,7 @@ from pydantic.config import JsonDict
 
 from strobe.checks import MOST
 from strobe.sampling_params import MOST_ANSWERS
-from strobe.server.openai.protocol.common import Int, StreamOptions, Within
+from strobe.server.openai.protocol.common import Int, Notes, StreamOptions, Within
 from strobe.server.openai.protocol.conversation import Conversation, Messages
 from strobe.server.openai.protocol.errors import BadField
 from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, Sampling
@@ -178,7 +178,7 @@ class ChatCompletionRequest(Sampling, Conversation):
 
 
 def check_stream(
-    stream: bool, options: StreamOptions | None, prompt_logprobs: int | None, notes: list[str]
+    stream: bool, options: StreamOptions | None, prompt_logprobs: int | None, notes: Notes
 ) -> None:
     """What only a stream has, and what it cannot have. Raises BadField."""
     if options is not None:

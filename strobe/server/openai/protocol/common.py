@@ -31,6 +31,15 @@ from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
 INDEX = re.compile(r"\[\d+\]")
 
 
+class Notes(list[str]):
+    """A sentence for each thing given that has no effect. lenient: a field that nobody knows is
+    such a thing, and no mistake."""
+
+    def __init__(self, *, lenient: bool = False):
+        super().__init__()
+        self.lenient = lenient
+
+
 class Taken(NamedTuple):
     """An object's known fields, nulls left out, and a sentence for each other one given."""
 
@@ -38,8 +47,11 @@ class Taken(NamedTuple):
     notes: list[str]
 
 
-def take(given: Any, known: Collection[str], place: str, path: str = "") -> Taken:
-    """Sort an object's fields. place: its tables; path: where it stands in the request.
+def take(
+    given: Any, known: Collection[str], place: str, path: str = "", *, lenient: bool = False
+) -> Taken:
+    """Sort an object's fields. place: its tables; path: where it stands in the request; lenient: as
+    that of Notes.
 
     Raises BadField for no object, for a field that nobody knows and for one that is not supported.
     """
@@ -64,6 +76,8 @@ def take(given: Any, known: Collection[str], place: str, path: str = "") -> Take
                     full,
                     "unsupported_parameter",
                 )
+        elif lenient:
+            notes.append(f"{full[:200]} has no effect: this server does not know it.")
         else:
             raise _unknown(str(name), [*known, *no_effect], path, full)
     return Taken(fields, notes)
@@ -89,11 +103,12 @@ class Closed(BaseModel):
     path: ClassVar[str] = ""
     """Where it stands in the request."""
 
-    _notes: list[str] = PrivateAttr(default_factory=list[str])
+    _notes: Notes = PrivateAttr(default_factory=Notes)
 
     @classmethod
-    def read(cls, body: bytes | str | Mapping[str, Any]) -> Self:
-        """A request from its JSON. Raises BadField, and nothing else, for what it cannot be."""
+    def read(cls, body: bytes | str | Mapping[str, Any], *, lenient: bool = False) -> Self:
+        """A request from its JSON. lenient: fields that nobody knows have no effect. Raises
+        BadField, and nothing else, for what it cannot be."""
         data: Any = body
         if isinstance(body, bytes | str):
             try:
@@ -103,17 +118,21 @@ class Closed(BaseModel):
                     f"The body is not JSON: {error}; send one JSON object.", None, "invalid_json"
                 ) from None
         try:
-            return cls.model_validate(data)
+            return cls.model_validate(data, context={"lenient": lenient})
         except ValidationError as error:
             raise explain(error) from None
 
     @model_validator(mode="wrap")
     @classmethod
-    def _take(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _take(
+        cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
+    ) -> Self:
         if isinstance(data, cls):
             return data
-        taken = take(data, cls.model_fields, cls.place, cls.path)
+        lenient = bool((info.context or {}).get("lenient"))
+        taken = take(data, cls.model_fields, cls.place, cls.path, lenient=lenient)
         self = handler(taken.fields)
+        self._notes = Notes(lenient=lenient)
         self._notes.extend(taken.notes)
         self.check()
         return self

@@ -13,7 +13,7 @@ from strobe.server.openai.protocol.chat_messages import (
     read_content,
     read_message,
 )
-from strobe.server.openai.protocol.common import TEXT_SCHEMA, closed, take
+from strobe.server.openai.protocol.common import TEXT_SCHEMA, Notes, closed, take
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
 
 EVERY_ITEM = ("type", "id", "status")
@@ -58,7 +58,7 @@ def _shape(kind: str) -> dict[str, Any]:
 ITEM_SCHEMA: dict[str, Any] = {"anyOf": [_shape(kind) for kind in ITEM_FIELDS]}
 
 
-def read_input(given: Any, instructions: str | None, notes: list[str]) -> list[dict[str, Any]]:
+def read_input(given: Any, instructions: str | None, notes: Notes) -> list[dict[str, Any]]:
     """Messages as `read_message` makes them. An answer's reasoning, text and calls are items of
     their own here and one message there. notes: gets a sentence for what has no effect.
 
@@ -109,7 +109,7 @@ def _with_content(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": ""} if empty else message
 
 
-def _item(item: Any, path: str, notes: list[str]) -> tuple[str, dict[str, Any]]:
+def _item(item: Any, path: str, notes: Notes) -> tuple[str, dict[str, Any]]:
     if not isinstance(item, Mapping):
         raise wrong(path, item, "an item with a type")
     kind = item.get("type")
@@ -123,7 +123,7 @@ def _item(item: Any, path: str, notes: list[str]) -> tuple[str, dict[str, Any]]:
             f"{path}.type",
             "unsupported_parameter",
         )
-    taken = take(item, (*EVERY_ITEM, *known), "item", path)
+    taken = take(item, (*EVERY_ITEM, *known), "item", path, lenient=notes.lenient)
     notes += taken.notes
     return kind, taken.fields
 
@@ -139,7 +139,7 @@ def _call(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {"id": fields["call_id"], "type": "function", "function": function}
 
 
-def _output(fields: Mapping[str, Any], path: str, notes: list[str]) -> dict[str, Any]:
+def _output(fields: Mapping[str, Any], path: str, notes: Notes) -> dict[str, Any]:
     if not isinstance(fields.get("call_id"), str):
         raise wrong(f"{path}.call_id", fields.get("call_id"), "the id of a function call")
     content = read_content(fields.get("output"), f"{path}.output", notes)

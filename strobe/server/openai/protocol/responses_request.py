@@ -157,7 +157,9 @@ class ResponsesRequest(Sampling):
     def _read_effort(self) -> str | None:
         if self.reasoning is None:
             return None
-        taken = take(self.reasoning, ("effort",), "reasoning", "reasoning")
+        taken = take(
+            self.reasoning, ("effort",), "reasoning", "reasoning", lenient=self._notes.lenient
+        )
         self._notes.extend(taken.notes)
         effort = taken.fields.get("effort")
         if effort is not None and effort not in get_args(Effort):
@@ -167,7 +169,7 @@ class ResponsesRequest(Sampling):
     def _read_format(self) -> dict[str, Any] | None:
         if self.text is None:
             return None
-        taken = take(self.text, ("format",), "text", "text")
+        taken = take(self.text, ("format",), "text", "text", lenient=self._notes.lenient)
         self._notes.extend(taken.notes)
         if "format" not in taken.fields:
             return None
