@@ -81,7 +81,9 @@ def make_app(serving: Serving) -> ASGIApp:
     app.add_exception_handler(405, _not_allowed)
     settings = serving.settings
     keyless = OPEN_PATHS if settings.api_key else None
-    document = functools.cache(lambda: describe(app, POSTS.values(), READ_ERRORS, keyless))
+    document = functools.cache(
+        lambda: describe(app, POSTS.values(), READ_ERRORS, keyless, lenient=settings.lenient)
+    )
     app.openapi = document  # pyright: ignore[reportAttributeAccessIssue]
     return wrap(
         app,

@@ -23,6 +23,7 @@ import uvicorn
 
 from strobe.config import EngineConfig
 from strobe.hub.download import without_revision
+from strobe.hub.files import read_json
 from strobe.hub.locate import located
 from strobe.server.app import make_app
 from strobe.server.connections import AT_ONCE, Connection, Quiet
@@ -52,6 +53,7 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
     listener = _listen(settings.host, settings.port)
     try:
         config = located(config)
+        read_json(Path(config.target) / "config.json")  # or there is no checkpoint
         return asyncio.run(Server(config, settings, template, listener).run())
     finally:
         listener.close()

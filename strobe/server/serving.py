@@ -176,10 +176,16 @@ class Serving:
         self.check_room(params.n)
         return self.client.submit(prompt_ids, params, request_id)
 
-    def check_room(self, answers: int) -> None:
-        """Raises Unserved where so many more answers find no place now, BadField where they never
-        will."""
+    def check_room(self, answers: int, prompts: int = 1) -> None:
+        """Raises Unserved where so many more answers, to so many prompts, find no place now,
+        BadField where they never will."""
         most = self.facts.max_num_seqs + self.settings.max_waiting
+        if answers > most and prompts > 1:
+            raise BadField(
+                f"prompt holds {prompts} prompts, which ask for {answers} answers, but this server "
+                f"takes at most {most} at once; send fewer prompts in one request.",
+                "prompt",
+            )
         if answers > most:
             raise BadField(
                 f"The request asks for {answers} answers, but this server takes at most {most} at "

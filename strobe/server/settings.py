@@ -74,6 +74,9 @@ class ServerConfig:
         30.0, "Seconds that running requests have to finish after SIGTERM.", "give seconds."
     )
     max_body_bytes: Count = option(32 << 20, "Largest request body in bytes.")
+    lenient: bool = option(
+        False, "Accept fields that nobody knows, with a warning in the answer, instead of a 400."
+    )
     cors_origin: Texts = option((), "Origins whose pages may call the API; * is all.")
     access_log: bool = option(True, "Write one line per request.")
     log_level: str = option("info", "debug, info, warning or error.")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bodies import GENERATING, SMALLEST, USER, chat, refusal
+from bodies import GENERATING, NAMED, SMALLEST, TOOL, USER, chat, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -61,6 +61,42 @@ def test_an_unknown_field_is_named(model: type[Closed]):
     assert "quux_zork" in str(error)
 
 
+@pytest.mark.parametrize("model", SMALLEST)
+def test_an_unknown_field_has_no_effect_where_the_server_is_lenient(model: type[Closed]):
+    request = model.read({**SMALLEST[model], "quux_zork": 1}, lenient=True)
+    assert request.warnings() == ["quux_zork has no effect: this server does not know it."]
+    for name in UNSUPPORTED[model.place]:
+        with pytest.raises(BadField):
+            model.read({**SMALLEST[model], name: "something"}, lenient=True)
+
+
+LENIENT: list[tuple[type[Closed], dict[str, Any], str]] = [
+    (ChatCompletionRequest, {"messages": [{**USER, "x": 1}]}, "messages[0].x"),
+    (ChatCompletionRequest, {"messages": [{"role": "user", "content": [{"text": "a", "x": 1}]}]},
+     "messages[0].content[0].x"),
+    (ChatCompletionRequest,
+     {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "x": 1}}]}]},
+     "messages[0].tool_calls[0].function.x"),
+    (ChatCompletionRequest, {"tools": [{**TOOL, "x": 1}]}, "tools[0].x"),
+    (ChatCompletionRequest, {"tools": [TOOL], "tool_choice": {**NAMED, "x": 1}}, "tool_choice.x"),
+    (ChatCompletionRequest, {"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+    (ChatCompletionRequest, {"structured_outputs": {"regex": "a", "x": 1}}, "structured_outputs.x"),
+    (ChatCompletionRequest, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    (ResponsesRequest, {"input": [{"role": "user", "content": "a", "x": 1}]}, "input[0].x"),
+    (ResponsesRequest, {"text": {"x": 1}}, "text.x"),
+    (ResponsesRequest, {"reasoning": {"x": 1}}, "reasoning.x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "fields", "path"), LENIENT, ids=[path for *_, path in LENIENT])
+def test_a_lenient_server_names_what_it_does_not_know_at_its_place(
+    model: type[Closed], fields: dict[str, Any], path: str
+):
+    assert refusal(model, **fields).param == path
+    said = model.read({**SMALLEST[model], **fields}, lenient=True).warnings()
+    assert f"{path} has no effect: this server does not know it." in said
+
+
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [("temprature", "temperature"), ("top-p", "top_p"), ("stopp", "stop"), ("usr", "user"),
@@ -89,6 +125,8 @@ def test_a_nested_field_is_named_by_its_path():
         ("chat_template_kwargs", [], "[], but must be an object"),
         ("reasoning_effort", "huge", '"huge", but must be one of "none", "minimal"'),
         ("stop", 5, "5, but must be a text or a list of texts"),
+        ("top_p", ["a", None, {"b": True}], '["a", null, {"b": true}], but must be a number'),
+        ("top_p", list(range(5000)), "[0, 1, 2, 3, 4, 5, ...], but must be a number"),
     ],
 )
 def test_a_wrong_type_is_a_sentence_with_the_value(field: str, value: Any, said: str):

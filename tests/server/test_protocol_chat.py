@@ -10,7 +10,7 @@ from bodies import NAMED, TOOL, USER, chat, refusal, respond, tool
 
 from strobe.server.openai.protocol.chat_messages import read_messages
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.common import Closed
+from strobe.server.openai.protocol.common import Closed, Notes
 from strobe.server.openai.protocol.errors import BadField
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.token_requests import TokenizeRequest
@@ -53,13 +53,13 @@ def test_messages_become_what_templates_read():
         {"role": "assistant", "content": "no"},
         {"role": "assistant", "content": "never"},
     ]  # fmt: skip
-    assert read_messages(request.conversation, []) == request.conversation
+    assert read_messages(request.conversation, Notes()) == request.conversation
 
 
 @pytest.mark.parametrize("arguments", ["", "5", "[1]", "nul", '{"a": NaN}', '"x"'])
 def test_arguments_that_are_no_object_stay_text(arguments: str):
     call = {"function": {"name": "f", "arguments": arguments}}
-    (message,) = read_messages([{"role": "assistant", "tool_calls": [call]}], [])
+    (message,) = read_messages([{"role": "assistant", "tool_calls": [call]}], Notes())
     assert message["tool_calls"][0]["function"]["arguments"] == (arguments or {})
 
 

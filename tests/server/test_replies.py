@@ -276,11 +276,37 @@ def test_what_no_engine_can_answer_is_a_503_with_a_time_to_try_again(
     assert int(answer.header("retry-after") or 0) > 0
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})]
+)
+def test_a_lenient_server_takes_what_it_does_not_know(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any]
+):
+    body = {**body, "quux": 1}
+    assert post(serving(tokenizer), path, body).error["code"] == "unknown_parameter"
+    answer = post(serving(tokenizer, lenient=True), path, body)
+    assert answer.status == 200
+    assert json.loads(answer.body)["warnings"] == [
+        "quux has no effect: this server does not know it."
+    ]
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_the_document_closes_what_a_strict_server_closes(tokenizer: Tokenizer, lenient: bool):
+    served = make_app(serving(tokenizer, lenient=lenient))
+    document = json.loads(call(served, "/openapi.json", method="GET").body)
+    schemas = document["components"]["schemas"]
+    assert ("additionalProperties" in schemas["ChatCompletionRequest"]) is not lenient
+    assert "temperature" in schemas["ChatCompletionRequest"]["properties"]
+
+
 def test_a_list_of_prompts_finds_room_for_all_or_none(tokenizer: Tokenizer):
     """Three places: four prompts never fit, three do not beside another one."""
     served = serving(tokenizer, max_waiting=1)
     assert isinstance(served.client, Said)
-    assert post(served, "/v1/completions", {"prompt": ["a"] * 4}).status == 400
+    refused = post(served, "/v1/completions", {"prompt": ["a"] * 4})
+    assert (refused.status, refused.error["param"]) == (400, "prompt")
+    assert "prompt holds 4 prompts" in refused.error["message"]
     served.client._generations[99] = type("Open", (), {"open": {0}})()
     answer = post(served, "/v1/completions", {"prompt": ["a"] * 3})
     assert (answer.status, answer.header("retry-after")) == (429, "1")

@@ -193,7 +193,10 @@ def test_a_start_that_cannot_be_is_one_sentence_and_status_2(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         wrong = {
-            ("--port=0", str(tmp_path / "nowhere")): "nowhere",
+            (
+                "--port=0",
+                str(tmp_path / "no"),
+            ): f"{tmp_path / 'no'} does not exist; name a directory",
             (f"--port={port}",): f"port {port}",
             ("--port=0", "--chat-template={{ x"): "chat template",
         }

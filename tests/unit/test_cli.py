@@ -69,7 +69,7 @@ FLAGS = {
     "serve": [
         "--host", "--port", "--api-key", "--served-model-name", "--chat-template",
         "--trust-request-chat-template", "--tool-call-parser", "--reasoning-parser",
-        "--max-waiting", "--request-timeout", "--grace",
+        "--max-waiting", "--request-timeout", "--grace", "--lenient",
         "--max-body-bytes", "--cors-origin", "--access-log", "--no-access-log", "--log-level",
         "--log-json", "--log-prompts", *[flag for flag in ENGINE_FLAGS if flag != "--target"],
         "--method", "--seed",

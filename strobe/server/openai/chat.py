@@ -40,7 +40,7 @@ class Prepared:
 async def chat(serving: Serving, http: Request) -> Response:
     """Answer POST /v1/chat/completions."""
     try:
-        request = ChatCompletionRequest.read(await http.body())
+        request = ChatCompletionRequest.read(await http.body(), lenient=serving.settings.lenient)
         prepared = await prepare(serving, request, http)
         run = Run(serving, prepared.job)
     except Exception as error:

@@ -33,15 +33,16 @@ async def completions(serving: Serving, http: Request) -> Response:
     """Answer POST /v1/completions."""
     runs: list[Run] = []
     try:
-        request = CompletionRequest.read(await http.body())
+        request = CompletionRequest.read(await http.body(), lenient=serving.settings.lenient)
         name, facts = serving.name(request.model), serving.facts
         deadline = replies.Deadline(serving, request.timeout)
         params = serving.params(request.sampling(facts.sampling))
-        serving.check_room(len(request.prompts()) * params.n)
+        count = len(request.prompts())
+        serving.check_room(count * params.n, count)
         async with deadline():
             prompts = [await _prompt(serving, request, given) for given in request.prompts()]
         request_id = request.request_id or http.scope["state"]["request_id"]
-        serving.check_room(len(prompts) * params.n)
+        serving.check_room(count * params.n, count)
         came = http.scope["state"]["came"]
         for i, prompt in enumerate(prompts):
             job_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"

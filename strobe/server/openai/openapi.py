@@ -43,9 +43,12 @@ def describe(
     posts: Collection[Post],
     errors: Mapping[str, Collection[str]],
     open_paths: Collection[str] | None,
+    *,
+    lenient: bool = False,
 ) -> dict[str, Any]:
     """The document. errors: the statuses beside 200 of each path that is only read; open_paths:
-    those that need no key, None where no path does."""
+    those that need no key, None where no path does; lenient: whether requests may have fields that
+    nobody knows."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     shapes: list[tuple[type[BaseModel], Any]] = [(answers.ErrorResponse, "serialization")]
     for post in posts:
@@ -85,4 +88,14 @@ def describe(
         for path in schema["paths"].keys() & set(open_paths):
             for operation in schema["paths"][path].values():
                 operation["security"] = []
-    return schema
+    return _opened(schema) if lenient else schema
+
+
+def _opened(part: Any) -> Any:
+    """A part of the document in which objects may have any further fields."""
+    if isinstance(part, list):
+        return [_opened(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    closes = part.get("additionalProperties") == {"type": "null"}
+    return {k: _opened(v) for k, v in part.items() if not closes or k != "additionalProperties"}

@@ -29,7 +29,7 @@ async def responses(serving: Serving, http: Request) -> Response:
     """Answer POST /v1/responses."""
     try:
         body = await http.body()
-        request = ResponsesRequest.read(body)
+        request = ResponsesRequest.read(body, lenient=serving.settings.lenient)
         prepared = await _prepare(serving, request, http)
         segments = Ordered(prepared.job.parser())
         run = Run(serving, replace(prepared.job, parser=lambda: segments))

@@ -16,7 +16,7 @@ from strobe.server.serving import Serving
 async def tokenize(serving: Serving, http: Request) -> Response:
     """Token ids of a text or a conversation."""
     try:
-        request = TokenizeRequest.read(await http.body())
+        request = TokenizeRequest.read(await http.body(), lenient=serving.settings.lenient)
         serving.name(request.model)
         most = serving.facts.max_model_len
 
@@ -36,6 +36,7 @@ async def tokenize(serving: Serving, http: Request) -> Response:
             body: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
             if request.return_token_strs:
                 body["token_strs"] = [tokenizer.token_text(token) for token in ids]
+            body |= replies.extras([], False, request.warnings())
             return replies.compact(body).encode("utf-8", "replace")
 
         return Response(await serving.in_thread(encode), media_type="application/json")
@@ -46,7 +47,7 @@ async def tokenize(serving: Serving, http: Request) -> Response:
 async def detokenize(serving: Serving, http: Request) -> Response:
     """The text of token ids."""
     try:
-        request = DetokenizeRequest.read(await http.body())
+        request = DetokenizeRequest.read(await http.body(), lenient=serving.settings.lenient)
         serving.name(request.model)
         size = serving.facts.vocab_size
         wrong = next((token for token in request.tokens if token >= size), None)
@@ -58,6 +59,6 @@ async def detokenize(serving: Serving, http: Request) -> Response:
         text = await serving.in_thread(
             lambda: serving.tokenizer.decode(ids, skip_special_tokens=False)
         )
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": text} | replies.extras([], False, request.warnings()))
     except Exception as error:
         return replies.failed(serving, error)

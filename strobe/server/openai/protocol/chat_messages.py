@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from strobe.server.openai.protocol.common import take
+from strobe.server.openai.protocol.common import TEXT_SCHEMA, Notes, closed, take
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -26,23 +26,71 @@ PART_FIELDS: Mapping[str, str] = {
 }
 """The types of content that are text, and the field that holds it."""
 
-MESSAGE_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"enum": list(ROLES)},
-        "content": {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "object"}},
-                {"type": "null"},
-            ]
+_TEXT: dict[str, Any] = {"type": "string"}
+_PARTS: list[dict[str, Any]] = [
+    closed(
+        {"type": {"enum": [kind for kind, name in PART_FIELDS.items() if name == "text"]},
+         "text": _TEXT},
+        "part", ("text",),
+    ),
+    closed({"type": {"const": "refusal"}, "refusal": _TEXT}, "part", ("type", "refusal")),
+]  # fmt: skip
+CONTENT_SCHEMA: dict[str, Any] = {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": _PARTS}}]}
+ARGUMENTS_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "object"}, _TEXT, {"type": "null"}]}
+_CALLS: dict[str, Any] = {
+    "type": "array",
+    "items": closed(
+        {
+            "id": _TEXT,
+            "type": {"const": "function"},
+            "index": {},
+            "function": closed({"name": TEXT_SCHEMA, "arguments": ARGUMENTS_SCHEMA}, "", ("name",)),
         },
-    },
+        "tool_call",
+        ("function",),
+    ),
 }
+_NO_TEXT: dict[str, Any] = {"enum": [None, ""]}
+_ANOTHERS: dict[str, Any] = {
+    **dict.fromkeys((*ASSISTANT_ONLY, *TOOL_ONLY), _NO_TEXT),
+    "tool_calls": {"enum": [None, [], {}, "", 0, False]},
+}
+"""What belongs to another role is empty."""
+_BY_OTHERS: dict[str, Any] = {**_ANOTHERS, "content": CONTENT_SCHEMA, "name": _TEXT}
+_BY_ASSISTANT: dict[str, Any] = {
+    **dict.fromkeys((*EVERY_ROLE, *ASSISTANT_ONLY), _TEXT),
+    **dict.fromkeys(TOOL_ONLY, _NO_TEXT),
+    "role": {"const": "assistant"},
+    "content": CONTENT_SCHEMA,
+    "tool_calls": _CALLS,
+}
+_SOMETHING: Mapping[str, dict[str, Any]] = {
+    "content": CONTENT_SCHEMA,
+    "refusal": TEXT_SCHEMA,
+    "reasoning_content": TEXT_SCHEMA,
+    "reasoning": TEXT_SCHEMA,
+    "tool_calls": {**_CALLS, "minItems": 1},
+}
+"""What an assistant's message may consist of alone."""
+MESSAGE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        closed(
+            {**_BY_OTHERS, "role": {"enum": ["system", "developer", "user"]}},
+            "message", ("role", "content"),
+        ),
+        closed(
+            {**_BY_OTHERS, "role": {"const": "tool"}, "tool_call_id": _TEXT},
+            "message", ("role", "content"),
+        ),
+        *(
+            closed({**_BY_ASSISTANT, name: shape}, "message", ("role", name))
+            for name, shape in _SOMETHING.items()
+        ),
+    ]
+}  # fmt: skip
 
 
-def read_messages(messages: Sequence[Any], notes: list[str]) -> list[dict[str, Any]]:
+def read_messages(messages: Sequence[Any], notes: Notes) -> list[dict[str, Any]]:
     """A conversation for the chat template; reading the result again gives the same.
 
     notes: gets a sentence for what has no effect. Raises BadField.
@@ -52,10 +100,10 @@ def read_messages(messages: Sequence[Any], notes: list[str]) -> list[dict[str, A
     return [read_message(one, f"messages[{i}]", notes) for i, one in enumerate(messages)]
 
 
-def read_message(message: Any, path: str, notes: list[str]) -> dict[str, Any]:
+def read_message(message: Any, path: str, notes: Notes) -> dict[str, Any]:
     """One message: content is text or None, the role developer is system, and the arguments of
     tool calls are objects where they are JSON. Raises BadField."""
-    taken = take(message, MESSAGE_FIELDS, "message", path)
+    taken = take(message, MESSAGE_FIELDS, "message", path, lenient=notes.lenient)
     notes += taken.notes
     fields = taken.fields
     role = fields.get("role")
@@ -89,7 +137,7 @@ def read_message(message: Any, path: str, notes: list[str]) -> dict[str, Any]:
 
 
 def _assistant(
-    fields: Mapping[str, Any], content: str | None, path: str, notes: list[str]
+    fields: Mapping[str, Any], content: str | None, path: str, notes: Notes
 ) -> dict[str, Any]:
     """What an assistant's message has beside role and name; a refusal is text it wrote."""
     read: dict[str, Any] = {}
@@ -113,7 +161,7 @@ def _assistant(
     return read
 
 
-def read_content(content: Any, path: str, notes: list[str]) -> str | None:
+def read_content(content: Any, path: str, notes: Notes) -> str | None:
     """Text of a message; the texts of several parts stand one to a line. Raises BadField."""
     if content is None or isinstance(content, str):
         return content
@@ -122,10 +170,10 @@ def read_content(content: Any, path: str, notes: list[str]) -> str | None:
     return "\n".join(_part(part, f"{path}[{i}]", notes) for i, part in enumerate(content))
 
 
-def _part(part: Any, path: str, notes: list[str]) -> str:
+def _part(part: Any, path: str, notes: Notes) -> str:
     if not isinstance(part, Mapping):
         raise wrong(path, part, 'a part such as {"type": "text", "text": ...}')
-    kind = part.get("type", "text")
+    kind = "text" if part.get("type") is None else part["type"]
     field = PART_FIELDS.get(kind) if isinstance(kind, str) else None
     if field is None:
         raise BadField(
@@ -134,7 +182,7 @@ def _part(part: Any, path: str, notes: list[str]) -> str:
             f"{path}.type",
             "unsupported_parameter",
         )
-    taken = take(part, ("type", field), "part", path)
+    taken = take(part, ("type", field), "part", path, lenient=notes.lenient)
     notes += taken.notes
     text = taken.fields.get(field)
     if not isinstance(text, str):
@@ -142,14 +190,17 @@ def _part(part: Any, path: str, notes: list[str]) -> str:
     return text
 
 
-def _tool_call(call: Any, path: str, notes: list[str]) -> dict[str, Any]:
+def _tool_call(call: Any, path: str, notes: Notes) -> dict[str, Any]:
     """One earlier call; index is where it stood in a stream and says nothing here."""
-    taken = take(call, TOOL_CALL_FIELDS, "tool_call", path)
+    taken = take(call, TOOL_CALL_FIELDS, "tool_call", path, lenient=notes.lenient)
     notes += taken.notes
     fields = taken.fields
     if fields.get("type", "function") != "function":
         raise wrong(f"{path}.type", fields["type"], '"function"', "other tools are not supported")
-    function = take(fields.get("function"), ("name", "arguments"), "", f"{path}.function").fields
+    inner = f"{path}.function"
+    taken = take(fields.get("function"), ("name", "arguments"), "", inner, lenient=notes.lenient)
+    notes += taken.notes
+    function = taken.fields
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise wrong(f"{path}.function.name", name, "the name of a function")

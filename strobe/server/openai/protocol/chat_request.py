@@ -6,16 +6,19 @@ from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
+from pydantic.config import JsonDict
 
 from strobe.checks import MOST
 from strobe.sampling_params import MOST_ANSWERS
-from strobe.server.openai.protocol.common import Int, StreamOptions, Within
+from strobe.server.openai.protocol.common import Int, Notes, StreamOptions, Within
 from strobe.server.openai.protocol.conversation import Conversation, Messages
 from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.protocol.sampling_fields import LogprobCount, ObjectField, Sampling
+from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, Sampling
 from strobe.server.openai.protocol.tools import CHOICE_SCHEMA
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+NOT_ZERO: JsonDict = {"not": {"const": 0}}
 
 CONFLICT = "is given beside a tool_choice that forces a call"
 
@@ -47,7 +50,7 @@ class ChatCompletionRequest(Sampling, Conversation):
         description="Log probabilities of the prompt's tokens and so many most probable ones, 0 to "
         "20; not in a stream.",
     )
-    response_format: ObjectField = Field(
+    response_format: FormatField = Field(
         None,
         description="`text`, `json_object`, or `json_schema` with `json_schema.schema`, which is "
         "always held strictly.",
@@ -72,7 +75,11 @@ class ChatCompletionRequest(Sampling, Conversation):
         False, description="Begin the answer with the last message where that is the assistant's."
     )
     truncate_prompt_tokens: Annotated[Int, Within(-1, MOST, "-1 keeps all that fit")] | None = (
-        Field(None, description="Keep only so many of the prompt's last tokens; -1: all that fit.")
+        Field(
+            None,
+            description="Keep only so many of the prompt's last tokens; -1: all that fit.",
+            json_schema_extra=NOT_ZERO,
+        )
     )
     return_tokens_as_token_ids: bool = Field(
         False, description="Write the tokens of log probabilities as `token_id:ID`."
@@ -171,7 +178,7 @@ class ChatCompletionRequest(Sampling, Conversation):
 
 
 def check_stream(
-    stream: bool, options: StreamOptions | None, prompt_logprobs: int | None, notes: list[str]
+    stream: bool, options: StreamOptions | None, prompt_logprobs: int | None, notes: Notes
 ) -> None:
     """What only a stream has, and what it cannot have. Raises BadField."""
     if options is not None:

@@ -31,6 +31,15 @@ from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
 INDEX = re.compile(r"\[\d+\]")
 
 
+class Notes(list[str]):
+    """A sentence for each thing given that has no effect. lenient: a field that nobody knows is
+    such a thing, and no mistake."""
+
+    def __init__(self, *, lenient: bool = False):
+        super().__init__()
+        self.lenient = lenient
+
+
 class Taken(NamedTuple):
     """An object's known fields, nulls left out, and a sentence for each other one given."""
 
@@ -38,8 +47,11 @@ class Taken(NamedTuple):
     notes: list[str]
 
 
-def take(given: Any, known: Collection[str], place: str, path: str = "") -> Taken:
-    """Sort an object's fields. place: its tables; path: where it stands in the request.
+def take(
+    given: Any, known: Collection[str], place: str, path: str = "", *, lenient: bool = False
+) -> Taken:
+    """Sort an object's fields. place: its tables; path: where it stands in the request; lenient: as
+    that of Notes.
 
     Raises BadField for no object, for a field that nobody knows and for one that is not supported.
     """
@@ -64,6 +76,8 @@ def take(given: Any, known: Collection[str], place: str, path: str = "") -> Take
                     full,
                     "unsupported_parameter",
                 )
+        elif lenient:
+            notes.append(f"{full[:200]} has no effect: this server does not know it.")
         else:
             raise _unknown(str(name), [*known, *no_effect], path, full)
     return Taken(fields, notes)
@@ -89,11 +103,12 @@ class Closed(BaseModel):
     path: ClassVar[str] = ""
     """Where it stands in the request."""
 
-    _notes: list[str] = PrivateAttr(default_factory=list[str])
+    _notes: Notes = PrivateAttr(default_factory=Notes)
 
     @classmethod
-    def read(cls, body: bytes | str | Mapping[str, Any]) -> Self:
-        """A request from its JSON. Raises BadField, and nothing else, for what it cannot be."""
+    def read(cls, body: bytes | str | Mapping[str, Any], *, lenient: bool = False) -> Self:
+        """A request from its JSON. lenient: fields that nobody knows have no effect. Raises
+        BadField, and nothing else, for what it cannot be."""
         data: Any = body
         if isinstance(body, bytes | str):
             try:
@@ -103,17 +118,21 @@ class Closed(BaseModel):
                     f"The body is not JSON: {error}; send one JSON object.", None, "invalid_json"
                 ) from None
         try:
-            return cls.model_validate(data)
+            return cls.model_validate(data, context={"lenient": lenient})
         except ValidationError as error:
             raise explain(error) from None
 
     @model_validator(mode="wrap")
     @classmethod
-    def _take(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _take(
+        cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
+    ) -> Self:
         if isinstance(data, cls):
             return data
-        taken = take(data, cls.model_fields, cls.place, cls.path)
+        lenient = bool((info.context or {}).get("lenient"))
+        taken = take(data, cls.model_fields, cls.place, cls.path, lenient=lenient)
         self = handler(taken.fields)
+        self._notes = Notes(lenient=lenient)
         self._notes.extend(taken.notes)
         self.check()
         return self
@@ -139,21 +158,34 @@ class Closed(BaseModel):
         """The OpenAPI page shows what is accepted without effect and what is refused, too."""
         reference = handler(schema)
         page: dict[str, Any] = handler.resolve_ref_schema(reference)
-        properties: dict[str, Any] = page.setdefault("properties", {})
-        page["additionalProperties"] = {"type": "null"}  # null is not given, whatever its name
-        required = page.get("required", ())
-        for name, shape in properties.items():
-            kinds = [kind.get("type") for kind in shape.get("anyOf", [shape])]
-            if name not in required and "null" not in kinds:
-                properties[name] = {"anyOf": [shape, {"type": "null"}]}
-        for name, note in NO_EFFECT.get(cls.place, {}).items():
-            properties[name] = {"description": f"No effect: {note.why}."}
-        for name, note in UNSUPPORTED.get(cls.place, {}).items():
-            properties[name] = {
-                "enum": [None, *note.neutral],
-                "description": f"Not supported: {note.why}.",
-            }
+        page |= closed(page.get("properties", {}), cls.place, page.get("required", ()))
         return reference
+
+
+def closed(
+    properties: Mapping[str, Any], place: str = "", required: Collection[str] = ()
+) -> dict[str, Any]:
+    """The JSON schema of an object that `take` reads. properties: its known fields; place: its
+    tables. What is not required may be null, which is the same as not given."""
+    shown_fields: dict[str, Any] = {}
+    for name, note in NO_EFFECT.get(place, {}).items():
+        shown_fields[name] = {"description": f"No effect: {note.why}."}
+    for name, note in UNSUPPORTED.get(place, {}).items():
+        why = f"Not supported: {note.why}."
+        shown_fields[name] = {"enum": [None, *note.neutral], "description": why}
+    known = {name: s if name in required else _nullable(s) for name, s in properties.items()}
+    shape: dict[str, Any] = {
+        "type": "object",
+        "properties": {**known, **{n: s for n, s in shown_fields.items() if n not in known}},
+        "additionalProperties": {"type": "null"},  # null is not given, whatever its name
+    }
+    return {**shape, "required": list(required)} if required else shape
+
+
+def _nullable(shape: Mapping[str, Any]) -> Mapping[str, Any]:
+    kinds = [kind.get("type") for kind in shape.get("anyOf", [shape])]
+    takes_null = "null" in kinds or None in shape.get("enum", ()) or not shape
+    return shape if takes_null else {"anyOf": [shape, {"type": "null"}]}
 
 
 @dataclass(frozen=True)
@@ -204,10 +236,11 @@ def token_ids(value: Any, path: str | None) -> tuple[int, ...]:
     """A list of token ids, which may be empty. Raises BadField."""
     if not isinstance(value, list | tuple):
         raise wrong(path, value, "a list of token ids")
-    for index, token in enumerate(value):
+    ids = tuple(check_int(token) for token in value)
+    for index, token in enumerate(ids):
         if not is_int(token) or not 0 <= token <= MOST:
             raise wrong(f"{path}[{index}]", token, "a token id", "give whole numbers from 0 up")
-    return tuple(value)
+    return ids
 
 
 def texts(value: Any, path: str | None) -> tuple[str, ...]:
@@ -230,12 +263,11 @@ def _ids_field(value: Any, info: ValidationInfo) -> tuple[int, ...]:
     return token_ids(value, info.field_name)
 
 
-TEXTS_SCHEMA: dict[str, Any] = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
-}
-IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
+ID_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": MOST}
+IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": ID_SCHEMA}
 
-Texts = Annotated[tuple[str, ...], BeforeValidator(_texts_field), WithJsonSchema(TEXTS_SCHEMA)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts_field)]
 TokenIds = Annotated[tuple[int, ...], BeforeValidator(_ids_field), WithJsonSchema(IDS_SCHEMA)]
 
 

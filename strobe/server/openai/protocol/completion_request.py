@@ -9,23 +9,25 @@ from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from strobe.checks import MOST
 from strobe.sampling_params import MOST_ANSWERS
-from strobe.server.openai.protocol.chat_request import check_stream, check_truncation
+from strobe.server.openai.protocol.chat_request import NOT_ZERO, check_stream, check_truncation
 from strobe.server.openai.protocol.common import (
     IDS_SCHEMA,
-    TEXTS_SCHEMA,
     Int,
     StreamOptions,
     Within,
+    check_int,
     is_int,
     token_ids,
 )
 from strobe.server.openai.protocol.errors import BadField, wrong
-from strobe.server.openai.protocol.sampling_fields import LogprobCount, ObjectField, Sampling
+from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, Sampling
 
-PROMPT_SCHEMA: dict[str, Any] = {
-    "anyOf": [*TEXTS_SCHEMA["anyOf"], IDS_SCHEMA, {"type": "array", "items": IDS_SCHEMA}]
-}
-PROMPT_IDS_SCHEMA: dict[str, Any] = {"anyOf": [IDS_SCHEMA, {"type": "array", "items": IDS_SCHEMA}]}
+_IDS: dict[str, Any] = {**IDS_SCHEMA, "minItems": 1}
+_IDS_OR_LISTS: list[dict[str, Any]] = [_IDS, {"type": "array", "minItems": 1, "items": _IDS}]
+_TEXTS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "string"}}
+
+PROMPT_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, _TEXTS, *_IDS_OR_LISTS]}
+PROMPT_IDS_SCHEMA: dict[str, Any] = {"anyOf": _IDS_OR_LISTS}
 
 Count = Annotated[Int, Within(1, MOST_ANSWERS, "ask for one answer or more")]
 
@@ -63,7 +65,7 @@ class CompletionRequest(Sampling):
         "20; not in a stream.",
     )
     echo: bool = Field(False, description="Begin the text with the prompt.")
-    response_format: ObjectField = Field(
+    response_format: FormatField = Field(
         None,
         description="`text`, `json_object`, or `json_schema` with `json_schema.schema`, which is "
         "always held strictly.",
@@ -75,7 +77,11 @@ class CompletionRequest(Sampling):
         True, description="Add the tokenizer's special tokens to a prompt given as text."
     )
     truncate_prompt_tokens: Annotated[Int, Within(-1, MOST, "-1 keeps all that fit")] | None = (
-        Field(None, description="Keep only so many of the prompt's last tokens; -1: all that fit.")
+        Field(
+            None,
+            description="Keep only so many of the prompt's last tokens; -1: all that fit.",
+            json_schema_extra=NOT_ZERO,
+        )
     )
     return_tokens_as_token_ids: bool = Field(
         False, description="Write the tokens of log probabilities as `token_id:ID`."
@@ -126,7 +132,7 @@ class CompletionRequest(Sampling):
         if isinstance(prompt, str) and path == "prompt":
             return [prompt]
         if isinstance(prompt, list | tuple) and prompt:
-            if is_int(prompt[0]):
+            if is_int(check_int(prompt[0])):
                 return [_ids(prompt, path)]
             if isinstance(prompt[0], list | tuple):
                 return [_ids(one, f"{path}[{i}]") for i, one in enumerate(prompt)]

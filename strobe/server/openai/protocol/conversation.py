@@ -28,6 +28,16 @@ NOT_FOR_TEMPLATES = (
 )  # fmt: skip
 """Names that the tokenizer's function takes for itself."""
 
+TemplateVariables = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"not": {"enum": [*OWN_FIELDS, *NOT_FOR_TEMPLATES]}},
+        }
+    ),
+]
+
 
 class Conversation(Closed):
     """Messages and the options of the chat template. Exactly what `Tokenizer.chat_text` takes."""
@@ -42,7 +52,7 @@ class Conversation(Closed):
         description="A Jinja chat template in place of the model's own, where the server was "
         "started with --trust-request-chat-template.",
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: TemplateVariables | None = Field(
         None, description='Variables for the chat template, such as {"enable_thinking": false}.'
     )
     add_generation_prompt: bool = Field(

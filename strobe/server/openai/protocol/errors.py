@@ -74,7 +74,26 @@ def shown(value: Any) -> str:
         return json.dumps(value)
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
-    return reprlib.repr(value)
+    return _JSON.repr(value)
+
+
+class _Json(reprlib.Repr):
+    """Lists and objects as JSON writes them, cut where they are long or deep."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        return shown(x)
+
+    def repr_bool(self, x: bool, level: int) -> str:
+        return shown(x)
+
+    def repr_NoneType(self, x: None, level: int) -> str:
+        return shown(x)
+
+    def repr_tuple(self, x: tuple[Any, ...], level: int) -> str:
+        return self.repr_list(list(x), level)
+
+
+_JSON = _Json()
 
 
 def wrong(path: str | None, value: Any, must: str, hint: str = "") -> BadField:

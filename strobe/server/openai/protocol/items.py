@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from strobe.server.openai.protocol.chat_messages import read_arguments, read_content, read_message
-from strobe.server.openai.protocol.common import take
+from strobe.server.openai.protocol.chat_messages import (
+    ARGUMENTS_SCHEMA,
+    CONTENT_SCHEMA,
+    ROLES,
+    read_arguments,
+    read_content,
+    read_message,
+)
+from strobe.server.openai.protocol.common import TEXT_SCHEMA, Notes, closed, take
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
 
 EVERY_ITEM = ("type", "id", "status")
@@ -19,13 +26,39 @@ ITEM_FIELDS: Mapping[str, tuple[str, ...]] = {
     "reasoning": ("content", "summary"),
 }
 
-ITEM_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"type": {"enum": list(ITEM_FIELDS)}},
+_THINKING: dict[str, Any] = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["text"],
+        "properties": {"text": {"type": "string"}},
+    },
+}
+_VALUES: Mapping[str, dict[str, Any]] = {
+    "role": {"enum": list(ROLES)},
+    "content": CONTENT_SCHEMA,
+    "call_id": {"type": "string"},
+    "name": TEXT_SCHEMA,
+    "arguments": ARGUMENTS_SCHEMA,
+    "output": CONTENT_SCHEMA,
+    "summary": _THINKING,
 }
 
 
-def read_input(given: Any, instructions: str | None, notes: list[str]) -> list[dict[str, Any]]:
+def _shape(kind: str) -> dict[str, Any]:
+    """The JSON schema of an item; the type may be left out of a message."""
+    fields = {name: _VALUES[name] for name in ITEM_FIELDS[kind]}
+    fields |= {"id": {}, "status": {}, "type": {"const": kind}}
+    if kind == "reasoning":
+        return closed({**fields, "content": _THINKING}, "item", ("type",))
+    needed = [name for name in ITEM_FIELDS[kind] if name != "arguments"]
+    return closed(fields, "item", needed if kind == "message" else ["type", *needed])
+
+
+ITEM_SCHEMA: dict[str, Any] = {"anyOf": [_shape(kind) for kind in ITEM_FIELDS]}
+
+
+def read_input(given: Any, instructions: str | None, notes: Notes) -> list[dict[str, Any]]:
     """Messages as `read_message` makes them. An answer's reasoning, text and calls are items of
     their own here and one message there. notes: gets a sentence for what has no effect.
 
@@ -76,7 +109,7 @@ def _with_content(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": ""} if empty else message
 
 
-def _item(item: Any, path: str, notes: list[str]) -> tuple[str, dict[str, Any]]:
+def _item(item: Any, path: str, notes: Notes) -> tuple[str, dict[str, Any]]:
     if not isinstance(item, Mapping):
         raise wrong(path, item, "an item with a type")
     kind = item.get("type")
@@ -90,7 +123,7 @@ def _item(item: Any, path: str, notes: list[str]) -> tuple[str, dict[str, Any]]:
             f"{path}.type",
             "unsupported_parameter",
         )
-    taken = take(item, (*EVERY_ITEM, *known), "item", path)
+    taken = take(item, (*EVERY_ITEM, *known), "item", path, lenient=notes.lenient)
     notes += taken.notes
     return kind, taken.fields
 
@@ -99,12 +132,14 @@ def _call(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
     for name in ("call_id", "name"):
         if not isinstance(fields.get(name), str):
             raise wrong(f"{path}.{name}", fields.get(name), "a text")
+    if not fields["name"]:
+        raise wrong(f"{path}.name", "", "the name of a function")
     arguments = read_arguments(fields.get("arguments"), f"{path}.arguments")
     function = {"name": fields["name"], "arguments": arguments}
     return {"id": fields["call_id"], "type": "function", "function": function}
 
 
-def _output(fields: Mapping[str, Any], path: str, notes: list[str]) -> dict[str, Any]:
+def _output(fields: Mapping[str, Any], path: str, notes: Notes) -> dict[str, Any]:
     if not isinstance(fields.get("call_id"), str):
         raise wrong(f"{path}.call_id", fields.get("call_id"), "the id of a function call")
     content = read_content(fields.get("output"), f"{path}.output", notes)
@@ -113,18 +148,24 @@ def _output(fields: Mapping[str, Any], path: str, notes: list[str]) -> dict[str,
     return {"role": "tool", "content": content, "tool_call_id": fields["call_id"]}
 
 
-def _add_reasoning(answer: dict[str, Any], fields: Mapping[str, Any], path: str) -> None:
-    """The reasoning itself, or its summary where that is all there is."""
-    source = "content" if fields.get("content") else "summary"
-    parts = fields.get(source) or []
+def _texts(fields: Mapping[str, Any], name: str, path: str) -> list[str]:
+    """Those of a list of parts."""
+    parts = fields.get(name, ())
     if not isinstance(parts, list | tuple):
-        raise wrong(f"{path}.{source}", parts, "a list of texts")
+        raise wrong(f"{path}.{name}", parts, "a list of texts")
     texts: list[str] = []
     for index, part in enumerate(parts):
         text = part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
-            raise wrong(f"{path}.{source}[{index}]", part, "a part with a text")
+            raise wrong(f"{path}.{name}[{index}]", part, "a part with a text")
         texts.append(text)
+    return texts
+
+
+def _add_reasoning(answer: dict[str, Any], fields: Mapping[str, Any], path: str) -> None:
+    """The reasoning itself, or its summary where that is all there is."""
+    content, summary = (_texts(fields, name, path) for name in ("content", "summary"))
+    texts = content or summary
     said = [answer["reasoning_content"]] if "reasoning_content" in answer else []
     if joined := "\n".join([*said, *texts]):
         answer["reasoning_content"] = joined

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from strobe.server.openai.protocol.common import take, texts
+from strobe.server.openai.protocol.common import TEXT_SCHEMA, Notes, closed, take, texts
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
 
 RESPONSE_FORMAT_FIELDS = ("type", "json_schema")
@@ -29,6 +29,59 @@ SOURCES = ("response_format", "structured_outputs", *SINGLE_FIELDS)
 
 FORMATS = "text, json_object and json_schema"
 
+_JSON_TEXT: dict[str, Any] = {
+    "type": "string",
+    "pattern": r"^[ \t\r\n]*\{[\s\S]*\}[ \t\r\n]*$",
+    "contentMediaType": "application/schema+json",
+}
+VALUE_SCHEMAS: Mapping[str, dict[str, Any]] = {
+    "json": {"anyOf": [{"type": "object"}, _JSON_TEXT]},
+    "json_object": {"const": True},
+    "regex": TEXT_SCHEMA,
+    "choice": {"type": "array", "minItems": 1, "items": TEXT_SCHEMA},
+    "grammar": TEXT_SCHEMA,
+}
+"""What each of KINDS may be."""
+
+_OFF: dict[str, Any] = {"enum": [None, False]}
+STRUCTURED_OUTPUTS_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        closed(
+            {**dict.fromkeys(KINDS, _OFF), kind: VALUE_SCHEMAS[kind]},
+            "structured_outputs",
+            (kind,),
+        )
+        for kind in KINDS
+    ]
+}
+
+_FREE: dict[str, Any] = {"enum": ["text", "json_object"]}
+_NAMED: dict[str, Any] = {
+    "name": {"type": "string"},
+    "schema": VALUE_SCHEMAS["json"],
+    "strict": {"type": "boolean"},
+}
+RESPONSE_FORMAT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        closed({"type": _FREE}, "response_format", ("type",)),
+        closed(
+            {
+                "type": {"const": "json_schema"},
+                "json_schema": closed(_NAMED, "json_schema", ("schema",)),
+            },
+            "response_format",
+            ("type", "json_schema"),
+        ),
+    ]
+}
+TEXT_FORMAT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        closed({"type": _FREE}, "json_schema", ("type",)),
+        closed({"type": {"const": "json_schema"}, **_NAMED}, "json_schema", ("type", "schema")),
+    ]
+}
+"""text.format of a response."""
+
 
 class Constraint(NamedTuple):
     """One of KINDS and its value, as `strobe.request.StructuredOutputs` takes it; source: the
@@ -39,7 +92,7 @@ class Constraint(NamedTuple):
     value: Any
 
 
-def read_constraint(given: Mapping[str, Any], notes: list[str]) -> Constraint | None:
+def read_constraint(given: Mapping[str, Any], notes: Notes) -> Constraint | None:
     """The one constraint among these fields of a request, None where there is none.
 
     given: the fields of SOURCES that the client gave. notes: gets a sentence for what has no
@@ -61,7 +114,7 @@ def read_constraint(given: Mapping[str, Any], notes: list[str]) -> Constraint | 
     return found[0] if found else None
 
 
-def _read(source: str, value: Any, notes: list[str]) -> Constraint | None:
+def _read(source: str, value: Any, notes: Notes) -> Constraint | None:
     if source == "response_format":
         return _response_format(value, notes)
     if source == "structured_outputs":
@@ -70,9 +123,9 @@ def _read(source: str, value: Any, notes: list[str]) -> Constraint | None:
     return Constraint(source, kind, _value(kind, value, source))
 
 
-def _structured_outputs(given: Any, notes: list[str]) -> Constraint | None:
+def _structured_outputs(given: Any, notes: Notes) -> Constraint | None:
     path = "structured_outputs"
-    taken = take(given, KINDS, path, path)
+    taken = take(given, KINDS, path, path, lenient=notes.lenient)
     notes += taken.notes
     asked = taken.fields.get("json_object")
     if asked is not None and not isinstance(asked, bool):
@@ -85,10 +138,10 @@ def _structured_outputs(given: Any, notes: list[str]) -> Constraint | None:
     return Constraint(path, kind, _value(kind, taken.fields[kind], f"{path}.{kind}"))
 
 
-def _response_format(given: Any, notes: list[str]) -> Constraint | None:
+def _response_format(given: Any, notes: Notes) -> Constraint | None:
     path = "response_format"
     kind = _format_type(given, path)
-    taken = take(given, RESPONSE_FORMAT_FIELDS, path, path)
+    taken = take(given, RESPONSE_FORMAT_FIELDS, path, path, lenient=notes.lenient)
     notes += taken.notes
     inner = taken.fields.get("json_schema")
     if kind != "json_schema":
@@ -101,17 +154,23 @@ def _response_format(given: Any, notes: list[str]) -> Constraint | None:
         return None if kind == "text" else Constraint(path, "json_object", True)
     if inner is None:
         raise _missing(f"{path}.json_schema")
-    schema = take(inner, JSON_SCHEMA_FIELDS, "json_schema", f"{path}.json_schema")
+    schema = take(
+        inner,
+        JSON_SCHEMA_FIELDS,
+        "json_schema",
+        f"{path}.json_schema",
+        lenient=notes.lenient,
+    )
     notes += schema.notes
     return _named_schema(schema.fields, path, f"{path}.json_schema")
 
 
-def read_text_format(given: Any, notes: list[str]) -> dict[str, Any]:
+def read_text_format(given: Any, notes: Notes) -> dict[str, Any]:
     """text.format of a response, in the form of a chat's response_format. Raises BadField."""
     path = "text.format"
     kind = _format_type(given, path)
     known = ("type", *JSON_SCHEMA_FIELDS) if kind == "json_schema" else ("type",)
-    taken = take(given, known, "json_schema", path)
+    taken = take(given, known, "json_schema", path, lenient=notes.lenient)
     notes += taken.notes
     if kind != "json_schema":
         return {"type": kind}

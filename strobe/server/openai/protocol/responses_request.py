@@ -9,13 +9,19 @@ from pydantic import Field, WithJsonSchema
 
 from strobe.checks import MOST
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest, Effort
-from strobe.server.openai.protocol.common import Closed, Int, Within, take
-from strobe.server.openai.protocol.conversation import check_template_options
+from strobe.server.openai.protocol.common import Closed, Int, Within, closed, take
+from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
 from strobe.server.openai.protocol.items import ITEM_SCHEMA, read_input
-from strobe.server.openai.protocol.response_format import read_text_format
-from strobe.server.openai.protocol.sampling_fields import LogprobCount, ObjectField, Sampling
-from strobe.server.openai.protocol.tools import CHOICE_SCHEMA, Toolbox, ToolChoice, read_toolbox
+from strobe.server.openai.protocol.response_format import TEXT_FORMAT_SCHEMA, read_text_format
+from strobe.server.openai.protocol.sampling_fields import LogprobCount, Sampling
+from strobe.server.openai.protocol.tools import (
+    FLAT_CHOICE_SCHEMA,
+    FLAT_TOOLS_SCHEMA,
+    Toolbox,
+    ToolChoice,
+    read_toolbox,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -23,6 +29,11 @@ ENCRYPTED = "reasoning.encrypted_content"
 INPUT_SCHEMA: dict[str, Any] = {
     "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": ITEM_SCHEMA}]
 }
+
+
+TEXT_SCHEMA = closed({"format": TEXT_FORMAT_SCHEMA}, "text")
+REASONING_SCHEMA = closed({"effort": {"enum": list(get_args(Effort))}}, "reasoning")
+INCLUDE_SCHEMA: dict[str, Any] = {"type": "array", "items": {"enum": [LOGPROBS, ENCRYPTED]}}
 
 
 class ResponsesStreamOptions(Closed):
@@ -48,29 +59,27 @@ class ResponsesRequest(Sampling):
     top_logprobs: LogprobCount | None = Field(
         None, description=f"With {LOGPROBS} in include: so many most probable tokens, 0 to 20."
     )
-    include: list[str] | None = Field(
+    include: Annotated[list[str], WithJsonSchema(INCLUDE_SCHEMA)] | None = Field(
         None,
         description=f"`{LOGPROBS}` asks for log probabilities; `{ENCRYPTED}` has no effect.",
     )
-    tools: (
-        Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"type": "object"}})] | None
-    ) = Field(
+    tools: Annotated[list[Any], WithJsonSchema(FLAT_TOOLS_SCHEMA)] | None = Field(
         None,
         description="Functions that the model may call: `type: function`, `name`, `description`, "
         "`parameters` (a JSON schema) and `strict`.",
     )
-    tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = Field(
+    tool_choice: Annotated[Any, WithJsonSchema(FLAT_CHOICE_SCHEMA)] = Field(
         None,
         description="`none`, `auto`, `required`, one function by name, or `allowed_tools`; auto "
         "where there are tools. With none, the prompt has no tools.",
     )
     parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer.")
-    text: ObjectField = Field(
+    text: Annotated[Any, WithJsonSchema(TEXT_SCHEMA)] = Field(
         None,
         description="`format`: `text`, `json_object`, or `json_schema` with `schema`, which is "
         "always held strictly.",
     )
-    reasoning: ObjectField = Field(
+    reasoning: Annotated[Any, WithJsonSchema(REASONING_SCHEMA)] = Field(
         None,
         description="`effort`: given to the chat template; `none` also sets its enable_thinking to "
         "false. `summary` has no effect.",
@@ -83,7 +92,7 @@ class ResponsesRequest(Sampling):
         description="A Jinja chat template in place of the model's own, where the server was "
         "started with --trust-request-chat-template.",
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: TemplateVariables | None = Field(
         None, description='Variables for the chat template, such as {"enable_thinking": false}.'
     )
 
@@ -148,7 +157,9 @@ class ResponsesRequest(Sampling):
     def _read_effort(self) -> str | None:
         if self.reasoning is None:
             return None
-        taken = take(self.reasoning, ("effort",), "reasoning", "reasoning")
+        taken = take(
+            self.reasoning, ("effort",), "reasoning", "reasoning", lenient=self._notes.lenient
+        )
         self._notes.extend(taken.notes)
         effort = taken.fields.get("effort")
         if effort is not None and effort not in get_args(Effort):
@@ -158,7 +169,7 @@ class ResponsesRequest(Sampling):
     def _read_format(self) -> dict[str, Any] | None:
         if self.text is None:
             return None
-        taken = take(self.text, ("format",), "text", "text")
+        taken = take(self.text, ("format",), "text", "text", lenient=self._notes.lenient)
         self._notes.extend(taken.notes)
         if "format" not in taken.fields:
             return None

@@ -9,9 +9,26 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, Wit
 
 from strobe.checks import MOST
 from strobe.sampling_params import METHODS, Speculation
-from strobe.server.openai.protocol.common import Closed, Int, Texts, TokenIds, Within
+from strobe.server.openai.protocol.common import (
+    IDS_SCHEMA,
+    TEXT_SCHEMA,
+    Closed,
+    Int,
+    Texts,
+    TokenIds,
+    Within,
+    check_int,
+    closed,
+)
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
-from strobe.server.openai.protocol.response_format import SOURCES, Constraint, read_constraint
+from strobe.server.openai.protocol.response_format import (
+    RESPONSE_FORMAT_SCHEMA,
+    SOURCES,
+    STRUCTURED_OUTPUTS_SCHEMA,
+    VALUE_SCHEMAS,
+    Constraint,
+    read_constraint,
+)
 
 MOST_STOPS = 64
 LONGEST_STOP = 1000
@@ -36,7 +53,7 @@ def _bias(value: Any, info: ValidationInfo) -> dict[int, float]:
     read: dict[int, float] = {}
     for key, bias in value.items():
         text = str(key)
-        if not (text.isascii() and text.isdigit()) or len(text) > 10 or int(text) > MOST:
+        if not (text.isascii() and text.isdigit()) or len(text) > 9:
             raise BadField(
                 f"{name} has the key {shown(text)}, but its keys must be token ids; "
                 "/tokenize gives them.",
@@ -57,7 +74,7 @@ def _some_ids(value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
 
 def _speculation(value: Any) -> Speculation:
     if isinstance(value, Mapping):
-        value = {name: v for name, v in value.items() if v is not None}
+        value = {name: check_int(v) for name, v in value.items() if v is not None}
     try:
         return Speculation.of(value)
     except (ValueError, TypeError) as error:
@@ -72,29 +89,31 @@ def _request_id(value: Any) -> Any:
     return value
 
 
+_STOP_SCHEMA: dict[str, Any] = {**TEXT_SCHEMA, "maxLength": LONGEST_STOP}
+STOP_SCHEMA: dict[str, Any] = {
+    "anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MOST_STOPS}]
+}
 BIAS_SCHEMA: dict[str, Any] = {
     "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }
 SPECULATION_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"type": "boolean"},
-        {
-            "type": "object",
-            "properties": {
+        closed(
+            {
                 "method": {"enum": list(METHODS)},
-                "num_drafts": {"type": "integer", "minimum": 0},
-            },
-            "additionalProperties": False,
-        },
+                "num_drafts": {"type": "integer", "minimum": 0, "maximum": MOST},
+            }
+        ),
     ]
 }
-JSON_OBJECT_OR_TEXT: dict[str, Any] = {"anyOf": [{"type": "object"}, {"type": "string"}]}
 
-SchemaField = Annotated[Any, WithJsonSchema(JSON_OBJECT_OR_TEXT)]
-ObjectField = Annotated[Any, WithJsonSchema({"type": "object"})]
-TextField = Annotated[Any, WithJsonSchema({"type": "string"})]
-TextListField = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "string"}})]
+SchemaField = Annotated[Any, WithJsonSchema(VALUE_SCHEMAS["json"])]
+TextField = Annotated[Any, WithJsonSchema(TEXT_SCHEMA)]
+TextListField = Annotated[Any, WithJsonSchema(VALUE_SCHEMAS["choice"])]
+FormatField = Annotated[Any, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)]
 
 LogprobCount = Annotated[Int, Within(0, 20, "0 gives the sampled token alone")]
 Penalty = Annotated[float, Within(-2, 2, "0 is off")]
@@ -139,10 +158,13 @@ class Sampling(Closed):
     logit_bias: (
         Annotated[dict[int, float], BeforeValidator(_bias), WithJsonSchema(BIAS_SCHEMA)] | None
     ) = Field(None, description="Added to the logits of these token ids, -100 to 100.")
-    allowed_token_ids: Annotated[TokenIds, BeforeValidator(_some_ids)] | None = Field(
-        None, description="Only these token ids may be made."
-    )
-    stop: Texts = Field(
+    allowed_token_ids: (
+        Annotated[
+            TokenIds, BeforeValidator(_some_ids), WithJsonSchema({**IDS_SCHEMA, "minItems": 1})
+        ]
+        | None
+    ) = Field(None, description="Only these token ids may be made.")
+    stop: Annotated[Texts, WithJsonSchema(STOP_SCHEMA)] = Field(
         (), description="A text or up to 64 that end the answer and are cut off it."
     )
     stop_token_ids: TokenIds = Field((), description="Token ids that end the answer.")
@@ -154,7 +176,7 @@ class Sampling(Closed):
         0, description="Nothing ends the answer before so many tokens."
     )
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
-    structured_outputs: ObjectField = Field(
+    structured_outputs: Annotated[Any, WithJsonSchema(STRUCTURED_OUTPUTS_SCHEMA)] = Field(
         None,
         description="The form of the answer: exactly one of `json` (a schema), `json_object: "
         "true`, `regex`, `choice` (a list of texts) and `grammar` (Lark or EBNF).",
@@ -167,7 +189,14 @@ class Sampling(Closed):
     ebnf: TextField = Field(None, description="As `structured_outputs.grammar`.")
     json_schema: SchemaField = Field(None, description="As `structured_outputs.json`.")
     stream: bool = Field(False, description="Answer with server-sent events as tokens are made.")
-    request_id: Annotated[str, BeforeValidator(_request_id)] | None = Field(
+    request_id: (
+        Annotated[
+            str,
+            BeforeValidator(_request_id),
+            WithJsonSchema({"type": "string", "pattern": "^[ -~]{1,128}$"}),
+        ]
+        | None
+    ) = Field(
         None, description="The request's id in the response and the log; X-Request-Id otherwise."
     )
     timeout: (

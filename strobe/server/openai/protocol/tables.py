@@ -43,6 +43,19 @@ _ACCEPTED: Table = {
     "priority": Note("requests are served first come, first served", (0,)),
     "guided_decoding_backend": Note("there is one, llguidance"),
     "rid": Note("give the id as request_id"),
+    "session_id": Note(_CACHE),
+    "cache_prompt": Note(_CACHE, (True,)),
+    "id_slot": Note(_CACHE, (-1,)),
+    "keep_alive": Note("the model stays loaded"),
+    "provider": Note("there is one server"),
+    "usage": Note(
+        "a response carries its usage; a stream with stream_options.include_usage", ({},)
+    ),
+    "log_metrics": Note("/metrics counts every request"),
+    "data_parallel_rank": Note("there is one engine"),
+    "timings_per_token": Note("include_speculation reports each step", (False,)),
+    "return_progress": Note("there are no events of a prompt's progress", (False,)),
+    "stream_interval": Note("a stream carries each step as it ends", (1,)),
 }
 """Without effect on every endpoint that generates."""
 
@@ -125,6 +138,7 @@ _REFUSED: Table = {
     "thinking_token_budget": Note("the length of the reasoning cannot be limited", (-1,)),
     "thinking_budget": Note("the length of the reasoning cannot be limited", (-1,)),
     "enable_thinking": Note(_NO_TEMPLATE_ARGUMENT),
+    "thinking": Note("give chat_template_kwargs or reasoning_effort", ({},)),
     "separate_reasoning": Note("reasoning is separated where the model has a parser", (True,)),
     "stream_reasoning": Note("give include_reasoning: false to leave it out", (True,)),
     "cache_salt": Note("the prefix cache is shared by all requests"),
@@ -143,6 +157,7 @@ UNSUPPORTED: Mapping[str, Table] = {
     "chat": {
         **_REFUSED,
         "prompt": Note("this endpoint takes messages"),
+        "reasoning": Note("give reasoning_effort", ({},)),
         "audio": Note(_MEDIA),
         "modalities": Note(_MEDIA, (["text"], [])),
         "functions": Note("give tools", ([],)),
@@ -159,6 +174,7 @@ UNSUPPORTED: Mapping[str, Table] = {
         "prompt_embeds": Note("give text or token ids", ([],)),
         "tools": Note("use /v1/chat/completions", ([],)),
         "reasoning_effort": Note("use /v1/chat/completions"),
+        "reasoning": Note("use /v1/chat/completions", ({},)),
         "chat_template_kwargs": Note("use /v1/chat/completions", ({},)),
     },
     "responses": {

@@ -56,12 +56,14 @@ PROMPT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
 
 
 class TokenizeResponse(BaseModel):
-    """What /tokenize answers. token_strs: each token's text, where asked for."""
+    """What /tokenize answers. token_strs: each token's text, where asked for; warnings: where there
+    are any."""
 
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+    warnings: list[str] | None = None
 
 
 class DetokenizeRequest(Closed):
@@ -76,6 +78,7 @@ class DetokenizeRequest(Closed):
 
 
 class DetokenizeResponse(BaseModel):
-    """What /detokenize answers."""
+    """What /detokenize answers. warnings: where there are any."""
 
     prompt: str
+    warnings: list[str] | None = None

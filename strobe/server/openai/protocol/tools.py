@@ -6,35 +6,49 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from strobe.server.openai.protocol.common import take
+from strobe.server.openai.protocol.common import TEXT_SCHEMA, Notes, closed, take
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
 
 TOOL_FIELDS = ("type", "function")
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 
-TOOLS_SCHEMA: dict[str, Any] = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["type", "function"],
-        "properties": {
-            "type": {"const": "function"},
-            "function": {
-                "type": "object",
-                "required": ["name"],
-                "properties": {
-                    "name": {"type": "string"},
-                    "description": {"type": "string"},
-                    "parameters": {"type": "object"},
-                    "strict": {"type": "boolean"},
-                },
-            },
-        },
-    },
+_FUNCTION: dict[str, Any] = {
+    "name": TEXT_SCHEMA,
+    "description": {"type": "string"},
+    "parameters": {"type": "object"},
+    "strict": {"type": "boolean"},
 }
-CHOICE_SCHEMA: dict[str, Any] = {
-    "anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]
-}
+_KIND: dict[str, Any] = {"const": "function"}
+
+
+def _schemas(flat: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON schemas of tools and tool_choice."""
+
+    def function(fields: dict[str, Any], place: str) -> dict[str, Any]:
+        if flat:
+            return closed({"type": _KIND, **fields}, place, ("type", "name"))
+        inner = closed(fields, "", ("name",))
+        return closed({"type": _KIND, "function": inner}, place, ("type", "function"))
+
+    def allowed(fields: dict[str, Any]) -> dict[str, Any]:
+        kind: dict[str, Any] = {"const": "allowed_tools"}
+        if flat:
+            return closed({"type": kind, **fields}, "", ("type", *fields))
+        inner = closed(fields, "", tuple(fields))
+        return closed({"type": kind, "allowed_tools": inner}, "", ("type", "allowed_tools"))
+
+    named = function({"name": {"type": "string"}}, "")
+    only = {
+        "mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "minItems": 1, "items": named},
+    }
+    tools = {"type": "array", "items": function(_FUNCTION, "responses.tool" if flat else "tool")}
+    return tools, {"anyOf": [{"enum": ["none", "auto", "required"]}, named, allowed(only)]}
+
+
+TOOLS_SCHEMA, CHOICE_SCHEMA = _schemas(flat=False)
+FLAT_TOOLS_SCHEMA, FLAT_CHOICE_SCHEMA = _schemas(flat=True)
+"""Those of /v1/responses."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +78,7 @@ class Toolbox:
         return tuple(tool["function"]["name"] for tool in self.tools)
 
 
-def read_toolbox(tools: Any, choice: Any, notes: list[str], *, flat: bool = False) -> Toolbox:
+def read_toolbox(tools: Any, choice: Any, notes: Notes, *, flat: bool = False) -> Toolbox:
     """A request's tools and tool_choice. flat: in the form of /v1/responses, where a tool's fields
     are not inside `function`. Raises BadField."""
     read, strict = _tools(tools, notes, flat)
@@ -73,7 +87,7 @@ def read_toolbox(tools: Any, choice: Any, notes: list[str], *, flat: bool = Fals
         choice = "auto" if read else "none"
     if choice == "none":
         return Toolbox((), ToolChoice("none"))
-    chosen, allowed = _choice(choice, names, flat)
+    chosen, allowed = _choice(choice, names, notes, flat)
     if allowed is not None:
         read = [tool for tool in read if tool["function"]["name"] in allowed]
     if chosen.forced and not read:
@@ -86,9 +100,7 @@ def read_toolbox(tools: Any, choice: Any, notes: list[str], *, flat: bool = Fals
     return Toolbox(tuple(read), chosen, strict)
 
 
-def _tools(
-    given: Any, notes: list[str], flat: bool
-) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+def _tools(given: Any, notes: Notes, flat: bool) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     if given is None:
         return [], ()
     if not isinstance(given, list | tuple):
@@ -113,17 +125,17 @@ def _tools(
     return tools, tuple(strict)
 
 
-def _function(tool: Any, path: str, inner: str, notes: list[str], flat: bool) -> dict[str, Any]:
+def _function(tool: Any, path: str, inner: str, notes: Notes, flat: bool) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
         raise wrong(path, tool, "a tool with a type and a function")
     if tool.get("type") != "function":
         raise wrong(f"{path}.type", tool.get("type"), '"function"', "other tools are not supported")
     known = ("type", *FUNCTION_FIELDS) if flat else TOOL_FIELDS
-    taken = take(tool, known, "responses.tool" if flat else "tool", path)
+    taken = take(tool, known, "responses.tool" if flat else "tool", path, lenient=notes.lenient)
     notes += taken.notes
     fields = taken.fields
     if not flat:
-        fields = take(fields.get("function"), FUNCTION_FIELDS, "", inner).fields
+        fields = _inner(fields.get("function"), FUNCTION_FIELDS, inner, notes)
     function = {name: value for name, value in fields.items() if name != "type"}
     name = function.get("name")
     if not isinstance(name, str) or not name:
@@ -137,25 +149,30 @@ def _function(tool: Any, path: str, inner: str, notes: list[str], flat: bool) ->
     return function
 
 
+def _inner(given: Any, known: Sequence[str], path: str, notes: Notes) -> dict[str, Any]:
+    """The fields of an object that has no tables."""
+    taken = take(given, known, "", path, lenient=notes.lenient)
+    notes += taken.notes
+    return taken.fields
+
+
 def _choice(
-    given: Any, names: Sequence[str], flat: bool
+    given: Any, names: Sequence[str], notes: Notes, flat: bool
 ) -> tuple[ToolChoice, frozenset[str] | None]:
     """tool_choice, and the only names that remain, None for all."""
     if given in ("auto", "required"):
         return ToolChoice(given), None
     kind = given.get("type") if isinstance(given, Mapping) else None
     if kind == "function":
-        name = _name(given, "tool_choice", flat)
+        name = _name(given, "tool_choice", notes, flat)
         _offered(name, names, "tool_choice")
         return ToolChoice("required", name), None
     if kind == "allowed_tools":
         path = "tool_choice" if flat else "tool_choice.allowed_tools"
-        outer = take(
-            given, ("type", "mode", "tools") if flat else ("type", kind), "", "tool_choice"
-        )
-        fields = outer.fields
+        known = ("type", "mode", "tools") if flat else ("type", kind)
+        fields = _inner(given, known, "tool_choice", notes)
         if not flat:
-            fields = take(fields.get(kind), ("mode", "tools"), "", path).fields
+            fields = _inner(fields.get(kind), ("mode", "tools"), path, notes)
         if fields.get("mode") not in ("auto", "required"):
             raise wrong(f"{path}.mode", fields.get("mode"), '"auto" or "required"')
         listed = fields.get("tools")
@@ -166,7 +183,7 @@ def _choice(
             place = f"{path}.tools[{index}]"
             if not isinstance(one, Mapping) or one.get("type") != "function":
                 raise wrong(place, one, 'a tool of the type "function"')
-            name = _name(one, place, flat)
+            name = _name(one, place, notes, flat)
             _offered(name, names, place)
             allowed.add(name)
         return ToolChoice(fields["mode"]), frozenset(allowed)
@@ -177,12 +194,12 @@ def _choice(
     )
 
 
-def _name(given: Mapping[str, Any], path: str, flat: bool) -> str:
+def _name(given: Mapping[str, Any], path: str, notes: Notes, flat: bool) -> str:
     """The name in {"type": "function", "function": {"name": ...}}, or in the flat form of it."""
-    fields = take(given, ("type", "name") if flat else TOOL_FIELDS, "", path).fields
+    fields = _inner(given, ("type", "name") if flat else TOOL_FIELDS, path, notes)
     if not flat:
         path = f"{path}.function"
-        fields = take(fields.get("function"), ("name",), "", path).fields
+        fields = _inner(fields.get("function"), ("name",), path, notes)
     name = fields.get("name")
     if not isinstance(name, str):
         raise wrong(f"{path}.name", name, "the name of a function")
