@@ -87,8 +87,8 @@ class Driver:
         self.active: dict[Any, tuple[Request, Life]] = {}
 
     def run(self, jobs: Sequence[Job]) -> Turn:
-        """At a concurrency the clock runs from when all decode until fewer than that are left; at a
-        rate from the first request to the last one's end."""
+        """At a concurrency the clock runs from when the first requests all have a token until fewer
+        than that are left; at a rate from the first request to the last one's end."""
         waiting, turn = deque(jobs), Turn()
         synchronize(self.engine.resolved.device)
         turn.began = start = time.perf_counter()
@@ -100,7 +100,7 @@ class Driver:
                     time.sleep(max(start + waiting[0].at - time.perf_counter(), 0.0))
                     continue
                 self._step(turn)
-                if not full and self._all_decode():
+                if not full and all(life.first for life in turn.lives[: self.count]):
                     full = True
                     turn.begin()
                 if full and self._is_over(turn, waiting):
@@ -137,11 +137,6 @@ class Driver:
             life.newest, life.tokens = now, life.tokens + len(event.tokens)
             if event.finish_reason is not None:
                 del self.active[event.key]
-
-    def _all_decode(self) -> bool:
-        scheduler = self.engine.scheduler
-        every = len(scheduler.running) == min(self.count, len(self.active))
-        return every and all(record.decoding for record in scheduler.running)
 
     def _is_over(self, turn: Turn, waiting: deque[Job]) -> bool:
         if self.settings.steady:
