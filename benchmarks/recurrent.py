@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         nbytes = 2 * 4 * 32 * 128 * 128 * count
         found = list[str]()
         for values, warps in itertools.product(options.values, options.warps):
-            kernels._VALUES, kernels._WARPS = values, warps
+            kernels.values_of, kernels._WARPS = lambda _, values=values: values, warps
             us = measure(count, rows, getattr(torch, options.dtype))
             found.append(f"{us:.1f} ({values} values, {warps} warps)")
         print(f"{count} x {rows} rows: bytes {nbytes / 4.3e6:.1f}; {', '.join(found)}", flush=True)

@@ -3,7 +3,8 @@
     python scripts/text_pair/train.py --out DIRECTORY
 
 Leaves DIRECTORY/target, DIRECTORY/draft, prompts.jsonl and log.json. It fits the minutes that it is
-given on one GPU; `--small` is for a CPU.
+given on one GPU; `--small` is for a CPU. Tokens are short (a vocabulary of 512, two characters each),
+so that a block has something to foresee: with 8192 it brought 1.8 tokens at temperature 1.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from strobe.tools.train.settings import DraftShape  # noqa: E402
 PROMPTS = 256
 GREEDY = 0.3
 """Share of the answers that teach the drafter."""
-TARGET_SHARE, ANSWER_SHARE = 0.4, 0.15
+TARGET_SHARE, ANSWER_SHARE = 0.22, 0.22
 """Of the time: until the target is trained at the latest, and for the answers at most."""
 SETTINGS = {  # for a GPU, with --small
     "hidden": (768, 64, "size of the residual stream"),
@@ -50,7 +51,11 @@ SETTINGS = {  # for a GPU, with --small
     "kv-heads": (4, 2, "key and value heads"),
     "head-dim": (64, 16, "size of a head"),
     "inner": (2304, 128, "size of an MLP"),
-    "vocabulary": (8192, 512, "entries of the tokenizer"),
+    "vocabulary": (
+        512,
+        512,
+        "entries of the tokenizer",
+    ),
     "rows": (16, 4, "of a batch for the target"),
     "length": (1024, 128, "tokens of a row"),
     "epochs": (12, 4, "of the target, at most"),

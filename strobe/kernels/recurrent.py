@@ -27,8 +27,12 @@ if TYPE_CHECKING:
 
 _ROWS = 8
 _CHANNELS = 256
-_VALUES = 32
 _WARPS = 4  # of a program that answers
+
+
+def values_of(count: int) -> int:
+    """A program's share of a head's values; few sequences need more programs."""
+    return 32 if count < 4 else 64
 
 
 @triton.jit
@@ -264,10 +268,11 @@ def mix(
         x, weight, window, *spans, found, replayed,
         KERNEL=spec.kernel, ROWS=_ROWS, BLOCK=_CHANNELS, num_warps=2, **shared,
     )  # fmt: skip
-    _delta_kernel[(count, spec.heads, triton.cdiv(spec.value_dim, _VALUES))](
+    values = values_of(count)
+    _delta_kernel[(count, spec.heads, triton.cdiv(spec.value_dim, values))](
         found, replayed, decay, rate, state, gates, *spans, out,
         HK=spec.key_heads, HV=spec.heads, DK=spec.key_dim, DV=spec.value_dim,
-        KEYS=max(16, triton.next_power_of_2(spec.key_dim)), VALUES=_VALUES,
+        KEYS=max(16, triton.next_power_of_2(spec.key_dim)), VALUES=values,
         SINGLE=longest == 1,
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         num_warps=_WARPS, num_stages=1, **shared,

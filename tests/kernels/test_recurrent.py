@@ -19,6 +19,8 @@ SPECS = {
     "more than a program's values": StateSpec(1, 2, 2, 8, 40, 3),
 }
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # the interpreter cuts bfloat16 off
+TF32 = 5e-3
+"""On a GPU the states of models in bfloat16 are made of products whose factors have 10 bits."""
 PENDING, SLOTS = 4, 4
 STEPS = [
     [(0, 0, 7), (2, 0, 1), (SLOTS, 0, 0)],
@@ -98,7 +100,8 @@ def test_steps_answer_and_keep_what_plain_torch_does(
             ours, theirs = (held.window[0, slot, :before] for held in pair)
             assert torch.equal(ours, theirs)
             ours, theirs = (held.state[0, slot] for held in pair)
-            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+            tf32 = dtype == torch.bfloat16 and device.type == "cuda"
+            torch.testing.assert_close(ours, theirs, atol=TF32 if tf32 else 2e-5, rtol=1e-4)
             if size <= PENDING:
                 assert torch.equal(pair[0].gates[0, slot, :size], pair[1].gates[0, slot, :size])
             ends = start if size <= PENDING else start + size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -387,6 +388,20 @@ def test_resume_equals_uninterrupted_training_bit_for_bit(tmp_path: Path) -> Non
         )
     with pytest.raises(ValueError, match="18 training sequences, the data now has 17"):
         Trainer(target, tiny_draft(target), run, data[:-1]).load(tmp_path / "checkpoint.pt")
+
+
+def test_compiled_steps_are_whole_graphs_and_learn_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def losses(**changes: Any) -> list[float]:
+        target = tiny_target(seed=5)
+        chosen = samples(8, prompt=4, answer=30) + samples(8, prompt=9, answer=50)
+        trainer = Trainer(target, tiny_draft(target), settings(**changes), chosen)
+        return [float(trainer.step().loss) for _ in range(4)]
+
+    eager, usual = losses(), torch.compile
+    monkeypatch.setattr(torch, "compile", partial(usual, backend="eager", fullgraph=True))
+    assert losses(compile=True) == pytest.approx(eager, rel=1e-5)
 
 
 def test_micro_batches_make_one_step() -> None:

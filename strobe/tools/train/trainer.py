@@ -95,7 +95,7 @@ class Trainer:
         self._capture: Callable[..., Captured] = capture
         self._hidden: Callable[..., Tensor] = self._block_hidden
         if settings.compile:
-            self._capture = torch.compile(capture, dynamic=True)
+            self._capture = torch.compile(capture)
             self._hidden = torch.compile(self._block_hidden, dynamic=True)
 
     def _cpu(self, number: int) -> torch.Generator:
