@@ -3,8 +3,8 @@
     python scripts/text_pair/train.py --out DIRECTORY
 
 Leaves DIRECTORY/target, DIRECTORY/draft, prompts.jsonl and log.json. It fits the minutes that it is
-given on one GPU; `--small` is for a CPU. Tokens are short (a vocabulary of 512, two characters each),
-so that a block has something to foresee: with 8192 it brought 1.8 tokens at temperature 1.
+given on one GPU; `--small` is for a CPU. Tokens are short (a vocabulary of 512, two characters
+each), so that a block has something to foresee: with 8192 it brought 1.8 tokens at temperature 1.
 """
 
 from __future__ import annotations
