@@ -13,7 +13,7 @@ to a sequence and give logits at its last rows.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -140,6 +140,16 @@ class StepResult(NamedTuple):
     logprobs: dict[int, list[TokenLogprob]] = {}  # noqa: RUF012
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # noqa: RUF012
     errors: dict[int, str] = {}  # noqa: RUF012
+
+    def until(self, ends: Mapping[int, int], spans: Sequence[Span]) -> StepResult:
+        """As if no draft had been verified behind the ends of answers. ends: by span, how many of
+        its tokens belong to its answer."""
+        drafted = list(self.drafted or [span.drafts for span in spans])
+        accepted = list(self.accepted)
+        for i, end in ends.items():
+            if end <= accepted[i]:
+                drafted[i] = accepted[i] = end
+        return self._replace(accepted=accepted, drafted=drafted) if ends else self
 
 
 class RequestStart(NamedTuple):

@@ -164,15 +164,15 @@ class Scheduler:
 
     def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
         """Take in the oldest step in flight: advance leases, apply stop rules, make the events."""
-        events: list[TokenEvent] = []
+        events, ends = list[TokenEvent](), dict[int, int]()
         self.stats.steps += 1
-        self.budget.observe(plan, result)
         for i, (record, span) in enumerate(zip(self._flying.popleft(), plan.spans, strict=True)):
             request, start = record.request, record.lease.length
             record.in_flight -= 1
             record.lease.commit(span.num_certain + result.accepted[i])
             record.start += result.accepted[i]
             if record.draining:
+                ends[i] = 0
                 self._release_if_done(record)
                 continue
             self._suspects.passed(request, record.lease.length)
@@ -187,7 +187,9 @@ class Scheduler:
             if self.prefix_caching and request.error is None:
                 record.lease.publish(request.tokens)
             if request.status is Status.FINISHED:
+                ends[i] = len(events[-1].tokens)
                 self._leave(record)
+        self.budget.observe(plan, result.until(ends, plan.spans))
         return events
 
     def cancel(self, plan: Plan, error: str = "") -> list[TokenEvent]:
@@ -387,13 +389,5 @@ class Scheduler:
 
 def _admission(record: Record, length: int) -> Admission:
     request = record.request
-    return Admission(
-        record.slot,
-        length,
-        tuple(request.tokens),
-        request.num_prompt,
-        request.sampling,
-        request.seed,
-        request.sibling,
-        request.stop_ids,
-    )
+    given = request.num_prompt, request.sampling, request.seed, request.sibling, request.stop_ids
+    return Admission(record.slot, length, tuple(request.tokens), *given)

@@ -187,15 +187,15 @@ class AdaptiveBudget(Budget):
             took = self._took.setdefault((draft, result.rows, len(spans)), [])
             took.append((context, 1e3 * result.seconds))
         self.outlook.steps += 1
-        for span, accepted in zip(spans, result.accepted, strict=False):
-            if span.method is None and span.drafts and span.slot in self._matches:
-                given = self._matches[span.slot], span.drafts, accepted
+        drafted = result.drafted or [span.drafts for span in spans]
+        for span, verified, accepted in zip(spans, drafted, result.accepted, strict=False):
+            if span.method is None and verified and span.slot in self._matches:
+                given = self._matches[span.slot], verified, accepted
                 self.lookup.observe(*given, self.outlook.steps)
         if made and result.margins is not None:
-            track, drafted = self.tracks[width], np.array([spans[i].drafts for i in made])
-            found = track.whole(evidence(np.asarray(result.margins)[made], drafted))
-            verified = drafted if result.drafted is None else np.array(result.drafted)[made]
-            track.blocks.append((found, verified, np.array(result.accepted)[made]))
+            track, drafts = self.tracks[width], np.array([spans[i].drafts for i in made])
+            found = track.whole(evidence(np.asarray(result.margins)[made], drafts))
+            track.blocks.append((found, np.array(drafted)[made], np.array(result.accepted)[made]))
             track.age = 0
             chances = stretch(track.confidence.chances(found), self.widths[-1])
             self.outlook.take(np.array([spans[i].slot for i in made]), chances)

@@ -12,6 +12,7 @@ from strobe.request import Request
 from strobe.runner.buckets import REPLAYED_ROWS, Buckets
 from strobe.sampling_params import SamplingParams
 from strobe.spec.adaptive import AdaptiveBudget, Choice
+from strobe.spec.budget import Budget
 from strobe.warmup.forced import Forced
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class _WarmUp:
         self.engine, self.limits, self.deadline = engine, engine.limits, deadline
         self.asked: list[Request] = []
         self.budget, self.forced = engine.scheduler.budget, Forced()
+        engine.scheduler.budget = Budget()  # an adaptive one would learn from what nobody asked
         # What prompts begin with, so that none finds another's pages.
         self._firsts = itertools.cycle(range(engine.resolved.target.decoder.vocab_size))
 
@@ -114,7 +116,6 @@ class _WarmUp:
                 for _ in range(2 + self.engine.depth):
                     self.step()
         self.end(*asked)
-        self.engine.scheduler.budget = budget
 
     def mix(self, buckets: Buckets, sampling: SamplingParams) -> None:
         """Prompts of every captured number of rows together: one long and others short, or all

@@ -307,6 +307,10 @@ def test_the_warm_up_leaves_no_trace(target: Any, draft: Callable[..., Path]):
     assert pool.available == pool.capacity
     assert pool.lookup(pool.key(b"", [0] * 4)) is None
     assert engine.add([1], COLD).id == "request-0"
+    policy = engine.scheduler.budget
+    assert isinstance(policy, AdaptiveBudget)
+    assert policy.clock == 0
+    assert all(not track.seen and not track.blocks for track in policy.tracks)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_model_len": 2}, {"max_num_seqs": 1}], ids=str)

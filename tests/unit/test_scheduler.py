@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from world import STOP, Policy, World, running, sequence, truth
 
 from strobe.request import Request, Status, TokenLogprob
-from strobe.spec.budget import Load
-from strobe.step import Plan, Span, TokenEvent
+from strobe.spec.budget import Budget, Load
+from strobe.step import TAIL, Plan, Span, StepResult, TokenEvent
 
 ROOT = Path(__file__).parents[2]
 
@@ -470,6 +470,39 @@ def test_accepted_drafts_are_never_more_than_the_tokens_that_count():
     world.step()
     (event,) = world.step()
     assert (event.drafted, event.accepted, len(event.tokens)) == (5, 2, 2)
+
+
+class Told(Budget):
+    """Keeps, by slot, what it is told of drafts verified and accepted."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def observe(self, plan: Plan, result: StepResult) -> None:
+        drafted = result.drafted or [span.drafts for span in plan.spans]
+        pairs = zip(plan.spans, zip(drafted, result.accepted, strict=True), strict=True)
+        self.seen += [pair for span, pair in pairs if span.method is not None]
+
+
+def test_a_policy_learns_nothing_from_behind_the_end_of_an_answer():
+    world = World(depth=2, num_drafts=5, max_model_len=60, budget=64)
+    world.scheduler.budget = told = Told()
+    request = world.add(5, max_tokens=9)
+    for _ in range(2):
+        world.launch()
+    while request.finish_reason is None:
+        world.collect()
+        world.launch()
+    world.collect()
+    assert told.seen == [(5, 5), (2, 2), (0, 0)]  # whole, up to the end, and a step behind it
+
+
+@pytest.mark.parametrize(("end", "kept"), [(1, (1, 1)), (3, (3, 3)), (4, (5, 3))])
+def test_drafts_behind_an_answers_end_count_as_not_verified(end: int, kept: tuple[int, int]):
+    spans = [Span(i, 4, 4, (TAIL,), 5, "dflash", 6) for i in range(2)]
+    result = StepResult([[1, 2, 3, 4], [1]], [3, 0]).until({0: end}, spans)
+    assert result.drafted == [kept[0], 5]
+    assert result.accepted == [kept[1], 0]
 
 
 def test_log_probabilities_are_cut_with_the_tokens_that_do_not_count():

@@ -111,10 +111,11 @@ class Fitting(Budget):
             return
         drafts = np.array([span.drafts for span in plan.spans])
         found = evidence(np.asarray(result.margins), drafts)
+        verified = drafts if result.drafted is None else np.array(result.drafted)
         for i, (span, accepted) in enumerate(zip(plan.spans, result.accepted, strict=True)):
             if span.method is not None:
-                self.confidence.observe(found[[i]], drafts[[i]], np.array([accepted]))
-                for k in range(min(accepted + 1, span.drafts)):
+                self.confidence.observe(found[[i]], verified[[i]], np.array([accepted]))
+                for k in range(min(accepted + 1, int(verified[i]))):
                     self._reached[k].append((float(found[i, k]), k < accepted))
 
     def by_place(self) -> list[dict[str, float]]:
