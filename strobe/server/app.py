@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
-from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from strobe.server import page
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
 from strobe.server.openai import replies
-from strobe.server.openai.api_page import api_page
 from strobe.server.openai.chat import chat
 from strobe.server.openai.completions import completions
 from strobe.server.openai.openapi import Post, describe
@@ -31,6 +29,7 @@ from strobe.server.openai.protocol.token_requests import (
 )
 from strobe.server.openai.responses import responses
 from strobe.server.openai.tokens import detokenize, tokenize
+from strobe.server.reads import READ_ERRORS, UNSERVED, add_reads
 from strobe.server.serving import Serving
 
 Handler = Callable[[Serving, Request], Awaitable[Response]]
@@ -61,13 +60,6 @@ POSTS: dict[Handler, Post] = {
 """Handlers read the body themselves, so that every mistake in it is one sentence and nothing is
 left out in silence."""
 
-READ_ERRORS: dict[str, tuple[str, ...]] = {
-    "/health": ("503",),
-    "/v1/models": ("401", "503"),
-    "/v1/models/{name}": ("401", "404", "503"),
-}
-"""What a GET may answer instead of what was asked for."""
-
 
 def make_app(serving: Serving) -> ASGIApp:
     """The whole server but for its socket."""
@@ -75,7 +67,7 @@ def make_app(serving: Serving) -> ASGIApp:
     for handler, post in POSTS.items():
         route = _bound(handler, serving, generates="stream" in post.asked.model_fields)
         app.add_api_route(post.path, route, methods=["POST"], include_in_schema=False)
-    _add_reads(app, serving)
+    add_reads(app, serving)
     _add_page(app)
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_allowed)
@@ -121,63 +113,6 @@ def _bound(
     return serve
 
 
-def _add_reads(app: FastAPI, serving: Serving) -> None:
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health", response_class=PlainTextResponse)
-    async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """200 once the server can answer, else 503."""
-        if serving.drain.stopping:
-            state = "The server is stopping."
-        elif serving.client.can_answer:
-            return PlainTextResponse("")
-        else:
-            state = f"The engine {'has ended' if serving.client.dead else 'is still starting'}."
-        return JSONResponse(error_body(state, status=503, code="not_ready"), 503)
-
-    @app.get("/version")
-    async def show_version() -> answers.Version:  # pyright: ignore[reportUnusedFunction]
-        """The version of Strobe."""
-        return answers.Version(version=version("strobe"))
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return HTMLResponse(api_page(app.openapi()))
-
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics(http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """Counters and histograms in Prometheus' format."""
-        body, kind = serving.metrics.render(http.headers.get("accept"))
-        return Response(body, headers={"Content-Type": kind})
-
-    def card(name: str) -> dict[str, Any]:
-        facts = serving.facts
-        return {
-            "id": name,
-            "object": "model",
-            "created": serving.created,
-            "owned_by": "strobe",
-            "root": serving.root,
-            "max_model_len": facts.max_model_len,
-        }
-
-    @app.get("/v1/models", response_model=answers.ModelList)
-    async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """The names of the served model."""
-        try:
-            cards = [card(name) for name in serving.names]
-            return JSONResponse({"object": "list", "data": cards})
-        except Exception as error:
-            return replies.failed(serving, error)
-
-    @app.get("/v1/models/{name:path}", response_model=answers.ModelCard)
-    async def model(name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """One of the names of the served model."""
-        try:
-            return JSONResponse(card(serving.name(name)))
-        except Exception as error:
-            return replies.failed(serving, error)
-
-
 def _add_page(app: FastAPI) -> None:
     for path, (kind, body) in page.files().items():
 
@@ -195,6 +130,9 @@ def _static(show: Callable[[], Response]) -> Callable[[Request], Awaitable[Respo
 
 
 async def _not_found(http: Request, error: Exception) -> Response:
+    if http.url.path in UNSERVED:
+        sentence = f"Strobe serves text generation; {http.url.path} is not among what it does."
+        return JSONResponse(error_body(sentence, status=501, code="not_implemented"), 501)
     sentence = f"There is nothing at {http.url.path[:200]!r}; GET /docs lists what there is."
     return JSONResponse(error_body(sentence, status=404, code="not_found"), 404)
 

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 OPEN_PATHS = frozenset(
-    {"/", "/page.css", "/page.js", "/favicon.ico", "/health", "/metrics", "/version"}
+    {"/", "/page.css", "/page.js", "/favicon.ico", "/health", "/ping", "/metrics", "/version"}
 )
 
 _origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")

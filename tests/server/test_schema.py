@@ -37,7 +37,11 @@ CONFIG = {
         "not_a_server_error": {"enabled": False},  # asserted here, with the two that may be
     },
 }
-READS = ("/health", "/version", "/metrics", "/v1/models")
+READS = (
+    "/health", "/ping", "/load", "/version", "/metrics", "/v1/models", "/tokenizer_info",
+    "/server_info",
+)  # fmt: skip
+RESET = "/reset_prefix_cache"
 MODEL = "/v1/models/{name}"
 BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
@@ -175,6 +179,6 @@ def test_what_the_document_says_of_a_field_alone_is_accepted(model: type[Closed]
 def test_the_server_has_come_through(server: Served, api: Any):
     assert server.get("/health") == ""
     paths = api.raw_schema["paths"]
-    assert {path for path, methods in paths.items() if "post" in methods} == BASES.keys()
-    assert paths.keys() - BASES.keys() == {*READS, MODEL}
+    assert {path for path, methods in paths.items() if "post" in methods} == {*BASES, RESET}
+    assert paths.keys() - BASES.keys() == {*READS, MODEL, RESET}
     assert "Traceback" not in server.log

@@ -17,7 +17,7 @@ from tiny import make_engine, run
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.sampling_params import SamplingParams
-from strobe.server.engine_process.messages import Finish, Refused, Step, Stop, Submit
+from strobe.server.engine_process.messages import Finish, Forget, Refused, Step, Stop, Submit
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.engine_process.worker import Worker
 from strobe.step import TokenEvent
@@ -193,6 +193,19 @@ def test_an_engine_that_becomes_idle_says_so(pair: Pair):
         desk.allow(1)
         desk.hear(lambda: desk.snapshot and not desk.snapshot.running, "an idle engine")
         assert desk.snapshot.kv_used == 0
+
+
+def test_told_to_forget_it_finds_no_prefix_again(pair: Pair):
+    prompt = list(range(5, 25))
+    params = SamplingParams(temperature=0, max_tokens=1)
+    with working(pair) as desk:
+        desk.allow(FREE)
+        for key in range(3):
+            desk.send(*[Forget()] * (key == 2), Submit(key, prompt, params, str(key)))
+            desk.hear(lambda key=key: desk.reasons(key), "the answer")
+        cached = [event.start.num_cached for event in desk.events if event.start is not None]
+    assert cached[0] == cached[2] == 0
+    assert cached[1] == 16
 
 
 def test_events_add_up_to_what_the_engine_alone_makes(pair: Pair):

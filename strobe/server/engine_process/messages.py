@@ -1,6 +1,6 @@
 """What the server and the engine's process say to each other. Imports no torch.
 
-server  -> engine    Submit, Finish, Stop
+server  -> engine    Submit, Finish, Forget, Stop
 engine  -> server    Ready | Failed, once; then Refused, Step
 """
 
@@ -29,6 +29,10 @@ class Finish(NamedTuple):
     key: int
     choice: int | None
     reason: FinishReason
+
+
+class Forget(NamedTuple):
+    """Cached prefixes that no running request holds."""
 
 
 class Stop(NamedTuple):
@@ -71,5 +75,5 @@ class Step(NamedTuple):
     snapshot: EngineSnapshot | None
 
 
-FromServer = Submit | Finish | Stop
+FromServer = Submit | Finish | Forget | Stop
 FromEngine = Ready | Failed | Refused | Step

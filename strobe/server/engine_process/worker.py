@@ -23,6 +23,7 @@ from strobe.sampling_params import METHODS
 from strobe.server.engine_process.messages import (
     Failed,
     Finish,
+    Forget,
     FromEngine,
     FromServer,
     Ready,
@@ -191,6 +192,8 @@ class Worker:
                 return False
             if isinstance(message, Finish):
                 self._finish(message)
+            elif isinstance(message, Forget):
+                self.engine.parts.pool.forget()
             elif not self._wanted(message.key):
                 continue
             elif isinstance(message, Submit):

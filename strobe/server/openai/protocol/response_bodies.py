@@ -328,3 +328,18 @@ class ModelList(BaseModel):
 
 class Version(BaseModel):
     version: str
+
+
+class Load(BaseModel):
+    """Answers that are being made or wait."""
+
+    server_load: int
+
+
+class ServerInfo(BaseModel):
+    """engine: what it says of itself; config, server: settings, keys as their number."""
+
+    version: str
+    engine: dict[str, Any]
+    config: dict[str, Any]
+    server: dict[str, Any]

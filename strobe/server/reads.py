@@ -1,0 +1,158 @@
+"""What may be read of a server: its health, counters, model, tokenizer and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+from strobe.server.engine_process.messages import Forget
+from strobe.server.openai import replies
+from strobe.server.openai.api_page import api_page
+from strobe.server.openai.protocol import response_bodies as answers
+from strobe.server.openai.protocol.errors import error_body
+from strobe.server.serving import Serving
+
+_STARTING = ("401", "503")
+READ_ERRORS: dict[str, tuple[str, ...]] = {
+    "/health": ("503",),
+    "/ping": ("503",),
+    "/load": ("401",),
+    "/v1/models": _STARTING,
+    "/v1/models/{name}": ("401", "404", "503"),
+    "/tokenizer_info": ("401",),
+    "/server_info": _STARTING,
+    "/reset_prefix_cache": _STARTING,
+}
+"""What these may answer instead of what was asked for."""
+
+UNSERVED = frozenset({
+    *(
+        f"{root}/{name}"
+        for root in ("", "/v1", "/v2")
+        for name in ("embeddings", "score", "rerank", "pooling", "classify")
+    ),
+    "/v1/moderations", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations",
+    "/v1/images/generations", "/v1/images/edits", "/v1/realtime", "/v1/files", "/v1/batches",
+    "/v1/fine_tuning/jobs",
+})  # fmt: skip
+"""Paths of other servers' and OpenAI's that do more than generate text."""
+
+_FILES = ("name_or_path", "vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file")
+"""Of a tokenizer's settings those that are paths of this machine."""
+
+
+def add_reads(app: FastAPI, serving: Serving) -> None:
+    """Every GET but those of the page, and what a POST changes in the engine."""
+
+    @app.post("/ping", include_in_schema=False)
+    @app.get("/ping", response_class=PlainTextResponse)
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", response_class=PlainTextResponse)
+    async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """200 once the server can answer, else 503."""
+        if serving.drain.stopping:
+            state = "The server is stopping."
+        elif serving.client.can_answer:
+            return PlainTextResponse("")
+        else:
+            state = f"The engine {'has ended' if serving.client.dead else 'is still starting'}."
+        return JSONResponse(error_body(state, status=503, code="not_ready"), 503)
+
+    @app.get("/load")
+    async def load() -> answers.Load:  # pyright: ignore[reportUnusedFunction]
+        """How many answers are being made or wait."""
+        return answers.Load(server_load=serving.client.num_open)
+
+    @app.get("/version")
+    async def show_version() -> answers.Version:  # pyright: ignore[reportUnusedFunction]
+        """The version of Strobe."""
+        return answers.Version(version=version("strobe"))
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return HTMLResponse(api_page(app.openapi()))
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """Counters and histograms in Prometheus' format."""
+        body, kind = serving.metrics.render(http.headers.get("accept"))
+        return Response(body, headers={"Content-Type": kind})
+
+    @app.get("/v1/models", response_model=answers.ModelList)
+    async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The names of the served model."""
+        try:
+            cards = [_card(serving, name) for name in serving.names]
+            return JSONResponse({"object": "list", "data": cards})
+        except Exception as error:
+            return replies.failed(serving, error)
+
+    @app.get("/v1/models/{name:path}", response_model=answers.ModelCard)
+    async def model(name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """One of the names of the served model."""
+        try:
+            return JSONResponse(_card(serving, serving.name(name)))
+        except Exception as error:
+            return replies.failed(serving, error)
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
+        """The tokenizer's class, special tokens, settings and chat template, with which a client
+        can make prompts as the server does."""
+        return _tokenizer(serving)
+
+    @app.get("/server_info", response_model=answers.ServerInfo)
+    async def server_info() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """Version, what the engine says of itself, and the settings, without API keys."""
+        try:
+            facts, settings = serving.facts, asdict(serving.settings)
+            settings["api_key"] = len(serving.settings.api_key)
+            parts = {"engine": facts._asdict(), "config": asdict(serving.client.config)}
+            info = {"version": version("strobe"), **parts, "server": settings}
+            return JSONResponse(_plain(info))
+        except Exception as error:
+            return replies.failed(serving, error)
+
+    @app.post("/reset_prefix_cache", response_class=PlainTextResponse)
+    async def reset_prefix_cache() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """Forget cached prefixes; what running answers hold stays."""
+        try:
+            assert serving.facts
+            serving.client.send(Forget())
+            return PlainTextResponse("")
+        except Exception as error:
+            return replies.failed(serving, error)
+
+
+def _card(serving: Serving, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": serving.created,
+        "owned_by": "strobe",
+        "root": serving.root,
+        "max_model_len": serving.facts.max_model_len,
+    }
+
+
+def _tokenizer(serving: Serving) -> dict[str, Any]:
+    hf = serving.tokenizer.hf
+    settings = {name: value for name, value in hf.init_kwargs.items() if name not in _FILES}
+    named = {name: str(token) for name, token in hf.special_tokens_map.items()}
+    template = serving.chat_template or hf.chat_template
+    about = {"tokenizer_class": type(hf).__name__, "chat_template": template}
+    return _plain({**settings, **named, **about})
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: objects, lists, numbers, and of all else the text."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(part) for part in value]
+    return value if value is None or isinstance(value, bool | int | float) else str(value)

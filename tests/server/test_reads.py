@@ -1,0 +1,94 @@
+"""What may be read of a server, and paths that it knows but does not serve."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from asgi import call
+from engineless import Said, serving
+
+from strobe.config import DEMO_MODELS
+from strobe.server.app import make_app
+from strobe.server.engine_process.messages import Forget
+from strobe.server.serving import Serving
+from strobe.text.tokenizer import Tokenizer
+
+KEY = ("Authorization", "Bearer secret")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(DEMO_MODELS / "target")
+
+
+def read(serving: Serving, path: str, method: str = "GET") -> Any:
+    answer = call(make_app(serving), path, method=method, headers=[KEY])
+    assert answer.status == 200
+    return json.loads(answer.body)
+
+
+def test_the_tokenizers_settings_make_the_same_prompts_elsewhere(tokenizer: Tokenizer):
+    """As lm-eval's remote tokenizer reads them; of this machine's paths nothing is told."""
+    told = read(serving(tokenizer), "/tokenizer_info")
+    assert told["chat_template"] == tokenizer.hf.chat_template
+    assert told["tokenizer_class"] == type(tokenizer.hf).__name__
+    assert told["eos_token"] == tokenizer.hf.eos_token
+    assert str(DEMO_MODELS) not in json.dumps(told)
+
+
+def test_the_template_in_use_is_told_in_place_of_the_checkpoints(tokenizer: Tokenizer):
+    served = serving(tokenizer)
+    served.chat_template = "{{ messages }}"
+    assert read(served, "/tokenizer_info")["chat_template"] == "{{ messages }}"
+
+
+def test_settings_are_told_without_the_keys(tokenizer: Tokenizer):
+    told = read(serving(tokenizer, api_key=("secret", "other")), "/server_info")
+    assert told["server"]["api_key"] == 2
+    assert "secret" not in json.dumps(told)
+    assert told["engine"]["max_model_len"] == 2048
+    assert told["config"]["num_drafts"] is None
+    assert told["server"]["max_waiting"] == 256
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/tokenizer_info", "/load"])
+def test_who_has_no_key_is_told_nothing(tokenizer: Tokenizer, path: str):
+    app = make_app(serving(tokenizer, api_key=("secret",)))
+    assert call(app, path, method="GET").status == 401
+    assert call(app, path, method="GET", headers=[KEY]).status == 200
+
+
+def test_the_load_is_what_is_being_answered(tokenizer: Tokenizer):
+    served = serving(tokenizer)
+    assert read(served, "/load") == {"server_load": 0}
+    served.submit([5], served.params({"n": 3}), "a")
+    assert read(served, "/load") == {"server_load": 3}
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_ping_is_health_and_needs_no_key(tokenizer: Tokenizer, method: str):
+    served = serving(tokenizer, api_key=("secret",))
+    app = make_app(served)
+    assert call(app, "/ping", method=method).status == 200
+    served.drain.stopping = True
+    assert call(app, "/ping", method=method).status == 503
+
+
+def test_the_engine_is_told_to_forget_its_prefixes(tokenizer: Tokenizer):
+    served = serving(tokenizer)
+    assert isinstance(served.client, Said)
+    assert call(make_app(served), "/reset_prefix_cache").status == 200
+    assert served.client.said == [Forget()]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/rerank", "/v2/rerank", "/v1/audio/speech"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_what_is_no_text_generation_is_a_501(tokenizer: Tokenizer, path: str, method: str):
+    answer = call(make_app(serving(tokenizer)), path, method=method)
+    assert answer.status == 501
+    assert answer.error["type"] == "not_implemented_error"
+    assert answer.error["message"] == (
+        f"Strobe serves text generation; {path} is not among what it does."
+    )
