@@ -60,9 +60,10 @@ def _run(arguments: Sequence[str]) -> int:
         return _help()
     if arguments[0] in ("-V", "--version"):
         return _version()
+    from strobe.cli.options_file import expanded
     from strobe.compat.arguments import separate
 
-    own, options = separate(arguments)
+    own, options = separate(expanded(arguments))
     name = own[0] if own else ""
     if not own or own[0] in ("-h", "--help"):
         return _help()

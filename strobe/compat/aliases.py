@@ -30,6 +30,7 @@ RENAMED = {
     "speculative_draft_model_revision": "draft_revision",
     "speculative_draft_attention_backend": "draft_attention_backend",
     "uvicorn_log_level": "log_level",
+    "allowed_origins": "cors_origin",
 }
 """Names that mean exactly what a setting of ours means."""
 
@@ -41,6 +42,7 @@ SWITCHES: dict[str, tuple[str, Any, Any]] = {
     "async_scheduling": ("overlap", 2, 1),
     "speculative_adaptive": ("adaptive", True, False),
     "disable_uvicorn_access_log": ("access_log", False, None),
+    "disable_log_requests": ("access_log", False, None),
 }
 """True or false there: the setting here, its value for true, and for false; None is the default."""
 
@@ -183,7 +185,8 @@ def translate(options: Mapping[str, Any]) -> Translated:
     _speculation(found, [entry for entry in speculative if entry[2] is not None])
     for name, value in given.items():
         if name in RENAMED:
-            found.put(RENAMED[name], value, name, value)
+            read = _listed(name, value) if name == "allowed_origins" else value
+            found.put(RENAMED[name], read, name, value)
         elif name in SWITCHES:
             setting, on, off = SWITCHES[name]
             if (on if _switch(name, value) else off) is not None:
@@ -266,6 +269,17 @@ def _drafts(name: str, value: Any) -> int:
             "slot and one draft; leave the drafter out for none."
         )
     return value - 1
+
+
+def _listed(name: str, value: Any) -> tuple[str, ...]:
+    """A JSON list, as vLLM has it on a command line, or one text."""
+    try:
+        read = json.loads(value) if isinstance(value, str) and value.startswith("[") else [value]
+    except ValueError:
+        read = [None]
+    if not isinstance(read, list) or not all(isinstance(one, str) for one in read):
+        raise ValueError(f"""{name} is {value!r}, but must be texts, such as '["*"]'.""")
+    return tuple(read)
 
 
 def _switch(name: str, value: Any) -> bool:

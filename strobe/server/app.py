@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from strobe.server import page
+from strobe.server.guards import Key, read_keys
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
 from strobe.server.openai import replies
 from strobe.server.openai.chat import chat
@@ -72,7 +74,10 @@ def make_app(serving: Serving) -> ASGIApp:
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_allowed)
     settings = serving.settings
-    keyless = OPEN_PATHS if settings.api_key else None
+    keys = tuple([Key(secret) for secret in settings.api_key])
+    if settings.api_key_file is not None:
+        keys += read_keys(Path(settings.api_key_file))
+    keyless = OPEN_PATHS if keys else None
     document = functools.cache(
         lambda: describe(app, POSTS.values(), READ_ERRORS, keyless, lenient=settings.lenient)
     )
@@ -80,7 +85,7 @@ def make_app(serving: Serving) -> ASGIApp:
     return wrap(
         app,
         MiddlewareSettings(
-            api_keys=tuple(settings.api_key),
+            api_keys=keys,
             open_paths=OPEN_PATHS | page.files().keys() | {"/docs", "/openapi.json"},
             max_body_bytes=settings.max_body_bytes,
             cors_origins=tuple(settings.cors_origin),

@@ -9,8 +9,11 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,18 +35,55 @@ class Drain:
     retry_after: int = 30
 
 
+class Key(NamedTuple):
+    """What opens the API. name: whose it is, as the log calls him; at_once: requests that may run
+    by it together, None for any number."""
+
+    secret: str
+    name: str = ""
+    at_once: int | None = None
+
+
+def read_keys(path: Path) -> tuple[Key, ...]:
+    """The keys of a file, one a line: a name, the key, and how many requests at once where that is
+    limited. Empty lines and what follows # count for nothing. Raises ValueError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"api_key_file is {str(path)!r}, which cannot be read ({error})."
+        ) from None
+    keys: list[Key] = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        most = words[2] if len(words) == 3 else "1"
+        if not words:
+            continue
+        if len(words) not in (2, 3) or not most.isdecimal() or not int(most):
+            raise ValueError(
+                f"Line {number} of {path} is not a name, a key and, where it is limited, a number "
+                "of requests at once, such as: alice sk-3f9a 8."
+            )
+        keys.append(Key(words[1], words[0], int(most) if len(words) == 3 else None))
+    if not keys:
+        raise ValueError(f"{path} holds no key; write a line such as: alice sk-3f9a 8.")
+    return tuple(keys)
+
+
 class ApiKey:
-    """Asks for `Authorization: Bearer KEY` on every path but the open ones; else 401.
+    """Asks for `Authorization: Bearer KEY` on every path but the open ones; else 401. By a key of
+    a limited number of requests at once, more are a 429.
 
     The comparison takes equally long for every key of the client's. OPTIONS passes, because
-    browsers ask without a key first; no handler runs for it.
+    browsers ask without a key first; no handler runs for it. The key's name is told to the log.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Collection[str], open_paths: Collection[str], refused: Refused
+        self, app: ASGIApp, keys: Sequence[Key], open_paths: Collection[str], refused: Refused
     ):
-        self.app = app
-        self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self.app, self.keys = app, tuple(keys)
+        self.digests = [hashlib.sha256(key.secret.encode()).digest() for key in keys]
+        self.running = Counter[Key]()
         self.open_paths = frozenset(open_paths)
         self.refused = refused
 
@@ -51,27 +91,50 @@ class ApiKey:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})  # no key is read there
             return
-        if scope["type"] != "http" or scope["method"] == "OPTIONS" or self._opens(scope):
+        if scope["type"] != "http" or scope["method"] == "OPTIONS":
             await self.app(scope, receive, send)
             return
-        self.refused(401, "api_key")
-        await refuse(
-            send,
-            401,
-            "The API key is missing or wrong; send the header Authorization: Bearer KEY.",
-            code="invalid_api_key",
-            headers=[(b"www-authenticate", b"Bearer")],
-        )
+        key = self._key(scope)
+        if key is None and _route(scope) not in self.open_paths:
+            self.refused(401, "api_key")
+            await refuse(
+                send,
+                401,
+                "The API key is missing or wrong; send the header Authorization: Bearer KEY.",
+                code="invalid_api_key",
+                headers=[(b"www-authenticate", b"Bearer")],
+            )
+        elif key is None or _route(scope) in self.open_paths:
+            await self.app(scope, receive, send)
+        elif key.at_once is not None and self.running[key] >= key.at_once:
+            self.refused(429, "api_key_busy")
+            await refuse(
+                send,
+                429,
+                f"{key.at_once} requests with this API key are running, and it may have no more at "
+                "once; try again when one has ended.",
+                code="api_key_busy",
+                headers=[(b"retry-after", b"1")],
+            )
+        else:
+            await self._run(key, scope, receive, send)
 
-    def _opens(self, scope: Scope) -> bool:
-        if _route(scope) in self.open_paths:
-            return True
+    async def _run(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
+        if key.name:
+            scope.setdefault("state", {}).setdefault("log", {})["key"] = key.name
+        self.running[key] += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.running[key] -= 1
+
+    def _key(self, scope: Scope) -> Key | None:
         given = _values(scope, b"authorization")
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         # Digests have one length, and every key is compared, whichever fits.
         digest = hashlib.sha256(key.strip()).digest()
         fits = [hmac.compare_digest(digest, own) for own in self.digests]
-        return scheme.lower() == b"bearer" and any(fits)
+        return self.keys[fits.index(True)] if scheme.lower() == b"bearer" and any(fits) else None
 
 
 class Draining:

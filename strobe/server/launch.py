@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Generator
 from dataclasses import replace
 from multiprocessing import resource_tracker
@@ -28,7 +29,7 @@ from strobe.hub.locate import located
 from strobe.server.app import make_app
 from strobe.server.connections import AT_ONCE, Connection, Quiet
 from strobe.server.engine_process.client import EngineClient, EngineDead
-from strobe.server.guards import Drain
+from strobe.server.guards import Drain, read_keys
 from strobe.server.metrics import ServerMetrics
 from strobe.server.serving import Formats, Serving, check_template, read_template
 from strobe.server.settings import ServerConfig
@@ -50,6 +51,9 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
     template = read_template(settings.chat_template)
     names = tuple(settings.served_model_name) or (without_revision(config.target) or DEMO_NAME,)
     settings = replace(settings, served_model_name=names)
+    _check_certificate(settings)
+    if settings.api_key_file is not None:
+        read_keys(Path(settings.api_key_file))
     listener = _listen(settings.host, settings.port)
     try:
         config = located(config)
@@ -57,6 +61,21 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
         return asyncio.run(Server(config, settings, template, listener).run())
     finally:
         listener.close()
+
+
+def _check_certificate(settings: ServerConfig) -> None:
+    """Raises ValueError where HTTPS could not be spoken with it."""
+    if settings.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, lambda: "")
+    except (OSError, ValueError) as error:
+        key = settings.ssl_keyfile or settings.ssl_certfile
+        raise ValueError(
+            f"The certificate {settings.ssl_certfile} with the key {key} cannot be used ({error}); "
+            "give a chain and its unencrypted key as PEM files."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -139,6 +158,9 @@ class Server:
                     backlog=AT_ONCE,
                     timeout_keep_alive=75,
                     server_header=False,
+                    root_path=self.settings.root_path,
+                    ssl_certfile=self.settings.ssl_certfile,
+                    ssl_keyfile=self.settings.ssl_keyfile,
                 )
             )
             http = asyncio.create_task(server.serve(sockets=[self.listener]))
@@ -184,10 +206,11 @@ class Server:
     def _greeting(self, serving: Serving, where: str) -> str:
         host, port = self.listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        methods = serving.facts.methods
+        scheme = "http" if self.settings.ssl_certfile is None else "https"
+        methods, base = serving.facts.methods, f"{scheme}://{host}:{port}"
         return (
             f"Strobe serves {serving.names[0]} on {where}, drafting with {methods[0]}: "
-            f"http://{host}:{port}/ is a page to try it, http://{host}:{port}/docs its API."
+            f"{base}/ is a page to try it, {base}/docs its API."
         )
 
     async def _end(self, serving: Serving, server: uvicorn.Server, http: asyncio.Task[None]) -> int:

@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from strobe.server.access import AccessLog, RequestId
-from strobe.server.guards import ApiKey, BodyLimit, Drain, Draining, Refused, refuse
+from strobe.server.guards import ApiKey, BodyLimit, Drain, Draining, Key, Refused, refuse
 
 __all__ = [
     "OPEN_PATHS",
@@ -45,14 +45,14 @@ class MiddlewareSettings:
     of one request. cors_origins: pages of these origins may call; "*" is all, none: CORS is off.
     """
 
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[Key, ...] = ()
     open_paths: frozenset[str] = OPEN_PATHS
     max_body_bytes: int = 32 << 20
     cors_origins: tuple[str, ...] = ()
     access_log: bool = True
 
     def __post_init__(self) -> None:
-        for place, key in enumerate(self.api_keys, 1):
+        for place, (key, _, _) in enumerate(self.api_keys, 1):
             if not key.isprintable() or not key or key != key.strip():
                 raise ValueError(
                     f"API key {place} is empty, begins or ends with a space or holds a character "

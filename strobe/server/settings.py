@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from strobe.checks import Texts, option, settings
 from strobe.server.logs import configure_logging
@@ -47,11 +48,24 @@ class ServerConfig:
     api_key: Texts = option(
         (), "Clients must send one of these keys, or the one in STROBE_API_KEY."
     )
+    api_key_file: str | None = option(
+        None,
+        "A file of further keys, one a line: a name for the log, the key, and the number of "
+        "requests at once where that is limited.",
+    )
+    ssl_certfile: str | None = option(None, "Certificate chain, as PEM; the server speaks HTTPS.")
+    ssl_keyfile: str | None = option(None, "Its private key, where the chain's file has none.")
+    root_path: str = option("", "Path below which a proxy shows the server, such as /strobe.")
     served_model_name: Annotated[Texts, AfterValidator(_visible)] = option(
         (), "Names clients call the model by; the first one is given back."
     )
     chat_template: str | None = option(
         None, "A Jinja file, or its text, in place of the checkpoint's chat template."
+    )
+    default_chat_template_kwargs: str = option(
+        "",
+        "Variables for the chat template that requests may change, as JSON, such as "
+        """'{"enable_thinking": false}'.""",
     )
     trust_request_chat_template: bool = option(
         False, "Let requests bring chat templates, which can take all time and memory there is."
@@ -82,6 +96,31 @@ class ServerConfig:
     log_level: str = option("info", "debug, info, warning or error.")
     log_json: bool = option(False, "Write log lines as JSON objects.")
     log_prompts: bool = option(False, "Let prompts and answers appear in the log.")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ServerConfig:
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_keyfile is given without ssl_certfile; give both.")
+        if self.root_path and not (self.root_path[0] == "/" != self.root_path[-1]):
+            raise ValueError(
+                f"root_path is {self.root_path!r}, but must begin with / and not end with it."
+            )
+        _ = self.template_variables
+        return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """default_chat_template_kwargs, read. Raises ValueError."""
+        try:
+            read = json.loads(self.default_chat_template_kwargs or "{}")
+        except ValueError:
+            read = None
+        if not isinstance(read, dict):
+            raise ValueError(
+                f"default_chat_template_kwargs is {self.default_chat_template_kwargs!r}, but must "
+                """be a JSON object, such as '{"enable_thinking": false}'."""
+            )
+        return read
 
     @property
     def logs(self) -> LogSettings:

@@ -92,7 +92,7 @@ class Served:
     def _read(self, stream: IO[str]) -> None:
         for line in stream:
             self.lines.append(line.rstrip())
-            found = re.search(r"(http://\S+?)/ is a page", line)
+            found = re.search(r"(https?://\S+?)/ is a page", line)
             if found:
                 self.url = found[1]
                 self._ready.set()

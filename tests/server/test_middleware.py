@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from asgi import Answer, call, echo, untouched
 from starlette.requests import ClientDisconnect, Request
 
 from strobe.server.access import AccessLog, RequestId
-from strobe.server.guards import ApiKey, BodyLimit, Drain, Draining
+from strobe.server.guards import ApiKey, BodyLimit, Drain, Draining, Key, read_keys
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
 from strobe.server.openai.protocol.errors import ERROR_TYPES
 
@@ -230,8 +231,11 @@ def test_a_poll_that_fails_is_told(lines: Lines):
 # Keys
 
 
-def keyed(app: Any = echo, keys: tuple[str, ...] = ("k-one", "schl\u00fcssel two")) -> Any:
-    return ApiKey(app, keys, OPEN_PATHS, Refusals())
+KEYS = Key("k-one", "alice", 2), Key("schl\u00fcssel two")
+
+
+def keyed(app: Any = echo) -> Any:
+    return ApiKey(app, KEYS, OPEN_PATHS, Refusals())
 
 
 @pytest.mark.parametrize(
@@ -259,7 +263,7 @@ def test_any_of_the_keys_opens(value: str):
 )
 def test_no_key_or_a_wrong_one_is_a_401_in_openais_form(headers: list[tuple[str, str]]):
     refused = Refusals()
-    answer = call(ApiKey(untouched, ("k-one",), OPEN_PATHS, refused), headers=headers)
+    answer = call(ApiKey(untouched, KEYS[:1], OPEN_PATHS, refused), headers=headers)
     assert answer.status == 401
     assert is_envelope(answer)
     assert answer.error["code"] == "invalid_api_key"
@@ -302,6 +306,54 @@ def test_open_paths_need_no_key_under_a_proxys_prefix_too(path: str):
 )
 def test_what_only_looks_like_an_open_path_is_closed(path: str, root_path: str):
     assert call(keyed(untouched), path, root_path=root_path).status == 401
+
+
+def test_a_key_of_so_many_requests_at_once_has_no_more():
+    refused, bearer = Refusals(), [("Authorization", "Bearer k-one")]
+    app = ApiKey(echo, KEYS, OPEN_PATHS, refused)
+    app.running[KEYS[0]] = 1
+    assert call(app, headers=bearer).status == 200
+    assert app.running[KEYS[0]] == 1
+    app.running[KEYS[0]] = 2
+    answer = call(app, headers=bearer)
+    assert (answer.status, answer.header("retry-after")) == (429, "1")
+    assert "2 requests with this API key are running" in answer.error["message"]
+    assert refused == [(429, "api_key_busy")]
+    assert call(app, "/health", method="GET", headers=bearer).status == 200
+    other = [("Authorization", "Bearer schl\u00fcssel two")]
+    assert call(app, headers=other).status == 200
+
+
+def test_the_log_names_the_key_and_never_shows_it(lines: Lines):
+    app = AccessLog(keyed())
+    for value in ("Bearer k-one", "Bearer schl\u00fcssel two"):
+        call(app, headers=[("Authorization", value)])
+    first, second = lines()
+    assert first["key"] == "alice"
+    assert "key" not in second
+    assert "k-one" not in json.dumps(first)
+
+
+def test_a_file_of_keys_has_one_a_line(tmp_path: Path):
+    path = tmp_path / "keys"
+    path.write_text("# who may\nalice k-one 2\n\nbob k-two # the other\n")
+    assert read_keys(path) == (Key("k-one", "alice", 2), Key("k-two", "bob"))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("alice k 2\nk-two\n", "Line 2 of .* is not a name, a key and"),
+        ("alice k 0", "Line 1 of"),
+        ("alice k many", "Line 1 of"),
+        ("alice k 2 3", "Line 1 of"),
+        ("# nobody\n", "holds no key; write a line such as"),
+    ],
+)
+def test_a_file_without_such_lines_is_refused(tmp_path: Path, text: str, sentence: str):
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        read_keys(tmp_path / "keys")
 
 
 def test_preflight_passes_without_a_key():
@@ -420,7 +472,7 @@ def test_lengths_that_differ_are_a_400_and_a_huge_one_is_a_413():
 
 
 def test_a_refusal_has_an_id_a_line_and_cors_headers_a_page_can_read(lines: Lines):
-    settings = MiddlewareSettings(api_keys=("k",), cors_origins=("https://a.example",))
+    settings = MiddlewareSettings(api_keys=(Key("k"),), cors_origins=("https://a.example",))
     refused = Refusals()
     app = wrap(untouched, settings, refused=refused)
     answer = call(app, headers=[("Origin", "https://a.example")])
@@ -433,7 +485,7 @@ def test_a_refusal_has_an_id_a_line_and_cors_headers_a_page_can_read(lines: Line
 
 
 def test_a_browsers_preflight_is_answered_without_a_key():
-    settings = MiddlewareSettings(api_keys=("k",), cors_origins=("https://a.example",))
+    settings = MiddlewareSettings(api_keys=(Key("k"),), cors_origins=("https://a.example",))
     asked = [
         ("Origin", "https://a.example"),
         ("Access-Control-Request-Method", "POST"),
@@ -453,7 +505,7 @@ def test_without_options_there_is_neither_key_nor_cors_nor_stopping():
 
 
 def test_the_key_is_asked_before_a_stopping_server_or_a_body_says_anything():
-    settings = MiddlewareSettings(api_keys=("k",), max_body_bytes=3)
+    settings = MiddlewareSettings(api_keys=(Key("k"),), max_body_bytes=3)
     app = wrap(untouched, settings, drain=Drain(stopping=True))
     key = [("Authorization", "Bearer k")]
     assert call(app, body=[b"1234"]).status == 401
@@ -468,9 +520,9 @@ def test_the_access_log_can_be_left_out(lines: Lines):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"api_keys": ("good", "")}, "API key 2 is empty"),
-        ({"api_keys": (" padded",)}, "API key 1"),
-        ({"api_keys": ("two\nlines",)}, "API key 1"),
+        ({"api_keys": (Key("good"), Key(""))}, "API key 2 is empty"),
+        ({"api_keys": (Key(" padded"),)}, "API key 1"),
+        ({"api_keys": (Key("two\nlines"),)}, "API key 1"),
         ({"max_body_bytes": 0}, "max_body_bytes is 0"),
         ({"cors_origins": ("https://a.example/",)}, "https://a.example/"),
         ({"cors_origins": ("a.example",)}, "a.example"),
@@ -490,7 +542,7 @@ def test_lifespan_passes_all_of_it():
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["type"])
 
-    settings = MiddlewareSettings(api_keys=("k",), cors_origins=("*",))
+    settings = MiddlewareSettings(api_keys=(Key("k"),), cors_origins=("*",))
 
     async def run(scope: Any, receive: Any, send: Any) -> None:
         wrapped = wrap(app, settings, drain=Drain(stopping=True))

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from polling import PATIENCE
 from starlette.responses import StreamingResponse
 
+from strobe.server.guards import Key
 from strobe.server.middleware import MiddlewareSettings, wrap
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -37,7 +38,7 @@ def serve(app: Any, parser: str, talk: Talk) -> dict[str, Any]:
 
     async def main() -> dict[str, Any]:
         lines, log = Lines(), logging.getLogger("strobe.access")
-        wrapped = wrap(app, MiddlewareSettings(max_body_bytes=100, api_keys=("k",)))
+        wrapped = wrap(app, MiddlewareSettings(max_body_bytes=100, api_keys=(Key("k"),)))
         config = uvicorn.Config(
             wrapped, http=parser, log_config=None, access_log=False, timeout_graceful_shutdown=1
         )

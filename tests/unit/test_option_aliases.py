@@ -287,12 +287,17 @@ def test_the_server_takes_its_model_and_options_by_other_names(
     main(
         "serve", "--model-path=t", "--speculative-draft-model-path=d", "--tp=1", "--port=1",
         "--disable-uvicorn-access-log", "--uvicorn-log-level=debug", "--enable-auto-tool-choice",
-        "--served-model-name=a",
+        "--served-model-name=a", '--allowed-origins=["https://a.example", "https://b.example"]',
+        "--disable-log-requests",
     )  # fmt: skip
     assert got[0] == EngineConfig(target="t", draft="d")
     assert got[1] == ServerConfig(
-        port=1, access_log=False, log_level="debug", served_model_name=("a",)
-    )
+        port=1, access_log=False, log_level="debug", served_model_name=("a",),
+        cors_origin=("https://a.example", "https://b.example"),
+    )  # fmt: skip
+    status, _, err = main("serve", "t", "--allowed-origins=[1]")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "allowed_origins is '[1]', but must be texts" in err
     status, _, err = main("serve", "t", "--model=u")
     assert (status, err.count("\n")) == (2, 1)
     assert "target is 't', but model is 'u'" in err

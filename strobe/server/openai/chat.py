@@ -54,7 +54,7 @@ async def chat(serving: Serving, http: Request) -> Response:
 async def prepare(serving: Serving, request: ChatCompletionRequest, http: Request) -> Prepared:
     """The prompt as token ids, with sampling parameters and parsers. Raises BadField, Unserved."""
     name, facts = serving.name(request.model), serving.facts
-    options = request.template_options()
+    options = serving.settings.template_variables | request.template_options()
     options["chat_template"] = serving.template(request.chat_template)
     keep, deadline = request.truncate_prompt_tokens, replies.Deadline(serving, request.timeout)
 

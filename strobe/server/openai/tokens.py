@@ -24,7 +24,7 @@ async def tokenize(serving: Serving, http: Request) -> Response:
             tokenizer, text = serving.tokenizer, request.prompt
             try:
                 if text is None:
-                    options = request.template_options()
+                    options = serving.settings.template_variables | request.template_options()
                     options["chat_template"] = serving.template(request.chat_template)
                     text = tokenizer.chat_text(request.conversation, **options)
                 ids = tokenizer.encode(text, add_special_tokens=request.adds_special_tokens)

@@ -1,0 +1,81 @@
+"""Options out of a file, as on a command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strobe.cli.options_file import expanded
+from strobe.server.settings import ServerConfig
+
+TEXT = """
+num-drafts: 7
+max_model_len: 4096
+adaptive: false
+lenient: false
+log-json: true
+enforce_eager: false
+stop: ["a b", c]
+speculative-config: {method: dflash, num_speculative_tokens: 7}
+draft:
+"""
+WORDS = [
+    "--num-drafts=7", "--max-model-len=4096", "--no-adaptive", "--log-json",
+    "--enforce-eager=false", "--stop=a b", "--stop=c",
+    '--speculative-config={"method": "dflash", "num_speculative_tokens": 7}',
+]  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    file = tmp_path / "options.yaml"
+    file.write_text(TEXT)
+    return str(file)
+
+
+@pytest.mark.parametrize("glued", [False, True])
+def test_a_files_options_take_its_place(path: str, glued: bool):
+    named = [f"--config={path}"] if glued else ["--config", path]
+    assert expanded(["serve", *named, "--port=0"]) == ["serve", *WORDS, "--port=0"]
+
+
+def test_the_command_line_goes_first(path: str):
+    given = ["--max-model-len", "9", "--adaptive"]
+    found = expanded(["serve", "--num-drafts=3", "--config", path, *given])
+    rest = [word for word in WORDS if word.split("=")[0] not in (
+        "--num-drafts", "--max-model-len", "--no-adaptive")]  # fmt: skip
+    assert found == ["serve", "--num-drafts=3", *rest, *given]
+
+
+def test_what_stands_behind_two_hyphens_is_no_option():
+    assert expanded(["generate", "--", "--config", "x"]) == ["generate", "--", "--config", "x"]
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "1: 2", "a: [1,", "\x00"])
+def test_a_file_without_options_is_a_sentence(tmp_path: Path, text: str):
+    (tmp_path / "bad").write_text(text)
+    with pytest.raises(ValueError, match=r"^--config names .*bad, which (holds|cannot)"):
+        expanded(["serve", "--config", str(tmp_path / "bad")])
+
+
+def test_no_file_is_a_sentence(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"cannot be read \(.*No such file"):
+        expanded([f"--config={tmp_path}/none.yaml"])
+    with pytest.raises(ValueError, match="--config needs a file behind it"):
+        expanded(["serve", "--config"])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"ssl_keyfile": "k"}, "ssl_keyfile is given without ssl_certfile"),
+        ({"root_path": "strobe"}, "root_path is 'strobe', but must begin with /"),
+        ({"root_path": "/"}, "root_path is '/', but must"),
+        ({"default_chat_template_kwargs": "[1]"}, "must be a JSON object"),
+        ({"default_chat_template_kwargs": "{"}, "must be a JSON object"),
+    ],
+)
+def test_settings_that_make_no_sense_are_sentences(options: dict[str, str], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        ServerConfig(**options)
