@@ -27,7 +27,7 @@ from strobe.outputs import (
     metrics_of,
     named,
 )
-from strobe.request import Request
+from strobe.request import USUAL, Place, Request
 from strobe.sampling_params import SamplingParams
 from strobe.step import RequestStart
 from strobe.text.tokenizer import Message, Tokenizer
@@ -209,9 +209,12 @@ class LLM:
                     f"The sampling parameters of a prompt are {reprlib.repr(params)}, but must be "
                     "SamplingParams."
                 )
-            output.prompt, output.prompt_token_ids = self._encode(prompt)
-            ids = output.prompt_token_ids
-            requests = self.engine.add_prompt(ids, params, key=number, request_id=number)
+            prompt, place = _placed(prompt)
+            output.prompt, ids = self._encode(prompt)
+            output.prompt_token_ids = ids
+            requests = self.engine.add_prompt(
+                ids, params, key=number, request_id=number, place=place
+            )
             for index, request in enumerate(requests):
                 answer = Answer(self.tokenizer, params, request_id=number, index=index)
                 output.outputs.append(answer.output)
@@ -239,7 +242,7 @@ class LLM:
             return text, self.tokenizer.encode(text, add_special_tokens=False)
         raise ValueError(
             f"A prompt is {reprlib.repr(prompt)}, but must be a text, a list of token ids, "
-            '{"prompt": text} or {"prompt_token_ids": ids}.'
+            '{"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where wanted.'
         )
 
     def _step(self) -> list[StreamDelta]:
@@ -298,6 +301,19 @@ def _as_list(given: Any, part: type) -> list[Any]:
     """Several things as a list; what begins with a `part` of one, or is no list, is one thing."""
     items: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     return [given] if items and isinstance(items[0], part) else items
+
+
+def _placed(prompt: Any) -> tuple[Any, Place]:
+    """A prompt without its cache_salt, and how it stands to others by that. Raises ValueError."""
+    if not isinstance(prompt, Mapping) or "cache_salt" not in prompt:
+        return prompt, USUAL
+    rest: dict[Any, Any] = dict(prompt)
+    salt = rest.pop("cache_salt")
+    if not isinstance(salt, str) or not salt:
+        raise ValueError(
+            f"cache_salt is {reprlib.repr(salt)}, but must be a text that is not empty."
+        )
+    return rest, Place(salt=salt)
 
 
 def _token_ids(ids: Any) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,24 @@ class TokenLogprob(NamedTuple):
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+
+
+class Place(NamedTuple):
+    """How a request stands to others. priority: lower ones run first; salt: only requests of the
+    same one find each other's prefixes."""
+
+    priority: int = 0
+    salt: str = ""
+
+
+USUAL = Place()
+
+
+class PageKeys(list[bytes]):
+    """Content keys of a sequence's first full pages; root: what the first of them follows."""
+
+    def __init__(self, salt: str = ""):
+        self.root = hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
 
 
 class Status(enum.Enum):
@@ -92,6 +111,7 @@ class Request:
         num_drafts: int = 0,
         off_reason: str | None = None,
         key: Hashable = None,
+        place: Place = USUAL,
     ):
         """sibling: which of a prompt's n answers; key: what the caller names the prompt by. Of its
         own, `queued`: seconds until it ran."""
@@ -114,7 +134,7 @@ class Request:
         self.queued = 0.0
         self.started = False
         self.failures, self.failed_at = 0, -1
-        self.page_keys: list[bytes] = []
+        self.priority, self.page_keys = place.priority, PageKeys(place.salt)
         self.scores_prompt = sampling.prompt_logprobs is not None and not sibling
         self.prompt_logprobs: list[TokenLogprob | None] = [None] if self.scores_prompt else []
 

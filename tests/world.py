@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from strobe.config import Limits
 from strobe.engine.scheduler import Scheduler
 from strobe.kv.pages import PagePool
-from strobe.request import Request, Status, TokenLogprob
+from strobe.request import USUAL, Place, Request, Status, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.spec.budget import Allotment, Budget, Candidate, Chain, Load
 from strobe.step import TAIL, Admission, Plan, Span, StepResult, TokenEvent, num_rows
@@ -277,6 +277,7 @@ class World:
         method: str = "dflash",
         stop: bool = False,
         sibling: int = 0,
+        place: Place = USUAL,
         **sampling: object,
     ) -> Request:
         prompt = prompt if isinstance(prompt, list) else [1] * prompt
@@ -292,6 +293,7 @@ class World:
             method=method if drafts else "none",
             num_drafts=drafts,
             key=number,
+            place=place,
         )
         self.requests.append(request)
         self.scheduler.add(request)

@@ -15,7 +15,7 @@ from strobe.config import EngineConfig
 from strobe.engine.build import Parts, Resolved, build, resolve
 from strobe.engine.outcomes import EngineStats
 from strobe.engine.scheduler import Scheduler
-from strobe.request import FinishReason, Request
+from strobe.request import USUAL, FinishReason, Place, Request
 from strobe.runner.batch import Layout, Shape
 from strobe.runner.buckets import verified_rows
 from strobe.runner.graphs import Eager
@@ -232,16 +232,16 @@ class Engine:
         key: Hashable = None,
         request_id: str | None = None,
         seed: int | None = None,
+        place: Place = USUAL,
     ) -> list[Request]:
         """Queue all `n` answers to a prompt. key: what their events call the prompt; request_id: in
         the log. Raises ValueError, naming the value, for what cannot run."""
+        add = functools.partial(self.add, prompt_ids, sampling, key=key, place=place)
         requests: list[Request] = []
         for i in range(sampling.n):
             name = f"{request_id}-{i}" if request_id and sampling.n > 1 else request_id
             seed = requests[0].seed if requests else seed
-            requests.append(
-                self.add(prompt_ids, sampling, sibling=i, seed=seed, request_id=name, key=key)
-            )
+            requests.append(add(sibling=i, seed=seed, request_id=name))
         return requests
 
     def add(
@@ -253,6 +253,7 @@ class Engine:
         seed: int | None = None,
         request_id: str | None = None,
         key: Hashable = None,
+        place: Place = USUAL,
     ) -> Request:
         """Queue one answer. sibling: which of a prompt's n answers; seed: used where the sampling
         parameters bring none; key: what its events call the prompt, by default the request's
@@ -280,6 +281,7 @@ class Engine:
             num_drafts=drafts,
             off_reason=off,
             key=number if key is None else key,
+            place=place,
         )
         self.scheduler.add(request)
         return request

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -111,7 +112,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; the caller has checked that it fits the context."""
         self.stats.prompt_tokens += request.num_prompt
-        self.waiting.append(request)
+        at = bisect_right(self.waiting, request.priority, key=_priority)
+        self.waiting.insert(at, request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request from outside (stop string, abort). Ending one that has ended is nothing."""
@@ -286,19 +288,18 @@ class Scheduler:
 
     def _positions(self, record: Record, span: Span) -> int:
         """Positions to reserve: a drafting request always gets the whole block."""
-        if not record.decoding:
-            return span.num_rows
-        return self.limits.block if record.request.num_drafts else 1
+        drafting = record.decoding and record.request.num_drafts
+        return self.limits.block if drafting else span.num_rows
 
     def _reserve(self, chosen: list[tuple[Record, Span]]) -> list[tuple[Record, Span]]:
-        """Reserve for all of them. Where pages run out the newest running request makes room, and
-        while a leaving one's pages are still on their way the newest chosen ones sit this step out.
-        """
+        """Reserve for all of them. Where pages run out the newest running request of the lowest
+        priority makes room, and while a leaving one's pages are still on their way the newest
+        chosen ones sit this step out."""
         while not reserve_all([(r.lease, self._positions(r, s)) for r, s in chosen]):
             if self._draining:
                 chosen = chosen[:-1]
                 continue
-            victim = self.running[-1]
+            victim = max(reversed(self.running), key=lambda record: record.request.priority)
             victim.request.num_preemptions += 1
             self.stats.preemptions += 1
             self._wait_again(victim)
@@ -306,8 +307,8 @@ class Scheduler:
         return chosen
 
     def _admit_waiting(self, alone: Request | None, budget: int) -> list[tuple[Record, Span]]:
-        """Start waiting requests, first come, first served, as far as slots, pages and rows go. Who
-        would compute what another is computing waits for that."""
+        """Start waiting requests, in their order, as far as slots, pages and rows go. Who would
+        compute what another is computing waits for that."""
         admitted: list[tuple[Record, Span]] = []
         first = itertools.islice(self.waiting, _LOOKED_AT)
         for request in [alone] if alone is not None else list(first):
@@ -369,10 +370,12 @@ class Scheduler:
         return PageWrite(record.slot, first, tuple(pages[first:])) if first < len(pages) else None
 
     def _wait_again(self, record: Record) -> None:
-        """Take a running request's pages; it starts over from the tokens it has, first in line."""
-        record.request.status = Status.WAITING
+        """Take a running request's pages; it starts over from the tokens it has, first in line of
+        its priority."""
+        request = record.request
+        request.status = Status.WAITING
         self._leave(record)
-        self.waiting.appendleft(record.request)
+        self.waiting.insert(bisect_left(self.waiting, request.priority, key=_priority), request)
 
     def _leave(self, record: Record) -> None:
         self.running.remove(record)
@@ -385,6 +388,10 @@ class Scheduler:
             record.lease.release()
             self._draining.remove(record)
             self._slots.append(record.slot)
+
+
+def _priority(request: Request) -> int:
+    return request.priority
 
 
 def _admission(record: Record, length: int) -> Admission:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from strobe.kv.pages import PagePool
+from strobe.request import PageKeys
 
 
 class LeaseError(RuntimeError):
@@ -25,9 +26,9 @@ class Lease:
     `keys`, its first pages' content keys, are extended as they are needed. `reserved`: positions of
     each open reservation, the oldest first."""
 
-    def __init__(self, pool: PagePool, limit: int, keys: list[bytes] | None = None):
+    def __init__(self, pool: PagePool, limit: int, keys: PageKeys | None = None):
         self.pool, self.limit = pool, limit
-        self.keys = [] if keys is None else keys
+        self.keys = PageKeys() if keys is None else keys
         self.pages: list[int] = []
         self.length = 0
         self.released = False

@@ -14,6 +14,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from strobe.request import PageKeys
+
 
 class PagePool:
     """A fixed number of pages with reference counts and an index of full pages by content."""
@@ -80,12 +82,12 @@ class PagePool:
         """The content key of a full page: its tokens and everything before them."""
         return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
-    def extend(self, keys: list[bytes], tokens: Sequence[int]) -> list[bytes]:
+    def extend(self, keys: PageKeys, tokens: Sequence[int]) -> list[bytes]:
         """Add to a sequence's `keys`, those of its first pages, the keys of its other full pages.
         Returns those that a prefix can be: at least the last token is left to run."""
         size = self.page_size
         for end in range((len(keys) + 1) * size, len(tokens) + 1, size):
-            keys.append(self.key(keys[-1] if keys else b"", tokens[end - size : end]))
+            keys.append(self.key(keys[-1] if keys else keys.root, tokens[end - size : end]))
         return keys[: (len(tokens) - 1) // size]
 
     def publish(self, page: int, key: bytes) -> None:

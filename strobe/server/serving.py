@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jinja2
 import jinja2.meta
 
+from strobe.request import USUAL, Place
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.messages import Ready
@@ -171,10 +172,12 @@ class Serving:
         """Encode or decode much text beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, work)
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Generation:
+    def submit(
+        self, prompt_ids: list[int], params: SamplingParams, request_id: str, place: Place = USUAL
+    ) -> Generation:
         """Hand a prompt to the engine. Raises Unserved where the queue is full."""
         self.check_room(params.n)
-        return self.client.submit(prompt_ids, params, request_id)
+        return self.client.submit(prompt_ids, params, request_id, place)
 
     def check_room(self, answers: int, prompts: int = 1) -> None:
         """Raises Unserved where so many more answers, to so many prompts, find no place now,

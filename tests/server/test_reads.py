@@ -1,4 +1,4 @@
-"""What may be read of a server, and paths that it knows but does not serve."""
+"""What may be read of a server, paths that it knows but does not serve, and what it passes on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from asgi import call
 from engineless import Said, serving
 
 from strobe.config import DEMO_MODELS
+from strobe.request import Place
 from strobe.server.app import make_app
-from strobe.server.engine_process.messages import Forget
+from strobe.server.engine_process.messages import Forget, Submit
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
 
@@ -92,3 +93,20 @@ def test_what_is_no_text_generation_is_a_501(tokenizer: Tokenizer, path: str, me
     assert answer.error["message"] == (
         f"Strobe serves text generation; {path} is not among what it does."
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+def test_priority_and_salt_reach_the_engine(tokenizer: Tokenizer, path: str, asked: Any):
+    served = serving(tokenizer)
+    assert isinstance(served.client, Said)
+    body = json.dumps({**asked, "priority": -3, "cache_salt": "tenant"}).encode()
+    call(make_app(served), path, body=[body], gone=True)
+    (submit,) = [message for message in served.client.said if isinstance(message, Submit)]
+    assert submit.place == Place(-3, "tenant")

@@ -83,6 +83,19 @@ def test_a_prompt_may_be_a_text_a_dict_or_token_ids(llm: LLM):
         assert (output.prompt, output.prompt_token_ids) == (prompt, ids)
 
 
+def test_prompts_of_another_salt_find_no_prefix(pair: Pair):
+    engine = LLM(pair.target, pair.draft, device="cpu", page_size=4)
+    ids = list(range(40, 60))
+
+    def cached(**more: str) -> int | None:
+        (output,) = engine.generate({"prompt_token_ids": ids, **more}, GREEDY, use_tqdm=False)
+        return output.num_cached_tokens
+
+    assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="a")] == [0, 16, 0, 16]
+    (output,) = engine.generate({"prompt": "x", "cache_salt": ""}, GREEDY, use_tqdm=False)
+    assert output.outputs[0].error == "cache_salt is '', but must be a text that is not empty."
+
+
 def test_no_prompts_are_no_outputs(llm: LLM):
     assert llm.generate([], GREEDY) == []
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from world import STOP, Policy, World, running, sequence, truth
 
-from strobe.request import Request, Status, TokenLogprob
+from strobe.request import Place, Request, Status, TokenLogprob
 from strobe.spec.budget import Budget, Load
 from strobe.step import TAIL, Plan, Span, StepResult, TokenEvent
 
@@ -140,6 +140,39 @@ def test_the_newest_running_request_makes_room_and_resumes_with_its_tokens():
     assert world.scheduler.stats.preemptions == 1
     world.drain()
     assert new.output_ids[: len(made)] == made
+    world.check_answers()
+
+
+def test_lower_priorities_run_first_and_equal_ones_in_their_order():
+    world = World(max_num_seqs=1)
+    world.add(4, max_tokens=2)
+    world.step()
+    places = [Place(priority) for priority in (1, -1, 0, 1)]
+    late, soon, equal, last = [world.add(4, max_tokens=2, place=place) for place in places]
+    assert list(world.scheduler.waiting) == [soon, equal, late, last]
+    world.drain()
+    world.check_answers()
+
+
+def test_the_lowest_priority_makes_room_and_goes_before_equals_that_never_ran():
+    world = World(pages=10, max_num_seqs=3, prefix_caching=False)
+    usual, urgent = world.add(10, max_tokens=25), world.add(10, max_tokens=25, place=Place(-1))
+    waits = world.add(10, max_tokens=25)
+    while not usual.num_preemptions:
+        world.step()
+        assert not urgent.num_preemptions
+    assert running(world) == [urgent]
+    assert list(world.scheduler.waiting) == [usual, waits]
+    world.drain()
+    world.check_answers()
+
+
+def test_a_prefix_is_found_only_by_the_same_salt():
+    world = World(page_size=4)
+    for salt in ("", "a", "a", "b", ""):
+        world.add(9, place=Place(salt=salt))
+        world.drain()
+    assert [request.num_cached for request in world.requests] == [0, 0, 8, 0, 8]
     world.check_answers()
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 from multiprocessing.connection import Connection
 
 from strobe.config import EngineConfig
-from strobe.request import FinishReason
+from strobe.request import FinishReason, Place
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.messages import (
     Failed,
@@ -161,13 +161,15 @@ class EngineClient:
         """Answers that are waited for."""
         return sum(len(generation.open) for generation in self._generations.values())
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Generation:
+    def submit(
+        self, prompt_ids: list[int], params: SamplingParams, request_id: str, place: Place
+    ) -> Generation:
         """Ask for the answers to a prompt. Raises EngineDead."""
         if self.dead:
             raise EngineDead("The engine's process has ended; restart the server.")
         key = next(self._keys)
         generation = self._generations[key] = Generation(self, key, params.n)
-        self.send(Submit(key, prompt_ids, params, request_id))
+        self.send(Submit(key, prompt_ids, params, request_id, place))
         return generation
 
     def send(self, message: FromServer) -> None:

@@ -212,7 +212,11 @@ class Worker:
     def _submit(self, message: Submit) -> None:
         try:
             requests = self.engine.add_prompt(
-                message.prompt_ids, message.params, key=message.key, request_id=message.request_id
+                message.prompt_ids,
+                message.params,
+                key=message.key,
+                request_id=message.request_id,
+                place=message.place,
             )
         except ValueError as error:
             send(self.pipe, Refused(message.key, str(error)))

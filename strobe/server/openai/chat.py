@@ -98,6 +98,7 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
             parse,
             "tools" if toolbox.choice.forced else request.constraint,
             http.scope["state"]["came"],
+            request.standing,
         ),
         name,
         warnings(serving, request, request),

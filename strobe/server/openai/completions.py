@@ -46,7 +46,7 @@ async def completions(serving: Serving, http: Request) -> Response:
         came = http.scope["state"]["came"]
         for i, prompt in enumerate(prompts):
             job_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
-            job = Job(prompt.ids, params, job_id, Plain, request.constraint, came)
+            job = Job(prompt.ids, params, job_id, Plain, request.constraint, came, request.standing)
             runs.append(Run(serving, job))
     except Exception as error:
         for run in runs:

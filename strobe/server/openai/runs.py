@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from strobe.outputs import Answer, SpeculationReport, StreamDelta
-from strobe.request import SpeculationCount, TokenLogprob
+from strobe.request import USUAL, Place, SpeculationCount, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import PromptRefused
 from strobe.server.openai.protocol.errors import BadField
@@ -32,6 +32,7 @@ class Job:
     parser: Callable[[], Parser] = Plain
     constraint: str = "structured_outputs"
     began: float = field(default_factory=time.monotonic)
+    place: Place = USUAL
 
 
 class Progress(NamedTuple):
@@ -126,7 +127,7 @@ class Run:
         self.refused = False
         self.num_cached = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self._generation = serving.submit(job.prompt_ids, job.params, job.request_id)
+        self._generation = serving.submit(job.prompt_ids, job.params, job.request_id, job.place)
 
     async def steps(self) -> AsyncIterator[list[Progress]]:
         """The progress of each step. Leaving early gives up what still runs. Raises BadField,

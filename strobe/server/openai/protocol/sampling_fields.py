@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, WithJsonSchema
 
 from strobe.checks import MOST
+from strobe.request import Place
 from strobe.sampling_params import METHODS, Speculation
 from strobe.server.openai.protocol.common import (
     IDS_SCHEMA,
@@ -213,6 +214,12 @@ class Sampling(Closed):
         description="false, true, or `method` and `num_drafts` (tokens drafted in a step); the "
         "server's own when left out. It never changes the answer.",
     )
+    priority: Annotated[Int, Within(-MOST, MOST, "0 is usual")] = Field(
+        0, description="Requests of a lower number run first, and keep their place longer."
+    )
+    cache_salt: Annotated[str, WithJsonSchema(TEXT_SCHEMA)] | None = Field(
+        None, description="Only requests with the same text find each other's cached prefixes."
+    )
     include_speculation: bool = Field(
         False, description="Report in the response how the answer was drafted."
     )
@@ -266,6 +273,11 @@ class Sampling(Closed):
     def constraint(self) -> str:
         """The field that says what the answer must look like."""
         return self._constraint.source if self._constraint is not None else "structured_outputs"
+
+    @property
+    def standing(self) -> Place:
+        """How the request stands to others."""
+        return Place(self.priority, self.cache_salt or "")
 
     def limit(self) -> tuple[str, int | None]:
         """The field that limits the answer's tokens, and its value; None: the context's end."""

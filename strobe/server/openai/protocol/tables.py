@@ -40,7 +40,6 @@ _ACCEPTED: Table = {
     "prompt_cache_key": Note(_CACHE),
     "prompt_cache_retention": Note(_CACHE),
     "prompt_cache_options": Note(_CACHE, ({},)),
-    "priority": Note("requests are served first come, first served", (0,)),
     "guided_decoding_backend": Note("there is one, llguidance"),
     "rid": Note("give the id as request_id"),
     "session_id": Note(_CACHE),
@@ -141,7 +140,6 @@ _REFUSED: Table = {
     "thinking": Note("give chat_template_kwargs or reasoning_effort", ({},)),
     "separate_reasoning": Note("reasoning is separated where the model has a parser", (True,)),
     "stream_reasoning": Note("give include_reasoning: false to leave it out", (True,)),
-    "cache_salt": Note("the prefix cache is shared by all requests"),
     "kv_transfer_params": Note("there is one engine", ({},)),
     "vllm_xargs": Note("there are no custom extensions", ({},)),
     "mm_processor_kwargs": Note(_MEDIA, ({},)),
@@ -197,7 +195,6 @@ UNSUPPORTED: Mapping[str, Table] = {
         "documents": Note("put them into a message", ([],)),
         "mm_processor_kwargs": Note(_MEDIA, ({},)),
         "media_io_kwargs": Note(_MEDIA, ({},)),
-        "cache_salt": Note("the prefix cache is shared by all requests"),
     },
     "detokenize": {},
     "message": {
