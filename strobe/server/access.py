@@ -117,6 +117,26 @@ class AccessLog:
         _log.log(logging.DEBUG if polled else logging.INFO, fields)
 
 
+class Counted:
+    """Tells `count` of each request that was answered: its path, method and status."""
+
+    def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None]):
+        self.app, self.count = app, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"].removeprefix(scope.get("root_path", ""))
+                self.count(path, scope["method"], message["status"])
+            await send(message)
+
+        await self.app(scope, receive, counted)
+
+
 @dataclass
 class _Exchange:
     """What went past the access log: a response's status, its body's bytes, how it ended."""

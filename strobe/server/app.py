@@ -82,6 +82,7 @@ def make_app(serving: Serving) -> ASGIApp:
         lambda: describe(app, POSTS.values(), READ_ERRORS, keyless, lenient=settings.lenient)
     )
     app.openapi = document  # pyright: ignore[reportAttributeAccessIssue]
+    serving.metrics.paths = frozenset([post.path for post in POSTS.values()])
     return wrap(
         app,
         MiddlewareSettings(
@@ -93,6 +94,7 @@ def make_app(serving: Serving) -> ASGIApp:
         ),
         drain=serving.drain,
         refused=serving.metrics.refused,
+        answered=serving.metrics.http,
     )
 
 

@@ -16,6 +16,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    ProcessCollector,
     disable_created_metrics,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -51,6 +52,7 @@ REQUEST_BOUNDS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0,
     30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+COUNT_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 LENGTH_BOUNDS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
 
 
@@ -83,48 +85,53 @@ TOTALS = (
 IDLE = EngineSnapshot(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, (), 0, 0)
 
 
+OWN = ("model_name", "engine")
+"""Labels that every metric has, but those of processes and of HTTP."""
+
+
 class EngineTotals(Collector):
     """The totals that the engine counts, as its newest snapshot has them."""
 
-    def __init__(self, model_name: str):
-        self._model_name = model_name
+    def __init__(self, own: tuple[str, str]):
+        self._own = own
         self.snapshot = IDLE
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         for total in TOTALS:
-            family = CounterMetricFamily(total.name, total.help, labels=["model_name"])
-            family.add_metric([self._model_name], getattr(self.snapshot, total.field))
+            family = CounterMetricFamily(total.name, total.help, labels=OWN)
+            family.add_metric(self._own, getattr(self.snapshot, total.field))
             yield family
         family = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts accepted at each place of the block.",
-            labels=["model_name", "position"],
+            labels=[*OWN, "position"],
         )
         for position, count in enumerate(self.snapshot.accepted_per_position):
-            family.add_metric([self._model_name, str(position)], count)
+            family.add_metric([*self._own, str(position)], count)
         yield family
         for column, name in ((2, "slope"), (3, "intercept")):
             gauge = GaugeMetricFamily(
                 f"strobe:spec_decode_confidence_{name}",
                 f"Chance of a draft, sigmoid(slope * margin + intercept): the {name}.",
-                labels=["model_name", "block_drafts", "position"],
+                labels=[*OWN, "block_drafts", "position"],
             )
             for row in self.snapshot.confidence:
-                gauge.add_metric([self._model_name, str(row[0]), str(row[1])], row[column])
+                gauge.add_metric([*self._own, str(row[0]), str(row[1])], row[column])
             yield gauge
 
 
 class ServerMetrics:
     """Counts what the server does and shows the engine's own totals beside it.
 
-    Every metric has the label model_name. Names are vLLM's where vLLM has the metric.
+    Metrics have the labels of OWN. Names are vLLM's where vLLM has the metric.
     """
 
-    def __init__(self, model_name: str):
+    def __init__(self, model_name: str, engine: str = "0"):
         disable_created_metrics()  # the library's series of times of birth, which vLLM has not
-        self.model_name = model_name
+        self.own = model_name, engine
         self._registry = CollectorRegistry()
         self.open_answers: Callable[[], int] = int
+        self.paths: frozenset[str] = frozenset()
 
         self._running = self._gauge("vllm:num_requests_running", "Requests that run.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait.")
@@ -135,8 +142,15 @@ class ServerMetrics:
             lambda: self.open_answers()
         )
         self._gauge("strobe:server_tasks", "Tasks on the server's event loop.").set_function(_tasks)
-        self._totals = EngineTotals(model_name)
+        self._totals = EngineTotals(self.own)
         self._registry.register(self._totals)
+        ProcessCollector(registry=self._registry)
+        self._http = Counter(
+            "http_requests",
+            "HTTP requests answered.",
+            ["handler", "method", "status"],
+            registry=self._registry,
+        )
 
         verified = [
             self._counter(name, help, "context", "phase")
@@ -151,7 +165,7 @@ class ServerMetrics:
         ]
         self._verified = {
             phase: [
-                tuple(counter.labels(model_name, context, phase) for counter in verified)
+                tuple(counter.labels(*self.own, context, phase) for counter in verified)
                 for context in CONTEXTS
             ]
             for phase in PHASES
@@ -177,6 +191,42 @@ class ServerMetrics:
             "From a request's arrival to its end.",
             REQUEST_BOUNDS,
         )
+        self._like_vllm = self._histogram(
+            "vllm:time_per_output_token_seconds",
+            "The same as vllm:inter_token_latency_seconds, by its older name.",
+            TOKEN_BOUNDS,
+        )
+        self._mean = self._histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "A finished answer's time behind its first token, divided by its other tokens.",
+            TOKEN_BOUNDS,
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds",
+            "From a request's first step to its first token.",
+            REQUEST_BOUNDS,
+        )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds",
+            "From a request's first token to its end.",
+            REQUEST_BOUNDS,
+        )
+        self._inference = self._histogram(
+            "vllm:request_inference_time_seconds",
+            "From a request's first step to its end.",
+            REQUEST_BOUNDS,
+        )
+        self._asked = self._histogram(
+            "vllm:request_params_n", "Answers that a request asked for.", COUNT_BOUNDS
+        )
+        self._most = self._histogram(
+            "vllm:request_params_max_tokens", "Its max_tokens, where it gave some.", LENGTH_BOUNDS
+        )
+        self._longest = self._histogram(
+            "vllm:request_max_num_generation_tokens",
+            "Tokens of a request's longest answer.",
+            LENGTH_BOUNDS,
+        )
         self._queued = self._histogram(
             "vllm:request_queue_time_seconds",
             "From a request's arrival to its first step.",
@@ -192,21 +242,21 @@ class ServerMetrics:
         )
         self._finished = self._counter("vllm:request_success", "Answers ended.", "finished_reason")
         for reason in REASONS:
-            self._finished.labels(model_name, reason)
+            self._finished.labels(*self.own, reason)
         self._refused = self._counter(
             "strobe:http_requests_refused", "Requests answered with an error.", "status", "reason"
         )
 
     def _gauge(self, name: str, help: str) -> Gauge:
-        gauge = Gauge(name, help, ["model_name"], registry=self._registry)
-        return gauge.labels(self.model_name)
+        gauge = Gauge(name, help, OWN, registry=self._registry)
+        return gauge.labels(*self.own)
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(name, help, ["model_name", *labels], registry=self._registry)
+        return Counter(name, help, [*OWN, *labels], registry=self._registry)
 
     def _histogram(self, name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
-        made = Histogram(name, help, ["model_name"], registry=self._registry, buckets=bounds)
-        return made.labels(self.model_name)
+        made = Histogram(name, help, OWN, registry=self._registry, buckets=bounds)
+        return made.labels(*self.own)
 
     def engine(self, snapshot: EngineSnapshot) -> None:
         """The engine's newest account of itself; its totals are shown as they are."""
@@ -243,8 +293,19 @@ class ServerMetrics:
         """
         if tokens > 0:
             self._inter_token.observe(seconds)
+            self._like_vllm.observe(seconds)
             for _ in range(tokens):
                 self._per_token.observe(seconds / tokens)
+
+    def asked(self, answers: int, most: int | None) -> None:
+        """A request came, for so many answers of at most so many tokens."""
+        self._asked.observe(answers)
+        if most is not None:
+            self._most.observe(most)
+
+    def longest(self, tokens: int) -> None:
+        """All of a request's answers have ended, the longest with so many tokens."""
+        self._longest.observe(tokens)
 
     def finished(
         self,
@@ -252,21 +313,35 @@ class ServerMetrics:
         reason: str,
         seconds: float,
         queue_seconds: float | None,
+        first_seconds: float | None,
         prompt_tokens: int,
         generation_tokens: int,
     ) -> None:
-        """An answer ended. queue_seconds: None where it never ran."""
-        self._finished.labels(self.model_name, reason).inc()
+        """An answer ended, `seconds` after the request came. queue_seconds: until its first step,
+        None where it never ran; first_seconds: until its first token, None where it has none."""
+        self._finished.labels(*self.own, reason).inc()
         self._latency.observe(seconds)
         if queue_seconds is not None:
             self._queued.observe(queue_seconds)
+            self._inference.observe(max(seconds - queue_seconds, 0.0))
+        if queue_seconds is not None and first_seconds is not None:
+            self._prefill.observe(max(first_seconds - queue_seconds, 0.0))
+            self._decode.observe(seconds - first_seconds)
+            if generation_tokens > 1:
+                self._mean.observe((seconds - first_seconds) / (generation_tokens - 1))
         self._prompt.observe(prompt_tokens)
         self._generation.observe(generation_tokens)
+
+    def http(self, path: str, method: str, status: int) -> None:
+        """A request was answered. Those of `paths` have series of their own."""
+        handler = path if path in self.paths else "none"
+        method = method if method in ("GET", "POST") else "other"
+        self._http.labels(handler, method, f"{status // 100}xx").inc()
 
     def refused(self, status: int, reason: str) -> None:
         """A request was answered with an error. reason: one of a few fixed words, never a text
         that a client sent, for each makes a series of its own."""
-        self._refused.labels(self.model_name, str(status), reason).inc()
+        self._refused.labels(*self.own, str(status), reason).inc()
 
     def render(self, accept: str | None) -> tuple[bytes, str]:
         """The body and its content type: OpenMetrics or Prometheus' text, whichever an Accept

@@ -3,18 +3,19 @@
 Each class is a plain ASGI application around another. None buffers, and `http.disconnect` always
 reaches the handlers, because stopping an abandoned answer depends on it.
 
-    RequestId > AccessLog > CORS > ApiKey > Draining > BodyLimit > the application
+    RequestId > AccessLog > Counted > CORS > ApiKey > Draining > BodyLimit > the application
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from strobe.server.access import AccessLog, RequestId
+from strobe.server.access import AccessLog, Counted, RequestId
 from strobe.server.guards import ApiKey, BodyLimit, Drain, Draining, Key, Refused, refuse
 
 __all__ = [
@@ -77,6 +78,7 @@ def wrap(
     *,
     drain: Drain | None = None,
     refused: Refused | None = None,
+    answered: Callable[[str, str, int], None] | None = None,
 ) -> ASGIApp:
     """The application with all of this room's classes around it, in the order above.
 
@@ -96,6 +98,8 @@ def wrap(
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "Retry-After"),
         )
+    if answered is not None:
+        app = Counted(app, answered)
     if settings.access_log:
         app = AccessLog(app)
     return RequestId(app)

@@ -56,6 +56,27 @@ EXPOSED = {
     ("strobe:time_per_output_token_seconds", "histogram"),
     ("strobe:http_requests_refused_total", "counter"),
 }
+FOR_OTHERS = {
+    ("vllm:time_per_output_token_seconds", "histogram"),
+    ("vllm:request_time_per_output_token_seconds", "histogram"),
+    ("vllm:request_prefill_time_seconds", "histogram"),
+    ("vllm:request_decode_time_seconds", "histogram"),
+    ("vllm:request_inference_time_seconds", "histogram"),
+    ("vllm:request_params_n", "histogram"),
+    ("vllm:request_params_max_tokens", "histogram"),
+    ("vllm:request_max_num_generation_tokens", "histogram"),
+    ("http_requests_total", "counter"),
+    ("process_virtual_memory_bytes", "gauge"),
+    ("process_resident_memory_bytes", "gauge"),
+    ("process_start_time_seconds", "gauge"),
+    ("process_cpu_seconds_total", "counter"),
+    ("process_open_fds", "gauge"),
+    ("process_max_fds", "gauge"),
+}
+"""For dashboards made for vLLM, on which our own has no panel."""
+OWN = {"model_name", "engine"}
+PLAIN = "http_", "process_"
+"""What the names of metrics without these labels begin with."""
 
 
 def snapshot(**changes: Any) -> EngineSnapshot:
@@ -80,7 +101,9 @@ def samples(metrics: ServerMetrics) -> Samples:
 
 
 def value(metrics: ServerMetrics, name: str, **labels: str) -> float:
-    return samples(metrics)[name, frozenset((labels | {"model_name": MODEL}).items())]
+    return samples(metrics)[
+        name, frozenset((labels | {"model_name": MODEL, "engine": "0"}).items())
+    ]
 
 
 @pytest.fixture
@@ -94,6 +117,7 @@ def busy(metrics: ServerMetrics) -> ServerMetrics:
     metrics.engine(snapshot(accepted_per_position=(3, 2, 1), confidence=((3, 0, 0.5, 1.0),)))
     metrics.verified(drafted=3, accepted=1, context=5, phase="answer")
     metrics.refused(429, "queue_full")
+    metrics.http("/v1/completions", "POST", 200)
     return metrics
 
 
@@ -112,12 +136,13 @@ def labels_of(metrics: ServerMetrics) -> dict[str, set[str]]:
 def test_names_and_types_are_vllms_where_vllm_has_them(busy: ServerMetrics):
     suffix = {"counter": "_total"}
     named = {(f.name + suffix.get(f.type, ""), f.type) for f in families(busy)}
-    assert named == EXPOSED
+    assert named == EXPOSED | FOR_OTHERS
     assert all(family.documentation.endswith(".") for family in families(busy))
 
 
-def test_every_sample_names_the_model(busy: ServerMetrics):
-    assert {dict(labels)["model_name"] for _, labels in samples(busy)} == {MODEL}
+def test_every_sample_names_model_and_engine(busy: ServerMetrics):
+    ours = [dict(labels) for name, labels in samples(busy) if not name.startswith(PLAIN)]
+    assert {(labels["model_name"], labels["engine"]) for labels in ours} == {(MODEL, "0")}
 
 
 def test_both_formats_tell_the_same_and_keep_the_colon(busy: ServerMetrics):
@@ -129,8 +154,13 @@ def test_both_formats_tell_the_same_and_keep_the_colon(busy: ServerMetrics):
         for family in parse_openmetrics(body.decode())
         for sample in family.samples
     }
-    assert found == samples(busy)
-    assert all(name.startswith(("vllm:", "strobe:")) for name, _ in found)
+    moving = "process_"
+    fixed = [
+        {k: v for k, v in s.items() if not k[0].startswith(moving)} for s in (found, samples(busy))
+    ]
+    assert fixed[0] == fixed[1]
+    assert found.keys() == samples(busy).keys()
+    assert all(name.startswith(("vllm:", "strobe:", *PLAIN)) for name, _ in found)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +265,7 @@ def test_no_total_ever_falls_and_no_series_goes_away(growth: Any):
             reason=reason,
             seconds=seconds,
             queue_seconds=None if tokens else seconds,
+            first_seconds=seconds if tokens > 1 else None,
             prompt_tokens=context,
             generation_tokens=tokens,
         )
@@ -243,7 +274,7 @@ def test_no_total_ever_falls_and_no_series_goes_away(growth: Any):
         assert not {
             key: (was, after.get(key))
             for key, was in before.items()
-            if (key[0], "gauge") not in EXPOSED and after.get(key, -1) < was
+            if (key[0], "gauge") not in EXPOSED | FOR_OTHERS and after.get(key, -1) < was
         }
         before = after
 
@@ -274,8 +305,9 @@ def test_a_verify_step_counts_in_its_bucket_and_phase_alone(
 ):
     for accepted in (7, 4):
         metrics.verified(drafted=15, accepted=accepted, context=context, phase=phase)
-    changed = {key: number for key, number in samples(metrics).items() if number}
-    labels = {"context": bucket, "phase": phase, "model_name": MODEL}
+    found = samples(metrics).items()
+    changed = {key: n for key, n in found if n and not key[0].startswith("process_")}
+    labels = {"context": bucket, "phase": phase, "model_name": MODEL, "engine": "0"}
     assert changed == {
         (f"strobe:spec_decode_{name}_total", frozenset(labels.items())): number
         for name, number in (("steps", 2), ("draft_tokens", 30), ("accepted_tokens", 11))
@@ -325,8 +357,8 @@ def test_a_delivery_of_tokens_counts_once_undivided_and_once_per_token(metrics: 
 
 def test_a_finished_answer_counts_in_each_histogram(metrics: ServerMetrics):
     end = {"reason": "stop", "seconds": 1.2, "prompt_tokens": 1024, "generation_tokens": 0}
-    metrics.finished(**end, queue_seconds=0.3)
-    metrics.finished(**end | {"reason": "error"}, queue_seconds=None)
+    metrics.finished(**end, queue_seconds=0.3, first_seconds=None)
+    metrics.finished(**end | {"reason": "error"}, queue_seconds=None, first_seconds=None)
     assert buckets(metrics, "vllm:e2e_request_latency_seconds") == {"1.5": 2}
     assert buckets(metrics, "vllm:request_queue_time_seconds") == {"0.3": 1}
     assert buckets(metrics, "vllm:request_prompt_tokens") == {"2000.0": 2}
@@ -336,6 +368,66 @@ def test_a_finished_answer_counts_in_each_histogram(metrics: ServerMetrics):
         for reason in ("stop", "length", "abort", "error")
     }
     assert reasons == {"stop": 1, "length": 0, "abort": 0, "error": 1}
+
+
+def test_the_parts_of_a_request_are_its_wait_its_prompt_and_its_answer(metrics: ServerMetrics):
+    end = {"reason": "stop", "seconds": 2.2, "prompt_tokens": 9, "generation_tokens": 5}
+    metrics.finished(**end, queue_seconds=0.25, first_seconds=0.95)
+    metrics.asked(3, None)
+    metrics.asked(1, 90)
+    metrics.longest(7)
+    found = {
+        name: buckets(metrics, f"vllm:request_{name}")
+        for name in ("prefill_time_seconds", "decode_time_seconds", "inference_time_seconds",
+                     "time_per_output_token_seconds", "params_n", "params_max_tokens",
+                     "max_num_generation_tokens")
+    }  # fmt: skip
+    assert found == {
+        "prefill_time_seconds": {"0.8": 1},
+        "decode_time_seconds": {"1.5": 1},
+        "inference_time_seconds": {"2.0": 1},
+        "time_per_output_token_seconds": {"0.4": 1},
+        "params_n": {"1.0": 1, "5.0": 1},
+        "params_max_tokens": {"100.0": 1},
+        "max_num_generation_tokens": {"10.0": 1},
+    }
+
+
+def test_http_requests_are_counted_by_paths_that_there_are(metrics: ServerMetrics):
+    metrics.paths = frozenset(["/v1/completions"])
+    metrics.http("/v1/completions", "POST", 200)
+    metrics.http("/v1/completions", "POST", 503)
+    metrics.http("/a/secret", "POST", 401)
+    metrics.http("/a/secret", "BREW", 404)
+    found = {
+        tuple(sorted(labels)): count
+        for (name, labels), count in samples(metrics).items()
+        if name == "http_requests_total"
+    }
+
+    def key(handler: str, method: str, status: str) -> Any:
+        return tuple(sorted({"handler": handler, "method": method, "status": status}.items()))
+
+    assert found == {
+        key("/v1/completions", "POST", "2xx"): 1,
+        key("/v1/completions", "POST", "5xx"): 1,
+        key("none", "POST", "4xx"): 1,
+        key("none", "other", "4xx"): 1,
+    }
+
+
+VLLM_QUERIES = (Path(__file__).parent / "vllm_queries.txt").read_text().splitlines()
+"""Of the dashboards that vLLM publishes (November 2026), with 5m and m for their variables and
+without the labels that Prometheus adds."""
+
+
+@pytest.mark.parametrize("query", VLLM_QUERIES)
+def test_vllms_dashboards_find_what_they_ask_for(busy: ServerMetrics, query: str):
+    exposed = labels_of(busy)
+    metrics, labels = named_in(query)
+    assert metrics
+    assert metrics <= set(exposed)
+    assert labels <= set.union(*(exposed[name] for name in metrics))
 
 
 def test_what_the_server_holds_is_asked_for_at_each_render(metrics: ServerMetrics):
@@ -383,7 +475,8 @@ def test_buckets_are_cumulative_counts_of_what_is_at_most_their_bound(
 
 # Docs and dashboard
 
-PROMQL = {"sum", "rate", "histogram_quantile", "bool"}  # words that name neither; more as needed
+PROMQL = {"sum", "rate", "increase", "histogram_quantile", "bool", "or", "vector"}
+"""Words that name neither a metric nor a label."""
 ADDED = {"instance", "job"}  # by Prometheus, when it scrapes
 
 
@@ -482,10 +575,10 @@ def test_the_docs_have_one_line_for_each_metric_with_its_type_and_labels(busy: S
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     lines = re.findall(r"^\| `([\w:]+)` \| (\w+) \| (.*?) ?\| (.+) \|$", text, re.MULTILINE)
     assert len({name for name, *_ in lines}) == len(lines)
-    assert {(name, kind) for name, kind, *_ in lines} == EXPOSED
+    assert {(name, kind) for name, kind, *_ in lines} == EXPOSED | FOR_OTHERS
     exposed = labels_of(busy)
     for name, kind, labels, _ in lines:
         sample = f"{name}_count" if kind == "histogram" else name
-        assert set(re.findall(r"`(\w+)`", labels)) == exposed[sample] - {"model_name"}, name
+        assert set(re.findall(r"`(\w+)`", labels)) == exposed[sample] - OWN, name
     for word in (*CONTEXTS, *PHASES):
         assert f"`{word}`" in text

@@ -155,7 +155,8 @@ def test_a_client_that_leaves_ends_its_answers(tokenizer: Tokenizer, lines: Any,
         assert [type(message) for message in served.client.said] == [Submit, Finish]
         assert served.client.num_open == served.handling == 0
         assert (
-            'finished_reason="abort",model_name="m"} 1.0' in served.metrics.render(None)[0].decode()
+            'engine="0",finished_reason="abort",model_name="m"} 1.0'
+            in served.metrics.render(None)[0].decode()
         )
     assert [(line["status"], line["finish_reason"]) for line in lines()] == [(499, "abort")] * 2
 

@@ -56,6 +56,8 @@ class Choice:
         self.output, self.counts = self.answer.output, self.answer.counts
         self._serving, self._began, self._last = serving, began, began
         self.queued: float | None = None
+        self.first: float | None = None
+        """Seconds from the request's arrival until its first token."""
         self.logprobs: list[TokenLogprob] = []
         self.pieces: list[str] = []
 
@@ -100,7 +102,8 @@ class Choice:
             return
         now = time.monotonic()
         if first:
-            self._serving.metrics.first_token(now - self._began)
+            self.first = now - self._began
+            self._serving.metrics.first_token(self.first)
         else:
             self._serving.metrics.inter_token(now - self._last, made)
         self._last = now
@@ -112,6 +115,7 @@ class Choice:
             reason=self.output.finish_reason or "abort",
             seconds=time.monotonic() - self._began,
             queue_seconds=self.queued,
+            first_seconds=self.first,
             prompt_tokens=len(self.job.prompt_ids),
             generation_tokens=len(self.output.token_ids),
         )
@@ -127,7 +131,9 @@ class Run:
         self.refused = False
         self.num_cached = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self._metrics = serving.metrics
         self._generation = serving.submit(job.prompt_ids, job.params, job.request_id, job.place)
+        self._metrics.asked(job.params.n, job.params.max_tokens)
 
     async def steps(self) -> AsyncIterator[list[Progress]]:
         """The progress of each step. Leaving early gives up what still runs. Raises BadField,
@@ -166,6 +172,8 @@ class Run:
         progress = self.choices[event.choice].push(event)
         if progress.finished and event.finish_reason is None:
             self._generation.finish(event.choice, "stop")
+        if progress.finished and all(choice.ended for choice in self.choices):
+            self._metrics.longest(max(len(choice.output.token_ids) for choice in self.choices))
         return progress
 
 
