@@ -238,8 +238,8 @@ class LLM:
         if names == {"prompt"}:
             return given["prompt"], self.tokenizer.encode(given["prompt"])
         if names == {"messages", "options"}:
-            text = self.tokenizer.chat_text(given["messages"], **given["options"])
-            return text, self.tokenizer.encode(text, add_special_tokens=False)
+            chat = self.tokenizer.render(given["messages"], **given["options"])
+            return chat.text, self.tokenizer.encode_chat(chat)
         raise ValueError(
             f"A prompt is {reprlib.repr(prompt)}, but must be a text, a list of token ids, "
             '{"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where wanted.'

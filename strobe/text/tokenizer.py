@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,20 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
 Message = Mapping[str, Any]
+
+
+OTHERS = "user", "tool"
+"""Roles that write neither for the model nor for its operator: special tokens that they spell are
+text."""
+
+
+class Rendered(NamedTuple):
+    """A conversation behind the chat template. text: as it reads; marked: with one character in the
+    place of each special token that a message of OTHERS spells; spelled: these, by character."""
+
+    text: str
+    marked: str
+    spelled: Mapping[str, str]
 
 
 class Tokenizer:
@@ -68,14 +83,18 @@ class Tokenizer:
         """One token's text by itself, special tokens included."""
         return self.fast.decode([token], skip_special_tokens=False)
 
-    def chat_text(
+    def chat_text(self, messages: Sequence[Message], **options: Any) -> str:
+        """`render` as it reads."""
+        return self.render(messages, **options).text
+
+    def render(
         self,
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         **template_options: Any,
-    ) -> str:
+    ) -> Rendered:
         """A conversation as the model reads it, ready for the assistant to answer.
 
         Raises ValueError for messages or tools that are none, and when there is no template or it
@@ -88,9 +107,10 @@ class Tokenizer:
         conversation, functions = _conversation(messages), _tools(tools)
         if chat_template is None and self.hf.chat_template is None:
             raise ValueError("The checkpoint has no chat template; give one as chat_template.")
+        shielded, spelled = self._shielded(conversation)
         try:
-            return self.hf.apply_chat_template(
-                conversation,
+            marked: str = self.hf.apply_chat_template(
+                shielded,
                 tools=functions,
                 chat_template=chat_template,
                 tokenize=False,
@@ -100,10 +120,59 @@ class Tokenizer:
             raise ValueError(
                 f"The chat template refuses these messages: {_line(error)}."
             ) from error
+        return Rendered(marked.translate(str.maketrans(dict(spelled))), marked, spelled)
+
+    def encode_chat(self, chat: Rendered, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a rendered conversation. Raises ValueError."""
+        if not chat.spelled:
+            return self.encode(chat.text, add_special_tokens=add_special_tokens)
+        ids = self.encode("", add_special_tokens=add_special_tokens)
+        for part in re.split(f"([{''.join(chat.spelled)}])", chat.marked):
+            spelled = chat.spelled.get(part)
+            ids += (
+                self.encode(part, add_special_tokens=False)
+                if spelled is None
+                else self._plain.encode(spelled, add_special_tokens=False).ids
+            )
+        return ids
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Token ids of `chat_text`."""
-        return self.encode(self.chat_text(messages, **options), add_special_tokens=False)
+        """Token ids of `render`."""
+        return self.encode_chat(self.render(messages, **options))
+
+    @functools.cached_property
+    def _plain(self) -> FastTokenizer:
+        """The same tokenizer, to which special tokens are text."""
+        plain = FastTokenizer.from_str(self.fast.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    @functools.cached_property
+    def _special(self) -> re.Pattern[str]:
+        tokens = self.fast.get_added_tokens_decoder().values()
+        texts = sorted([token.content for token in tokens if token.special], key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+    def _shielded(
+        self, conversation: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """The messages with characters that stand nowhere in them in the place of special tokens
+        that OTHERS spell, and what each of these characters stands for."""
+        theirs = [m["content"] for m in conversation if m["role"] in OTHERS and m["content"]]
+        found = sorted({token for text in theirs for token in self._special.findall(text)})
+        if not found:
+            return conversation, {}
+        used = set(json.dumps(conversation, ensure_ascii=False, default=str))
+        free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
+        marks = dict(zip(found, free, strict=False))
+
+        def shield(message: dict[str, Any]) -> dict[str, Any]:
+            if message["role"] not in OTHERS or not message["content"]:
+                return message
+            text = self._special.sub(lambda token: marks[token[0]], message["content"])
+            return {**message, "content": text}
+
+        return list(map(shield, conversation)), {mark: token for token, mark in marks.items()}
 
 
 def _line(error: Exception) -> str:

@@ -25,7 +25,7 @@ CORE_FILES = (
 
 KINDS, FIRST = ("families", "config_readers"), "qwen3.py"
 
-FILE_LINES, CORE_LINES, STEP_LINES = 400, 7800, 30
+FILE_LINES, CORE_LINES, STEP_LINES = 400, 7850, 30
 
 
 def lines(path: Path) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from asgi import Answer, call
 
 from strobe import demo_models
-from strobe.request import FinishReason, TokenLogprob
+from strobe.request import FinishReason, Place, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
 from strobe.server.engine_process.client import Generation
@@ -59,7 +59,9 @@ class Script:
         self.size, self.ends = size, ends
         self.asked: list[SamplingParams] = []
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Generation:
+    def submit(
+        self, prompt_ids: list[int], params: SamplingParams, request_id: str, place: Place
+    ) -> Generation:
         self.asked.append(params)
         generation = Steps(self, 0, 1)  # pyright: ignore[reportArgumentType]
         groups = [self.ids[at : at + self.size] for at in range(0, len(self.ids), self.size)]

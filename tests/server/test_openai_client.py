@@ -311,8 +311,9 @@ def test_what_is_not_there_is_not_found(client: openai.OpenAI):
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4o")
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.InternalServerError, match="Strobe serves text generation") as no:
         client.embeddings.create(model=MODEL, input="text")
+    assert (no.value.status_code, no.value.code) == (501, "not_implemented")
 
 
 def test_a_request_that_takes_too_long_is_the_servers_error(client: openai.OpenAI):

@@ -60,10 +60,10 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
 
     def encode() -> tuple[str, list[int]]:
         try:
-            text = serving.tokenizer.chat_text(request.conversation, **options)
-            serving.check_length(text, "messages", keep)
-            return text, serving.tokenizer.encode(
-                text, add_special_tokens=request.add_special_tokens
+            chat = serving.tokenizer.render(request.conversation, **options)
+            serving.check_length(chat.text, "messages", keep)
+            return chat.text, serving.tokenizer.encode_chat(
+                chat, add_special_tokens=request.add_special_tokens
             )
         except BadField:
             raise

@@ -21,13 +21,15 @@ async def tokenize(serving: Serving, http: Request) -> Response:
         most = serving.facts.max_model_len
 
         def encode() -> bytes:
-            tokenizer, text = serving.tokenizer, request.prompt
+            tokenizer, more = serving.tokenizer, request.adds_special_tokens
             try:
-                if text is None:
+                if request.prompt is None:
                     options = serving.settings.template_variables | request.template_options()
                     options["chat_template"] = serving.template(request.chat_template)
-                    text = tokenizer.chat_text(request.conversation, **options)
-                ids = tokenizer.encode(text, add_special_tokens=request.adds_special_tokens)
+                    chat = tokenizer.render(request.conversation, **options)
+                    ids = tokenizer.encode_chat(chat, add_special_tokens=more)
+                else:
+                    ids = tokenizer.encode(request.prompt, add_special_tokens=more)
             except BadField:
                 raise
             except ValueError as error:
