@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tyro.conf import OmitArgPrefixes
@@ -21,6 +23,24 @@ from strobe.cli.flags import (
     load,
     sampling,
 )
+from strobe.server.parsers import (
+    REASONING_FORMATS,
+    Parsed,
+    Parser,
+    ReasoningFormat,
+    detect,
+    make_parser,
+)
+
+COMMANDS = {
+    "/new": "Start over.",
+    "/system TEXT": "Put TEXT in the place of the system message; without TEXT there is none.",
+    "/think on|off": "Let the model think before it answers, or not.",
+    "/spec on|off": "Speculate, or decode a token at a time.",
+    "/save FILE": "Write the conversation to FILE, as JSON.",
+    "/help": "This list.",
+    "/exit": "Leave; Ctrl-D does, too.",
+}
 
 
 @dataclass(frozen=True)
@@ -38,52 +58,145 @@ class Chat:
 
         console = Console(highlight=False, emoji=False)
         llm = load(self.engine)
-        params = sampling(llm, self.sampling)
+        return _Talk(console, llm, sampling(llm, self.sampling), self.system, self.thinking).run()
+
+
+class _Talk:
+    """A conversation, and the commands that change it."""
+
+    def __init__(self, console: Any, llm: Any, params: Any, system: str | None, thinking: bool):
+        self.console, self.llm, self.params = console, llm, params
+        self.system, self.thinking = system, thinking
+        self.messages = conversation(None, system)
+        template = llm.tokenizer.hf.chat_template
+        name = detect(template if isinstance(template, str) else None)[1]
+        self.format = REASONING_FORMATS[name] if name is not None else None
+        if self.format is not None and self.format.keep_special:
+            self.params = params.clone(skip_special_tokens=False)
+
+    def run(self) -> int:
+        """Until the input ends or the user leaves; the exit status."""
         if sys.stdin.isatty():
-            console.print(
-                "[dim]/new starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer.[/dim]"
-            )
-        messages = conversation(None, self.system)
+            self.console.print("[dim]/help lists commands; Ctrl-C stops an answer.[/dim]")
         while True:
             try:
-                text = _ask(console).strip()
+                text = _ask(self.console).strip()
             except (EOFError, KeyboardInterrupt):
                 if sys.stdin.isatty():
-                    console.print()
+                    self.console.print()
                 return 0
-            if text == "/exit":
+            name, _, rest = text.partition(" ")
+            if name == "/exit":
                 return 0
-            if text == "/new":
-                messages = conversation(None, self.system)
-            elif text.startswith("/"):
-                _say(console, f"{text} is no command; there are /new and /exit.")
+            if name.startswith("/"):
+                self._command(name, rest.strip())
             elif text:
-                messages.append({"role": "user", "content": text})
-                self._answer(console, llm, messages, params)
+                self.messages.append({"role": "user", "content": text})
+                self._answer()
 
-    def _answer(self, console: Any, llm: Any, messages: list[dict[str, str]], params: Any) -> None:
+    def _command(self, name: str, rest: str) -> None:
+        on = {"on": True, "off": False}.get(rest)
+        if name == "/help":
+            for command, does in COMMANDS.items():
+                _say(self.console, f"{command:14} {does}")
+        elif name == "/new":
+            self.messages = conversation(None, self.system)
+        elif name == "/system":
+            self.system = rest or None
+            said = [message for message in self.messages if message["role"] != "system"]
+            self.messages = conversation(None, self.system) + said
+        elif name == "/save" and rest:
+            self._save(Path(rest).expanduser())
+        elif name == "/think" and on is not None:
+            self.thinking = on
+        elif name == "/spec" and on is not None:
+            self.params = self.params.clone(speculation=None if on else False)
+        elif name in {command.split()[0] for command in COMMANDS}:
+            (usage,) = [command for command in COMMANDS if command.split()[0] == name]
+            _say(self.console, f"{name} {rest}".strip() + f" is not complete; write {usage}.")
+        else:
+            _say(self.console, f"{name} is no command; /help lists them.")
+
+    def _save(self, path: Path) -> None:
+        try:
+            path.write_text(json.dumps(self.messages, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        except OSError as error:
+            _say(self.console, f"{path} cannot be written: {error.strerror}.", style="red")
+        else:
+            _say(self.console, f"{len(self.messages)} messages are in {path}.", style="dim")
+
+    def _answer(self) -> None:
         """Stream one answer and append it to the conversation."""
+        console, began, delta, note = self.console, time.perf_counter(), None, ""
         if sys.stdin.isatty():
             console.print("[bold green]strobe>[/bold green] ", end="")
-        began, delta, note = time.perf_counter(), None, ""
-        stream = llm.stream_chat(messages, params, enable_thinking=self.thinking)
+        shown = _Shown(console, self.format)
+        options = {"enable_thinking": self.thinking}
         try:
-            with closing(stream):
+            shown.begin(self.llm.tokenizer.chat_text(self.messages, **options))
+            with closing(self.llm.stream_chat(self.messages, self.params, **options)) as stream:
                 for delta in stream:
-                    print(delta.text, end="", flush=True)
+                    shown.push(delta.text)
         except ValueError as error:
-            messages.pop()
+            self.messages.pop()
             _say(console, f"{error} /new starts over.", style="red")
             return
         except KeyboardInterrupt:
             note = " (stopped)"
+        shown.end()
         _say(console, note, style="dim")
         if delta is None:
-            messages.pop()
+            self.messages.pop()
             return
-        answer = delta.output.text.split("</think>")[-1].strip()
-        messages.append({"role": "assistant", "content": answer})
+        self.messages.append({"role": "assistant", "content": shown.content.strip()})
         _say(console, _summary(delta.output, time.perf_counter() - began), style="dim")
+
+
+class _Shown:
+    """An answer on the screen: thinking dimmed on a terminal, and else left out."""
+
+    def __init__(self, console: Any, form: ReasoningFormat | None):
+        self.console, self.form, self.content = console, form, ""
+        self._parser: Parser | None = None
+        self._thinking = False
+
+    def begin(self, prompt: str) -> None:
+        """prompt: the conversation as the model reads it."""
+        if self.form is not None:
+            opened = self.form.opened_by(prompt)
+            self._parser = make_parser(None, self.form.name, tools=None, thinking_open=opened)
+
+    def push(self, text: str) -> None:
+        """Show more of it."""
+        if self._parser is None:
+            self._show(text)
+        else:
+            self._take(self._parser.push(text))
+
+    def end(self) -> None:
+        """Show what was held back."""
+        if self._parser is not None:
+            self._take(self._parser.finish())
+        self._turn(False)
+
+    def _take(self, parsed: Parsed) -> None:
+        if parsed.reasoning and self.console.is_terminal:
+            self._turn(True)
+            print(parsed.reasoning, end="", flush=True)
+        if parsed.content:
+            if self._thinking:
+                self._turn(False)
+                print("\n")
+            self._show(parsed.content)
+
+    def _show(self, text: str) -> None:
+        self.content += text
+        print(text, end="", flush=True)
+
+    def _turn(self, thinking: bool) -> None:
+        if thinking != self._thinking and not self.console.no_color:
+            print("\033[2m" if thinking else "\033[0m", end="", flush=True)
+        self._thinking = thinking
 
 
 def _ask(console: Any) -> str:

@@ -172,10 +172,14 @@ else:
 
 
 def load(flags: Any) -> Any:
-    """The models that the flags name."""
-    from strobe.llm import LLM
+    """The models that the flags name; on a terminal a line says that they are being loaded."""
+    from rich.console import Console
 
-    return LLM(**asdict(flags))
+    name = flags.target or "the demo models"
+    with Console(stderr=True).status(f"Loading {name}, and warming up"):
+        from strobe.llm import LLM
+
+        return LLM(**asdict(flags))
 
 
 def sampling(llm: Any, flags: Any) -> SamplingParams:

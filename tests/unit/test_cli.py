@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -18,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
+from strobe.cli.chat import _Shown
 from strobe.demo_models import FAMILIES
 from strobe.models.checkpoint import Checkpoint
 from strobe.outputs import CompletionOutput, RequestOutput
+from strobe.server.parsers import REASONING_FORMATS
 from strobe.tools import demo
 
 ROOT = Path(__file__).parents[2]
@@ -275,7 +279,7 @@ def test_a_piped_chat_is_plain_text(pair: Pair):
     (output,) = llm.chat(second, params, use_tqdm=False, chat_template_kwargs=off)
     more = output.outputs[0].text
     lines = ["hello [b]x[/b] :smile:", "", "  ", "word " * 600, "and?", "/new"]
-    lines += ["hello [b]x[/b] :smile:", "/help", "/exit", "too late"]
+    lines += ["hello [b]x[/b] :smile:", "/halp", "/exit", "too late"]
     run = subprocess.run(
         [*RUN, "chat", f"--target={pair.target}", CPU, *GREEDY[:1], "--max-tokens=6"],
         cwd=ROOT, input="\n".join(lines), capture_output=True, text=True, check=True,
@@ -284,9 +288,45 @@ def test_a_piped_chat_is_plain_text(pair: Pair):
     shown = run.stdout.splitlines()
     assert shown.pop(len(text.splitlines()) + 1).endswith("/new starts over.")
     assert [line for line in shown if not line.startswith("6 tokens, ")] == (
-        f"{text}\n{more}\n{text}\n/help is no command; there are /new and /exit.".splitlines()
+        f"{text}\n{more}\n{text}\n/halp is no command; /help lists them.".splitlines()
     )
     assert run.stdout.count("tokens/s, plain: no drafter is loaded") == 3
+
+
+def test_a_chats_commands_change_what_comes_next(pair: Pair, tmp_path: Path):
+    path = tmp_path / "kept.json"
+    lines = ["/system Be brief.", "hi", "/spec off", "hi", f"/save {path}", "/save", "/spec maybe"]
+    lines += ["/system", "/save /nowhere/kept.json", "/help"]
+    run = subprocess.run(
+        [*RUN, "chat", f"--target={pair.target}", f"--draft={pair.draft}", CPU, *GREEDY],
+        cwd=ROOT, input="\n".join(lines), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    kept = json.loads(path.read_text())
+    assert [message["role"] for message in kept] == ["system", *["user", "assistant"] * 2]
+    assert kept[0]["content"] == "Be brief."
+    said = run.stdout
+    assert said.index("dflash: ") < said.index("plain: the request turned speculation off")
+    assert f"5 messages are in {path}.\n" in said
+    assert "/save is not complete; write /save FILE.\n" in said
+    assert "/spec maybe is not complete; write /spec on|off.\n" in said
+    assert "/nowhere/kept.json cannot be written: No such file or directory.\n" in said
+    assert all(f"\n{command}" in said for command in ("/new ", "/think on|off ", "/exit "))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_thinking_is_dim_in_a_terminal_and_left_out_of_a_file(
+    terminal: bool, capsys: pytest.CaptureFixture[str]
+):
+    console = Console(force_terminal=terminal, file=io.StringIO(), color_system="standard")
+    shown = _Shown(console, REASONING_FORMATS["qwen3"])
+    shown.begin("<|im_start|>assistant\n")
+    for piece in ("<think>\nI am ", "asked.\n</th", "ink>\n\nYes", "."):
+        shown.push(piece)
+    shown.end()
+    dim = "\033[2mI am asked.\n\033[0m\n" if terminal else ""
+    out = capsys.readouterr().out
+    assert out.replace("\n", "") == f"{dim}Yes.".replace("\n", "")
+    assert shown.content.strip() == "Yes."
 
 
 class Terminal:
@@ -346,7 +386,9 @@ def terminal(pair: Pair) -> Iterator[Terminal]:
 
 
 def test_a_chat_in_a_terminal_streams_stops_and_goes_on(terminal: Terminal):
-    assert "/new starts over, /exit or Ctrl-D leaves" in terminal.until("you>")
+    start = terminal.until("you>")
+    assert "/help lists commands" in start
+    assert "Loading " in start
     terminal.type("hello\n")
     terminal.until("strobe>\x1b[0m ")
     terminal.until(" ")  # the answer has begun
