@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from strobe.config import EngineConfig
 from strobe.demo_models import FAMILIES, Example, read_heldout
@@ -131,8 +132,9 @@ def run_demo(
         config, method="dflash" if config.target else None, enable_prefix_caching=False
     )
     config = located(config)
-    drafting = LLM(**_options(config))
-    plain = LLM(**_options(config.plain()))
+    with Console(stderr=True).status("Loading the models, and warming up"):
+        drafting = LLM(**_options(config))
+        plain = LLM(**_options(config.plain()))
     asked = prompts_of(drafting, examples)
     if not as_json:
         _stream(drafting, examples[0], asked[0], params)
