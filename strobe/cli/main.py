@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": "Answer prompts and print the answers.",
     "chat": "Talk with a model in the terminal; answers stream.",
     "serve": "Serve a model through OpenAI's API, with a page to try it.",
+    "run-batch": "Answer a file of requests as OpenAI's batch API does.",
     "demo": "Compare plain decoding with DFlash on the demo models.",
     "info": "Say what a checkpoint is, and whether a drafter fits it.",
     "doctor": "Find out why few drafts are accepted.",
@@ -71,10 +72,11 @@ def _run(arguments: Sequence[str]) -> int:
         raise ValueError(f"{name!r} is no command; there are {', '.join(COMMANDS)}.")
     from strobe.cli.flags import parse
 
-    module, rest = import_module(f"strobe.cli.{name}"), own[1:]
+    module, rest = import_module(f"strobe.cli.{name.replace('-', '_')}"), own[1:]
     if name in ("bench", "eval"):
         rest = module.completed(rest)
-    return parse(getattr(module, name.capitalize()), f"strobe {name}", rest, options).run()
+    kind = getattr(module, "".join(part.capitalize() for part in name.split("-")))
+    return parse(kind, f"strobe {name}", rest, options).run()
 
 
 def _version() -> int:

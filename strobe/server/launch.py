@@ -49,8 +49,7 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
     settings.logs.configure()
     logger.info("Strobe starts with %s.", config.target or "the demo models")
     template = read_template(settings.chat_template)
-    names = tuple(settings.served_model_name) or (without_revision(config.target) or DEMO_NAME,)
-    settings = replace(settings, served_model_name=names)
+    settings = named(config, settings)
     _check_certificate(settings)
     if settings.api_key_file is not None:
         read_keys(Path(settings.api_key_file))
@@ -146,7 +145,8 @@ class Server:
         http: asyncio.Task[None] | None = None
         try:
             tokenizer = await asyncio.to_thread(Tokenizer, Path(self.config.target))
-            serving = self._serving(client, tokenizer)
+            serving = make_serving(self.settings, client, tokenizer, self.template)
+            serving.drain = self.drain
             client.on_snapshot = serving.metrics.engine
             server = _Uvicorn(
                 uvicorn.Config(
@@ -186,23 +186,6 @@ class Server:
         self._hurry = self._stop.is_set()
         self._stop.set()
 
-    def _serving(self, client: EngineClient, tokenizer: Tokenizer) -> Serving:
-        names = tuple(self.settings.served_model_name)
-        if self.template is not None:
-            check_template(tokenizer, self.template)
-        template = self.template or tokenizer.hf.chat_template
-        return Serving(
-            settings=self.settings,
-            client=client,
-            tokenizer=tokenizer,
-            names=names,
-            root=self.config.target,
-            chat_template=self.template,
-            formats=Formats.of(self.settings, template if isinstance(template, str) else None),
-            metrics=ServerMetrics(names[0]),
-            drain=self.drain,
-        )
-
     def _greeting(self, serving: Serving, where: str) -> str:
         host, port = self.listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
@@ -238,3 +221,29 @@ class Server:
         except TimeoutError:
             server.force_exit = True
         return status
+
+
+def make_serving(
+    settings: ServerConfig, client: EngineClient, tokenizer: Tokenizer, template: str | None
+) -> Serving:
+    """What the endpoints share. template: in place of the checkpoint's. Raises ValueError for one
+    that does not compile, and for parsers that there are not."""
+    if template is not None:
+        check_template(tokenizer, template)
+    used = template or tokenizer.hf.chat_template
+    return Serving(
+        settings=settings,
+        client=client,
+        tokenizer=tokenizer,
+        names=tuple(settings.served_model_name),
+        root=client.config.target,
+        chat_template=template,
+        formats=Formats.of(settings, used if isinstance(used, str) else None),
+        metrics=ServerMetrics(settings.served_model_name[0]),
+    )
+
+
+def named(config: EngineConfig, settings: ServerConfig) -> ServerConfig:
+    """The settings with the names that the model is served under."""
+    names = tuple(settings.served_model_name) or (without_revision(config.target) or DEMO_NAME,)
+    return replace(settings, served_model_name=names)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 REPEATS = 4  # steps of each kind that are timed
 SUSTAINED = 0.2  # seconds of such steps before, in which a GPU reaches the clock it can hold
-SECONDS = 75.0  # after which no further kind of step is measured
+SECONDS = {"cuda": 75.0, "cpu": 10.0}  # after which no further kind of step is measured
 LONG = 4096  # positions of a long context
 READERS = 16  # requests that read one each on a GPU, which fewer do not keep busy
 FITS = 0.3  # relative error within which costs of an earlier start still hold,
@@ -242,7 +242,7 @@ def _counts(engine: Engine) -> list[int]:
 
 def _measure(engine: Engine, budget: AdaptiveBudget) -> Costs | None:
     """None where even one request has no room."""
-    deadline = time.perf_counter() + SECONDS
+    deadline = time.perf_counter() + SECONDS[engine.resolved.device.type]
     drafts, verifies = dict[int, list[float]](), list[tuple[int, int, float]]()
     if engine.limits.max_model_len <= 5 * engine.limits.block:
         return None
