@@ -33,7 +33,8 @@ class Drain:
 
 
 class ApiKey:
-    """Asks for `Authorization: Bearer KEY` on every path but the open ones; else 401.
+    """Asks for `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`, on every path but the
+    open ones; else 401.
 
     The comparison takes equally long for every key of the client's. OPTIONS passes, because
     browsers ask without a key first; no handler runs for it.
@@ -58,20 +59,19 @@ class ApiKey:
         await refuse(
             send,
             401,
-            "The API key is missing or wrong; send the header Authorization: Bearer KEY.",
+            "The API key is missing or wrong; send the header Authorization: Bearer KEY, or "
+            "x-api-key: KEY.",
             code="invalid_api_key",
             headers=[(b"www-authenticate", b"Bearer")],
         )
 
     def _opens(self, scope: Scope) -> bool:
-        if _route(scope) in self.open_paths:
+        if route(scope) in self.open_paths:
             return True
-        given = _values(scope, b"authorization")
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         # Digests have one length, and every key is compared, whichever fits.
-        digest = hashlib.sha256(key.strip()).digest()
-        fits = [hmac.compare_digest(digest, own) for own in self.digests]
-        return scheme.lower() == b"bearer" and any(fits)
+        given = [hashlib.sha256(key).digest() for key in _keys(scope)]
+        fits = [hmac.compare_digest(one, own) for one in given for own in self.digests]
+        return any(fits)
 
 
 class Draining:
@@ -181,11 +181,20 @@ async def refuse(
     await send({"type": "http.response.body", "body": body})
 
 
+def _keys(scope: Scope) -> list[bytes]:
+    """The keys that a client sends; a header that it sends twice is none."""
+    bearer, plain = _values(scope, b"authorization"), _values(scope, b"x-api-key")
+    keys = plain if len(plain) == 1 else []
+    if len(bearer) == 1 and bearer[0].partition(b" ")[0].lower() == b"bearer":
+        keys = [*keys, bearer[0].partition(b" ")[2]]
+    return [key.strip() for key in keys]
+
+
 def _values(scope: Scope, name: bytes) -> list[bytes]:
     """All values of a header, in order; ASGI's header names are lower case."""
     return [value for key, value in scope["headers"] if key == name]
 
 
-def _route(scope: Scope) -> str:
+def route(scope: Scope) -> str:
     """The path that the application's router sees: without the prefix of a proxy."""
     return scope["path"].removeprefix(scope.get("root_path", ""))

@@ -3,7 +3,7 @@
 Each class is a plain ASGI application around another. None buffers, and `http.disconnect` always
 reaches the handlers, because stopping an abandoned answer depends on it.
 
-    RequestId > AccessLog > CORS > ApiKey > Draining > BodyLimit > the application
+    RequestId > AccessLog > AnthropicForm > CORS > ApiKey > Draining > BodyLimit > the application
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from strobe.server.access import AccessLog, RequestId
+from strobe.server.anthropic.errors import AnthropicForm
 from strobe.server.guards import ApiKey, BodyLimit, Drain, Draining, Refused, refuse
 
 __all__ = [
@@ -96,6 +97,7 @@ def wrap(
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "Retry-After"),
         )
+    app = AnthropicForm(app)
     if settings.access_log:
         app = AccessLog(app)
     return RequestId(app)

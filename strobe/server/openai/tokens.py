@@ -8,6 +8,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.openai import replies
+from strobe.server.openai.chat import prompt_text
 from strobe.server.openai.protocol.errors import BadField
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 from strobe.server.serving import Serving
@@ -24,9 +25,7 @@ async def tokenize(serving: Serving, http: Request) -> Response:
             tokenizer, text = serving.tokenizer, request.prompt
             try:
                 if text is None:
-                    options = request.template_options()
-                    options["chat_template"] = serving.template(request.chat_template)
-                    text = tokenizer.chat_text(request.conversation, **options)
+                    text = prompt_text(serving, request)
                 ids = tokenizer.encode(text, add_special_tokens=request.adds_special_tokens)
             except BadField:
                 raise
