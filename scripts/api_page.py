@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import Closed, StreamOptions
 from strobe.server.openai.protocol.completion_request import CompletionRequest
@@ -23,8 +24,11 @@ from strobe.server.openai.protocol.token_requests import DetokenizeRequest, Toke
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 
-GENERATING: tuple[type[Closed], ...] = (ChatCompletionRequest, CompletionRequest, ResponsesRequest)
-ENDPOINTS: tuple[type[Closed], ...] = (*GENERATING, TokenizeRequest, DetokenizeRequest)
+GENERATING: tuple[type[Closed], ...] = (
+    ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest
+)  # fmt: skip
+OTHERS: tuple[type[Closed], ...] = (CountTokensRequest, TokenizeRequest, DetokenizeRequest)
+ENDPOINTS = (*GENERATING, *OTHERS)
 
 HEAD = "| field | what it does, or why not | status |\n|---|---|---|"
 
@@ -80,7 +84,7 @@ def tables() -> dict[str, list[Row]]:
     for model in GENERATING:
         made[model.place] = model_rows(model, Sampling.model_fields)
         made[model.place] += place_rows(model.place, common)
-    for model in (TokenizeRequest, DetokenizeRequest):
+    for model in OTHERS:
         made[model.place] = model_rows(model) + place_rows(model.place)
     for options in (StreamOptions, ResponsesStreamOptions):
         made[options.place] = model_rows(options) + place_rows(options.place)

@@ -74,8 +74,9 @@ def environment(folder: Path, *steps: Sequence[str]) -> Client:
 
 
 @contextmanager
-def serving(log: Path, options: Sequence[str] = ()) -> Iterator[str]:
-    """Strobe's server with the demo models on a free port: its address, without a path.
+def serving(log: Path, options: Sequence[str] = (), key: str | None = None) -> Iterator[str]:
+    """Strobe's server with the demo models on a free port: its address, without a path. key: what
+    it asks its clients for.
 
     It has answered one request, so that the first one measured does not pay for what is lazy.
     """
@@ -83,12 +84,13 @@ def serving(log: Path, options: Sequence[str] = ()) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [sys.executable, "-m", "strobe", "serve", "--port", str(port), *options]
+    words += [] if key is None else ["--api-key", key]
     url = f"http://127.0.0.1:{port}"
     with log.open("w", encoding="utf-8") as out:
         server = subprocess.Popen(words, stdout=out, stderr=out)
         try:
             _wait(server, url, log)
-            _post(f"{url}/v1/completions", {"prompt": "Hello", "max_tokens": 32})
+            _post(f"{url}/v1/completions", {"prompt": "Hello", "max_tokens": 32}, key)
             yield url
         finally:
             server.terminate()
@@ -106,8 +108,8 @@ def _wait(server: subprocess.Popen[bytes], url: str, log: Path, seconds: float =
     raise RuntimeError(f"The server did not get ready; its words are in {log}.")
 
 
-def _post(url: str, body: dict[str, object]) -> None:
-    headers = {"Content-Type": "application/json"}
+def _post(url: str, body: dict[str, object], key: str | None) -> None:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as reply:
         reply.read()

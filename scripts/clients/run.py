@@ -1,8 +1,9 @@
-"""Run clients that Strobe has not written against its server, as they come: lm-eval and vllm's
-`bench serve`. Each gets an environment of its own; README.md beside this file says more.
+"""Run clients that Strobe has not written against its server, as they come: lm-eval, vllm's `bench
+serve` and Anthropic's. Each gets an environment of its own; README.md beside this file says more.
 
     python scripts/clients/run.py lm_eval [--count 24] [--directory build/clients]
     python scripts/clients/run.py vllm [--count 20] [--directory build/clients]
+    python scripts/clients/run.py anthropic [--count 6] [--directory build/clients]
 
 Prints a Markdown table with its date, versions and machine. Exits with 1, and says why on standard
 error, where an answer is missing or depends on speculation.
@@ -16,8 +17,9 @@ from pathlib import Path
 
 from benchmark import benchmark
 from evaluation import evaluate
+from messages import talk
 
-CLIENTS = {"lm_eval": (evaluate, 24), "vllm": (benchmark, 20)}
+CLIENTS = {"lm_eval": (evaluate, 24), "vllm": (benchmark, 20), "anthropic": (talk, 6)}
 """What runs a client, and how many questions or prompts it takes by default."""
 
 

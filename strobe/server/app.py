@@ -12,6 +12,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from strobe.server import page
+from strobe.server.anthropic.messages import count_tokens, messages
+from strobe.server.anthropic.protocol import message_bodies as bodies
+from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
 from strobe.server.guards import Key, read_keys
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
 from strobe.server.openai import replies
@@ -51,6 +54,20 @@ POSTS: dict[Handler, Post] = {
         "An answer in the form of OpenAI's Responses; nothing is stored.",
         ResponsesRequest,
         answers.Response,
+    ),
+    messages: Post(
+        "/v1/messages",
+        "An answer in the form of Anthropic's Messages.",
+        MessagesRequest,
+        bodies.Message,
+        bodies.MessageErrorResponse,
+    ),
+    count_tokens: Post(
+        "/v1/messages/count_tokens",
+        "How many tokens the prompt of a message has.",
+        CountTokensRequest,
+        bodies.MessageTokens,
+        bodies.MessageErrorResponse,
     ),
     tokenize: Post(
         "/tokenize", "Token ids of a text or a conversation.", TokenizeRequest, TokenizeResponse

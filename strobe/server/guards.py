@@ -71,8 +71,8 @@ def read_keys(path: Path) -> tuple[Key, ...]:
 
 
 class ApiKey:
-    """Asks for `Authorization: Bearer KEY` on every path but the open ones; else 401. By a key of
-    a limited number of requests at once, more are a 429.
+    """Asks for `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`, on every path but the
+    open ones; else 401. By a key of a limited number of requests at once, more are a 429.
 
     The comparison takes equally long for every key of the client's. OPTIONS passes, because
     browsers ask without a key first; no handler runs for it. The key's name is told to the log.
@@ -95,16 +95,17 @@ class ApiKey:
             await self.app(scope, receive, send)
             return
         key = self._key(scope)
-        if key is None and _route(scope) not in self.open_paths:
+        if key is None and route(scope) not in self.open_paths:
             self.refused(401, "api_key")
             await refuse(
                 send,
                 401,
-                "The API key is missing or wrong; send the header Authorization: Bearer KEY.",
+                "The API key is missing or wrong; send the header Authorization: Bearer KEY, or "
+                "x-api-key: KEY.",
                 code="invalid_api_key",
                 headers=[(b"www-authenticate", b"Bearer")],
             )
-        elif key is None or _route(scope) in self.open_paths:
+        elif key is None or route(scope) in self.open_paths:
             await self.app(scope, receive, send)
         elif key.at_once is not None and self.running[key] >= key.at_once:
             self.refused(429, "api_key_busy")
@@ -129,12 +130,11 @@ class ApiKey:
             self.running[key] -= 1
 
     def _key(self, scope: Scope) -> Key | None:
-        given = _values(scope, b"authorization")
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         # Digests have one length, and every key is compared, whichever fits.
-        digest = hashlib.sha256(key.strip()).digest()
-        fits = [hmac.compare_digest(digest, own) for own in self.digests]
-        return self.keys[fits.index(True)] if scheme.lower() == b"bearer" and any(fits) else None
+        given = [hashlib.sha256(key).digest() for key in _keys(scope)]
+        both = list(zip(self.keys, self.digests, strict=True))
+        fits = [key for one in given for key, own in both if hmac.compare_digest(one, own)]
+        return fits[0] if fits else None
 
 
 class Draining:
@@ -244,11 +244,20 @@ async def refuse(
     await send({"type": "http.response.body", "body": body})
 
 
+def _keys(scope: Scope) -> list[bytes]:
+    """The keys that a client sends; a header that it sends twice is none."""
+    bearer, plain = _values(scope, b"authorization"), _values(scope, b"x-api-key")
+    keys = plain if len(plain) == 1 else []
+    if len(bearer) == 1 and bearer[0].partition(b" ")[0].lower() == b"bearer":
+        keys = [*keys, bearer[0].partition(b" ")[2]]
+    return [key.strip() for key in keys]
+
+
 def _values(scope: Scope, name: bytes) -> list[bytes]:
     """All values of a header, in order; ASGI's header names are lower case."""
     return [value for key, value in scope["headers"] if key == name]
 
 
-def _route(scope: Scope) -> str:
+def route(scope: Scope) -> str:
     """The path that the application's router sees: without the prefix of a proxy."""
     return scope["path"].removeprefix(scope.get("root_path", ""))

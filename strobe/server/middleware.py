@@ -3,7 +3,8 @@
 Each class is a plain ASGI application around another. None buffers, and `http.disconnect` always
 reaches the handlers, because stopping an abandoned answer depends on it.
 
-    RequestId > AccessLog > Counted > CORS > ApiKey > Draining > BodyLimit > the application
+    RequestId > AccessLog > Counted > AnthropicForm > CORS > ApiKey > Draining > BodyLimit >
+    the application
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from strobe.server.access import AccessLog, Counted, RequestId
+from strobe.server.anthropic.errors import AnthropicForm
 from strobe.server.guards import ApiKey, BodyLimit, Drain, Draining, Key, Refused, refuse
 
 __all__ = [
@@ -98,6 +100,7 @@ def wrap(
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "Retry-After"),
         )
+    app = AnthropicForm(app)
     if answered is not None:
         app = Counted(app, answered)
     if settings.access_log:

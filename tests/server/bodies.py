@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import Closed
 from strobe.server.openai.protocol.completion_request import CompletionRequest
@@ -24,10 +25,12 @@ SMALLEST: Mapping[type[Closed], dict[str, Any]] = {
     ChatCompletionRequest: {"messages": [USER]},
     CompletionRequest: {"prompt": "hello"},
     ResponsesRequest: {"input": "hello"},
+    MessagesRequest: {"messages": [USER], "max_tokens": 4096},
+    CountTokensRequest: {"messages": [USER]},
     TokenizeRequest: {"prompt": "hello"},
     DetokenizeRequest: {"tokens": [1, 2]},
 }
-GENERATING = (ChatCompletionRequest, CompletionRequest, ResponsesRequest)
+GENERATING = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
 
 
 def chat(**fields: Any) -> ChatCompletionRequest:

@@ -243,6 +243,10 @@ def keyed(app: Any = echo) -> Any:
 )
 def test_any_of_the_keys_opens(value: str):
     assert call(keyed(), headers=[("Authorization", value)]).status == 200
+    key = value.partition(" ")[2]
+    assert call(keyed(), headers=[("X-Api-Key", key)]).status == 200
+    both = [("Authorization", "Bearer another"), ("X-Api-Key", key)]
+    assert call(keyed(), headers=both).status == 200
 
 
 @pytest.mark.parametrize(
@@ -258,7 +262,10 @@ def test_any_of_the_keys_opens(value: str):
         [("Authorization", "Bearer k-one, k-one")],
         [("Authorization", "Bearer schlussel two")],
         [("Authorization", "Bearer k-one"), ("Authorization", "Bearer k-one")],
-        [("X-Api-Key", "k-one")],
+        [("X-Api-Key", "k-on")],
+        [("X-Api-Key", "")],
+        [("X-Api-Key", "Bearer k-one")],
+        [("X-Api-Key", "k-one"), ("X-Api-Key", "k-one")],
     ],
 )
 def test_no_key_or_a_wrong_one_is_a_401_in_openais_form(headers: list[tuple[str, str]]):

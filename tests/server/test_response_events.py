@@ -191,6 +191,15 @@ def test_an_answer_of_nothing_is_a_message_of_nothing(text: str):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_stop_text_ends_the_answer_where_the_engine_has_stepped_on(size: int):
+    script = Script("Yes. No. So it is, and so it will be.", size)
+    response = respond(script, stop=[" No"])
+    assert bare(response["output"]) == [("message", "Yes.", "completed")]
+    last = stream(script, stop=[" No"])[-1]
+    assert bare(last["response"]["output"]) == [("message", "Yes.", "completed")]
+
+
 def test_without_parallel_calls_there_is_one():
     response = respond(Script(f"{CALL}\n{CALL}"), tools=[TOOL], parallel_tool_calls=False)
     assert [item["type"] for item in response["output"]] == ["function_call"]

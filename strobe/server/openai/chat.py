@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 from starlette.responses import Response
@@ -16,15 +16,23 @@ from strobe.outputs import StreamDelta
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
+from strobe.server.openai.protocol.conversation import Conversation
 from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.runs import Choice, Job, Progress, Run, speculation, usage
 from strobe.server.parsers import CallDelta, Parser, Tool, make_parser
 from strobe.server.serving import Serving
-from strobe.text.tokenizer import Tokenizer
+from strobe.text.tokenizer import Rendered, Tokenizer
 
 REASONING_NAMES = ("reasoning_content", "reasoning")
 """Thinking goes under both: DeepSeek's name, which most clients read, and vLLM's newer one."""
+
+
+class Asked(Protocol):
+    """A request of any endpoint that is answered as a chat."""
+
+    def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
+        """A sentence for each thing given that has no effect."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,21 +62,12 @@ async def chat(serving: Serving, http: Request) -> Response:
 async def prepare(serving: Serving, request: ChatCompletionRequest, http: Request) -> Prepared:
     """The prompt as token ids, with sampling parameters and parsers. Raises BadField, Unserved."""
     name, facts = serving.name(request.model), serving.facts
-    options = serving.settings.template_variables | request.template_options()
-    options["chat_template"] = serving.template(request.chat_template)
     keep, deadline = request.truncate_prompt_tokens, replies.Deadline(serving, request.timeout)
 
     def encode() -> tuple[str, list[int]]:
-        try:
-            chat = serving.tokenizer.render(request.conversation, **options)
-            serving.check_length(chat.text, "messages", keep)
-            return chat.text, serving.tokenizer.encode_chat(
-                chat, add_special_tokens=request.add_special_tokens
-            )
-        except BadField:
-            raise
-        except ValueError as error:
-            raise BadField(str(error), "messages") from None
+        chat = rendered(serving, request)
+        serving.check_length(chat.text, "messages", keep)
+        return chat.text, prompt_ids(serving, chat, request)
 
     async with deadline():
         text, ids = await serving.in_thread(encode)
@@ -106,9 +105,26 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
     )
 
 
-def warnings(
-    serving: Serving, asked: ChatCompletionRequest | ResponsesRequest, chat: ChatCompletionRequest
-) -> list[str]:
+def rendered(serving: Serving, request: Conversation) -> Rendered:
+    """A conversation as the chat template writes it. Raises BadField."""
+    options = serving.settings.template_variables | request.template_options()
+    options["chat_template"] = serving.template(request.chat_template)
+    try:
+        return serving.tokenizer.render(request.conversation, **options)
+    except ValueError as error:
+        raise BadField(str(error), "messages") from None
+
+
+def prompt_ids(serving: Serving, chat: Rendered, request: Conversation) -> list[int]:
+    """The tokens of what `rendered` returned. Raises BadField."""
+    more = request.add_special_tokens
+    try:
+        return serving.tokenizer.encode_chat(chat, add_special_tokens=more)
+    except ValueError as error:
+        raise BadField(str(error), "messages") from None
+
+
+def warnings(serving: Serving, asked: Asked, chat: ChatCompletionRequest) -> list[str]:
     """A sentence for each thing asked for that has no effect. chat: the same request as a chat."""
     said = asked.warnings(None if chat.chat_template is not None else serving.template_reads)
     if chat.toolbox.tools and serving.formats.tools is None:
@@ -135,6 +151,14 @@ def _tool(tool: dict[str, Any]) -> Tool:
     return Tool(function["name"], function.get("parameters"), bool(function.get("strict")))
 
 
+def is_whole(arguments: str) -> bool:
+    """Whether a call's arguments have come to their end."""
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 class Calls:
     """The tool calls of one answer as they come, each with an id."""
 
@@ -145,12 +169,7 @@ class Calls:
     @property
     def whole(self) -> bool:
         """Whether there are calls, the last one to its end: a stop string may have cut it."""
-        try:
-            return bool(self.made) and isinstance(
-                json.loads(self.made[-1]["function"]["arguments"]), dict
-            )
-        except (ValueError, RecursionError):
-            return False
+        return bool(self.made) and is_whole(self.made[-1]["function"]["arguments"])
 
     def take(self, deltas: tuple[CallDelta, ...]) -> list[dict[str, Any]]:
         """The same as OpenAI's deltas; without `parallel` there is only the first call."""

@@ -30,12 +30,13 @@ EVENT: dict[str, Any] = {
 
 
 class Post(NamedTuple):
-    """A path that takes a body. asked, given: the shapes of the two bodies."""
+    """A path that takes a body. asked, given: the shapes of the two bodies; wrong: an error's."""
 
     path: str
     summary: str
     asked: type[BaseModel]
     given: type[BaseModel]
+    wrong: type[BaseModel] = answers.ErrorResponse
 
 
 def describe(
@@ -53,6 +54,7 @@ def describe(
     shapes: list[tuple[type[BaseModel], Any]] = [(answers.ErrorResponse, "serialization")]
     for post in posts:
         shapes += [(post.asked, "validation"), (post.given, "serialization")]
+        shapes += [(post.wrong, "serialization")]
     references, parts = models_json_schema(shapes, ref_template="#/components/schemas/{model}")
     schemas: dict[str, Any] = schema.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):  # the framework's; no route says them
@@ -62,12 +64,14 @@ def describe(
     def content(model: type[BaseModel], mode: Any) -> dict[str, Any]:
         return {"application/json": {"schema": references[model, mode]}}
 
-    wrong = {"description": "Error", "content": content(answers.ErrorResponse, "serialization")}
+    def error(model: type[BaseModel]) -> dict[str, Any]:
+        return {"description": "Error", "content": content(model, "serialization")}
+
     for path, methods in schema["paths"].items():
         for operation in methods.values():
             responses: dict[str, Any] = operation["responses"]
             responses.pop("422", None)
-            responses |= dict.fromkeys(errors.get(path, ()), wrong)
+            responses |= dict.fromkeys(errors.get(path, ()), error(answers.ErrorResponse))
     for post in posts:
         good = content(post.given, "serialization")
         if "stream" in post.asked.model_fields:
@@ -78,7 +82,7 @@ def describe(
             "requestBody": {"required": True, "content": content(post.asked, "validation")},
             "responses": {
                 "200": {"description": "The answer", "content": good},
-                **dict.fromkeys(POST_ERRORS, wrong),
+                **dict.fromkeys(POST_ERRORS, error(post.wrong)),
             },
         }
         schema["paths"][post.path] = {"post": operation}

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -40,6 +40,11 @@ def compact(value: Any) -> str:
 def event(value: Any) -> bytes:
     """One server-sent event."""
     return f"data: {compact(value)}\n\n".encode("utf-8", "replace")
+
+
+def typed_event(value: Mapping[str, Any]) -> bytes:
+    """One server-sent event that bears the name of its type."""
+    return b"event: %s\n" % value["type"].encode() + event(value)
 
 
 def problem(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:

@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any, Literal, Protocol
+from typing import Any
 
+from strobe.server.openai.ordered import Event, Item, Logprobs, Status
 from strobe.server.openai.segments import Segment
-
-Event = dict[str, Any]
-Logprobs = list[dict[str, Any]]
-Status = Literal["in_progress", "completed", "incomplete"]
-
-
-class Item(Protocol):
-    """One output item."""
-
-    def item(self) -> dict[str, Any]:
-        """It as OpenAI's object, as far as it has come."""
-        ...
-
-    def begin(self) -> list[Event]: ...
-    def add(self, text: str, logprobs: Logprobs) -> list[Event]: ...
-    def end(self, status: Status) -> list[Event]: ...
 
 
 class _Item:
@@ -152,46 +137,8 @@ class Call(_Item):
         ]
 
 
-class Items:
-    """The output as it grows, item by item: one begins where the one before has ended."""
-
-    def __init__(self, *, parallel: bool):
-        """parallel: without it there is only the first call."""
-        self._parallel = parallel
-        self._items: list[Item] = []
-        self._open: tuple[str, int] | None = None
-
-    @property
-    def output(self) -> list[dict[str, Any]]:
-        return [item.item() for item in self._items]
-
-    def take(self, segment: Segment, logprobs: Logprobs) -> list[Event]:
-        """Take in a segment; its events."""
-        if segment.kind == "call" and segment.call and not self._parallel:
-            return []
-        events: list[Event] = []
-        if self._open != (segment.kind, segment.call):
-            events += self._begin(segment)
-            self._open = segment.kind, segment.call
-        return events + self._items[-1].add(segment.text, logprobs)
-
-    def end(self, status: Status) -> list[Event]:
-        """The answer has ended. An answer of nothing is a message of nothing."""
-        events: list[Event] = []
-        if status == "completed" and self._open in (None, ("reasoning", 0)):
-            events += self._begin(Segment("content", "", 0, 0))
-        return events + self.close(status)
-
-    def close(self, status: Status) -> list[Event]:
-        """End the item that is open, if there is one."""
-        was, self._open = self._open, None
-        return self._items[-1].end(status) if was is not None else []
-
-    def _begin(self, segment: Segment) -> list[Event]:
-        events, index = self.close("completed"), len(self._items)
-        if segment.kind == "call":
-            self._items.append(Call(index, segment.name or ""))
-        else:
-            self._items.append(Message(index) if segment.kind == "content" else Reasoning(index))
-        self._open = segment.kind, segment.call
-        return events + self._items[-1].begin()
+def make_item(segment: Segment, index: int) -> Item:
+    """The item that begins with a segment."""
+    if segment.kind == "call":
+        return Call(index, segment.name or "")
+    return Message(index) if segment.kind == "content" else Reasoning(index)

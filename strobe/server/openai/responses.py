@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,12 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from strobe.server.openai import replies
-from strobe.server.openai.chat import Prepared, chat_logprob, prepare, warnings
+from strobe.server.openai.chat import Prepared, prepare, warnings
+from strobe.server.openai.ordered import Event, Items, OrderedAnswer
 from strobe.server.openai.protocol.errors import BadField
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
-from strobe.server.openai.response_items import Event, Items, Logprobs, Status
-from strobe.server.openai.runs import Run, speculation, usage
-from strobe.server.openai.segments import Ordered, Origins, Segment
+from strobe.server.openai.response_items import make_item
+from strobe.server.openai.runs import speculation, usage
 from strobe.server.serving import Serving
 
 _LIMIT = re.compile(r"\bmax_(?:completion_)?tokens\b")
@@ -31,16 +31,17 @@ async def responses(serving: Serving, http: Request) -> Response:
         body = await http.body()
         request = ResponsesRequest.read(body, lenient=serving.settings.lenient)
         prepared = await _prepare(serving, request, http)
-        segments = Ordered(prepared.job.parser())
-        run = Run(serving, replace(prepared.job, parser=lambda: segments))
+        items = Items(make_item, parallel=request.parallel_tool_calls)
+        answer = OrderedAnswer(serving, prepared.job, items)
     except Exception as error:
         return replies.failed(serving, error)
     report = replies.wants_report(http, request)
-    reply = ResponseReply(serving, request, prepared, run, segments, _metadata(body), report)
+    reply = ResponseReply(request, prepared, answer, _metadata(body), report)
+    runs, deadline = [answer.run], prepared.deadline
     if request.stream:
         ending = replies.Ending(reply.failed)
-        return await replies.stream(serving, http, [run], reply.events, prepared.deadline, ending)
-    return await replies.whole(serving, http, [run], reply.body, prepared.deadline)
+        return await replies.stream(serving, http, runs, reply.events, deadline, ending)
+    return await replies.whole(serving, http, runs, reply.body, deadline)
 
 
 async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -> Prepared:
@@ -48,7 +49,7 @@ async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -
     try:
         prepared = await prepare(serving, chat, http)
     except BadField as error:
-        raise _in_own_words(error, request) from None
+        raise _in_own_words(error) from None
     said = warnings(serving, request, chat)
     said = [re.sub("^reasoning_effort", "reasoning.effort", warning) for warning in said]
     job = prepared.job
@@ -57,14 +58,12 @@ async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -
     return replace(prepared, job=job, warnings=said)
 
 
-def _in_own_words(error: BadField, request: ResponsesRequest) -> BadField:
+def _in_own_words(error: BadField) -> BadField:
     """What is wrong with the chat, with the names that this endpoint has for its fields."""
-    sentence, param = _LIMIT.sub("max_output_tokens", str(error)), error.param
-    if param == "messages":
-        param = "input"
-    elif param is not None:
-        param = _LIMIT.sub("max_output_tokens", param)
-    return BadField(sentence, param, error.code)
+    bad = error.renamed({_LIMIT: "max_output_tokens"})
+    if bad.param == "messages":
+        bad.param = "input"
+    return bad
 
 
 def _metadata(body: bytes) -> dict[str, str]:
@@ -80,20 +79,16 @@ class ResponseReply:
 
     def __init__(
         self,
-        serving: Serving,
         request: ResponsesRequest,
         prepared: Prepared,
-        run: Run,
-        segments: Ordered,
+        answer: OrderedAnswer,
         metadata: dict[str, str],
         report: bool,
     ):
-        self.serving, self.request, self.prepared, self.run = serving, request, prepared, run
+        self.request, self.prepared, self.answer = request, prepared, answer
         self.metadata, self.report = metadata, report
+        self.run, self.items = answer.run, answer.items
         self.created = int(time.time())
-        self.items = Items(parallel=request.parallel_tool_calls)
-        self._segments, self._origins = segments, Origins()
-        self._reasoning_tokens = 0
         self._sent = 0
 
     async def body(self) -> dict[str, Any]:
@@ -127,38 +122,17 @@ class ResponseReply:
         response["error"] = {"code": "server_error", "message": said["message"]}
         return self._event(event) + self._event({"type": "response.failed", "response": response})
 
-    async def _steps(self) -> AsyncIterator[list[Event]]:
-        """The events of each step; the last step's end the output. Raises BadField, Unserved,
-        EngineDead."""
+    async def _steps(self) -> AsyncGenerator[list[Event]]:
+        """The answer's. Raises BadField, Unserved, EngineDead."""
         try:
-            async for steps in self.run.steps():
-                replies.check_answers([self.run])
-                for progress in steps:
-                    self._origins.add(progress.delta)
-                events = [event for part in self._segments.take() for event in self._take(part)]
-                if steps[-1].finished:
-                    events += self.items.end(self._status())
+            async for events in self.answer.steps():
                 yield events
         except BadField as error:
-            raise _in_own_words(error, self.request) from None
-
-    def _take(self, segment: Segment) -> list[Event]:
-        tokens = self._origins.of(segment)
-        logprobs: Logprobs = []
-        if segment.kind == "reasoning":
-            self._reasoning_tokens += len(tokens)
-        elif segment.kind == "content":
-            tokenizer = self.serving.tokenizer
-            logprobs = [chat_logprob(one, tokenizer, False) for one in tokens if one is not None]
-        return self.items.take(segment, logprobs)
-
-    def _status(self) -> Status:
-        reason = self.run.choices[0].output.finish_reason
-        return "incomplete" if reason == "length" else "completed"
+            raise _in_own_words(error) from None
 
     def _ended(self) -> dict[str, Any]:
         """The response at its end."""
-        response = self._response(self._status())
+        response = self._response(self.answer.status)
         if response["status"] == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         counted = usage([self.run])
@@ -166,7 +140,7 @@ class ResponseReply:
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.answer.reasoning_tokens},
             "total_tokens": counted["total_tokens"],
         }
         return response | ({"speculation": speculation([self.run])} if self.report else {})
@@ -206,5 +180,4 @@ class ResponseReply:
         """An event on the wire, numbered."""
         numbered = {"type": event["type"], "sequence_number": self._sent, **event}
         self._sent += 1
-        text = f"event: {event['type']}\ndata: {replies.compact(numbered)}\n\n"
-        return text.encode("utf-8", "replace")
+        return replies.typed_event(numbered)

@@ -8,6 +8,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.openai import replies
+from strobe.server.openai.chat import rendered
 from strobe.server.openai.protocol.errors import BadField
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 from strobe.server.serving import Serving
@@ -24,9 +25,7 @@ async def tokenize(serving: Serving, http: Request) -> Response:
             tokenizer, more = serving.tokenizer, request.adds_special_tokens
             try:
                 if request.prompt is None:
-                    options = serving.settings.template_variables | request.template_options()
-                    options["chat_template"] = serving.template(request.chat_template)
-                    chat = tokenizer.render(request.conversation, **options)
+                    chat = rendered(serving, request)
                     ids = tokenizer.encode_chat(chat, add_special_tokens=more)
                 else:
                     ids = tokenizer.encode(request.prompt, add_special_tokens=more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -50,6 +51,22 @@ class BadField(ValueError):
     def body(self) -> dict[str, Any]:
         """The JSON body of the 400."""
         return error_body(str(self), param=self.param, code=self.code)
+
+    def renamed(self, names: Names) -> BadField:
+        """The same mistake with the names that another endpoint has for its fields."""
+        param = None if self.param is None else renamed(self.param, names)
+        return BadField(renamed(str(self), names), param, self.code)
+
+
+Names = Mapping[re.Pattern[str], str]
+"""Fields of one endpoint, and what stands for them in another's sentences and paths."""
+
+
+def renamed(sentence: str, names: Names) -> str:
+    """A sentence, or a field's path, with the names of another endpoint."""
+    for pattern, name in names.items():
+        sentence = pattern.sub(name, sentence)
+    return sentence
 
 
 class HasErrors(Protocol):

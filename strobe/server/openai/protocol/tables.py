@@ -34,7 +34,7 @@ _ACCEPTED: Table = {
     "user": Note(_HOSTED),
     "metadata": Note("nothing is stored", ({},)),
     "store": Note("nothing is stored", (False,)),
-    "service_tier": Note("there is one tier", ("auto", "default")),
+    "service_tier": Note("there is one tier", ("auto", "default", "standard_only")),
     "safety_identifier": Note(_HOSTED),
     "access_programs": Note(_HOSTED),
     "prompt_cache_key": Note(_CACHE),
@@ -58,6 +58,16 @@ _ACCEPTED: Table = {
 }
 """Without effect on every endpoint that generates."""
 
+_ACCEPTED_MESSAGES: Table = {
+    "cache_control": Note(_CACHE),
+    "speed": Note("there is one speed", ("standard",)),
+    "inference_geo": Note("there is one server"),
+    "diagnostics": Note("usage says what the prefix cache had", ({},)),
+    "user_profile_id": Note(_HOSTED),
+    "workspace_id": Note(_HOSTED),
+}
+"""Without effect on Anthropic's endpoints."""
+
 NO_EFFECT: Mapping[str, Table] = {
     "chat": {
         **_ACCEPTED,
@@ -68,6 +78,8 @@ NO_EFFECT: Mapping[str, Table] = {
         **_ACCEPTED,
         "max_tool_calls": Note("it counts calls of built-in tools, and there are none"),
     },
+    "messages": {**_ACCEPTED, **_ACCEPTED_MESSAGES},
+    "count_tokens": _ACCEPTED_MESSAGES,
     "tokenize": {},
     "detokenize": {},
     "stream_options": {
@@ -111,6 +123,19 @@ NO_EFFECT: Mapping[str, Table] = {
         "cache_control": Note(_CACHE),
         "encrypted_content": Note("it is readable for its maker only"),
     },
+    "messages.tool": {
+        "cache_control": Note(_CACHE),
+        "eager_input_streaming": Note("arguments come as they are made", (True,)),
+    },
+    "block": {
+        "cache_control": Note(_CACHE),
+        "citations": Note("a model reads no citations", ([], {"enabled": False})),
+        "is_error": Note("chat templates have no mark for it; say so in the content", (False,)),
+        "data": Note("it is readable for its maker only"),
+    },
+    "thinking": {
+        "budget_tokens": Note("the length of the reasoning cannot be limited"),
+    },
 }
 """Accepted and named in the response's `warnings`, by place."""
 
@@ -137,7 +162,6 @@ _REFUSED: Table = {
     "thinking_token_budget": Note("the length of the reasoning cannot be limited", (-1,)),
     "thinking_budget": Note("the length of the reasoning cannot be limited", (-1,)),
     "enable_thinking": Note(_NO_TEMPLATE_ARGUMENT),
-    "thinking": Note("give chat_template_kwargs or reasoning_effort", ({},)),
     "separate_reasoning": Note("reasoning is separated where the model has a parser", (True,)),
     "stream_reasoning": Note("give include_reasoning: false to leave it out", (True,)),
     "kv_transfer_params": Note("there is one engine", ({},)),
@@ -151,9 +175,22 @@ _REFUSED: Table = {
 }
 """Refused on every endpoint that generates."""
 
+_THINKING: Table = {"thinking": Note("give chat_template_kwargs or reasoning_effort", ({},))}
+
+_KEPT = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+_REFUSED_MESSAGES: Table = {
+    "container": Note("there are no containers"),
+    "mcp_servers": Note("the server calls no tools itself; give tools", ([],)),
+    "context_management": Note("shorten the messages", ({}, {"edits": []}, _KEPT)),
+    "output_format": Note("give output_config.format"),
+    "prompt": Note("this endpoint takes messages"),
+}
+"""Refused on Anthropic's endpoints."""
+
 UNSUPPORTED: Mapping[str, Table] = {
     "chat": {
         **_REFUSED,
+        **_THINKING,
         "prompt": Note("this endpoint takes messages"),
         "reasoning": Note("give reasoning_effort", ({},)),
         "audio": Note(_MEDIA),
@@ -167,6 +204,7 @@ UNSUPPORTED: Mapping[str, Table] = {
     },
     "completions": {
         **_REFUSED,
+        **_THINKING,
         "messages": Note("this endpoint takes prompt"),
         "suffix": Note("text cannot be filled in before another", ("",)),
         "prompt_embeds": Note("give text or token ids", ([],)),
@@ -177,6 +215,7 @@ UNSUPPORTED: Mapping[str, Table] = {
     },
     "responses": {
         **_REFUSED,
+        **_THINKING,
         "background": Note("an answer is made while its request waits", (False,)),
         "conversation": Note(_STATELESS),
         "previous_response_id": Note(_STATELESS),
@@ -191,6 +230,16 @@ UNSUPPORTED: Mapping[str, Table] = {
         "reasoning_effort": Note("give reasoning.effort"),
         "n": Note("a response has one answer", (1,)),
     },
+    "messages": {
+        **_REFUSED,
+        **_REFUSED_MESSAGES,
+        "max_completion_tokens": Note("give max_tokens"),
+        "max_tokens_to_sample": Note("give max_tokens"),
+        "response_format": Note("give output_config.format"),
+        "reasoning_effort": Note("give output_config.effort"),
+        "n": Note("a message has one answer", (1,)),
+    },
+    "count_tokens": _REFUSED_MESSAGES,
     "tokenize": {
         "documents": Note("put them into a message", ([],)),
         "mm_processor_kwargs": Note(_MEDIA, ({},)),
@@ -224,6 +273,18 @@ UNSUPPORTED: Mapping[str, Table] = {
         "name": Note("the call says which function it was"),
         "namespace": Note("functions have no namespaces"),
         "caller": Note("the model itself is the only caller", ({"type": "direct"},)),
+    },
+    "messages.tool": {
+        "defer_loading": Note("all tools are in the prompt", (False,)),
+        "allowed_callers": Note("the model itself is the only caller", (["direct"], [])),
+        "input_examples": Note("put them into the description", ([],)),
+    },
+    "block": {
+        "caller": Note("the model itself is the only caller", ({"type": "direct"},)),
+        "toolset_name": Note("there are no toolsets"),
+    },
+    "output_config": {
+        "task_budget": Note("give max_tokens"),
     },
 }
 """A 400 unless the value is neutral, by place."""

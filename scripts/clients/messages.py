@@ -1,0 +1,44 @@
+"""Anthropic's client against the server, with speculation on and off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from client import HERE, SPECULATION, environment, origin, serving, table
+from examples import ANSWERED, questions
+
+KEY = "k-clients"
+
+
+def talk(directory: Path, count: int) -> list[str]:
+    """Print what was asked as a Markdown table; the sentences that tell what is not as it must be.
+
+    The client's program asserts what holds of each answer alone and fails otherwise.
+    """
+    client = environment(directory / "anthropic", ["-r", "anthropic.txt"])
+    asked = client.folder / "questions.json"
+    texts = [example.messages[0]["content"] for example in questions(count, *ANSWERED)]
+    asked.write_text(json.dumps(texts), encoding="utf-8")
+    found: dict[str, dict[str, list[Any]]] = {}
+    for speculation, options in SPECULATION.items():
+        out = client.folder / f"answers_{speculation}.json"
+        with serving(client.folder / f"server_{speculation}.log", options, key=KEY) as url:
+            words = [HERE / "messages_client.py", url, KEY, asked, out]
+            client.run("python", words, client.folder / f"client_{speculation}.log")
+        found[speculation] = json.loads(out.read_text(encoding="utf-8"))
+
+    rows, wrong = [], []
+    on, off = found["on"], found["off"]
+    for way in on:
+        same = sum(a == b for a, b in zip(on[way], off[way], strict=True))
+        rows.append([way, len(on[way]), f"{same} equal on and off"])
+        if same < len(on[way]):
+            wrong.append(f"{way}: {same} of {len(on[way])} answers are equal on and off.")
+    for way in ("stream", "async, all at once"):
+        if on[way] != on["create"]:
+            wrong.append(f"{way}: not the answers of create.")
+    print(origin(client.versions("anthropic")), end="\n\n")
+    print(table(["requests", "count", "answers"], rows))
+    return wrong

@@ -1,0 +1,1 @@
+"""The endpoints of Anthropic's Messages API."""

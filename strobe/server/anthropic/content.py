@@ -1,0 +1,104 @@
+"""The content blocks of a message, and the events that are sent as they grow."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Any
+
+from pydantic_core import from_json
+
+from strobe.server.openai.ordered import Event, Item, Logprobs, Status
+from strobe.server.openai.segments import Segment
+
+
+class _Block:
+    """What all blocks have. index: its place in the content."""
+
+    def __init__(self, index: int):
+        self.index, self.text = index, ""
+
+    def item(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def begin(self) -> list[Event]:
+        return [self._event("start", content_block=self.item())]
+
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        self.text += text
+        return [self._event("delta", delta=self._delta(text))] if text else []
+
+    def end(self, status: Status) -> list[Event]:
+        return [self._event("stop")]
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": f"content_block_{kind}", "index": self.index, **fields}
+
+
+class Text(_Block):
+    """What the model says."""
+
+    def item(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.text, "citations": None}
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"type": "text_delta", "text": text}
+
+
+class Thinking(_Block):
+    """Its thinking. The signature is a checksum: clients keep no thinking that has none."""
+
+    def __init__(self, index: int, *, shown: bool):
+        super().__init__(index)
+        self._shown, self._ended = shown, False
+
+    def item(self) -> dict[str, Any]:
+        text = self.text if self._shown else ""
+        return {"type": "thinking", "thinking": text, "signature": self._signature()}
+
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        events = super().add(text, logprobs)
+        return events if self._shown else []
+
+    def end(self, status: Status) -> list[Event]:
+        self._ended = True
+        signed = {"type": "signature_delta", "signature": self._signature()}
+        return [self._event("delta", delta=signed), *super().end(status)]
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"type": "thinking_delta", "thinking": text}
+
+    def _signature(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest() if self._ended else ""
+
+
+class ToolUse(_Block):
+    """A call of a tool; its text is the arguments' JSON."""
+
+    def __init__(self, index: int, name: str):
+        super().__init__(index)
+        self.name, self.id = name, f"toolu_{secrets.token_hex(12)}"
+
+    def item(self) -> dict[str, Any]:
+        return {"type": "tool_use", "id": self.id, "name": self.name, "input": self._input()}
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"type": "input_json_delta", "partial_json": text}
+
+    def _input(self) -> dict[str, Any]:
+        """The arguments, or what there is of them where the answer was cut."""
+        try:
+            value = from_json(self.text, allow_partial=True)
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+def make_block(segment: Segment, index: int, *, shows_thinking: bool) -> Item:
+    """The block that begins with a segment."""
+    if segment.kind == "call":
+        return ToolUse(index, segment.name or "")
+    return Text(index) if segment.kind == "content" else Thinking(index, shown=shows_thinking)

@@ -1,0 +1,169 @@
+"""/v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from strobe.server.anthropic.content import make_block
+from strobe.server.anthropic.errors import error_body
+from strobe.server.anthropic.protocol.messages_request import (
+    CountTokensRequest,
+    MessagesRequest,
+)
+from strobe.server.openai import replies
+from strobe.server.openai.chat import (
+    Prepared,
+    prepare,
+    prompt_ids,
+    rendered,
+    warnings,
+)
+from strobe.server.openai.ordered import Items, OrderedAnswer
+from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.runs import usage
+from strobe.server.serving import Serving
+
+
+async def messages(serving: Serving, http: Request) -> Response:
+    """Answer POST /v1/messages."""
+    try:
+        request = MessagesRequest.read(await http.body(), lenient=serving.settings.lenient)
+        prepared = await _prepare(serving, request, http)
+        make = functools.partial(make_block, shows_thinking=request.shows_thinking)
+        items = Items(make, parallel=request.to_chat().parallel_tool_calls)
+        answer = OrderedAnswer(serving, prepared.job, items)
+    except Exception as error:
+        return replies.failed(serving, error)
+    report = replies.wants_report(http, request)
+    reply = MessageReply(request, prepared, answer, report)
+    runs, deadline = [answer.run], prepared.deadline
+    if request.stream:
+        failed = functools.partial(_failed, prepared.job.request_id)
+        ending = replies.Ending(failed)
+        return await replies.stream(serving, http, runs, reply.events, deadline, ending)
+    return await replies.whole(serving, http, runs, reply.body, deadline)
+
+
+async def count_tokens(serving: Serving, http: Request) -> Response:
+    """Answer POST /v1/messages/count_tokens: the prompt's tokens as /v1/messages has them."""
+    try:
+        request = CountTokensRequest.read(await http.body(), lenient=serving.settings.lenient)
+        serving.name(request.model)
+        chat = request.to_chat()
+
+        def count() -> int:
+            return len(prompt_ids(serving, rendered(serving, chat), chat))
+
+        try:
+            body = {"input_tokens": await serving.in_thread(count)}
+        except BadField as error:
+            raise request.in_own_words(error) from None
+        said = warnings(serving, request, chat)
+        return JSONResponse(body | replies.extras([], False, said))
+    except Exception as error:
+        return replies.failed(serving, error)
+
+
+async def _prepare(serving: Serving, request: MessagesRequest, http: Request) -> Prepared:
+    chat = request.to_chat()
+    try:
+        prepared = await prepare(serving, chat, http)
+    except BadField as error:
+        raise request.in_own_words(error) from None
+    job = prepared.job
+    if job.constraint == "response_format":
+        job = replace(job, constraint="output_config.format")
+    return replace(prepared, job=job, warnings=warnings(serving, request, chat))
+
+
+def _failed(request_id: str, body: dict[str, Any]) -> bytes:
+    """The last event of a stream that an error has ended."""
+    return replies.typed_event(error_body(body, request_id))
+
+
+class MessageReply:
+    """Anthropic's form of the answer, whole or streamed."""
+
+    def __init__(
+        self, request: MessagesRequest, prepared: Prepared, answer: OrderedAnswer, report: bool
+    ):
+        self.request, self.prepared, self.answer = request, prepared, answer
+        self.run, self.report = answer.run, report
+
+    async def body(self) -> dict[str, Any]:
+        """The whole message, once the answer has ended."""
+        async for _ in self._steps():
+            pass
+        return self._message() | {"content": self.answer.items.output} | self._ended()
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The events of the stream."""
+        begun = False
+        async for events in self._steps():
+            out = b""
+            if not begun:
+                begun = True
+                message = {**self._message(), "stop_reason": None, "stop_sequence": None}
+                message["usage"] = self._usage()
+                out += replies.typed_event({"type": "message_start", "message": message})
+                out += replies.typed_event({"type": "ping"})
+            out += b"".join(map(replies.typed_event, events))
+            if out:
+                yield out
+        if not self.run.given_up:
+            ended = self._ended()
+            delta = {name: ended.pop(name) for name in ("stop_reason", "stop_sequence")}
+            yield replies.typed_event({"type": "message_delta", "delta": delta, **ended})
+            yield replies.typed_event({"type": "message_stop"})
+
+    async def _steps(self) -> AsyncGenerator[list[dict[str, Any]]]:
+        """The answer's. Raises BadField, Unserved, EngineDead."""
+        try:
+            async for events in self.answer.steps():
+                yield events
+        except BadField as error:
+            raise self.request.in_own_words(error) from None
+
+    def _message(self) -> dict[str, Any]:
+        """What is known from the beginning."""
+        return {
+            "id": f"msg_{self.prepared.job.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.prepared.name,
+            "content": [],
+        } | replies.extras([], False, self.prepared.warnings)
+
+    def _ended(self) -> dict[str, Any]:
+        """What is known at the end."""
+        stop = self.run.choices[0].output.stop_reason
+        sequence = stop if isinstance(stop, str) else None
+        return {
+            "stop_reason": self._stop_reason(sequence),
+            "stop_sequence": sequence,
+            "usage": self._usage(),
+        } | replies.extras([self.run], self.report, [])
+
+    def _stop_reason(self, sequence: str | None) -> str:
+        if self.answer.status == "incomplete":
+            return "max_tokens"
+        if sequence is not None:
+            return "stop_sequence"
+        return "tool_use" if self.answer.items.calls_are_whole else "end_turn"
+
+    def _usage(self) -> dict[str, Any]:
+        counted = usage([self.run])
+        cached = counted["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": counted["prompt_tokens"] - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": counted["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": self.answer.reasoning_tokens},
+        }

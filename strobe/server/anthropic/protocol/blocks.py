@@ -1,0 +1,155 @@
+"""A request's messages, made of blocks, as the items that /v1/responses takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from strobe.server.openai.protocol.common import TEXT_SCHEMA, Notes, closed, take
+from strobe.server.openai.protocol.errors import BadField, shown, wrong
+
+ROLES = ("user", "assistant", "system")
+BLOCK_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "thinking": ("thinking", "signature"),
+    "redacted_thinking": (),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id", "content"),
+}
+"""The types of blocks and what each has. A signature may stay as it was returned."""
+
+OWNERS: Mapping[str, tuple[str, ...]] = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+"""The types of blocks in each role's messages."""
+
+_TEXT: dict[str, Any] = {"type": "string"}
+
+
+def _shape(kind: str) -> dict[str, Any]:
+    """The JSON schema of a block."""
+    values = {**dict.fromkeys(BLOCK_FIELDS[kind], _TEXT), "type": {"const": kind}}
+    needed = [name for name in BLOCK_FIELDS[kind] if name not in ("signature", "content")]
+    if kind == "tool_use":
+        values |= {"name": TEXT_SCHEMA, "input": {"type": "object"}}
+    elif kind == "tool_result":
+        values["content"] = TEXTS_SCHEMA
+    return closed(values, "block", ("type", *needed))
+
+
+def _texts_or(blocks: list[dict[str, Any]], least: int = 0) -> dict[str, Any]:
+    listed = {"type": "array", "minItems": least, "items": {"anyOf": blocks}}
+    return {"anyOf": [_TEXT, listed]}
+
+
+TEXTS_SCHEMA = _texts_or([_shape("text")])
+"""A text, or a list of text blocks."""
+
+MESSAGES_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "anyOf": [
+            closed(
+                {"role": {"const": role}, "content": _texts_or([*map(_shape, kinds)], least=1)},
+                "",
+                ("role", "content"),
+            )
+            for role, kinds in OWNERS.items()
+        ]
+    },
+}
+
+
+def read_items(messages: Any, notes: Notes) -> list[dict[str, Any]]:
+    """The items in their order; texts of one role in a row are one message, also where they stand
+    in several. notes: gets a sentence for what has no effect. Raises BadField."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise wrong("messages", messages, "a list of one or more messages")
+    items: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        taken = take(message, ("role", "content"), "", path, lenient=notes.lenient)
+        notes += taken.notes
+        role, content = taken.fields.get("role"), taken.fields.get("content")
+        if role not in ROLES:
+            raise wrong(f"{path}.role", role, f"one of {', '.join(ROLES)}")
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        elif not isinstance(content, list | tuple) or not content:
+            raise wrong(f"{path}.content", content, "a text, or a list of one or more blocks")
+        for place, block in enumerate(content):
+            item = _item(block, role, f"{path}.content[{place}]", notes)
+            if item is not None:
+                _add(items, item)
+    return items
+
+
+def read_texts(given: Any, path: str, notes: Notes) -> str:
+    """A text, or those of a list of text blocks, one to a line. Raises BadField."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    if not isinstance(given, list | tuple):
+        raise wrong(path, given, "a text, or a list of text blocks")
+    blocks = [_block(one, ("text",), f"{path}[{i}]", notes)[1] for i, one in enumerate(given)]
+    return "\n".join(block["text"] for block in blocks)
+
+
+def _add(items: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    last = items[-1] if items else {}
+    if item["type"] == "message" and last.get("role") == item["role"]:
+        last["content"] += item["content"]
+    else:
+        items.append(item)
+
+
+def _item(block: Any, role: str, path: str, notes: Notes) -> dict[str, Any] | None:
+    kind, fields = _block(block, OWNERS[role], path, notes)
+    if kind == "text":
+        part = {"type": "text", "text": fields["text"]}
+        return {"type": "message", "role": role, "content": [part]}
+    if kind == "thinking":
+        text = [{"text": fields["thinking"]}] if fields["thinking"] else []
+        return {"type": "reasoning", "content": text}
+    if kind == "tool_use":
+        call = {"call_id": fields["id"], "name": fields["name"], "arguments": fields["input"]}
+        return {"type": "function_call", **call}
+    if kind == "tool_result":
+        output = read_texts(fields.get("content"), f"{path}.content", notes)
+        return {"type": "function_call_output", "call_id": fields["tool_use_id"], "output": output}
+    return None
+
+
+def _block(
+    block: Any, kinds: tuple[str, ...], path: str, notes: Notes
+) -> tuple[str, dict[str, Any]]:
+    """A block's type and fields. kinds: the types that may stand there. Raises BadField."""
+    if not isinstance(block, Mapping):
+        raise wrong(path, block, 'a block such as {"type": "text", "text": ...}')
+    kind = block.get("type")
+    if kind not in kinds:
+        known = isinstance(kind, str) and kind in BLOCK_FIELDS
+        why = "which has no place there" if known else "which is not supported"
+        raise BadField(
+            f"{path}.type is {shown(kind)}, {why}; the types are {', '.join(kinds)}.",
+            f"{path}.type",
+            "unsupported_parameter",
+        )
+    taken = take(block, ("type", *BLOCK_FIELDS[kind]), "block", path, lenient=notes.lenient)
+    notes += taken.notes
+    fields = taken.fields
+    for name in BLOCK_FIELDS[kind]:
+        if name in ("signature", "content"):
+            continue
+        if name == "input":
+            if not isinstance(fields.get(name), Mapping):
+                raise wrong(f"{path}.input", fields.get(name), "an object, the tool's arguments")
+        elif not isinstance(fields.get(name), str):
+            raise wrong(f"{path}.{name}", fields.get(name), "a text")
+    if fields.get("name") == "":
+        raise wrong(f"{path}.name", "", "the name of a tool")
+    if not isinstance(fields.get("signature", ""), str):
+        raise wrong(f"{path}.signature", fields["signature"], "a text")
+    return kind, fields

@@ -1,0 +1,231 @@
+"""The requests of /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, get_args
+
+from pydantic import Field, PrivateAttr, WithJsonSchema
+
+from strobe.checks import MOST
+from strobe.server.anthropic.protocol.blocks import (
+    MESSAGES_SCHEMA,
+    TEXTS_SCHEMA,
+    read_items,
+    read_texts,
+)
+from strobe.server.anthropic.protocol.tools import (
+    CHOICE_SCHEMA,
+    TOOLS_SCHEMA,
+    read_choice,
+    read_tools,
+)
+from strobe.server.openai.protocol.chat_request import ChatCompletionRequest, Effort
+from strobe.server.openai.protocol.common import Closed, Int, Texts, Within, closed, take
+from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
+from strobe.server.openai.protocol.errors import BadField, renamed, wrong
+from strobe.server.openai.protocol.items import read_input
+from strobe.server.openai.protocol.sampling_fields import STOP_SCHEMA, Sampling
+
+THINKING = ("enabled", "adaptive", "disabled")
+DISPLAYS = ("summarized", "omitted")
+THINKING_SCHEMA = closed(
+    {"type": {"enum": list(THINKING)}, "display": {"enum": list(DISPLAYS)}}, "thinking", ("type",)
+)
+FORMAT_SCHEMA = closed(
+    {"type": {"const": "json_schema"}, "schema": {"type": "object"}}, "", ("type", "schema")
+)
+OUTPUT_SCHEMA = closed(
+    {"effort": {"enum": list(get_args(Effort))}, "format": FORMAT_SCHEMA}, "output_config"
+)
+
+_NAMES = {
+    re.compile(r"\.function\.parameters\b"): ".input_schema",
+    re.compile(r"\.function\b"): "",
+    re.compile(r"\bchat_template_kwargs\.enable_thinking\b"): "thinking.type",
+    re.compile(r"\breasoning_effort\b"): "output_config.effort",
+    re.compile(r"\bresponse_format(?:\.json_schema)?\b"): "output_config.format",
+}
+_STOP = {re.compile(r"^stop\b"): "stop_sequences"}
+
+
+class MessagesPrompt(Closed):
+    """What the prompt is made of. `to_chat` is the same as a chat."""
+
+    messages: Annotated[Any, WithJsonSchema(MESSAGES_SCHEMA)] = Field(
+        description="The conversation: objects with `role` and `content`, a text or a list of "
+        "blocks. Where the last one is the assistant's, the answer goes on with it."
+    )
+    system: Annotated[Any, WithJsonSchema(TEXTS_SCHEMA)] = Field(
+        None, description="The system message: a text, or a list of text blocks."
+    )
+    tools: Annotated[list[Any], WithJsonSchema(TOOLS_SCHEMA)] | None = Field(
+        None,
+        description="Tools that the model may call: `name`, `description`, `input_schema` (a JSON "
+        "schema) and `strict`.",
+    )
+    tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = Field(
+        None,
+        description="`type`: `auto`, `any`, `tool` (with its `name`) or `none`; auto where there "
+        "are tools. With none, the prompt has no tools. `disable_parallel_tool_use` allows one "
+        "call.",
+    )
+    thinking: Annotated[Any, WithJsonSchema(THINKING_SCHEMA)] = Field(
+        None,
+        description="`type`: `enabled` or `adaptive`, or `disabled`, which the chat template gets "
+        "as enable_thinking; its own when left out. With `display: omitted` the text of thinking "
+        "is left out of the response.",
+    )
+    output_config: Annotated[Any, WithJsonSchema(OUTPUT_SCHEMA)] = Field(
+        None,
+        description="`format`: the type `json_schema` with `schema`, which is always held "
+        "strictly. `effort`: given to the chat template.",
+    )
+    chat_template: str | None = Field(
+        None,
+        description="A Jinja chat template in place of the model's own, where the server was "
+        "started with --trust-request-chat-template.",
+    )
+    chat_template_kwargs: TemplateVariables | None = Field(
+        None, description='Variables for the chat template, such as {"enable_thinking": false}.'
+    )
+
+    _chat: ChatCompletionRequest | None = None
+    _thinking: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
+    _output: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
+
+    def check(self) -> None:
+        super().check()
+        check_template_options(self.chat_template_kwargs)
+        self._thinking = self._read("thinking", ("type", "display"))
+        self._output = self._read("output_config", ("effort", "format"))
+        self._check_objects()
+        items = read_items(self.messages, self._notes)
+        system = read_texts(self.system, "system", self._notes)
+        tools = read_tools(self.tools, self._notes)
+        body: dict[str, Any] = {
+            "messages": read_input(items, system, self._notes) if items else [],
+            "tools": tools,
+            **read_choice(self.tool_choice, tools, self._notes),
+            "chat_template": self.chat_template,
+            "chat_template_kwargs": self._variables(),
+            "reasoning_effort": self._output.get("effort"),
+            "continue_final_message": bool(items) and items[-1].get("role") == "assistant",
+        }
+        body |= self.generation()
+        try:
+            self._chat = ChatCompletionRequest.read(body)
+        except BadField as error:
+            raise self.in_own_words(error) from None
+
+    def generation(self) -> dict[str, Any]:
+        """A chat's fields that say how to answer."""
+        return {}
+
+    def _read(self, name: str, known: Collection[str]) -> dict[str, Any]:
+        given = getattr(self, name)
+        if given is None:
+            return {}
+        taken = take(given, known, name, name, lenient=self._notes.lenient)
+        self._notes.extend(taken.notes)
+        return taken.fields
+
+    def _check_objects(self) -> None:
+        checks = (("type", THINKING), ("display", DISPLAYS))
+        for name, values in checks if self.thinking is not None else ():
+            value = self._thinking.get(name)
+            if value not in values and (name == "type" or value is not None):
+                raise wrong(f"thinking.{name}", value, f"one of {', '.join(values)}")
+        effort = self._output.get("effort")
+        if effort is not None and effort not in get_args(Effort):
+            raise wrong("output_config.effort", effort, f"one of {', '.join(get_args(Effort))}")
+
+    def _variables(self) -> dict[str, Any]:
+        """The chat template's, with what `thinking` says to it."""
+        given = dict(self.chat_template_kwargs or {})
+        if self.thinking is None:
+            return given
+        thinks = self._thinking["type"] != "disabled"
+        if given.get("enable_thinking", thinks) != thinks:
+            raise BadField(
+                f"thinking.type is {self._thinking['type']}, but "
+                "chat_template_kwargs.enable_thinking says otherwise; leave one of them out.",
+                "thinking.type",
+            )
+        return {**given, "enable_thinking": thinks}
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether the response has the text of its thinking."""
+        return self._thinking.get("display") != "omitted"
+
+    def to_chat(self) -> ChatCompletionRequest:
+        """The same request as a chat."""
+        assert self._chat is not None, "checked requests have their chat"
+        return self._chat
+
+    def in_own_words(self, error: BadField) -> BadField:
+        """What is wrong with the chat, with the names that this endpoint has for its fields."""
+        return error.renamed(_NAMES)
+
+    def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
+        """A sentence for each thing given that has no effect, as for a chat."""
+        said = super().warnings()
+        said += [renamed(one, _NAMES) for one in self.to_chat().warnings(template_reads)]
+        return list(dict.fromkeys(said))
+
+
+class MessagesRequest(Sampling, MessagesPrompt):
+    """The body of POST /v1/messages."""
+
+    place: ClassVar[str] = "messages"
+
+    max_tokens: Annotated[Int, Within(1, MOST, "ask for one token or more")] = Field(
+        description="Most tokens to make, thinking included."
+    )
+    stop_sequences: Annotated[Texts, WithJsonSchema(STOP_SCHEMA)] = Field(
+        (), description="Texts that end the answer and are cut off it, as `stop`."
+    )
+
+    def generation(self) -> dict[str, Any]:
+        if self.stop and self.stop_sequences:
+            raise BadField("stop is given beside stop_sequences; give one of them.", "stop")
+        body = {name: getattr(self, name) for name in Sampling.model_fields if self.given(name)}
+        if self.stop_sequences:
+            body["stop"] = self.stop_sequences
+        return body | {"max_tokens": self.max_tokens, "response_format": self._read_format()}
+
+    def _read_format(self) -> dict[str, Any] | None:
+        given, path = self._output.get("format"), "output_config.format"
+        if given is None:
+            return None
+        taken = take(given, ("type", "schema"), "", path, lenient=self._notes.lenient)
+        self._notes.extend(taken.notes)
+        if taken.fields.get("type") != "json_schema":
+            raise wrong(f"{path}.type", taken.fields.get("type"), '"json_schema"')
+        if not isinstance(taken.fields.get("schema"), Mapping):
+            raise wrong(f"{path}.schema", taken.fields.get("schema"), "a JSON schema, as an object")
+        schema = {"name": "format", "schema": taken.fields["schema"]}
+        return {"type": "json_schema", "json_schema": schema}
+
+    def limit(self) -> tuple[str, int | None]:
+        return "max_tokens", self.max_tokens
+
+    def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of SamplingParams, as those of the chat."""
+        return self.to_chat().sampling(defaults)
+
+    def in_own_words(self, error: BadField) -> BadField:
+        bad = super().in_own_words(error)
+        return bad.renamed(_STOP) if self.stop_sequences else bad
+
+
+class CountTokensRequest(MessagesPrompt):
+    """The body of POST /v1/messages/count_tokens."""
+
+    place: ClassVar[str] = "count_tokens"
+
+    model: str | None = Field(
+        None, description="The name of the served model, as /v1/models lists it; any when left out."
+    )

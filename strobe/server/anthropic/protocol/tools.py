@@ -1,0 +1,96 @@
+"""The tools of a request and which of them to call, in the form of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from strobe.server.openai.protocol.common import TEXT_SCHEMA, Notes, closed, take
+from strobe.server.openai.protocol.errors import BadField, shown, wrong
+
+TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict")
+CHOICES = ("auto", "any", "tool", "none")
+
+TOOLS_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "items": closed(
+        {
+            "type": {"const": "custom"},
+            "name": TEXT_SCHEMA,
+            "description": {"type": "string"},
+            "input_schema": {"type": "object"},
+            "strict": {"type": "boolean"},
+        },
+        "messages.tool",
+        ("name", "input_schema"),
+    ),
+}
+_ONE: dict[str, Any] = {"disable_parallel_tool_use": {"type": "boolean"}}
+CHOICE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        closed({"type": {"const": "none"}}, "", ("type",)),
+        closed({"type": {"enum": ["auto", "any"]}, **_ONE}, "", ("type",)),
+        closed(
+            {"type": {"const": "tool"}, "name": {"type": "string"}, **_ONE}, "", ("type", "name")
+        ),
+    ]
+}
+
+
+def read_tools(tools: Any, notes: Notes) -> list[dict[str, Any]]:
+    """A chat's tools. Raises BadField."""
+    if tools is None:
+        return []
+    if not isinstance(tools, list | tuple):
+        raise wrong("tools", tools, "a list of tools")
+    return [_tool(tool, f"tools[{index}]", notes) for index, tool in enumerate(tools)]
+
+
+def _tool(tool: Any, path: str, notes: Notes) -> dict[str, Any]:
+    if not isinstance(tool, Mapping):
+        raise wrong(path, tool, "a tool with a name and an input_schema")
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        raise BadField(
+            f"{path}.type is {shown(kind)}, which is not supported: this server brings no tools of "
+            'its own; leave it out, or give "custom".',
+            f"{path}.type",
+            "unsupported_parameter",
+        )
+    taken = take(tool, TOOL_FIELDS, "messages.tool", path, lenient=notes.lenient)
+    notes += taken.notes
+    function = {name: value for name, value in taken.fields.items() if name != "type"}
+    schema = function.pop("input_schema", None)
+    if not isinstance(schema, Mapping):
+        raise wrong(f"{path}.input_schema", schema, "a JSON schema, as an object")
+    return {"type": "function", "function": {**function, "parameters": schema}}
+
+
+def read_choice(given: Any, tools: list[dict[str, Any]], notes: Notes) -> dict[str, Any]:
+    """A chat's tool_choice and parallel_tool_calls. Raises BadField."""
+    if given is None:
+        return {}
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind not in CHOICES:
+        place = "tool_choice.type" if isinstance(given, Mapping) else "tool_choice"
+        shape = "one of" if isinstance(given, Mapping) else "an object with a type, one of"
+        raise wrong(place, given if kind is None else kind, f"{shape} {', '.join(CHOICES)}")
+    known = ["type", *(("name",) if kind == "tool" else ())]
+    known += ["disable_parallel_tool_use"] if kind != "none" else []
+    taken = take(given, known, "", "tool_choice", lenient=notes.lenient)
+    notes += taken.notes
+    fields = taken.fields
+    alone = fields.get("disable_parallel_tool_use", False)
+    if not isinstance(alone, bool):
+        raise wrong("tool_choice.disable_parallel_tool_use", alone, "true or false")
+    if kind in ("any", "tool") and not tools:
+        raise BadField(
+            f"tool_choice is {shown(given)}, but there are no tools; give tools as well.",
+            "tool_choice",
+        )
+    choice: Any = {"any": "required"}.get(kind, kind)
+    if kind == "tool":
+        if not isinstance(fields.get("name"), str):
+            raise wrong("tool_choice.name", fields.get("name"), "the name of a tool")
+        choice = {"type": "function", "function": {"name": fields["name"]}}
+    return {"tool_choice": choice, "parallel_tool_calls": not alone}

@@ -1,0 +1,288 @@
+"""/v1/messages over an engine that says what the test has written: blocks, events, errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from asgi import Answer, call
+from scripted import Script, app, post, tokenizer
+
+from strobe.server.anthropic.protocol import message_bodies as bodies
+from strobe.server.engine_process.client import EngineDead, EngineStopped, PromptRefused
+from strobe.server.guards import Key
+from strobe.server.middleware import MiddlewareSettings, wrap
+from strobe.server.openai.protocol.errors import BadField
+
+USER = {"role": "user", "content": "hello"}
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": {"b": "é <x> {}"}}}\n</tool_call>'
+MIXED = f"<think>\nHm {{}}.\n</think>\n\nFirst <b>.\n{CALL}\nThen this.\n{CALL}"
+INPUT = {"a": {"b": "é <x> {}"}}
+
+
+def ask(script: Script, **body: Any) -> Answer:
+    return post("/v1/messages", script, **{"messages": [USER], "max_tokens": 99, **body})
+
+
+def message(script: Script, **body: Any) -> dict[str, Any]:
+    answer = ask(script, **body)
+    assert answer.status == 200, answer.body
+    found = json.loads(answer.body)
+    bodies.Message.model_validate(found)
+    return found
+
+
+def stream(script: Script, **body: Any) -> list[dict[str, Any]]:
+    """The events, which must be named."""
+    answer = ask(script, stream=True, **body)
+    assert answer.header("content-type") == "text/event-stream; charset=utf-8"
+    blocks = answer.body.decode().split("\n\n")
+    assert blocks.pop() == ""
+    events: list[dict[str, Any]] = []
+    for block in blocks:
+        found = re.fullmatch(r"event: (\S+)\ndata: (\{.*\})", block)
+        assert found, block
+        events.append(json.loads(found[2]))
+        assert events[-1]["type"] == found[1]
+    return events
+
+
+def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client puts together from the events, which must be in order."""
+    first, ping, *rest, delta, last = events
+    assert (first["type"], ping, last) == (
+        "message_start", {"type": "ping"}, {"type": "message_stop"}
+    )  # fmt: skip
+    built, opened, texts = first["message"], None, ""
+    assert (built["content"], built["stop_reason"]) == ([], None)
+    for event in rest:
+        kind = event["type"].removeprefix("content_block_")
+        if kind == "start":
+            assert opened is None
+            opened, texts = event["index"], ""
+            assert opened == len(built["content"])
+            built["content"].append(event["content_block"])
+            continue
+        assert event["index"] == opened
+        block = built["content"][opened]
+        if kind == "stop":
+            opened = None
+            if block["type"] == "tool_use":
+                block["input"] = json.loads(texts or "{}")
+            continue
+        change = {name: value for name, value in event["delta"].items() if name != "type"}
+        ((name, more),) = change.items()
+        kinds = {"text": "text_delta", "thinking": "thinking_delta",
+                 "signature": "signature_delta", "partial_json": "input_json_delta"}  # fmt: skip
+        assert event["delta"]["type"] == kinds[name]
+        assert more
+        if name == "partial_json":
+            texts += more
+        else:
+            block[name] += more
+    assert opened is None
+    assert delta.pop("type") == "message_delta"
+    return built | delta.pop("delta") | delta
+
+
+def bare(content: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    """(type, what it says) of each block."""
+    names = {"text": "text", "thinking": "thinking", "tool_use": "input"}
+    return [(block["type"], block[names[block["type"]]]) for block in content]
+
+
+def without_ids(found: dict[str, Any]) -> dict[str, Any]:
+    content = [{k: v for k, v in block.items() if k != "id"} for block in found["content"]]
+    return {**found, "content": content, "id": ""}
+
+
+@pytest.mark.parametrize("size", [1, 4, 15])
+def test_blocks_come_in_the_order_in_which_the_model_wrote_them(size: int):
+    script = Script(MIXED, size)
+    whole = message(script, tools=[TOOL])
+    assert bare(whole["content"]) == [
+        ("thinking", "Hm {}."), ("text", "First <b>."), ("tool_use", INPUT),
+        ("text", "\nThen this."), ("tool_use", INPUT),
+    ]  # fmt: skip
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("tool_use", None)
+    thinking, _, first, _, second = whole["content"]
+    assert thinking["signature"]
+    assert first["name"] == second["name"] == "f"
+    assert first["id"].startswith("toolu_")
+    assert first["id"] != second["id"]
+    streamed = assembled(stream(script, tools=[TOOL]))
+    assert without_ids(streamed) == without_ids(whole)
+
+
+def test_thinking_can_be_left_out():
+    hidden: dict[str, Any] = {"thinking": {"type": "enabled", "display": "omitted"}}
+    whole = message(Script(MIXED, 4), tools=[TOOL], **hidden)
+    thinking = whole["content"][0]
+    assert (thinking["type"], thinking["thinking"]) == ("thinking", "")
+    assert thinking["signature"]
+    streamed = assembled(stream(Script(MIXED, 4), tools=[TOOL], **hidden))
+    assert without_ids(streamed) == without_ids(whole)
+
+
+def test_usage_parts_the_prompt_into_cached_and_new_tokens():
+    script = Script("<think>\nHm, so.\n</think>\n\nYes.", 3)
+    usage = message(script)["usage"]
+    counted = post("/v1/messages/count_tokens", Script(""), messages=[USER])
+    prompt = json.loads(counted.body)["input_tokens"]
+    assert usage["cache_read_input_tokens"] == 3
+    assert usage["input_tokens"] == prompt - 3
+    assert usage["cache_creation_input_tokens"] == 0
+    assert usage["output_tokens"] == len(script.ids)
+    thinking = len(Script("Hm, so.", ends="length").ids)
+    assert usage["output_tokens_details"] == {"thinking_tokens": thinking}
+    first, *_, delta, _ = stream(script)
+    assert delta["usage"] == usage
+    begun = first["message"]["usage"]
+    assert begun["input_tokens"] == usage["input_tokens"]
+    assert begun["output_tokens"] <= 3
+
+
+@pytest.mark.parametrize(
+    ("script", "body", "reason", "sequence", "content"),
+    [
+        (Script("Yes."), {}, "end_turn", None, [("text", "Yes.")]),
+        (Script("Yes, so", ends="length"), {}, "max_tokens", None, [("text", "Yes, so")]),
+        (Script("Yes. No. So."), {"stop_sequences": [" No"]}, "stop_sequence", " No",
+         [("text", "Yes.")]),
+        (Script(CALL), {"tools": [TOOL]}, "tool_use", None, [("tool_use", INPUT)]),
+        (Script(CALL), {"tools": [TOOL], "stop_sequences": ["<x>"]}, "stop_sequence", "<x>",
+         [("tool_use", {"a": {}})]),
+        (Script(CALL[:50], ends="length"), {"tools": [TOOL]}, "max_tokens", None,
+         [("tool_use", {"a": {}})]),
+        (Script(""), {}, "end_turn", None, [("text", "")]),
+        (Script("<think>\nHm.\n</think>\n\n"), {}, "end_turn", None,
+         [("thinking", "Hm."), ("text", "")]),
+    ],
+)  # fmt: skip
+def test_why_an_answer_stopped(
+    script: Script, body: dict[str, Any], reason: str, sequence: str | None, content: Any
+):
+    whole = message(script, **body)
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence)
+    assert bare(whole["content"]) == content
+    delta = stream(script, **body)[-2]
+    assert delta["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def test_without_parallel_use_there_is_one_call():
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    whole = message(Script(f"{CALL}\n{CALL}"), tools=[TOOL], tool_choice=choice)
+    assert [block["type"] for block in whole["content"]] == ["tool_use"]
+
+
+def test_what_has_no_effect_and_how_it_was_drafted_are_said():
+    script = Script("Yes, it is so.", 3)
+    fields: dict[str, Any] = {"metadata": {"user_id": "u"}, "include_speculation": True}
+    whole = message(script, request_id="r1", **fields)
+    assert whole["id"] == "msg_r1"
+    assert whole["warnings"] == ["metadata has no effect: nothing is stored."]
+    assert whole["speculation"]["accepted"] > 0
+    first, *_, delta, _ = stream(script, **fields)
+    assert first["message"]["warnings"] == whole["warnings"]
+    assert delta["speculation"] == whole["speculation"]
+    assert not {"warnings", "speculation"} & message(script).keys()
+
+
+def test_sampling_reaches_the_engine():
+    script = Script("Yes.")
+    message(script, max_tokens=7, temperature=0.5, top_k=3, stop_sequences=["x"])
+    (asked,) = script.asked
+    assert (asked.max_tokens, asked.temperature, asked.top_k) == (7, 0.5, 3)
+    assert (asked.stop, asked.top_p) == (("x",), 0.9)  # the latter is the model's own
+
+
+def test_a_count_is_that_of_the_prompt():
+    body: dict[str, Any] = {"messages": [USER], "system": "be brief", "tools": [TOOL]}
+    answer = post("/v1/messages/count_tokens", Script(""), **body, cache_control={})
+    found = json.loads(answer.body)
+    usage = message(Script("Yes."), **body)["usage"]
+    assert found["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert found["warnings"] == ["cache_control has no effect: the prefix cache works by itself."]
+    long = post("/v1/messages/count_tokens", Script(""), messages=[
+        {"role": "user", "content": "hello " * 5000}
+    ])  # fmt: skip
+    assert json.loads(long.body)["input_tokens"] > 5000  # more than the context holds
+    ids = tokenizer().render_chat([USER])
+    assert json.loads(post("/v1/messages/count_tokens", Script(""), messages=[USER]).body) == {
+        "input_tokens": len(ids)
+    }
+
+
+def is_anthropic(answer: Answer, status: int, kind: str) -> bool:
+    body = json.loads(answer.body)
+    bodies.MessageErrorResponse.model_validate(body)
+    return (
+        answer.status == status
+        and answer.header("content-length") == str(len(answer.body))
+        and list(body) == ["type", "error", "request_id"]
+        and (body["type"], body["error"]["type"]) == ("error", kind)
+        and body["request_id"] == answer.header("request-id") == answer.header("x-request-id")
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_errors_have_anthropics_form(path: str):
+    served = app(Script(""))
+
+    def sent(body: bytes, **more: Any) -> Answer:
+        return call(served, path, body=[body], **more)
+
+    good = json.dumps({"messages": [USER], "max_tokens": 5}).encode()
+    named = json.dumps({"messages": [USER], "model": "x", "max_tokens": 5}).encode()
+    invalid = "invalid_request_error"
+    assert is_anthropic(sent(b"{"), 400, invalid)
+    assert is_anthropic(sent(b'{"messages": []}'), 400, invalid)
+    assert is_anthropic(sent(good, headers=[("Content-Type", "text/plain")]), 415, invalid)
+    assert is_anthropic(sent(named if path == "/v1/messages" else named.replace(
+        b', "max_tokens": 5', b"")), 404, "not_found_error")  # fmt: skip
+    assert is_anthropic(sent(b"", method="GET"), 405, "not_found_error")
+    assert is_anthropic(call(served, "/v1/messages/x", body=[b"{}"]), 404, "not_found_error")
+    other = call(served, "/v1/messagesx", body=[b"{}"])
+    assert list(other.error) == ["message", "type", "param", "code"]
+    settings = MiddlewareSettings(api_keys=(Key("k"),), max_body_bytes=3)
+    guarded = wrap(served, settings)
+    assert is_anthropic(call(guarded, path, body=[good]), 401, "authentication_error")
+    large = call(guarded, path, body=[good], headers=[("x-api-key", "k")])
+    assert is_anthropic(large, 413, "request_too_large")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("ends", "status", "kind"),
+    [
+        (PromptRefused("max_tokens is 5, which is wrong."), 400, "invalid_request_error"),
+        (EngineDead("It ended."), 500, "api_error"),
+        (EngineStopped("It stops."), 503, "overloaded_error"),
+        (BadField("messages is wrong.", "messages"), 400, "invalid_request_error"),
+        (TimeoutError(), 504, "timeout_error"),
+    ],
+)
+def test_what_fails_before_the_first_event_is_an_http_error(
+    ends: Exception, status: int, kind: str, streams: bool
+):
+    assert is_anthropic(ask(Script("", ends=ends), stream=streams), status, kind)
+
+
+def test_what_fails_in_a_stream_is_its_last_event():
+    events = stream(Script("Yes, it", ends=EngineDead("It ended.")), request_id="r1")
+    assert events[-1] == {
+        "type": "error", "error": {"type": "api_error", "message": "It ended."},
+        "request_id": "r1",
+    }  # fmt: skip
+    assert events[-2]["type"] == "content_block_delta"
+
+
+def test_a_refused_constraint_is_named_as_it_was_given():
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    refused = PromptRefused("structured_outputs has a schema of no use.")
+    answer = ask(Script("", ends=refused), output_config=form)
+    said = json.loads(answer.body)["error"]["message"]
+    assert said == "output_config.format has a schema of no use."

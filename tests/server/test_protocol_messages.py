@@ -1,0 +1,194 @@
+"""Anthropic's requests as chats."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from bodies import SCHEMA, USER, refusal
+
+from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
+
+TOOL = {"name": "add", "description": "adds", "input_schema": SCHEMA}
+CACHED = {"cache_control": {"type": "ephemeral"}}
+
+
+def ask(messages: Any = (USER,), **fields: Any) -> MessagesRequest:
+    body = {"messages": list(messages), "max_tokens": 9, **fields}
+    return MessagesRequest.read(json.dumps(body))
+
+
+def text(said: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": said, **more}
+
+
+def test_a_message_is_a_chat():
+    messages = [
+        {"role": "user", "content": [text("1+1?", **CACHED), text("quick")]},
+        {"role": "user", "content": "please"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "add", "signature": "s"},
+            {"type": "redacted_thinking", "data": "x"},
+            text("I add.", citations=None),
+            {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}},
+            {"type": "tool_use", "id": "c2", "name": "add", "input": {}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": "2"},
+            {"type": "tool_result", "tool_use_id": "c2", "content": [text("0")], "is_error": True},
+            text("well?"),
+        ]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "2", "signature": ""}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c3"}]},
+    ]  # fmt: skip
+    request = ask(messages, system=[text("you add"), text("well", **CACHED)])
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    bare = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    assert request.to_chat().conversation == [
+        {"role": "system", "content": "you add\nwell"},
+        {"role": "user", "content": "1+1?\nquick\nplease"},
+        {"role": "assistant", "content": "I add.", "reasoning_content": "add",
+         "tool_calls": [{"id": "c1", **call}, {"id": "c2", **bare}]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+        {"role": "tool", "content": "0", "tool_call_id": "c2"},
+        {"role": "user", "content": "well?"},
+        {"role": "assistant", "content": "", "reasoning_content": "2"},
+        {"role": "tool", "content": "", "tool_call_id": "c3"},
+    ]  # fmt: skip
+    named = [sentence.split()[0] for sentence in request.warnings()]
+    assert named == [
+        "messages[0].content[0].cache_control", "messages[2].content[1].data",
+        "messages[3].content[1].is_error", "system[1].cache_control",
+    ]  # fmt: skip
+
+
+def test_what_comes_behind_a_call_is_a_message_of_its_own():
+    use = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
+    answer = {"role": "assistant", "content": [use, text("and now"), use]}
+    _, first, second = ask([USER, answer]).to_chat().conversation
+    assert (first["content"], second["content"]) == (None, "and now")
+    assert len(first["tool_calls"]) == len(second["tool_calls"]) == 1
+
+
+def test_sampling_is_the_chats():
+    request = ask(
+        max_tokens=7, temperature=0.5, top_p=0.9, top_k=5, stop_sequences=["a", "b"], seed=3,
+        metadata={"user_id": "u"}, service_tier="auto",
+    )  # fmt: skip
+    arguments = request.sampling({"min_p": 0.1})
+    given = {"max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 3,
+             "stop": ("a", "b"), "min_p": 0.1}  # fmt: skip
+    assert given.items() <= arguments.items()
+    assert request.warnings() == ["metadata has no effect: nothing is stored."]
+    assert ask(stop="x").sampling({})["stop"] == ("x",)
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}
+    chat = ask(output_config=form).to_chat()
+    assert chat.sampling({})["structured_outputs"] == {"json": SCHEMA}
+    assert chat.reasoning_effort == "low"
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode", "name", "parallel"),
+    [
+        (None, "auto", None, True),
+        ({"type": "auto"}, "auto", None, True),
+        ({"type": "any", "disable_parallel_tool_use": True}, "required", None, False),
+        ({"type": "tool", "name": "add"}, "required", "add", True),
+        ({"type": "none"}, "none", None, True),
+    ],
+)
+def test_tools_are_the_chats(choice: Any, mode: str, name: str | None, parallel: bool):
+    chat = ask(tools=[{**TOOL, "type": "custom", **CACHED}], tool_choice=choice).to_chat()
+    chosen = chat.toolbox.choice
+    assert (chosen.mode, chosen.name, chat.parallel_tool_calls) == (mode, name, parallel)
+    function = {"name": "add", "description": "adds", "parameters": SCHEMA}
+    shown = [] if mode == "none" else [{"type": "function", "function": function}]
+    assert list(chat.toolbox.tools) == shown
+
+
+@pytest.mark.parametrize(
+    ("thinking", "thinks"),
+    [(None, None), ("enabled", True), ("adaptive", True), ("disabled", False)],
+)
+def test_thinking_is_a_variable_of_the_chat_template(thinking: str | None, thinks: bool | None):
+    given = None if thinking is None else {"type": thinking}
+    chat = ask(thinking=given, chat_template_kwargs={"a": 1}).to_chat()
+    assert chat.template_variables().get("enable_thinking") is thinks
+    assert chat.template_variables()["a"] == 1
+
+
+def test_thinking_that_cannot_be_turned_off_is_said():
+    request = ask(thinking={"type": "disabled"}, output_config={"effort": "low"})
+    assert request.warnings(template_reads={"messages"}) == [
+        "thinking.type has no effect: the chat template does not read it.",
+        "output_config.effort has no effect: the chat template does not read it.",
+    ]
+    limited = ask(thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"})
+    assert [one.split()[0] for one in limited.warnings()] == ["thinking.budget_tokens"]
+    assert not limited.shows_thinking
+
+
+@pytest.mark.parametrize("last", ["The answer is", [text("The answer is")]])
+def test_the_answer_goes_on_with_a_last_message_of_the_assistant(last: Any):
+    chat = ask([USER, {"role": "assistant", "content": last}]).to_chat()
+    assert chat.continue_final_message
+    assert chat.conversation[-1] == {"role": "assistant", "content": "The answer is"}
+    assert not ask().to_chat().continue_final_message
+
+
+def test_a_prompt_to_count_is_that_of_the_message():
+    body = {"messages": [USER], "system": "s", "tools": [TOOL], "thinking": {"type": "disabled"}}
+    counted = CountTokensRequest.read(body).to_chat()
+    message = MessagesRequest.read({**body, "max_tokens": 5}).to_chat()
+    assert counted.conversation == message.conversation
+    assert counted.template_options() == message.template_options()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"messages": []}, "messages", "one or more messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "user, assistant"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "blocks"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+         "messages[0].content[0].type", '"image", which is not supported'),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+         "messages[0].content[0].type", '"document", which is not supported'),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
+         "messages[0].content[0].type", "has no place there"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c",
+                                                          "name": "f", "input": "{}"}]}]},
+         "messages[0].content[0].input", "an object"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c",
+                                                     "content": [{"type": "image"}]}]}]},
+         "messages[0].content[0].content[0].type", "the types are text"),
+        ({"system": [{"type": "image"}]}, "system[0].type", "not supported"),
+        ({"max_tokens": 0}, "max_tokens", "from 1"),
+        ({"max_tokens": None}, "max_tokens", "is missing"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type",
+         "brings no tools of its own"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "a JSON schema"),
+        ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name", "tools[0].name is"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name", "tools[1].name is"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "no tools"),
+        ({"tool_choice": "auto"}, "tool_choice", "an object with a type"),
+        ({"tool_choice": {"type": "required"}}, "tool_choice.type", "auto, any, tool, none"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice", "add"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type", "one of enabled"),
+        ({"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}},
+         "thinking.type", "says otherwise"),
+        ({"output_config": {"effort": "much"}}, "output_config.effort", "one of"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type", "xml"),
+        ({"stop_sequences": ["x" * 1001]}, "stop_sequences", "stop_sequences holds a text"),
+        ({"stop_sequences": ["x"], "stop": "y"}, "stop", "beside stop_sequences"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "give tools"),
+        ({"temprature": 1}, "temprature", "did you mean temperature"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_its_own_name(
+    fields: dict[str, Any], param: str, said: str
+):
+    error = refusal(MessagesRequest, **fields)
+    assert error.param == param
+    assert said in str(error)
