@@ -16,7 +16,7 @@ from strobe.server.anthropic.messages import count_tokens, messages
 from strobe.server.anthropic.protocol import message_bodies as bodies
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
-from strobe.server.openai import replies
+from strobe.server.openai import held_responses, replies
 from strobe.server.openai.api_page import api_page
 from strobe.server.openai.chat import chat
 from strobe.server.openai.completions import completions
@@ -50,7 +50,7 @@ POSTS: dict[Handler, Post] = {
     ),
     responses: Post(
         "/v1/responses",
-        "An answer in the form of OpenAI's Responses; nothing is stored.",
+        "An answer in the form of OpenAI's Responses.",
         ResponsesRequest,
         answers.Response,
     ),
@@ -82,8 +82,10 @@ READ_ERRORS: dict[str, tuple[str, ...]] = {
     "/health": ("503",),
     "/v1/models": ("401", "503"),
     "/v1/models/{name}": ("401", "404", "503"),
+    "/v1/responses/{id}": ("400", "401", "404", "503"),
+    "/v1/responses/{id}/input_items": ("400", "401", "404"),
 }
-"""What a GET may answer instead of what was asked for."""
+"""What a GET or a DELETE may answer instead of what was asked for."""
 
 
 def make_app(serving: Serving) -> ASGIApp:
@@ -93,6 +95,7 @@ def make_app(serving: Serving) -> ASGIApp:
         route = _bound(handler, serving, generates="stream" in post.asked.model_fields)
         app.add_api_route(post.path, route, methods=["POST"], include_in_schema=False)
     _add_reads(app, serving)
+    _add_held(app, serving)
     _add_page(app)
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_allowed)
@@ -193,6 +196,27 @@ def _add_reads(app: FastAPI, serving: Serving) -> None:
             return JSONResponse(card(serving.name(name)))
         except Exception as error:
             return replies.failed(serving, error)
+
+
+def _add_held(app: FastAPI, serving: Serving) -> None:
+    held = "/v1/responses/{id}"
+
+    @app.get(held, response_model=answers.Response)
+    async def retrieve(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """A response that the server holds."""
+        return await held_responses.retrieve(serving, http)
+
+    @app.delete(held, response_model=answers.DeletedResponse)
+    async def delete(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """Forget a response."""
+        return await held_responses.delete(serving, http)
+
+    listing = {"parameters": held_responses.PARAMETERS}
+
+    @app.get(f"{held}/input_items", response_model=answers.ItemList, openapi_extra=listing)
+    async def items(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """What a response was asked, item by item, the responses before it included."""
+        return await held_responses.input_items(serving, http)
 
 
 def _add_page(app: FastAPI) -> None:

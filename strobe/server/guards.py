@@ -36,8 +36,9 @@ class ApiKey:
     """Asks for `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`, on every path but the
     open ones; else 401.
 
-    The comparison takes equally long for every key of the client's. OPTIONS passes, because
-    browsers ask without a key first; no handler runs for it.
+    Handlers find the key's digest in scope["state"]["api_key"]. The comparison takes equally long
+    for every key of the client's. OPTIONS passes, because browsers ask without a key first; no
+    handler runs for it.
     """
 
     def __init__(
@@ -52,7 +53,12 @@ class ApiKey:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})  # no key is read there
             return
-        if scope["type"] != "http" or scope["method"] == "OPTIONS" or self._opens(scope):
+        if (
+            scope["type"] != "http"
+            or scope["method"] == "OPTIONS"
+            or route(scope) in self.open_paths
+            or self._opens(scope)
+        ):
             await self.app(scope, receive, send)
             return
         self.refused(401, "api_key")
@@ -66,12 +72,11 @@ class ApiKey:
         )
 
     def _opens(self, scope: Scope) -> bool:
-        if route(scope) in self.open_paths:
-            return True
         # Digests have one length, and every key is compared, whichever fits.
         given = [hashlib.sha256(key).digest() for key in _keys(scope)]
-        fits = [hmac.compare_digest(one, own) for one in given for own in self.digests]
-        return any(fits)
+        fits = [own for one in given for own in self.digests if hmac.compare_digest(one, own)]
+        scope.setdefault("state", {})["api_key"] = fits[0] if fits else None
+        return bool(fits)
 
 
 class Draining:
