@@ -34,7 +34,7 @@ from strobe.server.openai.protocol.token_requests import (
 )
 from strobe.server.openai.responses import responses
 from strobe.server.openai.tokens import detokenize, tokenize
-from strobe.server.reads import READ_ERRORS, UNSERVED, add_reads
+from strobe.server.reads import READ_ERRORS, UNSERVED, add_held, add_reads
 from strobe.server.serving import Serving
 
 Handler = Callable[[Serving, Request], Awaitable[Response]]
@@ -51,7 +51,7 @@ POSTS: dict[Handler, Post] = {
     ),
     responses: Post(
         "/v1/responses",
-        "An answer in the form of OpenAI's Responses; nothing is stored.",
+        "An answer in the form of OpenAI's Responses.",
         ResponsesRequest,
         answers.Response,
     ),
@@ -87,6 +87,7 @@ def make_app(serving: Serving) -> ASGIApp:
         route = _bound(handler, serving, generates="stream" in post.asked.model_fields)
         app.add_api_route(post.path, route, methods=["POST"], include_in_schema=False)
     add_reads(app, serving)
+    add_held(app, serving)
     _add_page(app)
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_allowed)

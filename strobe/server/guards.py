@@ -74,8 +74,9 @@ class ApiKey:
     """Asks for `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`, on every path but the
     open ones; else 401. By a key of a limited number of requests at once, more are a 429.
 
-    The comparison takes equally long for every key of the client's. OPTIONS passes, because
-    browsers ask without a key first; no handler runs for it. The key's name is told to the log.
+    Handlers find the key's digest in scope["state"]["api_key"], and the log its name. The
+    comparison takes equally long for every key of the client's. OPTIONS passes, because browsers
+    ask without a key first; no handler runs for it.
     """
 
     def __init__(
@@ -121,8 +122,10 @@ class ApiKey:
             await self._run(key, scope, receive, send)
 
     async def _run(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope.setdefault("state", {})
+        state["api_key"] = hashlib.sha256(key.secret.encode()).digest()
         if key.name:
-            scope.setdefault("state", {}).setdefault("log", {})["key"] = key.name
+            state.setdefault("log", {})["key"] = key.name
         self.running[key] += 1
         try:
             await self.app(scope, receive, send)

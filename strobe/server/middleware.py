@@ -96,7 +96,7 @@ def wrap(
         app = CORSMiddleware(
             app,
             allow_origins=settings.cors_origins,
-            allow_methods=("GET", "POST", "OPTIONS"),
+            allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "Retry-After"),
         )

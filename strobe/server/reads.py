@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from strobe.server.engine_process.messages import Forget
-from strobe.server.openai import replies
+from strobe.server.openai import held_responses, replies
 from strobe.server.openai.api_page import api_page
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.errors import error_body
@@ -24,6 +24,8 @@ READ_ERRORS: dict[str, tuple[str, ...]] = {
     "/load": ("401",),
     "/v1/models": _STARTING,
     "/v1/models/{name}": ("401", "404", "503"),
+    "/v1/responses/{id}": ("400", "401", "404", "503"),
+    "/v1/responses/{id}/input_items": ("400", "401", "404"),
     "/tokenizer_info": ("401",),
     "/server_info": _STARTING,
     "/reset_prefix_cache": _STARTING,
@@ -127,6 +129,28 @@ def add_reads(app: FastAPI, serving: Serving) -> None:
             return PlainTextResponse("")
         except Exception as error:
             return replies.failed(serving, error)
+
+
+def add_held(app: FastAPI, serving: Serving) -> None:
+    """Responses that the server holds."""
+    held = "/v1/responses/{id}"
+
+    @app.get(held, response_model=answers.Response)
+    async def retrieve(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """A response that the server holds."""
+        return await held_responses.retrieve(serving, http)
+
+    @app.delete(held, response_model=answers.DeletedResponse)
+    async def delete(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """Forget a response."""
+        return await held_responses.delete(serving, http)
+
+    listing = {"parameters": held_responses.PARAMETERS}
+
+    @app.get(f"{held}/input_items", response_model=answers.ItemList, openapi_extra=listing)
+    async def items(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """What a response was asked, item by item, the responses before it included."""
+        return await held_responses.input_items(serving, http)
 
 
 def _card(serving: Serving, name: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from strobe.server.parsers import (
     ToolFormat,
     detect,
 )
+from strobe.server.response_memory import ResponseMemory
 from strobe.server.settings import TEXT_THREADS, ServerConfig
 from strobe.text.tokenizer import Tokenizer
 
@@ -113,6 +114,7 @@ class Serving:
     """Requests whose bodies are in and whose handlers have not returned."""
 
     def __post_init__(self) -> None:
+        self.responses = ResponseMemory(self.settings.response_memory)
         self.metrics.open_answers = lambda: self.client.num_open
         self._texts = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="strobe-text")
         self._longest = max(map(len, self.tokenizer.fast.get_vocab()), default=1)

@@ -88,6 +88,9 @@ class ServerConfig:
         30.0, "Seconds that running requests have to finish after SIGTERM.", "give seconds."
     )
     max_body_bytes: Count = option(32 << 20, "Largest request body in bytes.")
+    response_memory: Count = option(
+        64 << 20, "Bytes of responses to hold for /v1/responses/ID, the newest; 0 holds none."
+    )
     lenient: bool = option(
         False, "Accept fields that nobody knows, with a warning in the answer, instead of a 400."
     )

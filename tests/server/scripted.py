@@ -93,9 +93,9 @@ class Script:
         )  # fmt: skip
 
 
-def app(script: Script) -> Any:
-    """A server with such an engine."""
-    settings = ServerConfig(access_log=False)
+def app(script: Script, **options: Any) -> Any:
+    """A server with such an engine. options: the operator's."""
+    settings = ServerConfig(access_log=False, **options)
     serving = Serving(
         settings=settings,
         client=script,  # pyright: ignore[reportArgumentType]

@@ -32,6 +32,8 @@ from strobe.server.openai.protocol.tools import FUNCTION_FIELDS
 from strobe.server.page import files as page_files
 
 ROOT = Path(__file__).parents[2]
+PLACE = r"{(\w+)(?::path)?}"
+"""A part of a path that a client fills in."""
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +112,7 @@ def test_the_page_names_every_endpoint(page: str):
     while not hasattr(routed, "routes"):  # middleware
         routed = routed.app
     there = {
-        f"{method} {route.path.replace('{name:path}', 'NAME')}"
+        f"{method} {re.sub(PLACE, lambda place: place[1].upper(), route.path)}"
         for route in routed.routes
         for method in getattr(route, "methods", ())
         if method not in ("HEAD", "OPTIONS")
@@ -168,6 +170,7 @@ def test_the_answers_are_read_by_openais_client():
                            "logprobs": [token]}]}  # fmt: skip
     reply = {"id": "r", "created_at": 1, "model": "m", "status": "completed", "output": [output],
              "parallel_tool_calls": True, "temperature": 1.0, "top_p": 1.0, "tool_choice": "auto",
+             "store": True,
              "tools": [], "text": {"format": {"type": "text"}},
              "usage": {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2,
                        "input_tokens_details": {}, "output_tokens_details": {}}}  # fmt: skip

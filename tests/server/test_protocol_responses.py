@@ -121,9 +121,8 @@ def test_a_response_has_its_format_as_a_chat_has_it():
 
 
 def test_a_response_says_what_it_does_not_do():
-    said = respond(store=True, reasoning={"summary": "auto"}, max_tool_calls=3).warnings()
+    said = respond(reasoning={"summary": "auto"}, max_tool_calls=3).warnings()
     assert {line.split(" has")[0] for line in said} == {
-        "store",
         "reasoning.summary",
         "max_tool_calls",
     }

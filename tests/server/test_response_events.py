@@ -225,7 +225,7 @@ def test_a_response_repeats_what_was_asked_for():
     assert (script.asked[0].temperature, script.asked[0].max_tokens) == (0.5, 9)
     assert response["top_p"] == script.asked[0].top_p == 0.9  # the model's own
     fields = [sentence.split()[0] for sentence in response["warnings"]]
-    assert fields == ["metadata", "user", "reasoning.effort"]
+    assert fields == ["user", "reasoning.effort"]
     assert "warnings" not in respond(Script("Yes."))
 
 
@@ -280,7 +280,7 @@ def test_what_fails_before_the_first_event_is_an_http_error(streams: bool):
     [
         ({"max_output_tokens": 2047}, "max_output_tokens"),
         ({"input": "x" * 9999}, "input"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
         ({"n": 2}, "n"),
         ({"model": "other"}, "model"),
     ],

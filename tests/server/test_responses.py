@@ -199,7 +199,6 @@ def test_an_answer_that_meets_its_limit_is_incomplete(ask: Asker):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no"}}}},
@@ -219,5 +218,27 @@ def test_what_cannot_be_served_is_refused_by_name(ask: Asker, fields: dict[str, 
 def test_what_has_no_effect_is_said(ask: Asker):
     response = ask(SUM, max_output_tokens=1, user="me", store=True, reasoning={"summary": "auto"})
     named = {sentence.split()[0] for sentence in response.warnings}
-    assert named == {"user", "store", "reasoning.summary"}
-    assert response.store is False
+    assert named == {"user", "reasoning.summary"}
+
+
+def test_a_response_is_held_followed_and_deleted(ask: Asker):
+    first = ask(WEATHER, tools=[tool("get_weather")], tool_choice="required")
+    assert first.store is True
+    held = ask.client.responses.retrieve(first.id)
+    assert held.to_dict() == first.to_dict()
+    (call,) = first.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": '{"degrees": 31}'}
+    tools = [tool("get_weather")]
+    second = ask([result], previous_response_id=first.id, tools=tools)
+    whole = ask([{"role": "user", "content": WEATHER}, call.to_dict(), result], tools=tools)
+    assert plain(second) == plain(whole)
+    assert second.usage.input_tokens == whole.usage.input_tokens
+    items = ask.client.responses.input_items.list(second.id, order="asc", limit=2)
+    assert [item.type for item in items] == ["message", "function_call", "function_call_output"]
+    ask.client.responses.delete(first.id)
+    for gone in (ask.client.responses.retrieve, ask.client.responses.delete):
+        with pytest.raises(openai.NotFoundError, match="may have expired"):
+            gone(first.id)
+    with pytest.raises(openai.NotFoundError, match="may have expired"):
+        ask("x", previous_response_id=first.id)
+    assert ask.client.responses.retrieve(second.id).id == second.id

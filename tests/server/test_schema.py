@@ -42,6 +42,7 @@ READS = (
     "/server_info",
 )  # fmt: skip
 RESET = "/reset_prefix_cache"
+HELD = ("/v1/responses/{id}", "/v1/responses/{id}/input_items")
 MODEL = "/v1/models/{name}"
 BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
@@ -84,7 +85,7 @@ def checked(case: Any) -> int:
     ("path", "mode"),
     [
         *((path, mode) for path in BASES for mode in ("positive", "negative")),
-        (MODEL, "positive"),  # any text may be a name
+        *((path, "positive") for path in (MODEL, *HELD)),  # any text may be a name
     ],
 )
 @pytest.mark.parametrize("examples", EXAMPLES)
@@ -182,5 +183,5 @@ def test_the_server_has_come_through(server: Served, api: Any):
     assert server.get("/health") == ""
     paths = api.raw_schema["paths"]
     assert {path for path, methods in paths.items() if "post" in methods} == {*BASES, RESET}
-    assert paths.keys() - BASES.keys() == {*READS, MODEL, RESET}
+    assert paths.keys() - BASES.keys() == {*READS, *HELD, MODEL, RESET}
     assert "Traceback" not in server.log

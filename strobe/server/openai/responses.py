@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Request
 from pydantic_core import from_json
@@ -14,11 +14,13 @@ from starlette.responses import Response
 
 from strobe.server.openai import replies
 from strobe.server.openai.chat import Prepared, prepare, warnings
+from strobe.server.openai.held_responses import find, named_items, owner
 from strobe.server.openai.ordered import Event, Items, OrderedAnswer
 from strobe.server.openai.protocol.errors import BadField
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.response_items import make_item
 from strobe.server.openai.runs import speculation, usage
+from strobe.server.response_memory import Held, ResponseMemory
 from strobe.server.serving import Serving
 
 _LIMIT = re.compile(r"\bmax_(?:completion_)?tokens\b")
@@ -28,15 +30,16 @@ _LIMIT = re.compile(r"\bmax_(?:completion_)?tokens\b")
 async def responses(serving: Serving, http: Request) -> Response:
     """Answer POST /v1/responses."""
     try:
-        body = await http.body()
-        request = ResponsesRequest.read(body, lenient=serving.settings.lenient)
+        request = ResponsesRequest.read(await http.body(), lenient=serving.settings.lenient)
+        before = _follow(serving, request, http)
         prepared = await _prepare(serving, request, http)
         items = Items(make_item, parallel=request.parallel_tool_calls)
         answer = OrderedAnswer(serving, prepared.job, items)
     except Exception as error:
         return replies.failed(serving, error)
     report = replies.wants_report(http, request)
-    reply = ResponseReply(request, prepared, answer, _metadata(body), report)
+    keeper = _Keeper(serving.responses, owner(http), before)
+    reply = ResponseReply(request, prepared, answer, keeper, report)
     runs, deadline = [answer.run], prepared.deadline
     if request.stream:
         ending = replies.Ending(reply.failed)
@@ -52,6 +55,8 @@ async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -
         raise _in_own_words(error) from None
     said = warnings(serving, request, chat)
     said = [re.sub("^reasoning_effort", "reasoning.effort", warning) for warning in said]
+    if request.given("store") and request.store and not serving.responses.most_bytes:
+        said.append("store has no effect: this server was started with --response-memory 0.")
     job = prepared.job
     if job.constraint == "response_format":
         job = replace(job, constraint="text.format")
@@ -66,12 +71,33 @@ def _in_own_words(error: BadField) -> BadField:
     return bad
 
 
-def _metadata(body: bytes) -> dict[str, str]:
-    """The client's own notes, which the response gives back."""
-    given = from_json(body).get("metadata") if b'"metadata"' in body else None
-    if not isinstance(given, dict):
-        return {}
-    return {key: value for key, value in given.items() if isinstance(value, str)}
+def _follow(serving: Serving, request: ResponsesRequest, http: Request) -> tuple[bytes, ...]:
+    """The items of the conversation that the request goes on with. Raises Unserved."""
+    name = request.previous_response_id
+    if name is None:
+        return ()
+    items = find(serving, http, name, "previous_response_id").conversation
+    request.follow([from_json(item) for item in items])
+    return items
+
+
+class _Keeper(NamedTuple):
+    """Where a response is held. before: the items of the conversation that it goes on with."""
+
+    memory: ResponseMemory
+    owner: bytes | None
+    before: tuple[bytes, ...]
+
+    def keep(self, request: ResponsesRequest, response: dict[str, Any]) -> None:
+        """Hold a response that has ended."""
+        items = [*self.before, *map(_json, named_items(request.input))]
+        output = tuple(map(_json, response["output"]))
+        held = Held(self.owner, _json(response), tuple(items), output)
+        self.memory.keep(response["id"], held)
+
+
+def _json(value: Any) -> bytes:
+    return replies.compact(value).encode("utf-8", "replace")
 
 
 class ResponseReply:
@@ -82,12 +108,13 @@ class ResponseReply:
         request: ResponsesRequest,
         prepared: Prepared,
         answer: OrderedAnswer,
-        metadata: dict[str, str],
+        keeper: _Keeper,
         report: bool,
     ):
         self.request, self.prepared, self.answer = request, prepared, answer
-        self.metadata, self.report = metadata, report
         self.run, self.items = answer.run, answer.items
+        self.report, self._keeper = report, keeper
+        self.stores = request.store and keeper.memory.most_bytes > 0
         self.created = int(time.time())
         self._sent = 0
 
@@ -131,7 +158,7 @@ class ResponseReply:
             raise _in_own_words(error) from None
 
     def _ended(self) -> dict[str, Any]:
-        """The response at its end."""
+        """The response at its end, which is then held where that was asked for."""
         response = self._response(self.answer.status)
         if response["status"] == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -143,7 +170,10 @@ class ResponseReply:
             "output_tokens_details": {"reasoning_tokens": self.answer.reasoning_tokens},
             "total_tokens": counted["total_tokens"],
         }
-        return response | ({"speculation": speculation([self.run])} if self.report else {})
+        response |= {"speculation": speculation([self.run])} if self.report else {}
+        if self.stores and not self.run.given_up:
+            self._keeper.keep(self.request, response)
+        return response
 
     def _response(self, status: str) -> dict[str, Any]:
         """The response so far; it repeats what was asked for."""
@@ -161,9 +191,9 @@ class ResponseReply:
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "parallel_tool_calls": request.parallel_tool_calls,
-            "previous_response_id": None,
+            "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
-            "store": False,
+            "store": self.stores,
             "temperature": params.temperature,
             "text": {"format": request.text_format},
             "tool_choice": request.tool_choice or "auto",
@@ -171,7 +201,7 @@ class ResponseReply:
             "top_logprobs": request.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
-            "metadata": self.metadata,
+            "metadata": request.metadata or {},
         }
         warnings = self.prepared.warnings
         return response | ({"warnings": warnings} if warnings else {})

@@ -282,9 +282,9 @@ class Response(BaseModel):
     instructions: str | None = None
     max_output_tokens: int | None = None
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: dict[str, Any] | None = None
-    store: Literal[False] = False
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: Any
@@ -295,6 +295,22 @@ class Response(BaseModel):
     metadata: dict[str, str] = {}
     speculation: SpeculationReport | None = None
     warnings: list[str] | None = None
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ItemList(BaseModel):
+    """data: input items with their ids. has_more: whether others come behind them."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class ErrorDetail(BaseModel):

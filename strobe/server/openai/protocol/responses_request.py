@@ -1,15 +1,16 @@
-"""The request of /v1/responses: text, without anything stored between requests."""
+"""The request of /v1/responses."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from strobe.checks import MOST
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest, Effort
-from strobe.server.openai.protocol.common import Closed, Int, Within, closed, take
+from strobe.server.openai.protocol.common import Closed, Int, Notes, Within, closed, take
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
 from strobe.server.openai.protocol.errors import BadField, shown, wrong
 from strobe.server.openai.protocol.items import ITEM_SCHEMA, read_input
@@ -22,6 +23,9 @@ from strobe.server.openai.protocol.tools import (
     ToolChoice,
     read_toolbox,
 )
+
+_EFFORT = {re.compile(r"\breasoning_effort\b"): "reasoning.effort"}
+"""As a chat calls it, and as this endpoint does."""
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -52,7 +56,16 @@ class ResponsesRequest(Sampling):
         description="A text, or a list of items: `message`, `function_call`, "
         "`function_call_output` and `reasoning`."
     )
-    instructions: str | None = Field(None, description="The system message.")
+    instructions: str | None = Field(
+        None, description="The system message, of this response alone."
+    )
+    previous_response_id: str | None = Field(
+        None, description="A response that the server holds, whose conversation goes before input."
+    )
+    store: bool = Field(
+        True, description="Hold the response, so that others can follow it or read it again."
+    )
+    metadata: dict[str, str] | None = Field(None, description="Texts that the response repeats.")
     max_output_tokens: Annotated[Int, Within(1, MOST, "leave it out for all that fit")] | None = (
         Field(None, description="Most tokens to make, reasoning included; all that fit otherwise.")
     )
@@ -96,6 +109,7 @@ class ResponsesRequest(Sampling):
         None, description='Variables for the chat template, such as {"enable_thinking": false}.'
     )
 
+    _body: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
     _chat: ChatCompletionRequest | None = None
     _toolbox: Toolbox = Toolbox((), ToolChoice("none"))
 
@@ -133,13 +147,22 @@ class ResponsesRequest(Sampling):
         if chosen.name is not None:
             body["tool_choice"] = {"type": "function", "function": {"name": chosen.name}}
         body |= {name: getattr(self, name) for name in Sampling.model_fields if self.given(name)}
+        self._body, self._chat = body, self._read_chat(body)
+
+    def follow(self, items: list[Any]) -> None:
+        """Put the items of an earlier conversation before the input."""
+        given = self.input
+        own = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        messages = read_input([*items, *own], self.instructions, Notes(lenient=True))
+        self._chat = self._read_chat(self._body | {"messages": messages})
+
+    def _read_chat(self, body: Mapping[str, Any]) -> ChatCompletionRequest:
         try:
-            self._chat = ChatCompletionRequest.read(body)
+            return ChatCompletionRequest.read(body)
         except BadField as error:
             if error.param != "reasoning_effort":
                 raise
-            sentence = str(error).replace("reasoning_effort", "reasoning.effort")
-            raise BadField(sentence, "reasoning.effort") from None
+            raise error.renamed(_EFFORT) from None
 
     def _reads_logprobs(self) -> bool:
         for index, name in enumerate(self.include or ()):

@@ -75,7 +75,7 @@ NO_EFFECT: Mapping[str, Table] = {
     },
     "completions": _ACCEPTED,
     "responses": {
-        **_ACCEPTED,
+        **{name: note for name, note in _ACCEPTED.items() if name not in ("metadata", "store")},
         "max_tool_calls": Note("it counts calls of built-in tools, and there are none"),
     },
     "messages": {**_ACCEPTED, **_ACCEPTED_MESSAGES},
@@ -143,7 +143,6 @@ _BEAMS = "there is no beam search"
 _PROCESSORS = "requests cannot bring code; logit_bias and allowed_token_ids are supported"
 _MEDIA = "only text is supported"
 _NO_TEMPLATE_ARGUMENT = "give it inside chat_template_kwargs"
-_STATELESS = "nothing is stored; send the whole conversation as input"
 
 _REFUSED: Table = {
     "logits_processors": Note(_PROCESSORS, ([],)),
@@ -217,8 +216,7 @@ UNSUPPORTED: Mapping[str, Table] = {
         **_REFUSED,
         **_THINKING,
         "background": Note("an answer is made while its request waits", (False,)),
-        "conversation": Note(_STATELESS),
-        "previous_response_id": Note(_STATELESS),
+        "conversation": Note("there are no stored conversations; give previous_response_id"),
         "prompt": Note("there are no stored prompts; give instructions and input"),
         "truncation": Note("shorten the input", ("disabled",)),
         "context_management": Note("shorten the input", ([],)),

@@ -1,0 +1,252 @@
+"""Responses that the server holds: followed, read again, listed, deleted, forgotten."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from asgi import Answer, call
+from scripted import Script, app, tokenizer
+
+from strobe.server.engine_process.client import EngineDead
+from strobe.server.openai.protocol import response_bodies as answers
+from strobe.server.response_memory import Held, ResponseMemory
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+
+
+class Session:
+    """One server and its engine, which remembers the prompts."""
+
+    def __init__(self, text: str = "Yes.", **settings: Any):
+        self.prompts: list[str] = []
+        self.script = Script(text)
+        submit = self.script.submit
+
+        def submitted(ids: list[int], *more: Any) -> Any:
+            self.prompts.append(tokenizer().decode(ids, skip_special_tokens=False))
+            return submit(ids, *more)
+
+        self.script.submit = submitted  # type: ignore[method-assign]
+        self.app = app(self.script, **settings)
+
+    def send(
+        self, method: str, path: str, body: Any = None, key: str = "", query: str = ""
+    ) -> Answer:
+        headers = [("Authorization", f"Bearer {key}")] if key else []
+        sent = b"" if body is None else json.dumps(body).encode()
+        return call(
+            self.app, f"/v1/responses{path}", method=method, headers=headers, body=[sent],
+            query=query.encode(),
+        )  # fmt: skip
+
+    def ask(self, said: Any = "hello", key: str = "", **body: Any) -> Any:
+        answer = self.send("POST", "", {"input": said, **body}, key)
+        assert answer.status == 200, answer.body
+        if body.get("stream"):
+            *_, last, _ = answer.body.decode().split("\n\n")
+            return json.loads(last.partition("data: ")[2])["response"]
+        return json.loads(answer.body)
+
+    def get(self, path: str, key: str = "", query: str = "") -> Any:
+        answer = self.send("GET", path, key=key, query=query)
+        assert answer.status == 200, answer.body
+        return json.loads(answer.body)
+
+    def missing(self, name: str, key: str = "") -> Answer:
+        return self.send("GET", f"/{name}", key=key)
+
+
+def is_missing(answer: Answer) -> bool:
+    error = answer.error
+    said = "held in memory" in error["message"] and "expired" in error["message"]
+    return (answer.status, error["code"], said) == (404, "response_not_found", True)
+
+
+def chat(*messages: tuple[str, str]) -> str:
+    told = [{"role": role, "content": content} for role, content in messages]
+    return tokenizer().chat_text(told)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_response_is_read_again(streams: bool):
+    session = Session()
+    response = session.ask(stream=streams, metadata={"a": "b"})
+    assert (response["store"], response["metadata"]) == (True, {"a": "b"})
+    response.pop("speculation", None)
+    assert session.get(f"/{response['id']}") == response
+    answers.Response.model_validate(response)
+
+
+def test_a_conversation_goes_on_where_it_was():
+    session = Session()
+    first = session.ask("one", instructions="be brief")
+    second = session.ask("two", previous_response_id=first["id"])
+    third = session.ask([{"role": "user", "content": "three"}], previous_response_id=second["id"],
+                        instructions="be long")  # fmt: skip
+    assert session.prompts == [
+        chat(("system", "be brief"), ("user", "one")),
+        chat(("user", "one"), ("assistant", "Yes."), ("user", "two")),
+        chat(("system", "be long"), ("user", "one"), ("assistant", "Yes."), ("user", "two"),
+             ("assistant", "Yes."), ("user", "three")),
+    ]  # fmt: skip
+    assert third["previous_response_id"] == second["id"]
+    assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+    again = session.ask("other", previous_response_id=first["id"])  # a branch
+    assert again["id"] not in (second["id"], third["id"])
+    assert session.prompts[-1] == chat(("user", "one"), ("assistant", "Yes."), ("user", "other"))
+
+
+def test_a_call_is_answered_by_its_result_alone():
+    session = Session(f"<think>\nHm.\n</think>\n\n{CALL}")
+    first = session.ask("go", tools=[TOOL])
+    (made,) = [item for item in first["output"] if item["type"] == "function_call"]
+    result = {"type": "function_call_output", "call_id": made["call_id"], "output": "42"}
+    session.ask([result], previous_response_id=first["id"], tools=[TOOL])
+    call_at = session.prompts[-1].rindex('"name": "f"')
+    assert session.prompts[-1].rindex("42") > call_at
+
+
+def test_what_a_response_was_asked_is_listed():
+    session = Session()
+    first = session.ask("one")
+    given = [
+        {"role": "user", "content": [{"type": "input_text", "text": "two"}]},
+        {"role": "assistant", "content": "three", "id": "mine"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "4"},
+    ]
+    second = session.ask(given, previous_response_id=first["id"])
+    path = f"/{second['id']}/input_items"
+    listed = session.get(path, query="order=asc")
+    answers.ItemList.model_validate(listed)
+    items = listed["data"]
+    assert [item["type"] for item in items] == [
+        "message", "message", "message", "message", "function_call", "function_call_output"
+    ]  # fmt: skip
+    assert items[0]["content"] == [{"type": "input_text", "text": "one"}]
+    assert items[1] == first["output"][0]
+    assert (items[3]["id"], items[3]["content"][0]["type"]) == ("mine", "output_text")
+    assert items[4] == {**given[2], "id": items[4]["id"]}
+    ids = [item["id"] for item in items]
+    assert len(set(ids)) == 6
+    ends = (listed["first_id"], listed["last_id"], listed["has_more"])
+    assert ends == (ids[0], ids[-1], False)
+    assert [item["id"] for item in session.get(path)["data"]] == ids[::-1]
+    page = session.get(path, query=f"order=asc&limit=2&after={ids[0]}")
+    assert [item["id"] for item in page["data"]] == ids[1:3]
+    assert page["has_more"]
+    last = session.get(path, query=f"order=asc&after={ids[-1]}")
+    assert (last["data"], last["first_id"], last["has_more"]) == ([], None, False)
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "param"),
+    [
+        ("", "stream=true", "stream"),
+        ("/input_items", "limit=0", "limit"),
+        ("/input_items", "limit=101", "limit"),
+        ("/input_items", "limit=x", "limit"),
+        ("/input_items", "order=up", "order"),
+        ("/input_items", "after=x", "after"),
+        ("/input_items", "before=x", "before"),
+    ],
+)
+def test_a_parameter_that_cannot_be_is_named(path: str, query: str, param: str):
+    session = Session()
+    name = session.ask()["id"]
+    answer = session.send("GET", f"/{name}{path}", query=query)
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+def test_a_deleted_response_is_gone_and_those_behind_it_stay():
+    session = Session()
+    first = session.ask("one")
+    second = session.ask("two", previous_response_id=first["id"])
+    answer = session.send("DELETE", f"/{first['id']}")
+    assert json.loads(answer.body) == {"id": first["id"], "object": "response", "deleted": True}
+    assert is_missing(session.missing(first["id"]))
+    assert is_missing(session.send("DELETE", f"/{first['id']}"))
+    assert is_missing(session.send("GET", f"/{first['id']}/input_items"))
+    session.ask("three", previous_response_id=second["id"])
+    assert "one" in session.prompts[-1]
+
+
+def test_an_id_that_is_not_there_is_a_404():
+    session = Session()
+    assert is_missing(session.missing("resp_x"))
+    answer = session.send("POST", "", {"input": "x", "previous_response_id": "resp_x"})
+    assert is_missing(answer)
+    assert answer.error["param"] == "previous_response_id"
+    assert session.prompts == []
+
+
+def test_what_is_not_to_be_stored_is_not():
+    session = Session()
+    first = session.ask("one")
+    response = session.ask("two", store=False, previous_response_id=first["id"])
+    assert response["store"] is False
+    assert is_missing(session.missing(response["id"]))
+    without = Session(response_memory=0)
+    response = without.ask("one")
+    assert (response["store"], "warnings" in response) == (False, False)
+    assert is_missing(without.missing(response["id"]))
+    said = without.ask("one", store=True)["warnings"]
+    assert said == ["store has no effect: this server was started with --response-memory 0."]
+
+
+def test_an_answer_that_failed_is_not_held():
+    session = Session()
+    session.script.ends = EngineDead("It ended.")
+    body = {"input": "x", "request_id": "r1"}
+    assert session.send("POST", "", body).status == 500
+    assert session.send("POST", "", {**body, "stream": True}).status == 200
+    assert is_missing(session.missing("resp_r1"))
+
+
+def test_each_key_sees_its_own():
+    session = Session(api_key=("k-one", "k-two"))
+    mine = session.ask("mine", key="k-one", request_id="r1")
+    theirs = session.ask("theirs", key="k-two", request_id="r1")
+    assert mine["id"] == theirs["id"]
+    for key, said in (("k-one", "mine"), ("k-two", "theirs")):
+        (item,) = session.get(f"/{mine['id']}/input_items", key=key)["data"]
+        assert item["content"][0]["text"] == said
+    assert session.missing(mine["id"]).status == 401
+    assert session.send("DELETE", f"/{mine['id']}", key="k-one").status == 200
+    assert is_missing(session.missing(mine["id"], key="k-one"))
+    assert session.missing(mine["id"], key="k-two").status == 200
+    body = {"input": "x", "previous_response_id": mine["id"]}
+    assert is_missing(session.send("POST", "", body, key="k-one"))
+
+
+def held(size: int, owner: bytes | None = None) -> Held:
+    return Held(owner, b"x" * size, (), ())
+
+
+def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch):
+    memory = ResponseMemory(100)
+    for name in "abc":
+        memory.keep(name, held(40))
+    assert [memory.find(name, None) is not None for name in "abc"] == [False, True, True]
+    assert memory.num_bytes == 80
+    memory.keep("b", held(10))  # in place of the older one, and now the newest
+    assert (memory.num_bytes, len(memory)) == (50, 2)
+    memory.keep("d", held(60))
+    assert memory.find("c", None) is None
+    assert memory.find("b", None) is not None
+    memory.keep("e", held(101))
+    assert (memory.num_bytes, len(memory)) == (0, 0)
+    monkeypatch.setattr("strobe.server.response_memory.MOST_RESPONSES", 2)
+    for name in "abc":
+        memory.keep(name, held(1))
+    assert [memory.find(name, None) is not None for name in "abc"] == [False, True, True]
+    assert memory.drop("c", None)
+    assert not memory.drop("c", None)
+    assert memory.num_bytes == 1
+
+
+def test_items_of_the_conversation_count():
+    assert Held(None, b"12", (b"345",), (b"6", b"7")).num_bytes == 7
