@@ -162,7 +162,7 @@ def test_a_prompt_to_count_is_that_of_the_message():
          "messages[0].content[0].input", "an object"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c",
                                                      "content": [{"type": "image"}]}]}]},
-         "messages[0].content[0].content[0].type", "the types are text"),
+         "messages[0].content[0].content[0].type", "the types there are text."),
         ({"system": [{"type": "image"}]}, "system[0].type", "not supported"),
         ({"max_tokens": 0}, "max_tokens", "from 1"),
         ({"max_tokens": None}, "max_tokens", "is missing"),

@@ -128,6 +128,11 @@ def test_a_response_says_what_it_does_not_do():
     }
 
 
+def test_a_response_says_it_once():
+    said = respond(min_tokens=2, guided_choice=["a"]).warnings()
+    assert said == ["min_tokens has no effect where guided_choice is at its end."]
+
+
 def test_tokenize_takes_a_prompt_or_messages():
     assert TokenizeRequest.read({"prompt": "x"}).adds_special_tokens
     assert not TokenizeRequest.read({"messages": [USER]}).adds_special_tokens

@@ -131,9 +131,9 @@ def _block(
     kind = block.get("type")
     if kind not in kinds:
         known = isinstance(kind, str) and kind in BLOCK_FIELDS
-        why = "which has no place there" if known else "which is not supported"
+        why = "has no place there" if known else "is not supported: text and calls of tools are"
         raise BadField(
-            f"{path}.type is {shown(kind)}, {why}; the types are {', '.join(kinds)}.",
+            f"{path}.type is {shown(kind)}, which {why}; the types there are {', '.join(kinds)}.",
             f"{path}.type",
             "unsupported_parameter",
         )

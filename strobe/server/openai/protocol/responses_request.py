@@ -233,4 +233,4 @@ class ResponsesRequest(Sampling):
                 f"{path} has no effect: a schema is held where tool_choice forces a call."
                 for path in self._toolbox.strict
             ]
-        return said
+        return list(dict.fromkeys(said))  # the chat says again what both of them have
