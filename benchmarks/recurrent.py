@@ -1,19 +1,20 @@
 """A recurrent layer's convolution and gated delta rule: microseconds by sequences and rows.
 
     python benchmarks/recurrent.py [--sequences 1,8,32] [--rows 1,16] [--values 16,32,64]
-        [--warps 2,4,8] [--dtype bfloat16]
+        [--warps 2,4,8] [--dtype bfloat16] [--parts]
 
 Shapes of Qwen3.5-9B: 16 key heads and 32 value heads of 128. Every sequence has had all rows of
 its last block accepted but one. Launches over the states of 24 layers are captured and replayed,
 for each number of values that a program has and each number of its warps; what its bytes take is
-the states read and written once at 4.3 TB/s.
+the states read and written once at 4.3 TB/s. With --parts also what is left where one of the three
+launches does nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -22,6 +23,14 @@ import strobe.kernels.recurrent as kernels
 from strobe.kv.states import StateSpec, StateStore
 
 LAYERS, PENDING = 24, 16
+PARTS = "_convolve_kernel", "_delta_kernel", "_keep_kernel"
+
+
+class Nothing:
+    """In the place of a kernel."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *arguments, **options: None
 
 
 def measure(count: int, rows: int, dtype: torch.dtype) -> float:
@@ -72,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--values", type=numbers, default=[16, 32, 64])
     parser.add_argument("--warps", type=numbers, default=[2, 4, 8])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--parts", action="store_true")
     options = parser.parse_args(argv)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.dtype}")
     for count, rows in itertools.product(options.sequences, options.rows):
@@ -82,6 +92,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             us = measure(count, rows, getattr(torch, options.dtype))
             found.append(f"{us:.1f} ({values} values, {warps} warps)")
         print(f"{count} x {rows} rows: bytes {nbytes / 4.3e6:.1f}; {', '.join(found)}", flush=True)
+        for name in PARTS if options.parts else ():
+            kernel = getattr(kernels, name)
+            setattr(kernels, name, Nothing())
+            us = measure(count, rows, getattr(torch, options.dtype))
+            setattr(kernels, name, kernel)
+            print(f"    without {name}: {us:.1f}", flush=True)
 
 
 if __name__ == "__main__":
