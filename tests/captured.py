@@ -64,8 +64,7 @@ class Double:
         stores = [store.data for store in parts.stores.values()]
         self.state = [parts.state.cursor, parts.sampling.tables.counts, *stores]
         if parts.states is not None:
-            held = parts.states
-            self.state += [held.length, held.state, held.window, held.gates]
+            self.state += [parts.states.length, *parts.states.parts]
         self.kept = parts.runner.kept
         self.captured = self.replayed = 0
         self.results: list[list[Tensor]] = []

@@ -112,10 +112,8 @@ class RecurrentPlan:
         self, layer: int, part: _Rectangle, x: Tensor, gates: Tensor, weight: Tensor
     ) -> Tensor:
         store, spec = self.states, self.states.spec
-        state, window, kept = (
-            held[layer].index_select(0, part.slots)
-            for held in (store.state, store.window, store.gates)
-        )
+        held = [every[layer].index_select(0, part.slots) for every in store.parts]
+        state, window, kept, keys, changes = held
         # What is not the sequence's own may be anything, and 0 times anything is not always 0.
         state = state.masked_fill(part.fresh[:, None, None, None], 0.0)
         index = torch.arange(window.shape[1], device=x.device)
@@ -123,19 +121,23 @@ class RecurrentPlan:
         window = window.where(own[:, :, None], 0.0)
         block = torch.arange(store.pending, device=x.device)
         true = (block < part.accepted[:, None])[:, :, None, None]
-        _, state = delta_rule(state, *split(window, weight, spec), kept.where(true, 0.0))
+        kept, keys, changes = (rows.where(true, 0.0) for rows in (kept, keys, changes))
+        state = taken_in(state, kept[:, :, 0], _unit(keys), changes)
         before = torch.arange(spec.kernel - 1, device=x.device) + part.accepted[:, None]
         fresh = x[part.rows].where(part.valid[:, :, None], 0.0)
         rows = torch.cat([_take(window, before), fresh], 1)
         now = gates[part.rows].where(part.valid[:, :, None, None], 0.0)
-        out, end = delta_rule(state, *split(rows, weight, spec), now)
+        q, k, v = split(rows, weight, spec)
+        out, end, change = delta_rule(state, _unit(q) * spec.key_dim**-0.5, _unit(k), v, now)
         long = (part.sizes > store.pending)[:, None]
         if part.rows.shape[1] > store.pending:
             state = torch.where(long[..., None, None], end, state)
         first = torch.where(long, part.sizes[:, None], 0)
         store.state[layer].index_copy_(0, part.slots, state)
         store.window[layer].index_copy_(0, part.slots, _take(rows, first + index))
-        store.gates[layer].index_copy_(0, part.slots, _take(now, block.expand(len(rows), -1)))
+        newest = block.expand(len(rows), -1)
+        for every, new in ((store.gates, now), (store.keys, k), (store.changes, change)):
+            every[layer].index_copy_(0, part.slots, _take(new, newest))
         return out
 
 
@@ -160,7 +162,7 @@ class KernelPlan(RecurrentPlan):
 
         batch, store = self.batch, self.states
         spans = self.state_slots, batch.row_starts, batch.sizes, self.accepted, self.fresh
-        held = store.state[layer], store.window[layer], store.gates[layer]
+        held = [every[layer] for every in store.parts]
         return mix(x, decay, rate, weight, spans, held, batch.longest, store.spec)
 
 
@@ -172,8 +174,8 @@ def _take(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def split(x: Tensor, weight: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """x [G, kernel - 1 + N, C], weight [C, kernel] -> queries, keys [G, N, Hv, Dk] and values
-    [G, N, Hv, Dv] in fp32: SiLU of the convolution, queries and keys of length 1."""
+    """x [G, kernel - 1 + N, C], weight [C, kernel] -> queries, keys [G, N, Hk, Dk] and values
+    [G, N, Hv, Dv] in fp32: SiLU of the convolution."""
     count = x.shape[1] - spec.kernel + 1
     x, taps = x.float(), weight.float()
     y = x[:, :count] * taps[:, 0]
@@ -181,29 +183,42 @@ def split(x: Tensor, weight: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor, T
         y = torch.addcmul(y, x[:, j : j + count], taps[:, j])
     width = spec.key_heads * spec.key_dim
     q, k, v = F.silu(y).split([width, width, spec.heads * spec.value_dim], -1)
-    q, k = (_unit(part.unflatten(-1, (spec.key_heads, spec.key_dim))) for part in (q, k))
-    repeats = spec.heads // spec.key_heads
-    if repeats > 1:
-        q, k = (part.repeat_interleave(repeats, -2) for part in (q, k))
-    return q * spec.key_dim**-0.5, k, v.unflatten(-1, (spec.heads, spec.value_dim))
+    q, k = (part.unflatten(-1, (spec.key_heads, spec.key_dim)) for part in (q, k))
+    return q, k, v.unflatten(-1, (spec.heads, spec.value_dim))
 
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
+def _of_heads(x: Tensor, heads: int) -> Tensor:
+    """[G, N, Hk, D] -> [G, N, Hv, D]."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
+
+
+def taken_in(state: Tensor, decay: Tensor, k: Tensor, changes: Tensor) -> Tensor:
+    """The state [G, Hv, Dk, Dv] behind rows whose changes [G, N, Hv, Dv] are known: decay (its
+    logarithm) [G, N, Hv], k [G, N, Hk, Dk]. The sums are those of `delta_rule`, in its order."""
+    keep, k = decay.exp()[..., None, None], _of_heads(k, state.shape[1])
+    for i in range(k.shape[1]):
+        state = torch.addcmul(state * keep[:, i], k[:, i, :, :, None], changes[:, i, :, None])
+    return state
+
+
 def delta_rule(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
-) -> tuple[Tensor, Tensor]:
-    """state [G, Hv, Dk, Dv], q, k [G, N, Hv, Dk], v [G, N, Hv, Dv], gates [G, N, 2, Hv] ->
-    (answers [G, N, Hv, Dv], the state behind all rows). A row whose gates are 0 changes nothing.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """state [G, Hv, Dk, Dv], q, k [G, N, Hk, Dk], v [G, N, Hv, Dv], gates [G, N, 2, Hv] ->
+    (answers [G, N, Hv, Dv], the state behind all rows, what each row adds to it by its key
+    [G, N, Hv, Dv]). A row whose gates are 0 changes nothing.
 
     S <- exp(decay) S; S <- S + rate k (v - S^T k)^T; the answer is S^T q
     (Yang et al., arXiv 2412.06464, equation 10).
     """
+    q, k = (_of_heads(part, state.shape[1]) for part in (q, k))
     if q.shape[1] > FEW:
         return _by_chunks(state, q, k, v, gates)
-    answers: list[Tensor] = []
+    answers, changes = list[Tensor](), list[Tensor]()
     keep = gates[:, :, 0].exp()[..., None, None]
     for i in range(q.shape[1]):
         state = state * keep[:, i]
@@ -211,12 +226,13 @@ def delta_rule(
         change = error * gates[:, i, 1, :, None]
         state = torch.addcmul(state, k[:, i, :, :, None], change[:, :, None])
         answers.append((state * q[:, i, :, :, None]).sum(-2))
-    return torch.stack(answers, 1), state
+        changes.append(change)
+    return torch.stack(answers, 1), state, torch.stack(changes, 1)
 
 
 def _by_chunks(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The same, chunk by chunk (section 3.2 there): a chunk's changes U solve (I + A) U = rate (V -
     exp(c) K S), A = tril(rate K K^T exp(c_i - c_j), -1), c the decay summed within the chunk; then
     the answers are exp(c) Q S + tril(Q K^T exp(c_i - c_j)) U, and the state is
@@ -237,12 +253,14 @@ def _by_chunks(
     inner, outer = (q @ k.mT) * faded, q * since
     last = total[..., -1:]
     kept, ahead = last.exp()[..., None], (k * (last - total).exp()[..., None]).mT
-    answers: list[Tensor] = []
+    answers, changes = list[Tensor](), list[Tensor]()
     for i in range(q.shape[2]):
         change = fresh[:, :, i] - old[:, :, i] @ state
+        changes.append(change)
         answers.append(outer[:, :, i] @ state + inner[:, :, i] @ change)
         state = kept[:, :, i] * state + ahead[:, :, i] @ change
-    return torch.cat(answers, 2).transpose(1, 2)[:, :count], state
+    found, made = (torch.cat(parts, 2).transpose(1, 2)[:, :count] for parts in (answers, changes))
+    return found, state, made
 
 
 def _chunks(x: Tensor) -> Tensor:

@@ -4,7 +4,8 @@
 Up to 16 rows are answered at once (Yang et al., arXiv 2412.06464, section 3.2): with the rates b,
 unit keys K, and c the decay summed up to each row, the changes U solve (I + A) U = b (V - e^c K S),
 A = tril(b K K^T e^(c_i - c_j), -1). The answers are e^c Q S + tril(Q K^T e^(c_i - c_j)) U, and the
-state behind them is e^c_end S + (e^(c_end - c) K)^T U. So a state is read once for all of them.
+state behind them is e^c_end S + (e^(c_end - c) K)^T U. So a state is read once for all of them. No
+row's change depends on later rows: K and U are kept, and the next forward takes in those accepted.
 
 Legend: S spans, T rows, P rows that a block may have, C channels of the convolution, Hk / Hv key
 and value heads, Dk / Dv their sizes, N slots. The torch twin is
@@ -13,6 +14,7 @@ and value heads, Dk / Dv their sizes, N slots. The torch twin is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,11 +39,11 @@ def values_of(count: int) -> int:
 
 @triton.jit
 def _convolve_kernel(
-    x, weight, window, slots, firsts, sizes, accepted, fresh, out, block,
+    x, weight, window, slots, firsts, sizes, accepted, fresh, out,
     P: tl.constexpr, C: tl.constexpr, KERNEL: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SiLU of the convolution: of the accepted rows of the last block, and of the span's own."""
+    """SiLU of the convolution of the span's rows."""
     follow(PDL)
     span = tl.program_id(0)
     lanes = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -51,27 +53,18 @@ def _convolve_kernel(
     window += tl.load(slots + span) * (KERNEL - 1 + P) * C + lanes
     x += first * C + lanes
     begin = tl.program_id(1) * ROWS
-    # Rows of the block come first, P of them; then those of the span.
-    for row in range(begin, tl.minimum(begin + ROWS, P + size)):
-        own = row - P
-        if (own >= 0) | (row < taken):
-            total = tl.zeros([BLOCK], tl.float32)
-            for tap in tl.static_range(KERNEL):
-                back = own - (KERNEL - 1) + tap
-                if own < 0:
-                    value = tl.load(window + (row + tap) * C, inside & held, other=0.0)
-                elif back >= 0:
-                    value = tl.load(x + back * C, inside, other=0.0)
-                else:
-                    at = taken + back + KERNEL - 1
-                    value = tl.load(window + at * C, inside & held, other=0.0)
-                scale = tl.load(weight + lanes * KERNEL + tap, inside, other=0.0)
-                total += value.to(tl.float32) * scale.to(tl.float32)
-            total *= tl.sigmoid(total)
-            if own < 0:
-                tl.store(block + (span * P + row) * C + lanes, total, inside)
+    for row in range(begin, tl.minimum(begin + ROWS, size)):
+        total = tl.zeros([BLOCK], tl.float32)
+        for tap in tl.static_range(KERNEL):
+            back = row - (KERNEL - 1) + tap
+            if back >= 0:
+                value = tl.load(x + back * C, inside, other=0.0)
             else:
-                tl.store(out + (first + own) * C + lanes, total, inside)
+                at = taken + back + KERNEL - 1
+                value = tl.load(window + at * C, inside & held, other=0.0)
+            scale = tl.load(weight + lanes * KERNEL + tap, inside, other=0.0)
+            total += value.to(tl.float32) * scale.to(tl.float32)
+        tl.store(out + (first + row) * C + lanes, total * tl.sigmoid(total), inside)
 
 
 @triton.jit
@@ -84,14 +77,6 @@ def _part(rows, row, there, lanes, some, C: tl.constexpr):
     """Some lanes [D] of rows [R], zeros where none is."""
     mask = there[:, None] & some[None, :]
     return tl.load(rows + row[:, None] * C + lanes[None, :], mask, other=0.0)
-
-
-@triton.jit
-def _step(state, k, v, decay, rate):
-    """The state behind one row, k [Dk], v [Dv]."""
-    state *= tl.exp(decay)
-    change = (v - tl.sum(state * k[:, None], 0)) * rate
-    return state + k[:, None] * change[None, :]
 
 
 @triton.jit
@@ -133,7 +118,7 @@ def _taken_in(state, k, changes, decay, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def _delta_kernel(
-    rows, block, decay, rate, state, gates, slots, firsts, sizes, accepted, fresh, out,
+    rows, decay, rate, state, gates, held_keys, changes, slots, firsts, sizes, accepted, fresh, out,
     P: tl.constexpr, C: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SINGLE: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -153,34 +138,38 @@ def _delta_kernel(
     now = tl.load(place, both & held, other=0.0)
     key = head // (HV // HK)
     at_q, at_k, at_v = key * DK + keys, (HK + key) * DK + keys, 2 * HK * DK + head * DV + values
-    rows, block = rows + first * C, block + span * (P * C)
-    gates += slot * P * 2 * HV + head
+    rows, gates = rows + first * C, gates + slot * P * 2 * HV + head
+    held_keys += slot * P * (HK * DK) + key * DK
+    changes += slot * P * (HV * DV) + head * DV
     decay, rate = decay + first * HV + head, rate + first * HV + head
     out += (first * HV + head) * DV
     if SINGLE:
         for i in range(taken):
-            k = _unit(tl.load(block + i * C + at_k, some, other=0.0), 0)
-            v = tl.load(block + i * C + at_v, these, other=0.0)
-            now = _step(now, k, v, tl.load(gates + i * 2 * HV), tl.load(gates + (i * 2 + 1) * HV))
+            k = _unit(tl.load(held_keys + i * (HK * DK) + keys, some, other=0.0), 0)
+            change = tl.load(changes + i * (HV * DV) + values, these, other=0.0)
+            now = now * tl.exp(tl.load(gates + i * 2 * HV)) + k[:, None] * change[None, :]
         tl.store(place, now, both)
         if size > 0:
             k = _unit(tl.load(rows + at_k, some, other=0.0), 0)
             q = _unit(tl.load(rows + at_q, some, other=0.0), 0) * (DK**-0.5)
             v = tl.load(rows + at_v, these, other=0.0)
-            now = _step(now, k, v, tl.load(decay), tl.load(rate))
+            now *= tl.exp(tl.load(decay))
+            change = (v - tl.sum(now * k[:, None], 0)) * tl.load(rate)
+            now += k[:, None] * change[None, :]
             tl.store(out + values, tl.sum(now * q[:, None], 0), these)
+            tl.debug_barrier()  # all have read what was kept
+            tl.store(changes + values, change, these)
     else:
         offset = tl.arange(0, 16)
         for begin in range(0, taken, 16):
             row, there = begin + offset, begin + offset < taken
-            k = _unit(_part(block, row, there, at_k, some, C), 1)
-            v = _part(block, row, there, at_v, these, C)
+            k = _unit(_part(held_keys, row, there, keys, some, HK * DK), 1)
+            change = _part(changes, row, there, values, these, HV * DV)
             fade = tl.load(gates + row * 2 * HV, there, other=0.0)
-            by = tl.load(gates + (row * 2 + 1) * HV, there, other=0.0)
-            change, total, _ = _changes(now, k, v, fade, by, PRECISION)
-            now = _taken_in(now, k, change, fade, total, PRECISION)
+            now = _taken_in(now, k, change, fade, tl.cumsum(fade, 0), PRECISION)
         if size <= P:
             tl.store(place, now, both)
+        tl.debug_barrier()  # all have read what was kept
         for begin in range(0, size, 16):
             row, there = begin + offset, begin + offset < size
             k = _unit(_part(rows, row, there, at_k, some, C), 1)
@@ -194,6 +183,8 @@ def _delta_kernel(
             answer += tl.dot(alike, change, input_precision=PRECISION)
             at = row[:, None] * (HV * DV) + values[None, :]
             tl.store(out + at, answer, there[:, None] & these[None, :])
+            if size <= P:
+                tl.store(changes + at, change, there[:, None] & these[None, :])
             if (size > P) | (begin + 16 < size):
                 now = _taken_in(now, k, change, fade, total, PRECISION)
         if size > P:
@@ -202,12 +193,13 @@ def _delta_kernel(
 
 @triton.jit
 def _keep_kernel(
-    x, decay, rate, window, gates, slots, firsts, sizes, accepted, fresh,
-    P: tl.constexpr, C: tl.constexpr, KERNEL: tl.constexpr, HV: tl.constexpr,
+    x, rows, decay, rate, window, gates, held_keys, slots, firsts, sizes, accepted, fresh,
+    P: tl.constexpr, C: tl.constexpr, KERNEL: tl.constexpr, HV: tl.constexpr, KEYS: tl.constexpr,
     TAPS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What the next forward needs of the span's rows: the convolution's inputs, and the gates. A
-    program reads what it needs of the window before it overwrites it: its rows move forward."""
+    """What the next forward needs of the span's rows: the convolution's inputs, the gates, and the
+    KEYS channels of its keys, which stand behind those of the queries. A program reads what it
+    needs of the window before it overwrites it: its rows move forward."""
     follow(PDL)
     span = tl.program_id(0)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -229,6 +221,10 @@ def _keep_kernel(
         for i in range(size):
             newest = tl.load(x + i * C, inside, other=0.0)
             tl.store(window + (KERNEL - 1 + i) * C, newest, inside)
+        own = (lanes >= KEYS) & (lanes < 2 * KEYS)
+        for i in range(size):
+            key = tl.load(rows + (first + i) * C + lanes, own, other=0.0)
+            tl.store(held_keys + (slot * P + i) * KEYS + lanes - KEYS, key, own)
         if tl.program_id(1) == 0:
             heads = tl.arange(0, HEADS)
             spots, real = gates + slot * P * 2 * HV + heads, heads < HV
@@ -244,33 +240,33 @@ def mix(
     rate: Tensor,
     weight: Tensor,
     spans: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    held: tuple[Tensor, Tensor, Tensor],
+    held: Sequence[Tensor],
     longest: int,
     spec: StateSpec,
 ) -> Tensor:
     """x [T, C], decay, rate [T, Hv] float32, weight [C, kernel], spans (slots, first rows, sizes,
     rows accepted of the last block, whether a sequence begins) [S] -> answers [T, Hv, Dv].
 
-    held: state [N, Hv, Dk, Dv] and gates [N, P, 2, Hv] in float32, window [N, kernel - 1 + P, C];
-    all are brought up to date. longest: no span has more rows.
+    held: state [N, Hv, Dk, Dv], window [N, kernel - 1 + P, C], gates [N, P, 2, Hv], keys [N, P,
+    Hk, Dk] and changes [N, P, Hv, Dv], in float32 but the window; all are brought up to date.
+    longest: no span has more rows.
     """
-    state, window, gates = held
+    state, window, gates, keys, changes = held
     rows, block = x.shape[0], gates.shape[1]
     x, weight, decay, rate = (part.contiguous() for part in (x, weight, decay, rate))
     count = spans[0].shape[0]
     found = torch.empty(rows, spec.channels, dtype=torch.float32, device=x.device)
-    replayed = torch.empty(count * block, spec.channels, dtype=torch.float32, device=x.device)
     out = torch.zeros(rows, spec.heads, spec.value_dim, dtype=x.dtype, device=x.device)
     pdl = dependent(x.device)
     shared = {"P": block, "C": spec.channels, "PDL": pdl, "launch_pdl": pdl}
     wide = triton.cdiv(spec.channels, _CHANNELS)
-    _convolve_kernel[(count, triton.cdiv(block + longest, _ROWS), wide)](
-        x, weight, window, *spans, found, replayed,
+    _convolve_kernel[(count, triton.cdiv(longest, _ROWS), wide)](
+        x, weight, window, *spans, found,
         KERNEL=spec.kernel, ROWS=_ROWS, BLOCK=_CHANNELS, num_warps=2, **shared,
     )  # fmt: skip
     values = values_of(count)
     _delta_kernel[(count, spec.heads, triton.cdiv(spec.value_dim, values))](
-        found, replayed, decay, rate, state, gates, *spans, out,
+        found, decay, rate, state, gates, keys, changes, *spans, out,
         HK=spec.key_heads, HV=spec.heads, DK=spec.key_dim, DV=spec.value_dim,
         KEYS=max(16, triton.next_power_of_2(spec.key_dim)), VALUES=values,
         SINGLE=longest == 1,
@@ -278,8 +274,9 @@ def mix(
         num_warps=_WARPS, num_stages=1, **shared,
     )  # fmt: skip
     _keep_kernel[(count, wide)](
-        x, decay, rate, window, gates, *spans,
-        KERNEL=spec.kernel, HV=spec.heads, TAPS=triton.next_power_of_2(spec.kernel - 1),
-        HEADS=triton.next_power_of_2(spec.heads), BLOCK=_CHANNELS, num_warps=2, **shared,
+        x, found, decay, rate, window, gates, keys, *spans,
+        KERNEL=spec.kernel, HV=spec.heads, KEYS=spec.key_heads * spec.key_dim,
+        TAPS=triton.next_power_of_2(spec.kernel - 1), HEADS=triton.next_power_of_2(spec.heads),
+        BLOCK=_CHANNELS, num_warps=2, **shared,
     )  # fmt: skip
     return out

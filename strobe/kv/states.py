@@ -4,9 +4,10 @@
     ... window: kernel - 1 | block: up to `pending` rows |
                  state ----^    accepted ---^
 
-A state cannot be cut back as keys and values can. So it stands before the newest block, whose rows
-are kept beside it; the next forward, which knows where it starts, first takes in those that were
-accepted. Rows of a longer span, a prefill chunk's, are taken in at once.
+A state cannot be cut back as keys and values can. So it stands before the newest block, and what
+each of the block's rows changes in it is kept beside it, which no later row has a part in; the next
+forward, which knows where it starts, first takes in those that were accepted. Rows of a longer
+span, a prefill chunk's, are taken in at once.
 """
 
 from __future__ import annotations
@@ -39,16 +40,19 @@ class StateSpec:
         return self.layers * self.heads * self.key_dim * self.value_dim
 
     def bytes_per_slot(self, pending: int, dtype: torch.dtype) -> int:
-        """Bytes that one sequence takes: states and gates in fp32, convolution inputs in dtype."""
+        """Bytes that one sequence takes: all in fp32 but the convolution's inputs, in dtype."""
         rows = self.layers * (self.kernel - 1 + pending) * self.channels * dtype.itemsize
-        return 4 * self.values + rows + 4 * self.layers * pending * 2 * self.heads + 8
+        row = 2 * self.heads + self.key_heads * self.key_dim + self.heads * self.value_dim
+        return 4 * self.values + rows + 4 * self.layers * pending * row + 8
 
 
 class StateStore:
     """Per layer and slot, the spare one included: state [L, N + 1, heads, key_dim, value_dim];
-    window [L, N + 1, kernel - 1 + pending, C], the convolution's inputs before the block and in it;
-    gates [L, N + 1, pending, 2, heads], logarithm of the decay and learning rate of the block's
-    rows. length [N + 1]: positions that the states have taken in."""
+    window [L, N + 1, kernel - 1 + pending, C], the convolution's inputs before the block and in it.
+    Of the block's rows gates [L, N + 1, pending, 2, heads], logarithm of the decay and learning
+    rate; keys [L, N + 1, pending, key_heads, key_dim], not yet of length 1; and changes [L, N + 1,
+    pending, heads, value_dim], which each adds to the state by its key. length [N + 1]: positions
+    that the states have taken in."""
 
     def __init__(
         self,
@@ -67,4 +71,9 @@ class StateStore:
         self.window = torch.zeros((*slots, rows, spec.channels), dtype=dtype, device=device)
         gates = (*slots, pending, 2, spec.heads)
         self.gates = torch.zeros(gates, dtype=torch.float32, device=device)
+        keys = (*slots, pending, spec.key_heads, spec.key_dim)
+        self.keys = torch.zeros(keys, dtype=torch.float32, device=device)
+        changes = (*slots, pending, spec.heads, spec.value_dim)
+        self.changes = torch.zeros(changes, dtype=torch.float32, device=device)
         self.length = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.parts = self.state, self.window, self.gates, self.keys, self.changes

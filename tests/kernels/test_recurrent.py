@@ -59,7 +59,7 @@ def stores(spec: StateSpec, pending: int, dtype: torch.dtype, device: torch.devi
     """Two alike, with what whoever had the slots before left."""
     pair = [StateStore(spec, SLOTS, pending, dtype, device) for _ in range(2)]
     for held in pair:
-        for part in (held.state, held.window, held.gates):
+        for part in held.parts:
             part.fill_(float("nan"))
     return pair
 
@@ -104,6 +104,9 @@ def test_steps_answer_and_keep_what_plain_torch_does(
             torch.testing.assert_close(ours, theirs, atol=TF32 if tf32 else 2e-5, rtol=1e-4)
             if size <= PENDING:
                 assert torch.equal(pair[0].gates[0, slot, :size], pair[1].gates[0, slot, :size])
+                for held in ("keys", "changes"):
+                    ours, theirs = (getattr(store, held)[0, slot, :size] for store in pair)
+                    torch.testing.assert_close(ours, theirs, atol=TF32 if tf32 else 2e-5, rtol=1e-4)
             ends = start if size <= PENDING else start + size
             assert pair[0].length[slot] == pair[1].length[slot] == ends
 

@@ -256,7 +256,7 @@ def test_pages_hold_the_layers_with_attention_and_no_prefix_is_looked_for(
     assert len(engine.parts.stores["target"].layers) == 2
     states = engine.parts.states
     assert states is not None
-    held = (states.state, states.window, states.gates, states.length)
+    held = (*states.parts, states.length)
     per_slot = states.spec.bytes_per_slot(states.pending, torch.float32)
     assert sum(part.nbytes for part in held) == 6 * per_slot
     for _ in range(2):
