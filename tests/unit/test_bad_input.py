@@ -908,8 +908,8 @@ def test_one_bad_prompt_of_several_on_the_command_line(
     [
         (
             ["generte", "hello"],
-            "'generte' is no command; there are generate, chat, serve, demo, info, doctor, bench, "
-            "eval.",
+            "'generte' is no command; there are generate, chat, serve, run-batch, demo, info, "
+            "doctor, bench, eval.",
         ),
         (["generate"], "No prompt was given; name one or more: strobe generate 'PROMPT'."),
         (

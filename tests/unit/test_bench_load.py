@@ -157,7 +157,10 @@ def test_a_replay_keeps_what_the_traces_say(traces: Traces, width: int, overlap:
             if span.method is None or span.slot not in at:
                 continue
             place = (traces.starts[slots[span.slot]] + at[span.slot]) % len(traces.right)
-            assert result.accepted[i] == traces.right[place, WIDTHS.index(width)]
+            left = max(39 - at[span.slot], 0)  # what lies behind the answer's end is not told
+            assert result.accepted[i] == min(traces.right[place, WIDTHS.index(width)], left)
+            if not left:
+                continue
             assert result.margins is not None
             row = traces.margins[WIDTHS.index(width)][place]
             assert result.margins[i][:width] == row.tolist()
