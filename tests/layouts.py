@@ -18,7 +18,9 @@ def spans_of(rng: random.Random, drafts: int) -> list[Span]:
         elif kind == 2:
             found.append(Span(slot, 5, 5, (4, *range(n)), n, None, 1 + n))
         else:
-            found.append(Span(slot, 0, 0, tuple(range(1 + n)), logits=rng.randint(0, 1)))
+            scored = tuple(range(1, 1 + n)) if rng.random() < 0.5 else ()
+            tokens = tuple(range(1 + n))
+            found.append(Span(slot, 0, 0, tokens, logits=rng.randint(0, 1), scored=scored))
     return found
 
 
@@ -29,6 +31,7 @@ def facts(layout: Layout) -> dict[str, object]:
     spans = ("slots", "certain", "drafts", "sizes", "row_starts", "active", "logits_rows")
     return {
         "shape": layout.shape,
+        "scored_rows": layout.scored and layout.scored_rows.tolist(),
         **{name: getattr(layout, name).tolist() for name in spans},
         **{name: getattr(layout, name)[:count].tolist() for name, count in rows.items()},
     }

@@ -14,7 +14,6 @@ spare slot, which has a page of its own.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -44,11 +43,13 @@ class Shape(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Rows [A] whose next prompt token is scored, these tokens [A], and how many of the most
-    probable are named."""
+    """Rows whose next prompt token is scored, as spans [A] and offsets [A] within them, which stay
+    the same when a layout is narrowed; tokens [A]: the next ones; top: the number of most probable
+    tokens to report for each."""
 
-    rows: Tensor
-    tokens: Any
+    spans: Tensor
+    offsets: Tensor
+    tokens: Tensor
     top: int
 
 
@@ -128,6 +129,12 @@ class Layout:
         shape = self.shape
         return self.logits_rows is not None and shape.rows <= shape.spans * shape.logits
 
+    @property
+    def scored_rows(self) -> Tensor:
+        """Rows [A] whose next prompt token is scored."""
+        assert self.scored is not None
+        return self.row_starts.index_select(0, self.scored.spans) + self.scored.offsets
+
     def select(self, x: Tensor) -> Tensor:
         """Rows [T, ...] -> those with logits, [S * W, ...]."""
         return x if self.logits_rows is None else x.index_select(0, self.logits_rows)
@@ -191,7 +198,7 @@ def lay_out(
     shape = shape._replace(rows=max(shape.rows, sum(counts)))
     index = padded or any(s.num_rows != shape.logits or s.logits != s.num_rows for s in spans)
     packed = upload(_pack(spans, counts, shape, spare, index=index), device)
-    scored = _scored(spans, counts, device) if any(span.scored for span in spans) else None
+    scored = _scored(spans, device) if any(span.scored for span in spans) else None
     parts = unpack(packed, shape)
     return Layout(shape, tuple(spans), padded, scored, packed, **parts)
 
@@ -225,10 +232,7 @@ def _pack(
     return np.concatenate(parts).astype(np.int64)
 
 
-def _scored(spans: Sequence[Span], counts: list[int], device: torch.device) -> Scored:
-    rows: list[int] = []
-    for span, first in zip(spans, [0, *itertools.accumulate(counts)], strict=False):
-        rows += range(first, first + len(span.scored))
-    following = [token for span in spans for token in span.scored]
+def _scored(spans: Sequence[Span], device: torch.device) -> Scored:
+    rows = [(i, j, token) for i, s in enumerate(spans) for j, token in enumerate(s.scored)]
     top = max([span.top_logprobs for span in spans])
-    return Scored(upload(rows, device), upload(following, device), top)
+    return Scored(*upload(rows, device).unbind(1), top)

@@ -157,8 +157,9 @@ class ModelRunner:
         """Log probabilities of the prompt tokens behind the scored rows, a few rows at a time."""
         if layout.scored is None:
             return None
-        rows, following, top = layout.scored
-        parts = zip(rows.split(_SCORED_ROWS), following.split(_SCORED_ROWS), strict=True)
+        following, top = layout.scored.tokens, layout.scored.top
+        rows = layout.scored_rows.split(_SCORED_ROWS)
+        parts = zip(rows, following.split(_SCORED_ROWS), strict=True)
         return joined(
             [score(self.model.head(output.x.index_select(0, r)), t, top) for r, t in parts]
         )

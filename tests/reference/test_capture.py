@@ -97,6 +97,35 @@ def test_replayed_and_plain_steps_choose_the_same_drafts(
     assert double.replayed > double.captured
 
 
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_prompt_logprobs_are_of_their_own_rows_when_fewer_drafts_are_verified(
+    overlap: int, target: Any, draft: Callable[..., Path]
+):
+    scored = COLD.clone(prompt_logprobs=2, max_tokens=3)
+    resolved = resolve(config(target, draft(), overlap=overlap, enable_prefix_caching=False))
+    reports: list[Any] = []
+    for drafting in (False, True):
+        parts = build(resolved)
+        captured(parts, 5, resolved.limits.num_drafts)
+        engine = Engine(resolved, parts=parts, budget=RandomRows("1"))
+        asked = scored.clone(speculation=None if drafting else False)
+        for prompt in PROMPTS[:3]:
+            engine.add(prompt, COLD.clone(max_tokens=60, speculation=None if drafting else False))
+        requests: list[Any] = []
+        for _ in range(30):
+            engine.step()
+            if len(requests) < len(PROMPTS):
+                requests.append(engine.add(PROMPTS[len(requests)], asked))
+        while engine.has_work:
+            engine.step()
+        reports.append([request.prompt_logprobs for request in requests])
+    plain, found = reports
+    for wanted, scores in zip(plain, found, strict=True):
+        for one, other in zip(wanted[1:], scores[1:], strict=True):
+            assert one.token == other.token
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
 def test_accepted_drafts_move_replayed_steps_on(target: Any):
     """A drafter that is often right: lengths differ per request and step."""
     plain = run(make_engine(config(target)), PROMPTS, COLD)
