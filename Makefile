@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -rs -n auto --maxprocesses 4 --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve demo soak test test-all test-gpu check format bench clean
+.PHONY: serve demo soak fuzz test test-all test-gpu check format bench clean
 
 # Options go behind `strobe serve` itself: .venv/bin/strobe serve --help
 serve: $(VENV)/.installed
@@ -27,6 +27,10 @@ test-all: $(VENV)/.dev
 soak: $(VENV)/.dev
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/schema.py
+
+# Ten minutes of random engines, each answer compared with a lone plain run; on a GPU where there is one.
+fuzz: $(VENV)/.dev
+	$(BIN)/python tests/random_engines.py --minutes $(or $(MINUTES),10) --workers $(or $(WORKERS),$(shell nproc))
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu

@@ -3,12 +3,11 @@ nothing waits."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hybrid import EXPERTS, make_hybrid
+from families import FAMILIES
 from matrix import Pair, make_pair
 from on_gpu import (
     NEEDS_GPU,
@@ -19,14 +18,6 @@ from on_gpu import (
     keys_and_values,
     steady,
 )
-from parity import LLAMA3
-from tiny import make_target
-from transformers import (
-    Gemma4ForCausalLM,
-    GptOssForCausalLM,
-    LlamaForCausalLM,
-    Qwen3MoeForCausalLM,
-)
 
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
@@ -34,48 +25,6 @@ from strobe.models.families.experts import blocked_gemm, grouped_gemm
 
 pytestmark = NEEDS_GPU
 
-FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "llama": (partial(make_target, family=LlamaForCausalLM), {"rope_parameters": LLAMA3}),
-    "qwen3_moe": (
-        partial(make_target, family=Qwen3MoeForCausalLM),
-        {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3},
-    ),
-    "gpt_oss": (
-        partial(make_target, family=GptOssForCausalLM),
-        {
-            "intermediate_size": 32,
-            "num_local_experts": 6,
-            "num_experts_per_tok": 2,
-            "sliding_window": 6,
-        },
-    ),
-    "gemma4": (
-        partial(make_target, family=Gemma4ForCausalLM),
-        {
-            "embedding": 0.2,
-            "final_logit_softcapping": 30.0,
-            "rope_theta": None,
-            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
-            "sliding_window": 6,
-            "global_head_dim": 512,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "hidden_size_per_layer_input": 0,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen3_5_moe": (make_hybrid, EXPERTS),
-}
-FAMILIES["gemma4 with experts"] = (
-    FAMILIES["gemma4"][0],
-    FAMILIES["gemma4"][1]
-    | {
-        "enable_moe_block": True,
-        "num_experts": 8,
-        "top_k_experts": 3,
-        "moe_intermediate_size": 24,
-    },
-)
 PROMPTS = [[5, 9, 2, 11], [3] * 17, [4, 9, 2] * 6]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 

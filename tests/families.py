@@ -1,0 +1,60 @@
+"""Tiny random targets of every family: how each is written."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from hybrid import EXPERTS, make_hybrid
+from parity import LLAMA3
+from tiny import make_target
+from transformers import (
+    Gemma4ForCausalLM,
+    GptOssForCausalLM,
+    LlamaForCausalLM,
+    Qwen3MoeForCausalLM,
+)
+
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (partial(make_target, family=LlamaForCausalLM), {"rope_parameters": LLAMA3}),
+    "qwen3_moe": (
+        partial(make_target, family=Qwen3MoeForCausalLM),
+        {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "gpt_oss": (
+        partial(make_target, family=GptOssForCausalLM),
+        {
+            "intermediate_size": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+        },
+    ),
+    "gemma4": (
+        partial(make_target, family=Gemma4ForCausalLM),
+        {
+            "embedding": 0.2,
+            "final_logit_softcapping": 30.0,
+            "rope_theta": None,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            "sliding_window": 6,
+            "global_head_dim": 512,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5_moe": (make_hybrid, EXPERTS),
+}
+FAMILIES["gemma4 with experts"] = (
+    FAMILIES["gemma4"][0],
+    FAMILIES["gemma4"][1]
+    | {
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 24,
+    },
+)
+"""By family: the function that writes a target, and changes to its config."""

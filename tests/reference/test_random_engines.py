@@ -1,0 +1,30 @@
+"""Random engines on a CPU, in short: `make fuzz` goes on for as long as one likes, on a GPU too."""
+
+from __future__ import annotations
+
+import pytest
+from random_engines import TARGETS, Findings, World, play_round
+
+FAMILIES = list(TARGETS)
+ROUNDS = 24
+"""`make test` plays those of the first family; a round's family follows from its seed."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("pairs"), "cpu")
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=[pytest.mark.full] if seed % len(FAMILIES) else [])
+        for seed in range(ROUNDS)
+    ],
+)
+def test_random_engine_answers_as_plain_decoding(seed: int, world: World):
+    findings = Findings()
+    play_round(world, seed, findings, FAMILIES)
+    assert not findings.faults
+    assert len(findings.ties) <= 1
+    assert findings.counts[FAMILIES[seed % len(FAMILIES)], "answers"] > 0
