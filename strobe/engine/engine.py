@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from strobe.config import EngineConfig
+from strobe.engine.admission import check_prompt, check_sampling, choose_method
 from strobe.engine.build import Parts, Resolved, build, resolve
 from strobe.engine.outcomes import EngineStats
 from strobe.engine.scheduler import Scheduler
@@ -258,9 +259,10 @@ class Engine:
         """Queue one answer. sibling: which of a prompt's n answers; seed: used where the sampling
         parameters bring none; key: what its events call the prompt, by default the request's
         number. Raises ValueError, naming the value, for what cannot run."""
-        self._check_prompt(prompt_ids)
-        self._check_sampling(sampling)
-        method, drafts, off = self._method_of(Speculation.of(sampling.speculation))
+        check_prompt(prompt_ids, self.resolved)
+        check_sampling(sampling, self.resolved)
+        asked = Speculation.of(sampling.speculation)
+        method, drafts, off = choose_method(asked, self.resolved, self.proposers.all)
         number = next(self._numbers)
         if sampling.seed is not None:
             seed = sampling.seed
@@ -315,61 +317,3 @@ class Engine:
         for record in self.scheduler.running:
             if not record.in_flight:
                 assert int(self.state.cursor[record.slot, 0]) == record.lease.length
-
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        if not prompt_ids:
-            raise ValueError("The prompt is empty; give it at least one token.")
-        limit = self.limits.max_model_len
-        if len(prompt_ids) >= limit:
-            raise ValueError(
-                f"The prompt has {len(prompt_ids)} tokens, but max_model_len is {limit} with the "
-                f"answer; shorten it to {limit - 1} tokens or raise max_model_len."
-            )
-        self._check_ids("The prompt", prompt_ids)
-
-    def _check_sampling(self, sampling: SamplingParams) -> None:
-        self._check_ids("stop_token_ids", sampling.stop_token_ids)
-        self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
-        self._check_ids("logit_bias", list(sampling.logit_bias or ()))
-        structured = StructuredOutputs.of(sampling.structured_outputs)
-        if structured is not None:
-            self._check_ids("structured_outputs.after", structured.after)
-            opener = [] if structured.opener is None else [structured.opener]
-            self._check_ids("structured_outputs.opener", opener)
-        size = self.resolved.target.decoder.vocab_size
-        for name in ("logprobs", "prompt_logprobs"):
-            top = getattr(sampling, name) or 0
-            if top > size:
-                raise ValueError(
-                    f"{name} is {top}, but the vocabulary has {size} tokens; ask for at most that."
-                )
-
-    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
-        size = self.resolved.target.decoder.vocab_size
-        if ids and not 0 <= min(ids) <= max(ids) < size:
-            wrong = next(i for i in ids if not 0 <= i < size)
-            raise ValueError(
-                f"{what} holds token id {wrong}, but the vocabulary has ids 0 to {size - 1}."
-            )
-
-    def _method_of(self, asked: Speculation) -> tuple[str, int, str | None]:
-        """(method, drafts per step, why not) for one request."""
-        most = self.limits.num_drafts
-        method = asked.method or self.resolved.method
-        if asked.num_drafts is not None and asked.num_drafts > most:
-            raise ValueError(
-                f"speculation.num_drafts is {asked.num_drafts}, but this engine verifies at most "
-                f"{most} drafts per step; ask for 0 to {most}."
-            )
-        if method == "none" or asked.num_drafts == 0:
-            if asked.method == "none" or asked.num_drafts == 0:
-                return "none", 0, "the request turned speculation off"
-            if self.resolved.draft is None:
-                return "none", 0, "no drafter is loaded"
-            return "none", 0, "the engine's method is none"
-        if not most or any(part not in self.proposers.all for part in method.split("+")):
-            hint = "start the engine with a drafter" if "dflash" in method else "give num_drafts"
-            raise ValueError(
-                f"speculation.method is {method!r}, but this engine cannot draft so; {hint}."
-            )
-        return method, most if asked.num_drafts is None else asked.num_drafts, None

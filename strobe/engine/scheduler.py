@@ -26,16 +26,7 @@ from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
 from strobe.spec.budget import Allotment, Budget, Candidate, Chain, Load
-from strobe.step import (
-    TAIL,
-    Admission,
-    PageWrite,
-    Plan,
-    Span,
-    StepResult,
-    TokenEvent,
-    num_rows,
-)
+from strobe.step import TAIL, Admission, PageWrite, Plan, Span, StepResult, TokenEvent, num_rows
 
 if TYPE_CHECKING:
     from strobe.spec.base import HostProposer

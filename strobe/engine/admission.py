@@ -1,0 +1,77 @@
+"""Checks of new requests against the engine's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from strobe.engine.build import Resolved
+from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
+from strobe.spec.registry import REGISTRY, no_checkpoint
+
+
+def check_prompt(prompt_ids: Sequence[int], resolved: Resolved) -> None:
+    """Raises ValueError for a prompt that is empty, too long or outside the vocabulary."""
+    if not prompt_ids:
+        raise ValueError("The prompt is empty; give it at least one token.")
+    limit = resolved.limits.max_model_len
+    if len(prompt_ids) >= limit:
+        raise ValueError(
+            f"The prompt has {len(prompt_ids)} tokens, but max_model_len is {limit} with the "
+            f"answer; shorten it to {limit - 1} tokens or raise max_model_len."
+        )
+    _check_ids("The prompt", prompt_ids, resolved)
+
+
+def check_sampling(sampling: SamplingParams, resolved: Resolved) -> None:
+    """Raises ValueError for token ids and counts beyond the vocabulary."""
+    _check_ids("stop_token_ids", sampling.stop_token_ids, resolved)
+    _check_ids("allowed_token_ids", sampling.allowed_token_ids or (), resolved)
+    _check_ids("logit_bias", list(sampling.logit_bias or ()), resolved)
+    structured = StructuredOutputs.of(sampling.structured_outputs)
+    if structured is not None:
+        _check_ids("structured_outputs.after", structured.after, resolved)
+        opener = [] if structured.opener is None else [structured.opener]
+        _check_ids("structured_outputs.opener", opener, resolved)
+    size = resolved.target.decoder.vocab_size
+    for name in ("logprobs", "prompt_logprobs"):
+        top = getattr(sampling, name) or 0
+        if top > size:
+            raise ValueError(
+                f"{name} is {top}, but the vocabulary has {size} tokens; ask for at most that."
+            )
+
+
+def _check_ids(name: str, ids: Sequence[int], resolved: Resolved) -> None:
+    size = resolved.target.decoder.vocab_size
+    if ids and not 0 <= min(ids) <= max(ids) < size:
+        wrong = next(i for i in ids if not 0 <= i < size)
+        raise ValueError(
+            f"{name} holds token id {wrong}, but the vocabulary has ids 0 to {size - 1}."
+        )
+
+
+def choose_method(
+    asked: Speculation, resolved: Resolved, methods: Collection[str]
+) -> tuple[str, int, str | None]:
+    """Return a request's drafting method, its drafts per step, and why it has none. methods: those
+    that the engine can run. Raises ValueError for what it cannot."""
+    max_drafts, method = resolved.limits.num_drafts, asked.method or resolved.method
+    if asked.num_drafts is not None and asked.num_drafts > max_drafts:
+        raise ValueError(
+            f"speculation.num_drafts is {asked.num_drafts}, but this engine verifies at most "
+            f"{max_drafts} drafts per step; ask for 0 to {max_drafts}."
+        )
+    if method == "none" or asked.num_drafts == 0:
+        if asked.method == "none" or asked.num_drafts == 0:
+            return "none", 0, "the request turned speculation off"
+        if resolved.draft is None:
+            return "none", 0, "no drafter is loaded"
+        return "none", 0, "the engine's method is none"
+    parts = method.split("+")
+    if not max_drafts or any(part not in methods for part in parts):
+        needs_drafter = any(REGISTRY[part].read is not no_checkpoint for part in parts)
+        hint = "start the engine with a drafter" if needs_drafter else "give num_drafts"
+        raise ValueError(
+            f"speculation.method is {method!r}, but this engine cannot draft so; {hint}."
+        )
+    return method, max_drafts if asked.num_drafts is None else asked.num_drafts, None
