@@ -79,12 +79,8 @@ class SpeculationCount:
 
     def merge(self, other: SpeculationCount) -> None:
         """Add another's counts."""
-        self.steps += other.steps
-        self.drafted += other.drafted
-        self.accepted += other.accepted
-        self.made += other.made
-        self.rows += other.rows
-        self.rested += other.rested
+        for name in ("steps", "drafted", "accepted", "made", "rows", "rested"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         positions = zip_longest(self.per_position, other.per_position, fillvalue=0)
         self.per_position = list(map(sum, positions))
 

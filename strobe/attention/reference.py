@@ -27,13 +27,17 @@ class ReferencePlan:
         self._bias: list[dict[LayerMask, Tensor]] = [{} for _ in self.groups]
 
     def _key_slots(self, group: Group, bound: int) -> Tensor:
-        """[G, N]: the slot of each position below `bound`."""
+        """[G, N]: the slot of each position below `bound`. After a span's last row may lie keys of
+        another sequence, and a NaN there would pass any mask: the last row's slot is repeated."""
         batch, size = self.batch, self.batch.page_size
         columns = -(-bound // size)
         rows = batch.slots if len(self.groups) == 1 else batch.slots[group.spans]
         entries = batch.tables[:, :columns].index_select(0, rows)
         positions = torch.arange(columns * size, device=entries.device).view(columns, size)
-        return (entries[:, :, None] + positions).flatten(1)[:, :bound]
+        slots = (entries[:, :, None] + positions).flatten(1)[:, :bound]
+        last = group.rows[:, -1:]
+        own = positions.view(-1)[:bound] <= batch.positions[last]
+        return slots.where(own, batch.kv_slots[last])
 
     def _bias_of(self, index: int, mask: LayerMask, dtype: torch.dtype, repeats: int) -> Tensor:
         """[G, 1, repeats * Q or 1, N]: 0 where a row sees a key, -inf elsewhere."""

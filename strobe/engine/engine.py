@@ -179,7 +179,7 @@ class Engine:
         for pending in self._pending:
             self._result(pending)
         spans = list(plan.spans)
-        made: list[list[int]] = drafts.tolist() if drafts is not None else []
+        made: list[list[int]] = [] if drafts is None else drafts.clamp(min=0).tolist()
         given = [
             (made[i][: s.drafts] if s.method is not None else list(s.tokens[1:]))
             if s.drafts and s.slot in self.grammars
@@ -212,9 +212,9 @@ class Engine:
         result = pending.result(self._done)
         if not pending.followed:
             pending.followed, self._done = True, pending.done
-            for span, tokens in zip(pending.plan.spans, result.tokens, strict=True):
-                if span.logits and span.slot in self.grammars:
-                    self.grammars.advance(span.slot, tokens)
+            for i, span in enumerate(pending.plan.spans):
+                if span.logits and span.slot in self.grammars and i not in result.errors:
+                    self.grammars.advance(span.slot, result.tokens[i])
         return result
 
     @property

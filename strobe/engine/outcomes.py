@@ -63,14 +63,10 @@ class Outcomes:
         start = None
         if not request.started:
             request.started = True
-            start = RequestStart(
-                method=request.method,
-                off_reason=request.off_reason,
-                num_cached=request.num_cached or 0,
-                queued=request.queued,
-                prompt_logprobs=tuple(request.prompt_logprobs),
-                stop_ids=request.stop_ids,
-            )
+            method = request.method, request.off_reason
+            admission = request.num_cached or 0, request.queued
+            scores = tuple(request.prompt_logprobs)
+            start = RequestStart(*method, *admission, scores, request.stop_ids)
         return TokenEvent(
             key=request.key,
             choice=request.sibling,
@@ -106,11 +102,6 @@ class Outcomes:
         counts.add(drafted, accepted, made)
         self.stats.speculation.add(drafted, accepted, made)
         if drafted and logger.isEnabledFor(logging.DEBUG):
-            logger.debug(
-                "verify request=%s accepted=%d/%d committed=%d acceptance_rate=%.3f",
-                request.id,
-                accepted,
-                drafted,
-                committed,
-                counts.accepted / counts.drafted,
-            )
+            line = "verify request=%s accepted=%d/%d committed=%d acceptance_rate=%.3f"
+            rate = counts.accepted / counts.drafted
+            logger.debug(line, request.id, accepted, drafted, committed, rate)

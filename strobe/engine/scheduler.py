@@ -169,7 +169,7 @@ class Scheduler:
                 self._release_if_done(record)
                 continue
             self._suspects.passed(request, record.lease.length)
-            if span.scored:
+            if span.scored and i not in result.errors:
                 request.prompt_logprobs[span.start + 1 :] = result.prompt_logprobs[i]
             if span.logits or i in result.errors:
                 drafted = span.drafts if result.drafted is None else result.drafted[i]

@@ -60,11 +60,11 @@ def _prefetch(pointers, BYTES: tl.constexpr):
 
 @triton.jit
 def _keys(logits, ns):
-    """int64 keys that sort as (logit, lowest id first); NaN above all, -0 equal to 0."""
+    """int64 keys that sort as (logit, lowest id first); NaN above all, with id -1; -0 equals 0."""
     bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    order = tl.where(logits == logits, order, 0x7FFFFFFF)
-    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - ns).to(tl.int64)
+    order = tl.where(logits == logits, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), 0x7FFFFFFF)
+    low = tl.where(logits == logits, (0x7FFFFFFF - ns).to(tl.int64), 0x80000000)
+    return (order.to(tl.int64) << 32) | low
 
 
 @triton.jit

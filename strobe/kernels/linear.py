@@ -117,8 +117,8 @@ class Gemms:
     ) -> Tensor:
         """x [R, K], weight [V, K] -> [R] int64: the id of the largest of norm(x) Wᵀ.
 
-        Logits are rounded to the model's dtype first; the lowest id wins a tie, and NaN counts as
-        the largest, as in torch.argmax. The logits are never in memory. margins [R] float32: filled
+        Logits are rounded to the model's dtype first; the lowest id wins a tie, and a row
+        with a NaN gives -1. The logits are never in memory. margins [R] float32: filled
         with how far each one is above the second largest, as `sampler.best_two` has it.
         """
         config, gemm = self._choose(x, weight, norm if scaled is None else None, argmax=True)

@@ -29,6 +29,12 @@ BLOCKS_PER_PART = 8
 NO_WORD = tl.constexpr(-0x8000000000000000)
 """Below all words."""
 
+NAN_KEY = tl.constexpr(0x7FFFFFFF)
+"""Of a NaN in an argmax, above that of every number."""
+
+NO_TOKEN = tl.constexpr(-1)
+"""As `strobe.sampling.sampler` has it."""
+
 LOW_WORD = tl.constexpr(0xFFFFFFFF)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -57,6 +63,12 @@ def read(row, ids, V: tl.constexpr):
 @triton.jit
 def word_of(key, token):
     return (key.to(tl.int64) << 32) | (LOW_WORD - token.to(tl.int64))
+
+
+@triton.jit
+def token_of(word):
+    """A word's token; NO_TOKEN where its key is a NaN's."""
+    return tl.where(word >> 32 == NAN_KEY, NO_TOKEN, LOW_WORD - (word & LOW_WORD))
 
 
 @triton.jit
@@ -109,7 +121,7 @@ def _best_kernel(words_ptr, out_ptr, parts, SIZE: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SIZE)
     best = tl.max(tl.load(words_ptr + index * parts + at, at < parts, other=NO_WORD), 0)
-    tl.store(out_ptr + index, LOW_WORD - (best & LOW_WORD), best != NO_WORD)
+    tl.store(out_ptr + index, token_of(best), best != NO_WORD)
 
 
 def take_best(words: Tensor, out: Tensor, size: int) -> None:

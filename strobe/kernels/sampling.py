@@ -13,13 +13,23 @@ import triton.language as tl
 from torch import Tensor
 
 from strobe.kernels.edge import SEGMENTS, WIDTH, exchange, ids_of, least_kept
-from strobe.kernels.race import LOG2E, LOW_WORD, NO_WORD, key_of, race, read, take_best, word_of
+from strobe.kernels.race import (
+    LOG2E,
+    NAN_KEY,
+    NO_TOKEN,
+    NO_WORD,
+    key_of,
+    race,
+    read,
+    take_best,
+    token_of,
+    word_of,
+)
 from strobe.kernels.workspace import MOST_MARGIN
 
 MOST_PARTS = 8
 ARGMAX_BLOCK = 8192
 
-NAN_KEY = tl.constexpr(0x7FFFFFFF)
 LEAST = tl.constexpr(-3.4028234663852886e38)
 """The least finite float32."""
 
@@ -78,15 +88,16 @@ def _sample_kernel(
         tl.store(facts + 2, tl.maximum(edge, LEAST))
         tl.store(facts + 3, min_p)
     else:
-        # Greedy rows, and those that have no weights: the first maximum, a NaN above all.
+        # Greedy rows, and those that have no weights: the first maximum; with a NaN no token.
         first = tl.full([WIDTH // VECTOR, SEGMENTS, VECTOR], V, tl.int32)
         for step in range(SEGMENT // WIDTH):
             ids = ids_of(step, SEGMENT, VECTOR)
             x = read(row, ids, V)
-            first = tl.minimum(first, tl.where(tl.where(numbers, x == top, x != x), ids, V))
+            first = tl.minimum(first, tl.where(x == top, ids, V))
         first = tl.min(first)
         firsts, _, _ = exchange(room, 1, first, first, first, PARTS)
-        tl.store(out_ptr + index, tl.min(firsts).to(tl.int64))
+        token = tl.where(numbers, tl.min(firsts), NO_TOKEN)
+        tl.store(out_ptr + index, token.to(tl.int64))
         tl.store(facts + 2, float("nan"))
 
 
@@ -105,6 +116,8 @@ def _argmax_kernel(logits_ptr, out_ptr, rests_ptr, stride, V: tl.constexpr, BLOC
         tl.store(rests_ptr + index * blocks + block, rest)
     if (blocks > 1) | (rests_ptr is not None):
         token = word_of(best, token)
+    else:
+        token = tl.where(best == NAN_KEY, NO_TOKEN, token)
     tl.store(out_ptr + index * blocks + block, token)
 
 
@@ -122,11 +135,11 @@ def _margin_kernel(words_ptr, rests_ptr, out_ptr, margins_ptr, parts, SIZE: tl.c
     margin -= key_of(rest.to(tl.float32, bitcast=True)).to(tl.float32, bitcast=True)
     margin = tl.where(margin == margin, margin, 0.0)
     tl.store(margins_ptr + index, tl.minimum(margin, MOST_MARGIN))
-    tl.store(out_ptr + index, LOW_WORD - (best & LOW_WORD))
+    tl.store(out_ptr + index, token_of(best))
 
 
 def argmax(logits: Tensor, margins: Tensor | None = None) -> Tensor:
-    """logits [R, V] -> [R] int64, the first maximum of each row; a NaN is above all numbers.
+    """logits [R, V] -> [R] int64, the first maximum of each row, -1 where there is a NaN.
     margins [R] float32: filled as by `strobe.sampling.sampler.best_two`."""
     rows, size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -169,8 +182,8 @@ def sample_rows(
 
     temperature, top_p, min_p [R] float32, temperature 0 is greedy; top_k [R] int64, 0 is off; key,
     position [R] int64. Sums are in float32, in an order that R decides; where their rounding moves
-    an edge, a token more or less races. Rows without weights (NaN, +inf, or nothing but -inf) give
-    their first maximum, a NaN above all.
+    an edge, a token more or less races. Rows without weights (+inf, or nothing but -inf) give
+    their first maximum, and rows with a NaN -1.
     """
     rows, size = logits.shape
     assert all(t.stride(0) == 1 for t in (temperature, top_p, min_p, top_k, key, position))

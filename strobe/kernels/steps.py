@@ -65,7 +65,8 @@ def _place_kernel(
         tail = tl.where(token < -1, draft, tail)
     tl.store(positions + lanes, position, real)
     tl.store(places + lanes, entry + position, real)
-    tl.store(ids + lanes, tl.where(token < 0, tail, token), real)
+    # A row with NaN gave no token, but -1.
+    tl.store(ids + lanes, tl.maximum(tl.where(token < 0, tail, token), 0), real)
 
 
 def place(

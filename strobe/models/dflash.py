@@ -168,4 +168,4 @@ class DFlash(Decoder):
 
     def _known(self, ids: Tensor) -> Tensor:
         """The target's ids of the head's rows."""
-        return ids if self.target_ids is None else self.target_ids.index_select(0, ids)
+        return ids if self.target_ids is None else self.target_ids[ids]

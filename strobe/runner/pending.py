@@ -15,6 +15,8 @@ from strobe.sampling.logprobs import Scores
 from strobe.step import Plan, StepResult
 from strobe.transfer import download
 
+NAN_ERROR = "The model's logits are NaN; try another dtype, or check the checkpoint's weights."
+
 
 class Verdict(NamedTuple):
     """What the target decided, on the device: tokens [S, W], of which accepted [S] + 1 count.
@@ -94,9 +96,14 @@ class PendingStep:
                 if span.scored:
                     prompt[i] = scores.take(first, span.scored, span.top_logprobs)
                     first += len(span.scored)
+        errors = dict(self.errors)
+        for i, row in enumerate(kept):
+            scored = *prompt.get(i, ()), *logprobs.get(i, ())
+            if min(row) < 0 or any(one.logprob != one.logprob for one in scored):
+                errors.setdefault(i, NAN_ERROR)
         drafted = None if self.drafted is None else self.drafted.tolist()[: len(spans)]
         margins = None if self.margins is None else self.margins.tolist()[: len(spans)]
-        news = self.rows, seconds, drafted, margins, logprobs, prompt, dict(self.errors)
+        news = self.rows, seconds, drafted, margins, logprobs, prompt, errors
         return StepResult(kept, accepted, *news)
 
 

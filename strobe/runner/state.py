@@ -106,6 +106,7 @@ class DecodeState:
         if drafts is not None and drafts.shape[1]:
             made = drafts[layout.span_of_row, layout.draft_of_row]
             ids = torch.where(layout.tokens < TAIL, made, ids)
+        ids = ids.clamp_(min=0)  # NO_TOKEN, of rows with NaN
         room = (self.limit - 1 - starts).clamp_(min=0)
         return [ids, positions, kv_slots, starts, torch.minimum(layout.drafts, room)]
 
@@ -126,6 +127,7 @@ class DecodeState:
         if layout.shape.drafts:
             lengths = np.minimum(lengths, np.maximum(self.limit - 1 - starts, 0))
         ids = np.concatenate((current[:, 1], at.tokens, *made)).take(at.source)
+        np.maximum(ids, 0, out=ids)  # NO_TOKEN, of rows with NaN
         return list(map(torch.from_numpy, (ids, positions, kv_slots, starts, lengths)))
 
     def accept(

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from strobe.sampling.noise import Gumbel, gumbel, row_words
 
+NO_TOKEN = -1
+"""The token of a row whose largest logit is NaN: its request ends with an error."""
+
 COLDEST = 1e-30
 """The least temperature that is divided by, so that its reciprocal is a float32."""
 
@@ -37,11 +40,14 @@ class RowParams(NamedTuple):
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """logits [R, V] -> [R] int64, the first maximum of each row. NumPy's is 6 times torch's on a
-    CPU (512 x 2,048: 72 against 451 us)."""
+    """logits [R, V] -> [R] int64, the first maximum of each row, NO_TOKEN where it is NaN. NumPy's
+    is 6 times torch's on a CPU (512 x 2,048: 72 against 451 us)."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    return logits.argmax(-1)
+        values, ids = logits.numpy(), logits.numpy().argmax(-1)
+        ids[np.isnan(values[np.arange(len(ids)), ids])] = NO_TOKEN
+        return torch.from_numpy(ids)
+    best, ids = logits.max(-1)
+    return ids.masked_fill_(best.isnan(), NO_TOKEN)
 
 
 def best_two(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,8 +62,9 @@ def best_two(logits: Tensor) -> tuple[Tensor, Tensor]:
             margins = torch.from_numpy(best - values.max(-1))
         values[cells] = best
     else:
-        second = logits.scatter(1, ids[:, None], float("-inf")).amax(-1)
-        margins = logits.gather(1, ids[:, None])[:, 0].float() - second.float()
+        at = ids.clamp(min=0)[:, None]
+        second = logits.scatter(1, at, float("-inf")).amax(-1)
+        margins = logits.gather(1, at)[:, 0].float() - second.float()
     return ids, margins.nan_to_num_(0.0).clamp_(0.0, MOST_MARGIN)
 
 
@@ -94,8 +101,8 @@ def sample_rows(logits: Tensor, rows: RowParams, *, filtered: bool = True) -> Te
 
     Greedy rows take their first maximum. The others take the first maximum of logit / temperature
     plus Gumbel noise over the tokens that the filters keep, which is distributed by these tokens'
-    probabilities. Rows without probabilities (NaN, +inf, or nothing but -inf) give their first
-    maximum, too, a NaN above all. The twin of `strobe.kernels.sampling.sample_rows`.
+    probabilities. Rows without probabilities (+inf, or nothing but -inf) give their first maximum,
+    too, and rows with a NaN NO_TOKEN. The twin of `strobe.kernels.sampling.sample_rows`.
     """
     form = by_numpy if logits.device.type == "cpu" else by_torch
     return form(logits.float(), rows, filtered)
@@ -104,7 +111,7 @@ def sample_rows(logits: Tensor, rows: RowParams, *, filtered: bool = True) -> Te
 def by_torch(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
     """sample_rows by operations that a graph can capture; logits in float32."""
     tokens = argmax(logits)
-    top = logits.gather(1, tokens[:, None])
+    top = logits.gather(1, tokens.clamp(min=0)[:, None])
     temperature = torch.where(rows.temperature > 0, rows.temperature.clamp_min(COLDEST), 1.0)
     scores = (logits - top).mul_(temperature.reciprocal_()[:, None])
     if filtered:
@@ -122,6 +129,7 @@ def by_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
     top_p, min_p, top_k = rows.top_p.numpy(), rows.min_p.numpy(), rows.top_k.numpy()
     best = given.argmax(-1) if len(given) else np.empty(0, dtype=np.int64)
     tokens, top = best.copy(), given[np.arange(len(best)), best][:, None]
+    tokens[np.isnan(top[:, 0])] = NO_TOKEN
     temperature = rows.temperature.numpy()[:, None]
     scale, noise = 1 / np.maximum(temperature, np.float32(COLDEST)), Gumbel(logits.shape[1])
     least = noise.at(words, best)  # what the best token comes to, whose score is 0

@@ -178,7 +178,7 @@ class SamplingState:
             given = masks if mode.grammar else None
             changed = self._process(logits, self.tables, rows, given, processed=mode.processed)
         tokens = self._race(changed, rows, mode) if mode.sampled else self._argmax(changed)
-        found = None if mode.logprobs is None else score(logits, tokens, mode.logprobs)
+        found = None if mode.logprobs is None else score(logits, tokens.clamp(min=0), mode.logprobs)
         margins = best_two(logits)[1] if mode.margins else None
         return Sampled(tokens, found, margins)
 
@@ -193,10 +193,10 @@ class SamplingState:
         return sample_rows(logits, params, filtered=mode.filtered)
 
     def count(self, slots: Tensor, tokens: Tensor, accepted: Tensor, active: Tensor) -> None:
-        """Add the tokens that a step kept to the answers' counts: of tokens [S, K + 1], whose ids
-        are all within the vocabulary, the first accepted [S] + 1 of spans that are active [S], bool
-        or 0 and 1; one that gave no logits is not. Not needed where the mode is not processed."""
+        """Add the tokens that a step kept to the answers' counts: of tokens [S, K + 1] the first
+        accepted [S] + 1 of spans that are active [S], bool or 0 and 1; one that gave no logits is
+        not. Not needed where the mode is not processed."""
         kept = torch.arange(tokens.shape[1], device=self.device) <= accepted[:, None]
         kept &= active[:, None] > 0
-        cells = slots[:, None] * self.vocab_size + tokens
+        cells = slots[:, None] * self.vocab_size + tokens.clamp(min=0)
         self.tables.counts.view(-1).index_add_(0, cells.view(-1), kept.view(-1).to(torch.int32))

@@ -306,7 +306,7 @@ def test_head_argmax_ties_and_nan(device: torch.device) -> None:
         for how in ({}, {"kernel": "cublas"}):
             got = gemms(device, BF16, **how).head_argmax(x[row : row + 1], given, margins=margins)
             ids, wanted = best_two(logits[row : row + 1].to(BF16))
-            assert got.item() == int(logits[row].to(BF16).argmax()) == ids
+            assert got.item() == ids == (-1 if row == 2 else int(logits[row].to(BF16).argmax()))
             assert margins.item() == wanted
 
 

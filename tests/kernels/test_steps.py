@@ -79,6 +79,18 @@ def test_rows_are_placed_as_torch_places_them(name: str, device: torch.device):
 
 
 @pytest.mark.parametrize("name", BATCHES)
+def test_rows_after_a_row_with_nan_hold_token_0(name: str, device: torch.device):
+    """Its token, and drafts of a drafter that gives NaN, are -1, which no embedding has."""
+    layout, drafts = laid_out(name, device)
+    drafts = None if drafts is None else torch.full_like(drafts, -1)
+    for kernels in (False, True):
+        placed = state(device, kernels=kernels)
+        placed.cursor[:, 1] = -1
+        ids = placed.place(layout, drafts).ids
+        assert torch.equal(ids, layout.tokens.clamp(min=0))
+
+
+@pytest.mark.parametrize("name", BATCHES)
 def test_without_drafts_of_the_device_rows_are_placed_all_the_same(name: str, device: torch.device):
     spans, shape = BATCHES[name]
     spans = [span for span in spans if span.method is None]

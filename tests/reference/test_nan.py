@@ -1,0 +1,161 @@
+"""A request whose logits are NaN ends with an error, and changes no other request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hybrid import make_hybrid
+from tiny import VOCAB, drain, make_draft, make_engine
+
+from strobe.config import EngineConfig
+from strobe.engine.engine import Engine
+from strobe.request import Request
+from strobe.sampling_params import SamplingParams
+
+COLD = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias=None)
+BAD = 59
+"""The token whose embedding is NaN."""
+TEXTS = [[(7 * i + n) % 50 for i in range(n)] for n in (9, 20, 5, 31)]
+SETTINGS = [
+    pytest.param(
+        sampling,
+        method,
+        marks=[pytest.mark.full] if sampling == "sampled" or method in ("dflash", "ngram") else [],
+    )
+    for sampling in ("greedy", "sampled", "processed")
+    for method in ("none", "dflash", "ngram", "dflash+ngram")
+]
+PARAMS: dict[str, SamplingParams] = {
+    "greedy": COLD,
+    "sampled": COLD.clone(temperature=1.0, seed=3, top_k=20),
+    "processed": COLD.clone(temperature=1.0, seed=3, frequency_penalty=0.5, logprobs=2),
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hybrid")
+    make_hybrid(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_draft(
+        tmp_path_factory.mktemp("draft"), layer_types=["sliding_attention", "full_attention"],
+        window=24, sinks=True,
+    )  # fmt: skip
+
+
+def engine_of(path: Path, **options: Any) -> Engine:
+    """An engine whose target knows no BAD token, and never samples it on its own."""
+    engine = make_engine(EngineConfig(str(path), max_model_len=64, page_size=4, **options))
+    model: Any = engine.runner.model
+    model.embed_tokens.weight.data[BAD] = float("nan")
+    model.lm_head.weight.data[BAD] = 0.0
+    return engine
+
+
+def without_bad(params: SamplingParams) -> SamplingParams:
+    return params.clone(logit_bias={BAD: -100.0})
+
+
+def add(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[Request]:
+    return [engine.add(prompt, params) for prompt in prompts]
+
+
+def check_failed(request: Request, made: list[int]) -> None:
+    assert request.finish_reason == "error"
+    assert "logits are NaN" in (request.error or "")
+    assert request.output_ids == made
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize(("sampling", "method"), SETTINGS)
+@pytest.mark.parametrize("kind", ["attention", "recurrent"])
+def test_nan_request_ends_with_error_and_others_are_unchanged(
+    kind: str, sampling: str, method: str, overlap: int, target: Any, hybrid: Path, drafter: Path
+):
+    """In its prompt, and in its answer; beside others, and in pages and slots used again."""
+    path = target.path if kind == "attention" else hybrid
+    params = without_bad(PARAMS[sampling])
+    plain = engine_of(path)
+    wanted = add(plain, TEXTS, params)
+    drain(plain, wanted)
+    options: dict[str, Any] = {} if method == "none" else {"num_drafts": 7}
+    options |= {"max_num_seqs": 3, "max_num_batched_tokens": 40, "kv_cache_memory": 300_000}
+    engine = engine_of(path, draft=str(drafter), method=method, overlap=overlap, **options)
+    for _ in range(2):
+        first = add(engine, TEXTS[:2], params)
+        in_prompt = engine.add([*TEXTS[3][:20], BAD, *TEXTS[3][:20]], params)
+        in_answer = engine.add(TEXTS[1], params.clone(logit_bias={BAD: 100.0}))
+        rest = add(engine, TEXTS[2:], params)
+        drain(engine, [*first, in_prompt, in_answer, *rest])
+        check_failed(in_prompt, [])
+        check_failed(in_answer, [BAD])
+        outputs = [request.output_ids for request in (*first, *rest)]
+        assert outputs == [request.output_ids for request in wanted]
+
+
+def test_pages_of_a_nan_request_are_not_cached(target: Any):
+    engine = engine_of(target.path, max_num_batched_tokens=16, max_num_seqs=1)
+    prompt = [*TEXTS[3][:17], BAD, *TEXTS[3][:20]]
+    for cached in (0, 16):
+        request = engine.add(prompt, COLD)
+        drain(engine, [request])
+        check_failed(request, [])
+        assert request.num_cached == cached
+
+
+@pytest.mark.parametrize("budget", [8, 64])
+def test_scored_prompt_with_nan_ends_with_error(budget: int, target: Any):
+    engine = engine_of(target.path, max_num_batched_tokens=budget, max_num_seqs=1)
+    request = engine.add([*TEXTS[1], BAD, 1, 2], COLD.clone(prompt_logprobs=1))
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    check_failed(request, [])
+    (event,) = events
+    scores = [one for one in event.start.prompt_logprobs if one is not None]
+    assert all(one.logprob == one.logprob for one in scores)
+
+
+def test_nan_scores_without_nan_maximum_end_with_error(target: Any):
+    """An infinite logit is a maximum, but no log probability follows from it."""
+    engine = engine_of(target.path)
+    forward = engine.runner.model.head
+
+    def infinite(x: Any) -> Any:
+        logits = forward(x)
+        logits[:, 3] = float("inf")
+        return logits
+
+    engine.runner.model.head = infinite
+    request = engine.add(TEXTS[0], COLD.clone(logprobs=1))
+    drain(engine, [request])
+    check_failed(request, [])
+
+
+@pytest.mark.parametrize("vocabulary", ["whole", "reduced"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_of_a_nan_drafter_change_no_token(
+    temperature: float, vocabulary: str, target: Any, draft: Callable[..., Path]
+):
+    way = "probabilistic" if temperature else "greedy"
+    engine = engine_of(target.path, draft=str(draft()), draft_sample_method=way)
+    proposer: Any = engine.proposers["dflash"]
+    proposer.model.norm.weight.data.fill_(float("nan"))
+    if vocabulary == "reduced":
+        proposer.model.target_ids = torch.arange(VOCAB)
+    params = without_bad(COLD.clone(temperature=temperature, seed=5))
+    requests = add(engine, TEXTS, params)
+    drain(engine, requests)
+    plain = engine_of(target.path)
+    wanted = add(plain, TEXTS, params)
+    drain(plain, wanted)
+    assert [r.output_ids for r in requests] == [r.output_ids for r in wanted]
+    assert sum(r.speculation.drafted for r in requests) > 0
