@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from asgi import Answer, call
 from engineless import START, Said, event, samples, serving
+from scripted import Steps
 
 from strobe.config import DEMO_MODELS
+from strobe.request import TokenLogprob
 from strobe.server.app import make_app
 from strobe.server.engine_process.client import EngineDead, EngineStopped, Generation
 from strobe.server.engine_process.messages import Finish, Submit
@@ -120,6 +123,45 @@ def test_the_shorter_of_the_two_time_limits_holds(tokenizer: Tokenizer):
     for given, own in ((0.01, 600.0), (600.0, 0.01)):
         served = serving(tokenizer, request_timeout=given)
         assert ask(served, CHAT, timeout=own).status == 504
+
+
+def nan_scores(generation: Generation) -> None:
+    """A good token, then one whose log probability is NaN, which no JSON can hold."""
+    generation.__class__ = Steps  # each of them is a step of its own
+    good, bad = TokenLogprob(5, -0.5, 1), TokenLogprob(6, math.nan, 1)
+    generation.take([event([5], start=START, logprobs=[good])])
+    generation.take([event([6], finish_reason="length", logprobs=[bad])])
+
+
+def one_good_answer(generation: Generation) -> None:
+    generation.take([event([5], start=START, finish_reason="length")])
+
+
+LOGPROBS: dict[str, dict[str, Any]] = {
+    CHAT: {"logprobs": True},
+    "/v1/completions": {"logprobs": 0},
+    "/v1/responses": {"include": ["message.output_text.logprobs"]},
+}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@every_endpoint
+def test_nan_in_an_answer_fails_that_request_alone(tokenizer: Tokenizer, path: str, streams: bool):
+    served = serving(tokenizer)
+    answer = ask(served, path, nan_scores, stream=streams, **LOGPROBS[path])
+    assert b"NaN" not in answer.body
+    if not streams:
+        assert (answer.status, answer.error["code"]) == (500, "internal")
+    elif path == "/v1/responses":
+        reported = events(answer)
+        assert [event["type"] for event in reported[-2:]] == ["error", "response.failed"]
+        assert reported[-2]["code"] == "internal"
+    else:
+        assert events(answer)[-1] == "[DONE]"
+        assert events(answer)[-2]["error"]["code"] == "internal"
+    assert ask(served, path, one_good_answer).status == 200
+    assert isinstance(served.client, Said)
+    assert not served.client.num_open
 
 
 @every_endpoint

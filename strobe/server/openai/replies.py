@@ -33,8 +33,8 @@ _UNREAD = 5.0
 
 
 def compact(value: Any) -> str:
-    """JSON without spaces."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """Return JSON without spaces. Raises ValueError for NaN and infinities, which JSON lacks."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def event(value: Any) -> bytes:

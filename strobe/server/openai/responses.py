@@ -147,6 +147,10 @@ class ResponseReply:
         self.items.close("incomplete")
         response = self._response("failed")
         response["error"] = {"code": "server_error", "message": said["message"]}
+        try:
+            _json(response)
+        except ValueError:  # NaN in what there is of the answer
+            response["output"] = []
         return self._event(event) + self._event({"type": "response.failed", "response": response})
 
     async def _steps(self) -> AsyncGenerator[list[Event]]:
@@ -209,5 +213,6 @@ class ResponseReply:
     def _event(self, event: Event) -> bytes:
         """An event on the wire, numbered."""
         numbered = {"type": event["type"], "sequence_number": self._sent, **event}
+        encoded = replies.typed_event(numbered)
         self._sent += 1
-        return replies.typed_event(numbered)
+        return encoded
