@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from textpair import Pair
 from tiny import edit_json, make_target
 
-from strobe import LLM, SamplingParams
+from strobe import LLM, SamplingParams, free_memory
 from strobe.cli import main as cli
 from strobe.engine import build
 from strobe.models.checkpoint import Checkpoint
@@ -631,15 +631,15 @@ def test_a_share_of_a_gpus_memory_sizes_the_kv_cache(pair: Pair, monkeypatch: py
 
 
 def test_free_memory_heeds_a_containers_limit(tmp_path: Path):
-    assert memory._container_room(7, tmp_path) == 7
+    assert free_memory._container_room(7, tmp_path) == 7
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
-    assert memory._container_room(7, tmp_path) == 300
+    assert free_memory._container_room(7, tmp_path) == 300
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 200\n")
-    assert memory._container_room(7, tmp_path) == 500
+    assert free_memory._container_room(7, tmp_path) == 500
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._container_room(7, tmp_path) == 7
-    assert 0 < memory.free_memory(torch.device("cpu")) < 2**50
+    assert free_memory._container_room(7, tmp_path) == 7
+    assert 0 < free_memory.free_memory(torch.device("cpu")) < 2**50
 
 
 # sampling

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from strobe.engine.build import Resolved, kv_groups, state_bytes
+from strobe.free_memory import free_memory
 from strobe.hub.download import fetch_weights, missing_weights
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.config_readers.pair import check_pair
@@ -15,7 +16,6 @@ from strobe.models.dflash import DFlash
 from strobe.models.load import check_draft_tensors, check_target_tensors, weight_bytes
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.models.target import Target
-from strobe.runner.memory import free_memory
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.doctor.findings import Report
 from strobe.tools.doctor.tokenizers import fingerprint
