@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from strobe.detokenizer import Detokenizer
 from strobe.engine.outcomes import EngineStats
 from strobe.request import FinishReason, SpeculationCount, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.step import TokenEvent
-from strobe.text.tokenizer import Detokenizer, Tokenizer
+from strobe.text.tokenizer import Tokenizer
 
 NO_MATCH = "no earlier text matched the newest tokens"
 NOT_WORTH = "drafting promised less than it costs at this load"

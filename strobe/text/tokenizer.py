@@ -1,4 +1,4 @@
-"""The only room that knows text: encoding, chat templates, and text made token by token."""
+"""Encoding, decoding and chat templates of a checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import DecodeStream
 
 Message = Mapping[str, Any]
 
@@ -40,7 +39,7 @@ class Tokenizer:
         hint = "download or save the checkpoint again."
         if not any((directory / name).exists() for name in ("tokenizer.json", "vocab.json")):
             raise ValueError(f"{directory / 'tokenizer.json'} does not exist; {hint}")
-        self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+        self.byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         self.token_text = functools.lru_cache(1 << 16)(self._token_text)
         try:
             self.hf: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
@@ -72,8 +71,8 @@ class Tokenizer:
         written = self.fast.id_to_token(token) or ""
         if "\ufffd" in text and (single := re.fullmatch("<0x([0-9A-F]{2})>", written)):
             return bytes.fromhex(single[1])
-        if "\ufffd" in text and self._byte_of.keys() >= set(written):
-            return bytes(self._byte_of[character] for character in written)
+        if "\ufffd" in text and self.byte_of.keys() >= set(written):
+            return bytes(self.byte_of[character] for character in written)
         return text.encode("utf-8", "replace")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -222,98 +221,3 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
     if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
         raise ValueError(f"tools is {reprlib.repr(tools)}, but must be a list of objects.")
     return [dict(tool) for tool in tools]
-
-
-class TextDelta(NamedTuple):
-    """New text, the stop string met, if any, and of each token given that made it its share of the
-    raw text, a stop string's part included."""
-
-    text: str
-    stop: str | None
-    pieces: list[str]
-
-
-class Detokenizer:
-    """One answer's text as its tokens arrive, cut exactly at a stop string.
-
-    `text` is all of it; text that may yet turn out to begin a stop string is held back from the
-    deltas until it is certain.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        skip_special_tokens: bool = True,
-        silent_ids: frozenset[int] = frozenset(),
-    ):
-        """min_tokens: stop strings are looked for in later tokens only. silent_ids: tokens that
-        end the answer and leave no text."""
-        self._fast, self._skip = tokenizer.fast, skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._stop, self._include_stop, self._min_tokens = tuple(stop), include_stop, min_tokens
-        self._silent = silent_ids
-        self.ids: list[int] = []
-        self.text = ""
-        self._sent = 0
-        self._search_from = 0
-
-    def push(self, ids: Sequence[int], *, last: bool = False) -> TextDelta:
-        """Take in tokens. last: nothing follows, so what was held back comes out."""
-        stopped = None
-        pieces: list[str] = []
-        for token in ids:
-            self.ids.append(token)
-            if last and len(pieces) + 1 == len(ids) and token in self._silent:
-                pieces.append("")
-                break
-            piece = self._stream.step(self._fast, token) or ""
-            self.text += piece
-            pieces.append(piece)
-            if piece:
-                stopped = self._find_stop(len(piece))
-            if len(self.ids) <= self._min_tokens:
-                self._search_from = len(self.text)
-            if stopped is not None:
-                break
-        if last and stopped is None:
-            before = len(self.text)
-            self._flush()
-            if pieces:
-                pieces[-1] += self.text[before:]
-        hold = 0 if last or stopped is not None else self._held_back()
-        end = len(self.text) - hold
-        delta, self._sent = self.text[self._sent : end], max(self._sent, end)
-        return TextDelta(delta, stopped, pieces)
-
-    def _flush(self) -> None:
-        """Bring out bytes that never became a whole character, as decoding all at once would."""
-        ids = self.ids[:-1] if self.ids and self.ids[-1] in self._silent else self.ids
-        whole = self._fast.decode(ids, skip_special_tokens=self._skip)
-        if whole.startswith(self.text):
-            self.text = whole
-
-    def _find_stop(self, added: int) -> str | None:
-        if not self._stop or len(self.ids) <= self._min_tokens:
-            return None
-        found: list[tuple[int, str]] = []
-        for stop in self._stop:
-            begin = max(self._search_from, len(self.text) - added - len(stop) + 1)
-            if (at := self.text.find(stop, begin)) >= 0:
-                found.append((at, stop))
-        if not found:
-            return None
-        at, stop = min(found, key=lambda one: one[0])
-        self.text = self.text[: at + len(stop) if self._include_stop else at]
-        return stop
-
-    def _held_back(self) -> int:
-        """Characters at the end that begin some stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for count in range(min(longest, len(self.text) - self._sent), 0, -1):
-            if any(stop.startswith(self.text[-count:]) for stop in self._stop):
-                return count
-        return 0

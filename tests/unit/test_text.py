@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from textpair import Pair
 from tiny import edit_json
 
-from strobe.text.tokenizer import Detokenizer, Tokenizer
+from strobe.detokenizer import Detokenizer
+from strobe.text.tokenizer import Tokenizer
 
 END, START = 2, 1  # <|im_end|> and <|im_start|>, both special
 TEXT = "naïve café 日本語 🚀🚀 end\n\tx = [1, 2]"
