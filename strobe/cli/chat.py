@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 from contextlib import closing
@@ -106,7 +107,7 @@ class _Talk:
             said = [message for message in self.messages if message["role"] != "system"]
             self.messages = conversation(None, self.system) + said
         elif name == "/save" and rest:
-            self._save(Path(rest).expanduser())
+            self._save(Path(os.path.expanduser(rest)))
         elif name == "/think" and on is not None:
             self.thinking = on
         elif name == "/spec" and on is not None:

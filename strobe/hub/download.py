@@ -135,6 +135,7 @@ def _asked(name: str, revision: str | None, download: Callable[[], str]) -> str:
     from huggingface_hub import errors
 
     shown = _shown(name, revision)
+    check_cache(shown)
     try:
         return str(download())
     except errors.GatedRepoError:
@@ -165,6 +166,17 @@ def _asked(name: str, revision: str | None, download: Callable[[], str]) -> str:
             "name a directory that holds it."
         )
     raise ValueError(problem) from None
+
+
+def check_cache(name: str) -> None:
+    """Raises ValueError where the hub's cache, which `name` is to be in, has no place."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_CACHE.startswith("~"):  # as it stays where "~" is no directory
+        raise ValueError(
+            f"{name} needs the hub's cache, but this user has no home directory; set HF_HOME to a "
+            "directory."
+        )
 
 
 def _shown(name: str, revision: str | None) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
+import re
+import reprlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -35,6 +36,10 @@ READERS = 16  # requests that read one each on a GPU, which fewer do not keep bu
 FITS = 0.3  # relative error within which costs of an earlier start still hold,
 FAR = 4.0  # and how many times as long, or as short, all steps may take
 
+MAX_FILE = 1 << 20  # bytes
+MAX_ROWS = 1 << 30
+MIN_MS, MAX_MS = 1e-6, 3.6e6  # of a step; an hour
+
 _RATES = "request", "context", "context_row"
 _ENDLESS = SamplingParams(
     temperature=0.0, max_tokens=None, ignore_eos=True, speculation={"method": "dflash"}
@@ -48,7 +53,7 @@ def adapt(engine: Engine) -> None:
     if not isinstance(budget, AdaptiveBudget):
         return
     path, device = _path(engine), _device(engine)
-    costs = _read(path, device)
+    costs = None if path is None else _read(path, device)
     if costs is not None and not _fits(engine, budget, costs):
         logger.info("Steps do not take what %s says: costs are measured anew.", path)
         costs = None
@@ -56,7 +61,7 @@ def adapt(engine: Engine) -> None:
         began = time.perf_counter()
         costs = _measure(engine, budget)
         logger.info("costs of steps measured in %.1f s", time.perf_counter() - began)
-        if costs is not None:
+        if costs is not None and path is not None:
             _write(path, costs, device)
     budget.costs = costs
 
@@ -68,8 +73,8 @@ def _device(engine: Engine) -> str:
     return torch.cuda.get_device_name(device) if cuda else os.uname().machine
 
 
-def _path(engine: Engine) -> Path:
-    """Where costs are kept: by all that they depend on."""
+def _path(engine: Engine) -> Path | None:
+    """Where costs are kept, by all that they depend on; None without a home directory."""
     resolved, device = engine.resolved, engine.resolved.device
     cuda = device.type == "cuda"
     key = {
@@ -83,40 +88,70 @@ def _path(engine: Engine) -> Path:
         "limits": asdict(resolved.limits),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        logger.warning(
+            "Costs of steps are not kept for the next start, since this user has no home "
+            "directory; set HOME or XDG_CACHE_HOME."
+        )
+        return None
     return root / "strobe" / "costs" / f"{name}.json"
 
 
 def _read(path: Path, device: str) -> Costs | None:
+    """The costs in a file; None without one, and, with a warning, where it holds no such costs."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        if found["device"] != device:
-            of = found["device"]
+        if not path.exists():
+            return None
+        if not path.is_file():
+            raise ValueError("it is not a file")
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE + 1)
+        if len(content) > MAX_FILE:
+            raise ValueError(f"it has more than {MAX_FILE} bytes")
+        table: Any = json.loads(content)
+        if not isinstance(table, dict):
+            raise ValueError("it is not an object")
+        if table.get("device") != device:
+            of = str(table.get("device"))[:100]
             logger.warning("%s is of %s, not of %s: costs are measured anew.", path, of, device)
             return None
-        draft, verify = [
-            {int(rows): float(ms) for rows, ms in found[name].items()}
-            for name in ("draft", "verify")
-        ]
-        request, context, context_row = [float(found[name]) for name in _RATES]
-        if min(len(draft), len(verify)) < 2:
-            raise ValueError("it has less than two points")
-        if not all(0 < ms < math.inf for ms in (*draft.values(), *verify.values())):
-            raise ValueError("a step takes no time or for ever")
-        return Costs(draft, verify, request, context, context_row)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        draft, verify = _points(table, "draft"), _points(table, "verify")
+        rates = [_number(name, table.get(name), 0.0) for name in _RATES]
+        return Costs(draft, verify, *rates)
+    except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s cannot be read (%s): costs are measured anew.", path, error)
         return None
 
 
+def _points(table: dict[str, Any], name: str) -> dict[int, float]:
+    """Milliseconds by rows. Raises ValueError."""
+    points = table.get(name)
+    if not isinstance(points, dict) or len(points) < 2:
+        raise ValueError(f"{name} is {reprlib.repr(points)}, but must have at least two points")
+    for rows in points:
+        if not re.fullmatch("[1-9][0-9]{0,9}", rows) or int(rows) > MAX_ROWS:
+            raise ValueError(f"{name} holds {reprlib.repr(rows)}, which is no number of rows")
+    return {int(rows): _number(f"{name} {rows}", ms, MIN_MS) for rows, ms in points.items()}
+
+
+def _number(name: str, ms: Any, least: float) -> float:
+    """Milliseconds. Raises ValueError for what no step takes."""
+    if isinstance(ms, bool) or not isinstance(ms, int | float) or not least <= ms <= MAX_MS:
+        raise ValueError(f"{name} is {reprlib.repr(ms)}, but must be {least:g} to {MAX_MS:g}")
+    return float(ms)
+
+
 def _write(path: Path, costs: Costs, device: str) -> None:
+    new = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps({"device": device, **costs.as_dict()}, indent=1) + "\n")
-        new.replace(path)
+        try:
+            new.write_text(json.dumps({"device": device, **costs.as_dict()}, indent=1) + "\n")
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("Costs of steps are not kept for the next start: %s", error)
 

@@ -297,7 +297,7 @@ def test_a_piped_chat_is_plain_text(pair: Pair):
 def test_a_chats_commands_change_what_comes_next(pair: Pair, tmp_path: Path):
     path = tmp_path / "kept.json"
     lines = ["/system Be brief.", "hi", "/spec off", "hi", f"/save {path}", "/save", "/spec maybe"]
-    lines += ["/system", "/save /nowhere/kept.json", "/help"]
+    lines += ["/system", "/save /nowhere/kept.json", "/save ~nobody-here/kept.json", "/help"]
     run = subprocess.run(
         [*RUN, "chat", f"--target={pair.target}", f"--draft={pair.draft}", CPU, *GREEDY],
         cwd=ROOT, input="\n".join(lines), capture_output=True, text=True, check=True,

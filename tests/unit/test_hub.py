@@ -17,6 +17,7 @@ from tiny import edit_json
 
 from strobe import LLM
 from strobe.hub.download import directory, fetch_weights
+from strobe.tools.eval.sources import fetch
 
 NAME, COMMIT = "owner/tiny-model", "a" * 40
 
@@ -333,3 +334,14 @@ def test_weights_that_do_not_come_are_asked_for_once_more_to_hear_why(
 def test_random_weights_need_no_download(shelf: Shelf):
     LLM("me/target", draft="me/draft", load_format="dummy")
     assert not shelf.weights
+
+
+def test_user_without_home_has_no_cache(
+    hub: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+):
+    calls = hub("/anywhere")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    assert "no home directory; set HF_HOME" in sentence(NAME)
+    with pytest.raises(ValueError, match=r"data set owner/set .* no home directory; set HF_HOME"):
+        fetch("owner/set", ["*"], "set")
+    assert calls == []

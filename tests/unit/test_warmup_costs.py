@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
+import pwd
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,6 +176,122 @@ def test_a_damaged_table_is_measured_anew_with_a_warning(
     assert "measured anew" in caplog.text
     assert budget_of(llm).costs is not None
     assert json.loads(path.read_text()).keys() == good.keys()
+
+
+POINTS = {"1": 1.0, "2": 2.0}
+TABLE: dict[str, Any] = {
+    "device": "here", "draft": POINTS, "verify": POINTS, "request": 0, "context": 0,
+    "context_row": 0,
+}  # fmt: skip
+BAD_POINTS: list[Any] = [None, 1, "x", [1.0, 2.0], [], {}, {"1": 1.0}, {"1": 1.0, "1.5": 2.0},
+    {"1": 1.0, "-2": 2.0}, {"0": 1.0, "1": 2.0}, {"1": 1.0, "9" * 400: 2.0}, {"1": 1.0, "": 2.0},
+    {"1": 1.0, "2": "2.0"}, {"1": 1.0, "2": None}, {"1": 1.0, "2": [2.0]}, {"1": True, "2": 2.0},
+    {"1": 1.0, "2": 1e300}, {"1": 1.0, "2": 10**400}, {"1": -1.0, "2": 1.0}, {"1": 0, "2": 1.0},
+    {"1": 1.0, "2": math.nan}, {"1": 1.0, "2": math.inf}, {"1": 5e-324, "2": 1.0}]  # fmt: skip
+BAD_RATES: list[Any] = [None, "0", [0], {}, True, -1e-9, -1e300, 1e300, 10**400, math.nan, math.inf]
+BAD_TEXTS = ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "null", "1", '"text"', "[1, 2]", "{}",
+    "\ufeff{}", " ", "{" + '"device": 1, ' * 10 + "}"]  # fmt: skip
+BAD_TABLES = [
+    *[(f"{name} {bad!r:.40}", json.dumps({**TABLE, name: bad}))
+      for name in ("draft", "verify") for bad in BAD_POINTS],
+    *[(f"{name} {bad!r:.40}", json.dumps({**TABLE, name: bad}))
+      for name in ("request", "context", "context_row") for bad in BAD_RATES],
+    *[(f"no {name}", json.dumps({n: v for n, v in TABLE.items() if n != name})) for name in TABLE],
+    *[(f"device {bad!r}", json.dumps({**TABLE, "device": bad})) for bad in (None, 1, [], {}, "")],
+    *[(f"text {bad:.20}", bad) for bad in BAD_TEXTS],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [text for _, text in BAD_TABLES], ids=[n for n, _ in BAD_TABLES])
+def test_bad_table_is_not_taken(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    assert measured._read(path, "here") is None
+    (record,) = caplog.records
+    assert str(path) in record.message
+    assert record.message.endswith("costs are measured anew.")
+    assert len(record.message) < 400
+
+
+def test_zero_rates_are_good(tmp_path: Path):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(TABLE))
+    costs = measured._read(path, "here")
+    assert costs is not None
+    assert float(costs.ms(Work(0, 3, context=1 << 20))) == 3.0
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 32)
+
+
+def _endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _bytes(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\x00{}")
+
+
+@pytest.mark.parametrize("put", [_directory, _pipe, _huge, _endless, _bytes])
+def test_what_is_no_table_does_no_harm(
+    put: Callable[[Path], None], pair: Pair, cache: Path, caplog: pytest.LogCaptureFixture
+):
+    LLM(pair.target, pair.draft, max_num_seqs=2)
+    (path,) = cache.iterdir()
+    path.unlink()
+    put(path)
+    caplog.clear()
+    assert budget_of(LLM(pair.target, pair.draft, max_num_seqs=2)).costs is not None
+    assert str(path) in caplog.text
+    assert list(cache.iterdir()) == [path], "nothing half written stays"
+
+
+@pytest.mark.parametrize("name", ["open", "is_file", "mkdir", "write_text"])
+def test_folder_of_another_user_does_no_harm(
+    name: str,
+    pair: Pair,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """Root may read and write everything, so that the error is made here."""
+    LLM(pair.target, pair.draft, max_num_seqs=2)
+    true = getattr(Path, name)
+
+    def denied(path: Path, *rest: Any, **options: Any) -> Any:
+        if cache in (path, path.parent):
+            raise PermissionError(13, "Permission denied", str(path))
+        return true(path, *rest, **options)
+
+    monkeypatch.setattr(Path, name, denied)
+    monkeypatch.setattr(measured, "FITS", 0.0)  # measured anew, and so written
+    caplog.clear()
+    assert budget_of(LLM(pair.target, pair.draft, max_num_seqs=2)).costs is not None
+    assert "Permission denied" in caplog.text
+
+
+def test_user_without_home_keeps_no_costs(
+    pair: Pair, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def unknown(uid: int) -> Any:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert budget_of(LLM(pair.target, pair.draft, max_num_seqs=2)).costs is not None
+    assert "no home directory; set HOME or XDG_CACHE_HOME" in caplog.text
+    assert not cache.exists()
 
 
 def test_a_table_of_another_device_is_measured_anew_with_a_warning(

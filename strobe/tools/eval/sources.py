@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from strobe.hub.download import check_cache
+
 Row = dict[str, Any]
 
 
@@ -98,6 +100,7 @@ def fetch(repo: str, patterns: Sequence[str], name: str) -> list[Path]:
     or found in the cache. Raises ValueError where they cannot be had."""
     from huggingface_hub import snapshot_download
 
+    check_cache(f"The data set {repo}")
     hint = f"check the connection, or give a local copy: --dataset {name} --data FILE."
     try:
         folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=list(patterns)))
