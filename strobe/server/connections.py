@@ -1,4 +1,5 @@
-"""Connections that cannot starve the server: headers have their time, and descriptors suffice."""
+"""Limits that keep clients from starving the server: the time and size of headers, the pace of
+bodies, and the number of connections."""
 
 from __future__ import annotations
 
@@ -10,19 +11,41 @@ import time
 from http import HTTPStatus
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from strobe.server.guards import refuse
 from strobe.server.openai.protocol.errors import error_body
 
 logger = logging.getLogger(__name__)
 
 HEADER_SECONDS = 10.0
 """After which a request's headers must be in, from its first byte or the connection's beginning."""
+HEADER_BYTES = 64 << 10
+"""Limit of a request line and its headers together."""
+BODY_SECONDS = 30.0
+"""Time that a body may pause, and that it may lag behind BODY_RATE."""
+BODY_RATE = 1024
+"""Bytes per second that a client must send of a body."""
 AT_ONCE = 16
 """Connections that are accepted before any of them is looked at."""
-SPARE = 64 + 4 * AT_ONCE
-"""Descriptors that are not for connections: files, pipes, the engine's process, and connections
-that are accepted while others are being closed."""
+RESERVED = 16
+"""Connections above the limit whose headers are read: HEALTH_PATHS are answered to them."""
+HEALTH_PATHS = (b"/health", b"/ping", b"/metrics")
+SPARE = 48 + RESERVED + 4 * AT_ONCE
+"""Descriptors that are not for other requests: files, pipes, the engine's process, reserved
+connections, and connections that are accepted while others are being closed."""
+
+TOO_MANY = (
+    503,
+    "too_many_connections",
+    "The server has as many connections as it can; try again later.",
+)
+HEADERS_TOO_LARGE = (
+    431,
+    "headers_too_large",
+    f"The request's headers have more than {HEADER_BYTES} bytes; send fewer or shorter ones.",
+)
 
 
 def most_connections() -> int:
@@ -33,64 +56,169 @@ def most_connections() -> int:
 
 
 class Connection(HttpToolsProtocol):
-    """One that is closed where headers take too long. Where there are too many, that which has
-    waited longest for headers makes room; where none waits, the new one is refused."""
+    """A connection that is closed if headers or a body arrive too slowly, or headers are too large.
+
+    Connections above the limit are reserved: they answer HEALTH_PATHS. With a request for another
+    path, one takes the place of the connection that has waited longest for headers or a body; if
+    none waits, it is refused.
+    """
 
     most = most_connections()
-    _waits: asyncio.TimerHandle | None = None
-    _until = 0.0
+    _reserved = False
+    _timer: asyncio.TimerHandle | None = None
+    _reads_body = False
+    _since = 0.0  # when waiting began, moved on by what has arrived at BODY_RATE
+    _newest = 0.0  # when the newest part of a body arrived
+    _held = 0  # bytes received since complete headers or the newest part of a body
+    _header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait()
-        if len(self.connections) <= self.most:
-            return
-        every = [one for one in self.connections if isinstance(one, Connection)]
-        _, _, oldest = min([(one._until, id(one), one) for one in every if one._waits is not None])
-        oldest._refuse(
-            503,
-            "too_many_connections",
-            "The server has as many connections as it can; try again later.",
-        )
+        self._wait(HEADER_SECONDS)
+        self._reserved = len(self.connections) > self.most
+        if len(self.connections) > self.most + RESERVED:
+            (self._slowest() or self)._refuse(*TOO_MANY)
+
+    def data_received(self, data: bytes) -> None:
+        self._held += len(data)
+        super().data_received(data)
+        if self._held > HEADER_BYTES and not self.transport.is_closing():
+            self._refuse(*HEADERS_TOO_LARGE)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if self._waits is None:
-            self._wait()
+        self._header_bytes = 0
+        if self._timer is None:
+            self._wait(HEADER_SECONDS)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._header_bytes += len(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._header_bytes += len(name) + len(value)
 
     def on_headers_complete(self) -> None:
-        self._done()
+        self._stop_waiting()
+        self._held = 0
+        if self._header_bytes > HEADER_BYTES:
+            self.app = _refusal(*HEADERS_TOO_LARGE)
+        elif self._reserved and not self._admit():
+            self.app = _refusal(*TOO_MANY)
         super().on_headers_complete()
+        if self._reserved:
+            self.cycle.keep_alive = False
+        self._wait(BODY_SECONDS, body=True)
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._held = 0
+        self._since += len(body) / BODY_RATE
+        self._newest = self.loop.time()
+
+    def on_message_complete(self) -> None:
+        self._stop_waiting()
+        self._held = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._reads_body:  # until now the client may have been kept from sending
+            self._wait(BODY_SECONDS, body=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._done()
+        self._stop_waiting()
         super().connection_lost(exc)
 
-    def _wait(self) -> None:
-        self._waits = self.loop.call_later(HEADER_SECONDS, self._too_slow)
-        self._until = self._waits.when()
+    def _admit(self) -> bool:
+        """Whether a reserved connection's request is answered. It remains a reserved one only for
+        HEALTH_PATHS."""
+        if len(self.connections) > self.most:
+            if self.url.partition(b"?")[0] in HEALTH_PATHS:
+                return True
+            slowest = self._slowest(reserved=False)
+            if slowest is None:
+                return False
+            slowest._refuse(*TOO_MANY)
+        self._reserved = False
+        return True
 
-    def _done(self) -> None:
-        if self._waits is not None:
-            self._waits.cancel()
-            self._waits = None
+    def _slowest(self, *, reserved: bool = True) -> Connection | None:
+        """The other connection that has waited longest for headers or a body, None if none waits.
+        reserved: include reserved ones."""
+        waiting = [
+            one
+            for one in self.connections
+            if isinstance(one, Connection) and one is not self and one._timer is not None
+            if not one._is_answering and (reserved or not one._reserved)
+        ]
+        return min(waiting, key=Connection._waiting_since, default=None)
 
-    def _too_slow(self) -> None:
-        self._refuse(
-            408, "timeout", f"The request's headers were not in after {HEADER_SECONDS:g} s."
-        )
+    def _waiting_since(self) -> float:
+        return min(self._since, self._newest)
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether the client waits for an answer to what it sent before."""
+        if self.cycle is None or self.cycle.response_complete:
+            return False
+        return not self._reads_body or self.cycle.response_started or bool(self.pipeline)
+
+    def _wait(self, seconds: float, *, body: bool = False) -> None:
+        self._stop_waiting()
+        self._reads_body = body
+        self._since = self._newest = self.loop.time()
+        self._timer = self.loop.call_later(seconds, self._check, seconds)
+
+    def _stop_waiting(self) -> None:
+        self._reads_body = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self, seconds: float) -> None:
+        """Refuse a client that is too slow, or wait on."""
+        left = self._waiting_since() + seconds - self.loop.time()
+        if self._is_answering:
+            self._wait(seconds, body=self._reads_body)
+        elif left > 0:
+            self._timer = self.loop.call_later(left, self._check, seconds)
+        elif self._reads_body:
+            self._refuse(
+                408,
+                "body_timeout",
+                f"The request's body paused for {BODY_SECONDS:g} s or came at less than "
+                f"{BODY_RATE} bytes per second; send it faster.",
+            )
+        else:
+            self._refuse(
+                408, "timeout", f"The request's headers were not in after {HEADER_SECONDS:g} s."
+            )
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Answer, and let the connection go at once: it counts no more."""
-        self._done()
+        """Answer, unless an answer has begun, and let the connection go: it counts no more."""
+        answered = self._is_answering or (self._reads_body and self.cycle.response_complete)
+        self._stop_waiting()
         self.connections.discard(self)
-        body = json.dumps(error_body(message, status=status, code=code)).encode()
-        self.transport.write(
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
-            + body
-        )
+        if not answered:
+            body = json.dumps(error_body(message, status=status, code=code)).encode()
+            self.transport.write(
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+                "content-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
+                + body
+            )
         self.transport.close()
+
+
+def _refusal(status: int, code: str, message: str) -> ASGIApp:
+    """An application that refuses its request and closes the connection."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await refuse(send, status, message, code=code, headers=[(b"connection", b"close")])
+
+    return app
 
 
 class Quiet:

@@ -1,12 +1,13 @@
-"""Connections that send no headers, or that are too many."""
+"""Connections whose headers or bodies are slow or large, or that are too many."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import uvicorn
@@ -20,6 +21,13 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Answers 204, on /read once the body is in."""
+    while scope["path"] == "/read":
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        if not message["more_body"]:
+            break
     await send({"type": "http.response.start", "status": 204, "headers": []})
     await send({"type": "http.response.body"})
 
@@ -28,7 +36,7 @@ def with_server(client: Callable[[Callable[[], Awaitable[Stream]]], Awaitable[No
     """Run a client, which gets what opens a connection."""
 
     async def run() -> None:
-        config = uvicorn.Config(app, log_config=None, lifespan="off")
+        config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_keep_alive=75)
         state = ServerState()
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: Connection(config, state, {}), "127.0.0.1", 0)
@@ -37,6 +45,8 @@ def with_server(client: Callable[[Callable[[], Awaitable[Stream]]], Awaitable[No
             await client(lambda: asyncio.open_connection("127.0.0.1", port))
             for connection in list(state.connections):
                 connection.transport.close()
+            if state.tasks:
+                await asyncio.wait(state.tasks)
         assert not state.tasks
 
     async def limited() -> None:
@@ -66,12 +76,12 @@ def test_headers_that_do_not_come_end_the_connection(sent: bytes, monkeypatch: p
 
 
 def test_a_connection_that_waits_for_its_next_request_is_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.01)
-
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
-        kept, slow = await connect(), await connect()
+        kept = await connect()
         kept[1].write(REQUEST)
         assert await status(kept[0]) == 204
+        monkeypatch.setattr(connections, "HEADER_SECONDS", 0.01)
+        slow = await connect()
         assert await status(slow[0]) == 408  # so that time has passed
         kept[1].write(REQUEST)
         assert await status(kept[0]) == 204
@@ -83,6 +93,7 @@ def test_one_connection_too_many_ends_that_which_has_waited_longest_for_headers(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(Connection, "most", 3)
+    monkeypatch.setattr(connections, "RESERVED", 0)
 
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
         kept = await connect()
@@ -96,6 +107,212 @@ def test_one_connection_too_many_ends_that_which_has_waited_longest_for_headers(
         refused = await connect()  # nobody waits for headers but it
         assert await status(refused[0]) == 503
         assert json.loads(await refused[0].read())["error"]["type"] == "service_unavailable"
+
+    with_server(client)
+
+
+def post(path: str, sent: bytes, length: int = 1000) -> bytes:
+    return f"POST {path} HTTP/1.1\r\ncontent-length: {length}\r\n\r\n".encode() + sent
+
+
+@pytest.mark.parametrize("sent", [b"", b"half"])
+def test_slow_body_is_408_and_ends_the_connection(sent: bytes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connections, "BODY_SECONDS", 0.05)
+
+    async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
+        reader, writer = await connect()
+        writer.write(post("/read", sent))
+        assert await status(reader) == 408
+        error = json.loads(await reader.read())["error"]
+        assert error["message"].startswith("The request's body paused for 0.05 s or came at")
+
+    with_server(client)
+
+
+class Clock:
+    """An event loop's time, which passes when told to; no task runs."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[tuple[Mock, Callable[..., None], Any]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, callback: Callable[..., None], *arguments: Any) -> Mock:
+        timer = Mock(at=self.now + seconds)
+        self.timers.append((timer, callback, arguments))
+        return timer
+
+    def create_task(self, task: Coroutine[Any, Any, None]) -> Mock:
+        task.close()
+        return Mock()
+
+    def advance(self, seconds: float) -> None:
+        end = self.now + seconds
+        while True:
+            self.timers = [timer for timer in self.timers if not timer[0].cancel.called]
+            due = [timer for timer in self.timers if timer[0].at <= end]
+            if not due:
+                break
+            first = min(due, key=lambda timer: timer[0].at)
+            self.timers.remove(first)
+            self.now = first[0].at
+            first[1](*first[2])
+        self.now = end
+
+
+class Upload:
+    """A connection on which a body is being sent, of 1 MiB unless the head says otherwise."""
+
+    def __init__(self, head: bytes = post("/read", b"", 1 << 20)) -> None:
+        self.clock, self.transport = Clock(), Mock()
+        self.transport.get_extra_info.return_value = None
+        self.transport.is_closing.side_effect = lambda: self.transport.close.called
+        config = uvicorn.Config(app, log_config=None, lifespan="off")
+        self.connection = Connection(config, ServerState(), {}, self.clock)  # type: ignore[arg-type]
+        self.connection.connection_made(self.transport)
+        self.send(head)
+
+    def send(self, data: bytes) -> None:
+        self.connection.data_received(data)
+
+    @property
+    def refused(self) -> bool:
+        return self.transport.close.called
+
+
+def test_body_may_pause_for_30_seconds():
+    upload = Upload()
+    upload.clock.advance(29)
+    upload.send(b"x" * 100000)
+    upload.clock.advance(29)
+    upload.send(b"x")
+    assert not upload.refused
+    upload.clock.advance(30)
+    assert upload.refused
+    assert upload.transport.write.call_args[0][0].startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+
+
+@pytest.mark.parametrize(("rate", "refused"), [(1, True), (900, True), (1100, False)])
+def test_body_must_come_at_1024_bytes_per_second(rate: int, refused: bool):
+    upload = Upload()
+    for _ in range(300):
+        upload.clock.advance(1)
+        if not upload.refused:
+            upload.send(b"x" * rate)
+    assert upload.refused == refused
+
+
+def test_complete_body_is_under_no_limit_of_time():
+    upload = Upload()
+    upload.send(b"x" * (1 << 20))
+    upload.clock.advance(1000)
+    assert not upload.refused
+
+
+def test_unread_body_ends_the_connection_without_a_second_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connections, "BODY_SECONDS", 0.05)
+
+    async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
+        reader, writer = await connect()
+        writer.write(post("/", b"unread"))
+        assert await status(reader) == 204
+        assert await reader.read() == b""
+
+    with_server(client)
+
+
+HEADER = b"x-long: " + b"y" * 1000 + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n" + HEADER * 70,
+        b"GET / HTTP/1.1\r\n" + HEADER * 70 + b"\r\n",
+        b"GET / HTTP/1.1\r\nx-long: " + b"y" * 70000,
+        b"GET /" + b"y" * 70000,
+        REQUEST + b"GET / HTTP/1.1\r\n" + HEADER * 70,
+    ],
+    ids=["endless", "complete", "one header", "request line", "second request"],
+)
+def test_headers_beyond_64_kib_are_431(sent: bytes):
+    async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
+        reader, writer = await connect()
+        if sent.startswith(REQUEST):
+            writer.write(REQUEST)
+            assert await status(reader) == 204
+        writer.write(sent.removeprefix(REQUEST))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 431 ")
+        assert b"connection: close" in head
+        error = json.loads(await reader.read())["error"]
+        assert "more than 65536 bytes" in error["message"]
+
+    with_server(client)
+
+
+def test_trailers_beyond_64_kib_end_the_connection():
+    upload = Upload(b"POST /read HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+    upload.send(b"1\r\nx\r\n0\r\n")
+    upload.send(HEADER * 60)
+    assert not upload.refused
+    upload.send(HEADER * 10)
+    assert upload.refused
+
+
+def test_headers_of_63_kib_are_read():
+    async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
+        reader, writer = await connect()
+        writer.write(b"GET / HTTP/1.1\r\n" + HEADER * 63 + b"\r\n")
+        assert await status(reader) == 204
+
+    with_server(client)
+
+
+def test_request_takes_the_place_of_the_slowest_body(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Connection, "most", 2)
+
+    async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
+        first, second = await connect(), await connect()
+        for _, writer in (first, second):
+            writer.write(post("/read", b"x"))
+            await writer.drain()
+        third, fourth = await connect(), await connect()
+        third[1].write(REQUEST)
+        assert await status(third[0]) == 204
+        assert await status(first[0]) == 503
+        second[1].write(b"x" * 999)
+        assert await status(second[0]) == 204
+        fourth[1].write(REQUEST)  # nobody is slow now
+        assert await status(fourth[0]) == 503
+        third[1].write(REQUEST)  # and the third has its place
+        assert await status(third[0]) == 204
+
+    with_server(client)
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics?x=1", "/ping"])
+def test_reserved_connections_answer_health(path: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Connection, "most", 2)
+
+    async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
+        taken = [await connect(), await connect()]
+        for reader, writer in taken:
+            writer.write(REQUEST)
+            assert await status(reader) == 204
+        for _ in range(40):  # none of them stays
+            reader, writer = await connect()
+            writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            assert await status(reader) == 204
+            assert await reader.read() == b""
+        for asked in (REQUEST, REQUEST.replace(b"/", b"/health/no", 1)):
+            reader, writer = await connect()
+            writer.write(asked)
+            assert await status(reader) == 503
+            error = json.loads(await reader.read())["error"]
+            assert error["code"] == "too_many_connections"
 
     with_server(client)
 

@@ -16,6 +16,7 @@ ERROR_TYPES: Mapping[int, str] = {
     413: "request_too_large",
     415: "invalid_request_error",
     429: "rate_limit_error",
+    431: "request_too_large",
     500: "server_error",
     501: "not_implemented_error",
     503: "service_unavailable",
