@@ -47,7 +47,7 @@ class Connection:
         """(completion tokens, seconds to the first byte of the answer's body)."""
         data = json.dumps(body).encode()
         head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(data)}\r\n\r\n"
         )
         began = time.perf_counter()

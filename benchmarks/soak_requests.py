@@ -43,7 +43,7 @@ def http(
     length: int | None = None,
 ) -> bytes:
     """A request as it goes over the wire; length: what is said in place of the true one."""
-    lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "Host: soak"]
+    lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "Host: localhost"]
     lines += headers
     if body is not None:
         lines += [f"Content-Type: {kind}"] if kind else []
@@ -251,7 +251,8 @@ def bad_http(rng: random.Random) -> Sent:
         (http("/v1/nowhere", body), (404,)),
         (http(COMPLETIONS, None), (405,)),
         (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+            b"\r\nzz\r\n",
             (400, 0),
         ),
     )

@@ -104,6 +104,8 @@ def make_app(serving: Serving) -> ASGIApp:
     return wrap(
         app,
         MiddlewareSettings(
+            listens_on=settings.host,
+            allowed_hosts=tuple(settings.allowed_hosts),
             api_keys=keys,
             open_paths=OPEN_PATHS | page.files().keys() | {"/docs", "/openapi.json"},
             max_body_bytes=settings.max_body_bytes,

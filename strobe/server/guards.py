@@ -1,4 +1,4 @@
-"""What a request must pass: the key, a server that is not stopping, the body's limit.
+"""What a request must pass: the host, the key, a server that is not stopping, the body's limit.
 
 A refusal is OpenAI's error object; whoever counts refusals gets its status and one fixed word.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import json
 import re
 from collections import Counter
@@ -24,6 +25,7 @@ Refused = Callable[[int, str], None]
 
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
+_host = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(:[0-9]*)?", re.IGNORECASE | re.ASCII)
 _digits = re.compile(rb"[0-9]{1,4000}")  # int() reads no more
 
 
@@ -68,6 +70,77 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     if not keys:
         raise ValueError(f"{path} holds no key; write a line such as: alice sk-3f9a 8.")
     return tuple(keys)
+
+
+def host_name(text: str) -> str | None:
+    """Return the host of a Host header as names are compared: without port, brackets, upper case
+    and a dot at its end. None if it is not a host."""
+    match = _host.fullmatch(text)
+    if match is None:
+        return None
+    name = match["name"].strip("[]").lower().removesuffix(".")
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        return None if text.startswith("[") else name or None
+
+
+def allowed_host(text: str) -> str:
+    """Return what the operator allows as `host_name` returns it. Raises ValueError."""
+    host = f"[{text}]" if text.count(":") > 1 and text[0] != "[" else text
+    name = host_name(host)
+    if name is None or ":" in host.rpartition("]")[2]:
+        raise ValueError(
+            f"The allowed host {text!r} matches no request; write a name or an address without "
+            "scheme and port, such as strobe.example.com, or * for any."
+        )
+    return name
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, as `host_name` returns it, is this machine by any network."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class AllowedHosts:
+    """Answers a request only if its Host header names one of `hosts`, with any port, or, with
+    `loopback`, a loopback name or address; else 421. Otherwise a page of another site could reach
+    the server by a name that it points to this machine (DNS rebinding)."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str], loopback: bool, refused: Refused):
+        self.app, self.loopback, self.refused = app, loopback, refused
+        self.hosts = {allowed_host(host) for host in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        values = [value.decode("latin-1") for value in _values(scope, b"host")]
+        host = host_name(values[0]) if len(values) == 1 else None
+        if host is not None and (host in self.hosts or (self.loopback and is_loopback(host))):
+            await self.app(scope, receive, send)
+        elif host is None:
+            self.refused(400, "host")
+            given = f"{values[0][:100]!r}" if len(values) == 1 else f"given {len(values)} times"
+            await refuse(
+                send,
+                400,
+                f"The Host header is {given}; send one, with the server's name or address.",
+                code="invalid_host",
+                headers=[(b"connection", b"close")],
+            )
+        else:
+            self.refused(421, "host")
+            await refuse(
+                send,
+                421,
+                f"This server does not answer for the host {host[:100]!r}; if that is its name, "
+                f"start it with --allowed-hosts {host[:100]}.",
+                code="host_not_allowed",
+            )
 
 
 class ApiKey:

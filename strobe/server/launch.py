@@ -29,7 +29,7 @@ from strobe.hub.locate import located
 from strobe.server.app import make_app
 from strobe.server.connections import AT_ONCE, Connection, Quiet
 from strobe.server.engine_process.client import EngineClient, EngineDead
-from strobe.server.guards import Drain, read_keys
+from strobe.server.guards import Drain, is_loopback, read_keys
 from strobe.server.metrics import ServerMetrics
 from strobe.server.serving import Formats, Serving, check_template, read_template
 from strobe.server.settings import ServerConfig
@@ -54,6 +54,13 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
     if settings.api_key_file is not None:
         read_keys(Path(settings.api_key_file))
     listener = _listen(settings.host, settings.port)
+    settings = replace(settings, host=listener.getsockname()[0])
+    if not (is_loopback(settings.host) or settings.api_key or settings.api_key_file):
+        logger.warning(
+            "Everyone on the network who reaches %s can use this server, because it asks for no "
+            "key; set --api-key.",
+            settings.host,
+        )
     try:
         config = located(config)
         read_json(Path(config.target) / "config.json")  # or there is no checkpoint

@@ -1,10 +1,10 @@
-"""What holds for every request, whatever it asks: ids, the access log, keys, limits, stopping.
+"""What holds for every request: ids, the access log, hosts, keys, limits, stopping.
 
 Each class is a plain ASGI application around another. None buffers, and `http.disconnect` always
 reaches the handlers, because stopping an abandoned answer depends on it.
 
-    RequestId > AccessLog > Counted > AnthropicForm > CORS > ApiKey > Draining > BodyLimit >
-    the application
+    RequestId > AccessLog > Counted > AnthropicForm > AllowedHosts > CORS > ApiKey > Draining >
+    BodyLimit > the application
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ from starlette.types import ASGIApp
 
 from strobe.server.access import AccessLog, Counted, RequestId
 from strobe.server.anthropic.errors import AnthropicForm
-from strobe.server.guards import ApiKey, BodyLimit, Drain, Draining, Key, Refused, refuse
+from strobe.server.guards import (
+    AllowedHosts,
+    ApiKey,
+    BodyLimit,
+    Drain,
+    Draining,
+    Key,
+    Refused,
+    allowed_host,
+    is_loopback,
+    refuse,
+)
 
 __all__ = [
     "OPEN_PATHS",
@@ -44,10 +55,14 @@ _origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 class MiddlewareSettings:
     """What the operator chose. Raises ValueError with a hint.
 
+    listens_on: the server's address; on a loopback one it answers only for loopback names and
+    allowed_hosts, on another for allowed_hosts, or for any host if there are none or one is "*".
     api_keys: any of them opens; none: no key is asked for. open_paths: need no key. max_body_bytes:
     of one request. cors_origins: pages of these origins may call; "*" is all, none: CORS is off.
     """
 
+    listens_on: str = ""
+    allowed_hosts: tuple[str, ...] = ()
     api_keys: tuple[Key, ...] = ()
     open_paths: frozenset[str] = OPEN_PATHS
     max_body_bytes: int = 32 << 20
@@ -61,6 +76,8 @@ class MiddlewareSettings:
                     f"API key {place} is empty, begins or ends with a space or holds a character "
                     "that no header carries; give visible characters."
                 )
+        for host in self.allowed_hosts:
+            _ = host == "*" or allowed_host(host)
         if self.max_body_bytes < 1:
             raise ValueError(
                 f"max_body_bytes is {self.max_body_bytes}, but must be at least 1; no request "
@@ -100,6 +117,9 @@ def wrap(
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "Retry-After"),
         )
+    loopback = is_loopback(settings.listens_on)
+    if "*" not in settings.allowed_hosts and (loopback or settings.allowed_hosts):
+        app = AllowedHosts(app, settings.allowed_hosts, loopback, on_refusal)
     app = AnthropicForm(app)
     if answered is not None:
         app = Counted(app, answered)

@@ -45,6 +45,11 @@ class ServerConfig:
     port: Annotated[int, Field(ge=0, le=65535)] = option(
         8000, "Port to listen on; 0 takes a free one."
     )
+    allowed_hosts: Texts = option(
+        (),
+        "Host names that the server answers for, * is any. On a loopback address that is, without "
+        "this option, loopback names and addresses alone, elsewhere any.",
+    )
     api_key: Texts = option(
         (), "Clients must send one of these keys, or the one in STROBE_API_KEY."
     )

@@ -53,9 +53,12 @@ def call(
     answer: Answer | None = None,
 ) -> Answer:
     """The answer to one request. body: its parts as the server hands them on. length: send a
-    Content-Length. gone: the client leaves after its body. A body is JSON unless `headers` say."""
+    Content-Length. gone: the client leaves after its body. A body is JSON and the host localhost
+    unless `headers` say."""
     parts = list(body)
     named = [(k.lower().encode(), v.encode()) for k, v in headers]
+    if not any(name == b"host" for name, _ in named):
+        named.append((b"host", b"localhost"))
     if not any(name == b"content-type" for name, _ in named):
         named.append((b"content-type", b"application/json"))
     if length:

@@ -13,7 +13,7 @@ from asgi import Answer, call, echo, untouched
 from starlette.requests import ClientDisconnect, Request
 
 from strobe.server.access import AccessLog, RequestId
-from strobe.server.guards import ApiKey, BodyLimit, Drain, Draining, Key, read_keys
+from strobe.server.guards import AllowedHosts, ApiKey, BodyLimit, Drain, Draining, Key, read_keys
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
 from strobe.server.openai.protocol.errors import ERROR_TYPES
 
@@ -475,6 +475,77 @@ def test_lengths_that_differ_are_a_400_and_a_huge_one_is_a_413():
     assert call(app, headers=huge, length=False).status == 413
 
 
+# Hosts
+
+
+def host_status(*hosts: str, **settings: Any) -> int:
+    app = wrap(echo, MiddlewareSettings(**settings))
+    return call(app, headers=[("Host", host) for host in hosts]).status
+
+
+LOOPBACK = ["localhost", "LocalHost:80", "localhost.", "127.0.0.1:8000", "127.9.8.7", "[::1]:8000"]
+OTHERS = ["evil.example", "localhost.evil.example", "evil.example:8000", "192.0.2.1", "[::2]", "0"]
+
+
+@pytest.mark.parametrize("listens_on", ["127.0.0.1", "127.0.0.2", "::1"])
+@pytest.mark.parametrize("host", [*LOOPBACK, "[0:0:0:0:0:0:0:1]"])
+def test_loopback_server_answers_for_loopback_hosts(host: str, listens_on: str):
+    assert host_status(host, listens_on=listens_on) == 200
+
+
+@pytest.mark.parametrize("host", OTHERS)
+def test_loopback_server_refuses_other_hosts(host: str):
+    refused = Refusals()
+    app = wrap(untouched, MiddlewareSettings(listens_on="127.0.0.1"), refused=refused)
+    for path in ("/v1/completions", "/health"):
+        answer = call(app, path, headers=[("Host", host)])
+        assert answer.status == 421
+        assert is_envelope(answer)
+        assert "--allowed-hosts" in answer.error["message"]
+        assert host.split(":")[0].strip("[") in answer.error["message"]
+    assert refused == [(421, "host")] * 2
+
+
+@pytest.mark.parametrize(
+    "host", ["", ":80", "a b", "http://localhost", "localhost/", "[::1", "[x]"]
+)
+def test_host_that_is_none_is_a_400(host: str):
+    app = wrap(untouched, MiddlewareSettings(listens_on="127.0.0.1"))
+    answer = call(app, headers=[("Host", host)])
+    assert answer.status == 400
+    assert repr(host) in answer.error["message"]
+
+
+def test_two_hosts_or_no_host_are_a_400():
+    app = AllowedHosts(untouched, (), True, Refusals())
+    two = call(app, headers=[("Host", "localhost"), ("Host", "evil.example")])
+    assert (two.status, "given 2 times" in two.error["message"]) == (400, True)
+    absent = Answer({})
+
+    async def without(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "headers": []}, receive, send)
+
+    call(without, answer=absent)
+    assert (absent.status, "given 0 times" in absent.error["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("host", [*LOOPBACK, *OTHERS, ""])
+def test_server_on_the_network_answers_for_any_host(host: str):
+    assert host_status(host, listens_on="0.0.0.0") == 200
+    assert host_status(host, listens_on="192.0.2.1", allowed_hosts=("a.example", "*")) == 200
+    assert host_status(host, listens_on="127.0.0.1", allowed_hosts=("*",)) == 200
+
+
+@pytest.mark.parametrize("allowed", ["strobe.example", "Strobe.Example.", "2001:db8::1"])
+def test_allowed_hosts_are_answered(allowed: str):
+    host = "[2001:db8:0::1]:80" if ":" in allowed else "strobe.example:80"
+    for listens_on, loopback in (("0.0.0.0", 421), ("127.0.0.1", 200)):
+        settings = {"listens_on": listens_on, "allowed_hosts": (allowed, "other")}
+        assert host_status(host, **settings) == 200
+        assert host_status("localhost", **settings) == loopback
+        assert host_status("evil.example", **settings) == 421
+
+
 # All of it
 
 
@@ -531,6 +602,9 @@ def test_the_access_log_can_be_left_out(lines: Lines):
         ({"api_keys": (Key(" padded"),)}, "API key 1"),
         ({"api_keys": (Key("two\nlines"),)}, "API key 1"),
         ({"max_body_bytes": 0}, "max_body_bytes is 0"),
+        ({"allowed_hosts": ("a.example:80",)}, "a.example:80"),
+        ({"allowed_hosts": ("http://a.example",)}, "http://a.example"),
+        ({"allowed_hosts": ("a", "")}, "The allowed host ''"),
         ({"cors_origins": ("https://a.example/",)}, "https://a.example/"),
         ({"cors_origins": ("a.example",)}, "a.example"),
         ({"cors_origins": ("",)}, "CORS origin ''"),

@@ -15,6 +15,7 @@ ERROR_TYPES: Mapping[int, str] = {
     408: "timeout",
     413: "request_too_large",
     415: "invalid_request_error",
+    421: "invalid_request_error",
     429: "rate_limit_error",
     431: "request_too_large",
     500: "server_error",

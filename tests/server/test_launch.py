@@ -1,0 +1,36 @@
+"""What `strobe serve` says before it loads a model."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from strobe.config import EngineConfig
+from strobe.server.launch import serve
+from strobe.server.settings import LogSettings, ServerConfig
+
+
+@pytest.mark.parametrize(
+    ("host", "more", "warns"),
+    [
+        ("0.0.0.0", {}, True),
+        ("0.0.0.0", {"api_key": ("secret",)}, False),
+        ("127.0.0.1", {}, False),
+        ("localhost", {}, False),
+    ],
+)
+def test_server_on_the_network_without_a_key_warns(
+    host: str,
+    more: dict[str, Any],
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setattr(LogSettings, "configure", lambda self: None)
+    monkeypatch.delenv("STROBE_API_KEY", raising=False)
+    with pytest.raises(ValueError, match="/nowhere"):
+        serve(EngineConfig(target="/nowhere"), ServerConfig(host=host, port=0, **more))
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [("0.0.0.0" in text, "--api-key" in text) for text in said] == [(True, True)] * warns
