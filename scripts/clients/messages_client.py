@@ -44,7 +44,7 @@ class Turtle(BaseModel):
     age: int
 
 
-def said(message: Message) -> list[Any]:
+def said(message: Any) -> list[Any]:
     """A message without ids: its blocks and why it stopped."""
     blocks = [block.to_dict() for block in message.content]
     for block in blocks:
@@ -84,6 +84,20 @@ def with_tools(client: anthropic.Anthropic) -> list[Any]:
     count = client.messages.count_tokens(model=MODEL, messages=asked, tools=[TOOL])
     assert count.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
     return [*said(first), *said(second)]
+
+
+def tool_runner(client: anthropic.Anthropic) -> list[Any]:
+    """The client's own loop over calls, which also asks for a thread and for more than fits."""
+
+    @anthropic.beta_tool
+    def get_weather(city: str, unit: str) -> str:
+        """Use this to know the weather in a city."""
+        return '{"degrees": 31}'
+
+    asked: Any = {**COMMON, "max_tokens": 16384, "messages": user(WEATHER)}
+    found = list(client.beta.messages.tool_runner(tools=[get_weather], **asked))
+    assert len(found) == 2, found
+    return [*said(found[0]), *said(found[1])]
 
 
 def forced(client: anthropic.Anthropic) -> list[Any]:
@@ -147,6 +161,7 @@ def main(url: str, key: str, questions_file: str, out: str) -> None:
         "async, all at once": at_once(alike, questions),
         "stop_sequences": [stopped(client, text) for text in questions],
         "stream with thinking and a tool, its result, count_tokens": [with_tools(client)],
+        "tool_runner": [tool_runner(client)],
         "tool_choice": [forced(client)],
         "parse": [parsed(client)],
         "errors": [refused(client, url)],

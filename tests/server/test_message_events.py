@@ -18,6 +18,7 @@ from strobe.server.openai.protocol.errors import BadField
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
+CONTEXT = 2048
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": {"b": "é <x> {}"}}}\n</tool_call>'
 MIXED = f"<think>\nHm {{}}.\n</think>\n\nFirst <b>.\n{CALL}\nThen this.\n{CALL}"
 INPUT = {"a": {"b": "é <x> {}"}}
@@ -197,6 +198,40 @@ def test_sampling_reaches_the_engine():
     (asked,) = script.asked
     assert (asked.max_tokens, asked.temperature, asked.top_k) == (7, 0.5, 3)
     assert (asked.stop, asked.top_p) == (("x",), 0.9)  # the latter is the model's own
+
+
+def test_max_tokens_beyond_the_context_are_cut_with_a_warning():
+    script = Script("Yes.")
+    whole = message(script, max_tokens=16384)
+    used = whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"]
+    assert script.asked[0].max_tokens == CONTEXT - used
+    assert whole["warnings"] == [
+        f"max_tokens is 16384, but the answer has at most {CONTEXT - used} tokens: the context "
+        f"holds {CONTEXT} and the prompt has {used}."
+    ]
+    first, *_ = stream(script, max_tokens=16384)
+    assert first["message"]["warnings"] == whole["warnings"]
+    assert "warnings" not in message(script, max_tokens=CONTEXT - used)
+    long = post("/v1/messages", script, max_tokens=1, messages=[
+        {"role": "user", "content": "hello " * 5000}
+    ])  # fmt: skip
+    assert long.status == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_thread_is_created_without_effect_and_never_continued(path: str):
+    more = {} if path.endswith("count_tokens") else {"max_tokens": 5}
+    begun = post(path, Script("Yes."), messages=[USER], thread={"type": "create"}, **more)
+    assert begun.status == 200
+    assert json.loads(begun.body)["warnings"] == [
+        "thread has no effect: the server holds no conversations."
+    ]
+    for thread in ({"type": "continue", "previous_message_id": "msg_1"}, {}, "create"):
+        answer = post(path, Script(""), messages=[USER], thread=thread, **more)
+        assert is_anthropic(answer, 400, "invalid_request_error")
+        error = json.loads(answer.body)["error"]
+        assert error["message"].startswith("thread is ")
+        assert error["details"] == {"error_code": "thread_unsupported_request"}
 
 
 def test_a_count_is_that_of_the_prompt():

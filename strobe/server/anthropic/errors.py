@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from strobe.server.anthropic.protocol.messages_request import THREAD_UNSUPPORTED
 from strobe.server.guards import route
 
 PATH = "/v1/messages"
@@ -23,7 +24,10 @@ ERROR_TYPES = {
 def error_body(body: Mapping[str, Any], request_id: str | None) -> dict[str, Any]:
     """What Anthropic's API answers in place of OpenAI's error object."""
     said = body["error"]
-    error = {"type": ERROR_TYPES.get(said["type"], said["type"]), "message": said["message"]}
+    kind = ERROR_TYPES.get(said["type"], said["type"])
+    error: dict[str, Any] = {"type": kind, "message": said["message"]}
+    if said.get("code") == THREAD_UNSUPPORTED:
+        error["details"] = {"error_code": THREAD_UNSUPPORTED}
     return {"type": "error", "error": error, "request_id": request_id}
 
 

@@ -73,13 +73,13 @@ async def count_tokens(serving: Serving, http: Request) -> Response:
 async def _prepare(serving: Serving, request: MessagesRequest, http: Request) -> Prepared:
     chat = request.to_chat()
     try:
-        prepared = await prepare(serving, chat, http)
+        prepared = await prepare(serving, chat, http, request, cuts=True)
     except BadField as error:
         raise request.in_own_words(error) from None
     job = prepared.job
     if job.constraint == "response_format":
         job = replace(job, constraint="output_config.format")
-    return replace(prepared, job=job, warnings=warnings(serving, request, chat))
+    return replace(prepared, job=job)
 
 
 def _failed(request_id: str, body: dict[str, Any]) -> bytes:

@@ -59,8 +59,17 @@ async def chat(serving: Serving, http: Request) -> Response:
     return await replies.whole(serving, http, [run], reply.body, prepared.deadline)
 
 
-async def prepare(serving: Serving, request: ChatCompletionRequest, http: Request) -> Prepared:
-    """The prompt as token ids, with sampling parameters and parsers. Raises BadField, Unserved."""
+async def prepare(
+    serving: Serving,
+    request: ChatCompletionRequest,
+    http: Request,
+    asked: Asked | None = None,
+    *,
+    cuts: bool = False,
+) -> Prepared:
+    """Return the prompt as token ids, with sampling parameters and parsers. asked: the request of
+    another endpoint that `request` is made of. cuts: lower max_tokens to what fits, with a warning.
+    Raises BadField, Unserved."""
     name, facts = serving.name(request.model), serving.facts
     keep, deadline = request.truncate_prompt_tokens, replies.Deadline(serving, request.timeout)
 
@@ -71,8 +80,18 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
 
     async with deadline():
         text, ids = await serving.in_thread(encode)
-    ids = serving.fit(ids, request.limit(), keep, "messages")
+    limit, wanted = request.limit()
+    room = facts.max_model_len - len(ids)
+    cut = cuts and wanted is not None and 0 < room < wanted
+    ids = serving.fit(ids, (limit, room if cut else wanted), keep, "messages")
     arguments = request.sampling(facts.sampling)
+    said = warnings(serving, asked or request, request)
+    if cut:
+        arguments["max_tokens"] = room
+        said.append(
+            f"{limit} is {wanted}, but the answer has at most {room} tokens: the context holds "
+            f"{facts.max_model_len} and the prompt has {len(ids)}."
+        )
     toolbox, forms = request.toolbox, serving.formats
     parse = _parser(serving, request, text)
     tools = [_tool(tool) for tool in toolbox.tools]
@@ -100,7 +119,7 @@ async def prepare(serving: Serving, request: ChatCompletionRequest, http: Reques
             request.standing,
         ),
         name,
-        warnings(serving, request, request),
+        said,
         deadline,
     )
 

@@ -67,8 +67,11 @@ class MessageTokens(BaseModel):
 
 
 class MessageErrorDetail(BaseModel):
+    """details: `error_code`, where clients act on it."""
+
     type: str
     message: str
+    details: dict[str, str] | None = None
 
 
 class MessageErrorResponse(BaseModel):

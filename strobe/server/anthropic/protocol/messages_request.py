@@ -24,7 +24,7 @@ from strobe.server.anthropic.protocol.tools import (
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest, Effort
 from strobe.server.openai.protocol.common import Closed, Int, Texts, Within, closed, take
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
-from strobe.server.openai.protocol.errors import BadField, renamed, wrong
+from strobe.server.openai.protocol.errors import BadField, renamed, shown, wrong
 from strobe.server.openai.protocol.items import read_input
 from strobe.server.openai.protocol.sampling_fields import STOP_SCHEMA, Sampling
 
@@ -33,12 +33,16 @@ DISPLAYS = ("summarized", "omitted")
 THINKING_SCHEMA = closed(
     {"type": {"enum": list(THINKING)}, "display": {"enum": list(DISPLAYS)}}, "thinking", ("type",)
 )
+THREAD_SCHEMA = closed({"type": {"const": "create"}}, "thread", ("type",))
 FORMAT_SCHEMA = closed(
     {"type": {"const": "json_schema"}, "schema": {"type": "object"}}, "", ("type", "schema")
 )
 OUTPUT_SCHEMA = closed(
     {"effort": {"enum": list(get_args(Effort))}, "format": FORMAT_SCHEMA}, "output_config"
 )
+
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""The code by which Anthropic's clients learn that they must send whole conversations."""
 
 _NAMES = {
     re.compile(r"\.function\.parameters\b"): ".input_schema",
@@ -82,6 +86,11 @@ class MessagesPrompt(Closed):
         description="`format`: the type `json_schema` with `schema`, which is always held "
         "strictly. `effort`: given to the chat template.",
     )
+    thread: Annotated[Any, WithJsonSchema(THREAD_SCHEMA)] = Field(
+        None,
+        description="`type`: `create` has no effect, as the server holds no conversations; any "
+        "other is a 400 that has the client send the whole conversation.",
+    )
     chat_template: str | None = Field(
         None,
         description="A Jinja chat template in place of the model's own, where the server was "
@@ -101,6 +110,7 @@ class MessagesPrompt(Closed):
         self._thinking = self._read("thinking", ("type", "display"))
         self._output = self._read("output_config", ("effort", "format"))
         self._check_objects()
+        self._check_thread()
         items = read_items(self.messages, self._notes)
         system = read_texts(self.system, "system", self._notes)
         tools = read_tools(self.tools, self._notes)
@@ -140,6 +150,20 @@ class MessagesPrompt(Closed):
         effort = self._output.get("effort")
         if effort is not None and effort not in get_args(Effort):
             raise wrong("output_config.effort", effort, f"one of {', '.join(get_args(Effort))}")
+
+    def _check_thread(self) -> None:
+        """A thread that is only begun is answered; the client does without once one goes on."""
+        if self.thread is None:
+            return
+        kind = self.thread.get("type") if isinstance(self.thread, Mapping) else None
+        if kind != "create":
+            raise BadField(
+                f"thread is {shown(self.thread)}, but this server holds no conversations; send the "
+                "whole conversation without thread.",
+                "thread",
+                THREAD_UNSUPPORTED,
+            )
+        self._notes.append("thread has no effect: the server holds no conversations.")
 
     def _variables(self) -> dict[str, Any]:
         """The chat template's, with what `thinking` says to it."""
