@@ -17,7 +17,11 @@ from strobe.server.anthropic.protocol.messages_request import CountTokensRequest
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import Closed, StreamOptions
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.responses_request import ResponsesRequest, ResponsesStreamOptions
+from strobe.server.openai.protocol.responses_request import (
+    InputTokensRequest,
+    ResponsesRequest,
+    ResponsesStreamOptions,
+)
 from strobe.server.openai.protocol.sampling_fields import Sampling
 from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED, Note
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
@@ -27,7 +31,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 GENERATING: tuple[type[Closed], ...] = (
     ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest
 )  # fmt: skip
-OTHERS: tuple[type[Closed], ...] = (CountTokensRequest, TokenizeRequest, DetokenizeRequest)
+OTHERS: tuple[type[Closed], ...] = (
+    InputTokensRequest, CountTokensRequest, TokenizeRequest, DetokenizeRequest
+)  # fmt: skip
 ENDPOINTS = (*GENERATING, *OTHERS)
 
 HEAD = "| field | what it does, or why not | status |\n|---|---|---|"

@@ -25,14 +25,14 @@ from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import error_body
-from strobe.server.openai.protocol.responses_request import ResponsesRequest
+from strobe.server.openai.protocol.responses_request import InputTokensRequest, ResponsesRequest
 from strobe.server.openai.protocol.token_requests import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
-from strobe.server.openai.responses import responses
+from strobe.server.openai.responses import input_tokens, responses
 from strobe.server.openai.tokens import detokenize, tokenize
 from strobe.server.reads import READ_ERRORS, UNSERVED, add_held, add_reads
 from strobe.server.serving import Serving
@@ -54,6 +54,12 @@ POSTS: dict[Handler, Post] = {
         "An answer in the form of OpenAI's Responses.",
         ResponsesRequest,
         answers.Response,
+    ),
+    input_tokens: Post(
+        "/v1/responses/input_tokens",
+        "How many tokens the prompt of a response has.",
+        InputTokensRequest,
+        answers.InputTokens,
     ),
     messages: Post(
         "/v1/messages",

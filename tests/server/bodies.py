@@ -13,7 +13,7 @@ from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import Closed
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.protocol.responses_request import ResponsesRequest
+from strobe.server.openai.protocol.responses_request import InputTokensRequest, ResponsesRequest
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 
 USER = {"role": "user", "content": "hello"}
@@ -26,6 +26,7 @@ SMALLEST: Mapping[type[Closed], dict[str, Any]] = {
     CompletionRequest: {"prompt": "hello"},
     ResponsesRequest: {"input": "hello"},
     MessagesRequest: {"messages": [USER], "max_tokens": 4096},
+    InputTokensRequest: {"input": "hello"},
     CountTokensRequest: {"messages": [USER]},
     TokenizeRequest: {"prompt": "hello"},
     DetokenizeRequest: {"tokens": [1, 2]},

@@ -250,3 +250,16 @@ def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch):
 
 def test_items_of_the_conversation_count():
     assert Held(None, b"12", (b"345",), (b"6", b"7")).num_bytes == 7
+
+
+def test_input_tokens_count_the_conversation_before():
+    session = Session()
+    first = session.ask("one")
+    follows = {"input": "two", "previous_response_id": first["id"]}
+    counted = session.send("POST", "/input_tokens", follows)
+    usage = session.ask("two", previous_response_id=first["id"])["usage"]
+    assert json.loads(counted.body)["input_tokens"] == usage["input_tokens"]
+    assert (
+        session.send("POST", "/input_tokens", {**follows, "previous_response_id": "x"}).status
+        == 404
+    )

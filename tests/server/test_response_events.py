@@ -321,3 +321,38 @@ def test_a_grammar_that_cannot_be_followed_further_is_the_clients_fault(
     (line,) = [r.getMessage() for r in caplog.records if "followed further" in r.getMessage()]
     assert line.endswith(": guided_regex: the grammar cannot be followed further: at ")
     assert post(path, Script("x", ends="error"), **fields).status == 500
+
+
+def test_input_tokens_are_those_of_the_response():
+    body: dict[str, Any] = {
+        "instructions": "be brief",
+        "tools": [TOOL],
+        "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "text"}},
+    }
+    counted = post("/v1/responses/input_tokens", Script(""), input="hello", **body)
+    assert counted.status == 200, counted.body
+    found = json.loads(counted.body)
+    answers.InputTokens.model_validate(found)
+    whole = respond(Script("Yes."), **body)
+    assert found == {
+        "object": "response.input_tokens",
+        "input_tokens": whole["usage"]["input_tokens"],
+        "warnings": whole["warnings"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": "hello", "temperature": 1}, "temperature"),
+        ({"input": "hello", "conversation": "conv_1"}, "conversation"),
+        ({"input": "hello", "truncation": "auto"}, "truncation"),
+        ({"input": "hello", "model": "other"}, "model"),
+    ],
+)
+def test_input_tokens_refuse_what_does_not_count(body: dict[str, Any], param: str):
+    answer = post("/v1/responses/input_tokens", Script(""), **body)
+    assert answer.status == (404 if param == "model" else 400)
+    assert answer.error["param"] == param

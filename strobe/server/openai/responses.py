@@ -1,23 +1,27 @@
-"""/v1/responses."""
+"""/v1/responses and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fastapi import Request
 from pydantic_core import from_json
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from strobe.server.openai import replies
-from strobe.server.openai.chat import Prepared, prepare, warnings
+from strobe.server.openai.chat import Prepared, prepare, prompt_ids, rendered, warnings
 from strobe.server.openai.held_responses import find, named_items, owner
 from strobe.server.openai.ordered import Event, Items, OrderedAnswer
 from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.protocol.responses_request import ResponsesRequest
+from strobe.server.openai.protocol.responses_request import (
+    InputTokensRequest,
+    ResponsesPrompt,
+    ResponsesRequest,
+)
 from strobe.server.openai.response_items import make_item
 from strobe.server.openai.runs import speculation, usage
 from strobe.server.response_memory import Held, ResponseMemory
@@ -50,17 +54,43 @@ async def responses(serving: Serving, http: Request) -> Response:
 async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -> Prepared:
     chat = request.to_chat()
     try:
-        prepared = await prepare(serving, chat, http)
+        prepared = await prepare(serving, chat, http, request)
     except BadField as error:
         raise _in_own_words(error) from None
-    said = warnings(serving, request, chat)
-    said = [re.sub("^reasoning_effort", "reasoning.effort", warning) for warning in said]
+    said = _renamed(prepared.warnings)
     if request.given("store") and request.store and not serving.responses.most_bytes:
         said.append("store has no effect: this server was started with --response-memory 0.")
     job = prepared.job
     if job.constraint == "response_format":
         job = replace(job, constraint="text.format")
     return replace(prepared, job=job, warnings=said)
+
+
+async def input_tokens(serving: Serving, http: Request) -> Response:
+    """Answer POST /v1/responses/input_tokens: the prompt's tokens as /v1/responses has them."""
+    try:
+        request = InputTokensRequest.read(await http.body(), lenient=serving.settings.lenient)
+        serving.name(request.model)
+        _follow(serving, request, http)
+        chat = request.to_chat()
+
+        def count() -> int:
+            return len(prompt_ids(serving, rendered(serving, chat), chat))
+
+        try:
+            number = await serving.in_thread(count)
+        except BadField as error:
+            raise _in_own_words(error) from None
+        body = {"object": "response.input_tokens", "input_tokens": number}
+        said = _renamed(warnings(serving, request, chat))
+        return JSONResponse(body | replies.extras([], False, said))
+    except Exception as error:
+        return replies.failed(serving, error)
+
+
+def _renamed(warnings: Sequence[str]) -> list[str]:
+    """A chat's warnings with the names that this endpoint has for its fields."""
+    return [re.sub("^reasoning_effort", "reasoning.effort", warning) for warning in warnings]
 
 
 def _in_own_words(error: BadField) -> BadField:
@@ -71,7 +101,7 @@ def _in_own_words(error: BadField) -> BadField:
     return bad
 
 
-def _follow(serving: Serving, request: ResponsesRequest, http: Request) -> tuple[bytes, ...]:
+def _follow(serving: Serving, request: ResponsesPrompt, http: Request) -> tuple[bytes, ...]:
     """The items of the conversation that the request goes on with. Raises Unserved."""
     name = request.previous_response_id
     if name is None:

@@ -297,6 +297,14 @@ class Response(BaseModel):
     warnings: list[str] | None = None
 
 
+class InputTokens(BaseModel):
+    """What /v1/responses/input_tokens answers."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+    warnings: list[str] | None = None
+
+
 class DeletedResponse(BaseModel):
     id: str
     object: Literal["response"] = "response"

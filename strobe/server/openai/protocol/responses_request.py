@@ -1,4 +1,4 @@
-"""The request of /v1/responses."""
+"""The requests of /v1/responses and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
@@ -47,10 +47,8 @@ class ResponsesStreamOptions(Closed):
     path: ClassVar[str] = "stream_options"
 
 
-class ResponsesRequest(Sampling):
-    """The body of POST /v1/responses. `to_chat` is the same as a chat."""
-
-    place: ClassVar[str] = "responses"
+class ResponsesPrompt(Closed):
+    """What the prompt is made of. `to_chat` is the same as a chat."""
 
     input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = Field(
         description="A text, or a list of items: `message`, `function_call`, "
@@ -61,20 +59,6 @@ class ResponsesRequest(Sampling):
     )
     previous_response_id: str | None = Field(
         None, description="A response that the server holds, whose conversation goes before input."
-    )
-    store: bool = Field(
-        True, description="Hold the response, so that others can follow it or read it again."
-    )
-    metadata: dict[str, str] | None = Field(None, description="Texts that the response repeats.")
-    max_output_tokens: Annotated[Int, Within(1, MOST, "leave it out for all that fit")] | None = (
-        Field(None, description="Most tokens to make, reasoning included; all that fit otherwise.")
-    )
-    top_logprobs: LogprobCount | None = Field(
-        None, description=f"With {LOGPROBS} in include: so many most probable tokens, 0 to 20."
-    )
-    include: Annotated[list[str], WithJsonSchema(INCLUDE_SCHEMA)] | None = Field(
-        None,
-        description=f"`{LOGPROBS}` asks for log probabilities; `{ENCRYPTED}` has no effect.",
     )
     tools: Annotated[list[Any], WithJsonSchema(FLAT_TOOLS_SCHEMA)] | None = Field(
         None,
@@ -97,9 +81,6 @@ class ResponsesRequest(Sampling):
         description="`effort`: given to the chat template; `none` also sets its enable_thinking to "
         "false. `summary` has no effect.",
     )
-    stream_options: ResponsesStreamOptions | None = Field(
-        None, description="Accepted; nothing in it has an effect."
-    )
     chat_template: str | None = Field(
         None,
         description="A Jinja chat template in place of the model's own, where the server was "
@@ -112,42 +93,35 @@ class ResponsesRequest(Sampling):
     _body: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
     _chat: ChatCompletionRequest | None = None
     _toolbox: Toolbox = Toolbox((), ToolChoice("none"))
+    _format: dict[str, Any] | None = None
 
     def check(self) -> None:
         super().check()
         check_template_options(self.chat_template_kwargs)
-        if self.stream_options is not None:
-            self._notes.extend(self.stream_options.warnings())
-            if not self.stream:
-                raise BadField(
-                    "stream_options is given without stream; set stream to true.",
-                    "stream_options",
-                )
-        logprobs = self._reads_logprobs()
-        if self.top_logprobs and not logprobs:
-            raise BadField(
-                f'top_logprobs is {self.top_logprobs} without "{LOGPROBS}" in include; add it.',
-                "top_logprobs",
-            )
+
+    def build(self) -> None:
+        """Make the chat. Raises BadField."""
         self._toolbox = read_toolbox(self.tools, self.tool_choice, self._notes, flat=True)
         chosen = self._toolbox.choice
+        self._format = self._read_format()
         body: dict[str, Any] = {
             "messages": read_input(self.input, self.instructions, self._notes),
             "tools": list(self._toolbox.tools),
             "tool_choice": chosen.mode,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "logprobs": logprobs,
-            "top_logprobs": self.top_logprobs,
-            "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": self._read_effort(),
-            "response_format": self._read_format(),
+            "response_format": self._format,
             "chat_template": self.chat_template,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
         if chosen.name is not None:
             body["tool_choice"] = {"type": "function", "function": {"name": chosen.name}}
-        body |= {name: getattr(self, name) for name in Sampling.model_fields if self.given(name)}
+        body |= self.generation()
         self._body, self._chat = body, self._read_chat(body)
+
+    def generation(self) -> dict[str, Any]:
+        """A chat's fields that say how to answer. Raises BadField."""
+        return {}
 
     def follow(self, items: list[Any]) -> None:
         """Put the items of an earlier conversation before the input."""
@@ -163,19 +137,6 @@ class ResponsesRequest(Sampling):
             if error.param != "reasoning_effort":
                 raise
             raise error.renamed(_EFFORT) from None
-
-    def _reads_logprobs(self) -> bool:
-        for index, name in enumerate(self.include or ()):
-            path = f"include[{index}]"
-            if name == ENCRYPTED:
-                self._notes.append(f'{path} "{ENCRYPTED}" has no effect: reasoning is in the open.')
-            elif name != LOGPROBS:
-                raise BadField(
-                    f'{path} is {shown(name)}, which is not supported; "{LOGPROBS}" is.',
-                    path,
-                    "unsupported_parameter",
-                )
-        return LOGPROBS in (self.include or ())
 
     def _read_effort(self) -> str | None:
         if self.reasoning is None:
@@ -196,8 +157,66 @@ class ResponsesRequest(Sampling):
         self._notes.extend(taken.notes)
         if "format" not in taken.fields:
             return None
-        chat_format = read_text_format(taken.fields["format"], self._notes)
-        constrains = chat_format["type"] != "text"
+        return read_text_format(taken.fields["format"], self._notes)
+
+    def to_chat(self) -> ChatCompletionRequest:
+        """The same request as a chat: messages, tools and all that says how to answer."""
+        assert self._chat is not None, "checked requests have their chat"
+        return self._chat
+
+    def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
+        """A sentence for each thing given that has no effect, as for a chat."""
+        said = super().warnings() + self.to_chat().warnings(template_reads)
+        if self._toolbox.choice.mode == "auto":
+            said += [
+                f"{path} has no effect: a schema is held where tool_choice forces a call."
+                for path in self._toolbox.strict
+            ]
+        return list(dict.fromkeys(said))  # the chat says again what both of them have
+
+
+class ResponsesRequest(Sampling, ResponsesPrompt):
+    """The body of POST /v1/responses."""
+
+    place: ClassVar[str] = "responses"
+
+    store: bool = Field(
+        True, description="Hold the response, so that others can follow it or read it again."
+    )
+    metadata: dict[str, str] | None = Field(None, description="Texts that the response repeats.")
+    max_output_tokens: Annotated[Int, Within(1, MOST, "leave it out for all that fit")] | None = (
+        Field(None, description="Most tokens to make, reasoning included; all that fit otherwise.")
+    )
+    top_logprobs: LogprobCount | None = Field(
+        None, description=f"With {LOGPROBS} in include: so many most probable tokens, 0 to 20."
+    )
+    include: Annotated[list[str], WithJsonSchema(INCLUDE_SCHEMA)] | None = Field(
+        None,
+        description=f"`{LOGPROBS}` asks for log probabilities; `{ENCRYPTED}` has no effect.",
+    )
+    stream_options: ResponsesStreamOptions | None = Field(
+        None, description="Accepted; nothing in it has an effect."
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.stream_options is not None:
+            self._notes.extend(self.stream_options.warnings())
+            if not self.stream:
+                raise BadField(
+                    "stream_options is given without stream; set stream to true.",
+                    "stream_options",
+                )
+        self.build()
+
+    def generation(self) -> dict[str, Any]:
+        logprobs = self._reads_logprobs()
+        if self.top_logprobs and not logprobs:
+            raise BadField(
+                f'top_logprobs is {self.top_logprobs} without "{LOGPROBS}" in include; add it.',
+                "top_logprobs",
+            )
+        constrains = self._format is not None and self._format["type"] != "text"
         if constrains and (self._constraint is not None or self.ignore_eos):
             other = self._constraint.source if self._constraint is not None else "ignore_eos"
             raise BadField(
@@ -205,15 +224,29 @@ class ResponsesRequest(Sampling):
                 "looks; leave one of them out.",
                 other,
             )
-        return chat_format
+        body: dict[str, Any] = {
+            "logprobs": logprobs,
+            "top_logprobs": self.top_logprobs,
+            "max_completion_tokens": self.max_output_tokens,
+        }
+        given = {name: getattr(self, name) for name in Sampling.model_fields if self.given(name)}
+        return body | given
+
+    def _reads_logprobs(self) -> bool:
+        for index, name in enumerate(self.include or ()):
+            path = f"include[{index}]"
+            if name == ENCRYPTED:
+                self._notes.append(f'{path} "{ENCRYPTED}" has no effect: reasoning is in the open.')
+            elif name != LOGPROBS:
+                raise BadField(
+                    f'{path} is {shown(name)}, which is not supported; "{LOGPROBS}" is.',
+                    path,
+                    "unsupported_parameter",
+                )
+        return LOGPROBS in (self.include or ())
 
     def limit(self) -> tuple[str, int | None]:
         return "max_output_tokens", self.max_output_tokens
-
-    def to_chat(self) -> ChatCompletionRequest:
-        """The same request as a chat: messages, tools and all that says how to answer."""
-        assert self._chat is not None, "checked requests have their chat"
-        return self._chat
 
     def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments of SamplingParams, as those of the chat."""
@@ -225,12 +258,16 @@ class ResponsesRequest(Sampling):
         given = (self.text or {}).get("format")
         return given if given is not None else {"type": "text"}
 
-    def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
-        """A sentence for each thing given that has no effect, as for a chat."""
-        said = super().warnings() + self.to_chat().warnings(template_reads)
-        if self._toolbox.choice.mode == "auto":
-            said += [
-                f"{path} has no effect: a schema is held where tool_choice forces a call."
-                for path in self._toolbox.strict
-            ]
-        return list(dict.fromkeys(said))  # the chat says again what both of them have
+
+class InputTokensRequest(ResponsesPrompt):
+    """The body of POST /v1/responses/input_tokens."""
+
+    place: ClassVar[str] = "input_tokens"
+
+    model: str | None = Field(
+        None, description="The name of the served model, as /v1/models lists it; any when left out."
+    )
+
+    def check(self) -> None:
+        super().check()
+        self.build()

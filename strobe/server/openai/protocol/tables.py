@@ -80,6 +80,7 @@ NO_EFFECT: Mapping[str, Table] = {
     },
     "messages": {**_ACCEPTED, **_ACCEPTED_MESSAGES},
     "count_tokens": _ACCEPTED_MESSAGES,
+    "input_tokens": {},
     "tokenize": {},
     "detokenize": {},
     "stream_options": {
@@ -186,6 +187,16 @@ _REFUSED_MESSAGES: Table = {
 }
 """Refused on Anthropic's endpoints."""
 
+_REFUSED_RESPONSES: Table = {
+    "conversation": Note("there are no stored conversations; give previous_response_id"),
+    "prompt": Note("there are no stored prompts; give instructions and input"),
+    "truncation": Note("shorten the input", ("disabled",)),
+    "messages": Note("give input"),
+    "response_format": Note("give text.format"),
+    "reasoning_effort": Note("give reasoning.effort"),
+}
+"""Refused on /v1/responses and /v1/responses/input_tokens."""
+
 UNSUPPORTED: Mapping[str, Table] = {
     "chat": {
         **_REFUSED,
@@ -215,18 +226,17 @@ UNSUPPORTED: Mapping[str, Table] = {
     "responses": {
         **_REFUSED,
         **_THINKING,
+        **_REFUSED_RESPONSES,
         "background": Note("an answer is made while its request waits", (False,)),
-        "conversation": Note("there are no stored conversations; give previous_response_id"),
-        "prompt": Note("there are no stored prompts; give instructions and input"),
-        "truncation": Note("shorten the input", ("disabled",)),
         "context_management": Note("shorten the input", ([],)),
         "previous_input_messages": Note("give input"),
         "enable_response_messages": Note("/tokenize shows a prompt", (False,)),
         "image": Note(_MEDIA),
-        "messages": Note("give input"),
-        "response_format": Note("give text.format"),
-        "reasoning_effort": Note("give reasoning.effort"),
         "n": Note("a response has one answer", (1,)),
+    },
+    "input_tokens": {
+        **_REFUSED_RESPONSES,
+        "personality": Note("give instructions"),
     },
     "messages": {
         **_REFUSED,
