@@ -15,7 +15,7 @@ from strobe.server import page
 from strobe.server.anthropic.messages import count_tokens, messages
 from strobe.server.anthropic.protocol import message_bodies as bodies
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
-from strobe.server.guards import Key, read_keys
+from strobe.server.guards import Key, read_keys, route
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
 from strobe.server.openai import replies
 from strobe.server.openai.chat import chat
@@ -34,7 +34,7 @@ from strobe.server.openai.protocol.token_requests import (
 )
 from strobe.server.openai.responses import input_tokens, responses
 from strobe.server.openai.tokens import detokenize, tokenize
-from strobe.server.reads import READ_ERRORS, UNSERVED, add_held, add_reads
+from strobe.server.reads import OLLAMA, READ_ERRORS, UNSERVED, add_held, add_reads
 from strobe.server.serving import Serving
 
 Handler = Callable[[Serving, Request], Awaitable[Response]]
@@ -166,6 +166,12 @@ async def _not_found(http: Request, error: Exception) -> Response:
     if http.url.path in UNSERVED:
         sentence = f"Strobe serves text generation; {http.url.path} is not among what it does."
         return JSONResponse(error_body(sentence, status=501, code="not_implemented"), 501)
+    if OLLAMA.match(path := route(http.scope)):
+        sentence = (
+            f"{path[:200]!r} is a path of Ollama's API, which Strobe does not speak; set the "
+            f"client to OpenAI's API, with the base URL {http.base_url}v1."
+        )
+        return JSONResponse(error_body(sentence, status=404, code="not_found"), 404)
     sentence = f"There is nothing at {http.url.path[:200]!r}; GET /docs lists what there is."
     return JSONResponse(error_body(sentence, status=404, code="not_found"), 404)
 

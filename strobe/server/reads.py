@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
@@ -43,6 +44,12 @@ UNSERVED = frozenset({
     "/v1/fine_tuning/jobs",
 })  # fmt: skip
 """Paths of other servers' and OpenAI's that do more than generate text."""
+
+OLLAMA = re.compile(
+    r"/api/(chat|generate|tags|show|version|ps|embed|embeddings|pull|push|create|copy|delete|blobs)"
+    r"(/|$)"
+)
+"""Paths of Ollama's API."""
 
 _FILES = ("name_or_path", "vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file")
 """Of a tokenizer's settings those that are paths of this machine."""

@@ -95,6 +95,22 @@ def test_what_is_no_text_generation_is_a_501(tokenizer: Tokenizer, path: str, me
     )
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/tags", "/api/blobs/sha256:1"])
+@pytest.mark.parametrize("root_path", ["", "/strobe"])
+def test_ollamas_paths_name_openais(tokenizer: Tokenizer, path: str, root_path: str):
+    answer = call(
+        make_app(serving(tokenizer)),
+        root_path + path,
+        root_path=root_path,
+        headers=[("Host", "localhost:8000")],
+    )
+    assert answer.status == 404
+    assert answer.error["message"] == (
+        f"{path!r} is a path of Ollama's API, which Strobe does not speak; set the client to "
+        f"OpenAI's API, with the base URL http://localhost:8000{root_path}/v1."
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "asked"),
     [
