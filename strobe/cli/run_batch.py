@@ -31,7 +31,8 @@ class RunBatch:
         str,
         arg(
             aliases=["-o"],
-            help="Answers, one a line in the order in which they end; lines are added to it.",
+            help="Answers, one a line in the order in which they end. Lines are added to a file of "
+            "answers; any other file is left alone.",
             metavar="FILE",
             help_behavior_hint="(required)",
         ),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
 import secrets
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 from tqdm import tqdm
@@ -24,6 +27,8 @@ from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_BEGINNING = b'{"id": "batch_req_'
+"""What every line that is written begins with."""
 
 
 class Asked(NamedTuple):
@@ -38,23 +43,123 @@ def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: P
     """Answer what `out` does not answer yet; the exit status, 1 where a request failed. Raises
     ValueError for files and settings that do not fit."""
     settings = replace(named(config, settings), access_log=False, api_key=(), api_key_file=None)
-    every, done = _asked(source), _answered(out)
-    asked = [one for one in every if one.custom_id not in done]
+    requests = read_requests(source)
     settings.logs.configure()
-    if done:
-        print(f"{out} has {len(done)} answers already; {len(asked)} are left.", file=sys.stderr)
-    template = read_template(settings.chat_template)
-    config = located(config)
-    try:
-        with out.open("a", encoding="utf-8") as file:
-            failed = asyncio.run(_run(config, settings, template, asked, file))
-    except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error.strerror or error}.") from None
-    except EngineDead as error:
-        print(f"strobe: {error}", file=sys.stderr)
-        return 1
-    print(f"{len(asked) - failed} requests answered, {failed} failed: {out}", file=sys.stderr)
+    with closing(AnswerFile(out, source)) as answers:
+        asked = [one for one in requests if one.custom_id not in answers.answered]
+        if done := len(requests) - len(asked):
+            left = f"{len(asked)} {'is' if len(asked) == 1 else 'are'} left"
+            print(f"{out} has {_count(done, 'answer')} already; {left}.", file=sys.stderr)
+        template = read_template(settings.chat_template)
+        config = located(config)
+        try:
+            failed = asyncio.run(_run(config, settings, template, asked, answers))
+        except EngineDead as error:
+            print(f"strobe: {error}", file=sys.stderr)
+            return 1
+    answered = _count(len(asked) - failed, "request")
+    print(f"{answered} answered, {failed} failed: {out}", file=sys.stderr)
     return int(failed > 0)
+
+
+class AnswerFile:
+    """The output file. Lines are only ever added to it, and are on the disk once they are, so that
+    a run that is killed loses only the answers that it was making."""
+
+    def __init__(self, path: Path, source: Path):
+        """Read the answers that an existing file holds. Raises ValueError, leaving the file as it
+        is, if it is the input or holds anything but answers."""
+        self.path = path
+        if path.exists() and path.samefile(source):
+            raise self._refused(f"is the input file {source} itself")
+        if path.exists() and not path.is_file():
+            raise self._refused("is not a regular file")
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise self._refused(f"cannot be opened ({error.strerror})") from None
+        try:
+            self._lock()
+            self.answered = self._read()
+        except ValueError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    async def add(self, line: Mapping[str, Any]) -> None:
+        """Append an answer. Raises ValueError if that fails; the file keeps whole lines only."""
+        # Escapes keep U+2028 and the like, which some programs take for ends of lines, out of it.
+        data = json.dumps(line).encode() + b"\n"
+        size, written = os.fstat(self._fd).st_size, 0
+        try:
+            while written < len(data):
+                written += os.write(self._fd, data[written:])
+        except OSError as error:
+            os.ftruncate(self._fd, size)
+            raise self._full(error) from None
+        try:
+            await asyncio.to_thread(os.fsync, self._fd)
+        except OSError as error:
+            raise self._full(error) from None
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._refused("is being written by another run") from None
+        except OSError:
+            pass  # a file system without locks
+
+    def _read(self) -> set[str]:
+        """The custom ids that are answered. A last line that was cut off is taken away."""
+        data = self.path.read_bytes()
+        *lines, last = data.split(b"\n")
+        answered: set[str] = set()
+        for number, line in enumerate([*lines, last], 1):
+            answer = _answer(line)
+            if answer is not None and answer["response"].get("status_code") == 200:
+                answered.add(answer["custom_id"])
+            cut_off = number > len(lines) and (
+                line.startswith(_BEGINNING) or (number > 1 and _BEGINNING.startswith(line))
+            )
+            if answer is None and line.strip() and not cut_off:
+                raise self._refused(f"holds something other than answers (line {number})")
+        if _answer(last) is not None:
+            os.write(self._fd, b"\n")
+        elif last:
+            os.ftruncate(self._fd, len(data) - len(last))
+        return answered
+
+    def _refused(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self.path} {why}, so no answers are written to it; name another file with "
+            "--output-file."
+        )
+
+    def _full(self, error: OSError) -> ValueError:
+        return ValueError(
+            f"{self.path} cannot be written ({error.strerror}); it keeps the answers so far, and "
+            "the same command goes on from there."
+        )
+
+
+def _answer(line: bytes) -> dict[str, Any] | None:
+    """A line of an output file; None if it is anything else."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    shaped = isinstance(value, dict) and isinstance(value.get("custom_id"), str)
+    if not shaped or "error" not in value or "response" not in value:
+        return None
+    response = value["response"]
+    return value | {"response": response if isinstance(response, dict) else {}}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 async def _run(
@@ -62,7 +167,7 @@ async def _run(
     settings: ServerConfig,
     template: str | None,
     asked: list[Asked],
-    file: IO[str],
+    answers: AnswerFile,
 ) -> int:
     """Write an answer to each; how many failed."""
     if not asked:
@@ -82,9 +187,8 @@ async def _run(
                 status, body = await _call(app, one)
             if client.dead:
                 raise EngineDead("The engine's process has ended; start again to go on.")
+            await answers.add(_line(one, status, body))
             failed += status != 200
-            file.write(json.dumps(_line(one, status, body), ensure_ascii=False) + "\n")
-            file.flush()
             progress.update()
 
         with tqdm(total=len(asked), unit="request", disable=not sys.stderr.isatty()) as progress:
@@ -92,7 +196,7 @@ async def _run(
                 for one in asked:
                     group.create_task(answer(one))
         return failed
-    except* EngineDead as errors:
+    except* (EngineDead, ValueError) as errors:
         raise errors.exceptions[0] from None
     finally:
         await client.stop()
@@ -134,15 +238,21 @@ def _line(one: Asked, status: int, body: Any) -> dict[str, Any]:
     }
 
 
-def _asked(path: Path) -> list[Asked]:
+def read_requests(path: Path) -> list[Asked]:
     """The requests of a file. Raises ValueError, naming the line."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}).") from None
     found: dict[str, Asked] = {}
-    for number, line in _lines(path):
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         where = f"Line {number} of {path}"
         try:
             one = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where} is no JSON: {error}.") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} is not JSON: {error}.") from None
         given = one if isinstance(one, dict) else {}
         name, url, body = (given.get(key) for key in ("custom_id", "url", "body"))
         if not isinstance(name, str) or not name or not isinstance(body, dict):
@@ -157,32 +267,8 @@ def _asked(path: Path) -> list[Asked]:
         if name in found:
             raise ValueError(f"{where} has the custom_id {name!r} of an earlier line; change it.")
         found[name] = Asked(name, url, body)
+    if not found:
+        raise ValueError(
+            f"{path} holds no requests; write one a line, with custom_id, url and body."
+        )
     return list(found.values())
-
-
-def _answered(path: Path) -> set[str]:
-    """The custom ids of the answers that a file holds; of a line that was cut off, nothing."""
-    if not path.exists():
-        return set()
-    found: set[str] = set()
-    kept: list[str] = []
-    for _, line in _lines(path):
-        try:
-            one = json.loads(line)
-            answered = one["response"]["status_code"] == 200
-        except (ValueError, TypeError, LookupError):
-            continue
-        if answered:
-            found.add(one["custom_id"])
-            kept.append(line)
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    return found
-
-
-def _lines(path: Path) -> list[tuple[int, str]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}).") from None
-    lines = enumerate(text.splitlines(), 1)
-    return [(number, line) for number, line in lines if line.strip()]

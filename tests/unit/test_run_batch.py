@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from strobe.server.batch import AnswerFile, read_requests
 
 ROOT = Path(__file__).parents[2]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -70,7 +76,7 @@ def test_every_line_is_answered_and_a_second_run_goes_on_where_the_first_was(
     kept = [line for line in lines if '"custom_id": "b"' in line]
     files[1].write_text(kept[0] + "\n" + lines[0][:40])  # a run that was killed
     status, said = run(files)
-    assert f"{files[1]} has 1 answers already; 3 are left." in said
+    assert f"{files[1]} has 1 answer already; 3 are left." in said
     again = answers(files[1])
     assert again.keys() == told.keys()
     assert again["b"] == told["b"]
@@ -80,7 +86,7 @@ def test_every_line_is_answered_and_a_second_run_goes_on_where_the_first_was(
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("{", "Line 2 of .* is no JSON"),
+        ("{", "Line 2 of .* is not JSON"),
         ("[]", "must be an object with custom_id, url and body"),
         ({"custom_id": "x", "url": TEXT}, "must be an object with custom_id, url and body"),
         ({"custom_id": "", "url": TEXT, "body": {}}, "must be an object with custom_id"),
@@ -106,3 +112,165 @@ def test_files_that_are_not_there_are_sentences(main: Callable[..., Any], tmp_pa
     status, _, err = main("run-batch", "-i", f"{tmp_path}/none", "-o", f"{tmp_path}/out")
     assert status == 2
     assert "none cannot be read" in err
+
+
+# what the output file holds
+
+
+class NoEngine:
+    """An engine that must not be started."""
+
+    def __init__(self, *arguments: Any):
+        raise AssertionError("an engine was started")
+
+
+@pytest.fixture
+def refused(
+    main: Callable[..., Any], files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], str]:
+    """Runs the command, which must end with one sentence; returns it."""
+    monkeypatch.setattr("strobe.server.batch.EngineClient", NoEngine)
+
+    def run() -> str:
+        status, _, err = main("run-batch", f"-i={files[0]}", f"-o={files[1]}", "--device=cpu")
+        assert (status, err.count("\n")) == (2, 1)
+        return err
+
+    return run
+
+
+ANSWER = {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200}, "error": None}
+
+
+@pytest.mark.parametrize("kind", ["same path", "symlink", "hard link"])
+def test_output_that_is_the_input_is_refused(
+    files: tuple[Path, Path], refused: Callable[[], str], kind: str
+):
+    asked, out = files
+    before = asked.read_bytes()
+    if kind == "symlink":
+        out.symlink_to(asked)
+    elif kind == "hard link":
+        out.hardlink_to(asked)
+    else:
+        asked.rename(out)
+        asked.symlink_to(out)
+    assert f"{out} is the input file {asked} itself" in refused()
+    assert asked.read_bytes() == out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Buy milk.\n",
+        "Buy milk.",
+        "{",
+        json.dumps(ANSWER) + "\nBuy milk.\n",
+        json.dumps(ANSWER) + "\nBuy milk.",
+        '{"id": "batch_req_\n' + json.dumps(ANSWER) + "\n",
+        json.dumps(LINES[0]) + "\n",
+        json.dumps({"custom_id": "a", "response": 1}) + "\n",
+        "[" * 200_000,
+    ],
+)
+def test_a_file_of_anything_but_answers_is_refused_and_untouched(
+    files: tuple[Path, Path], refused: Callable[[], str], text: str
+):
+    files[1].write_text(text)
+    assert f"{files[1]} holds something other than answers (line " in refused()
+    assert files[1].read_text() == text
+
+
+def test_bytes_that_are_not_text_are_refused_and_untouched(
+    files: tuple[Path, Path], refused: Callable[[], str]
+):
+    files[1].write_bytes(b"\xff\x00\xfe")
+    assert "holds something other than answers (line 1)" in refused()
+    assert files[1].read_bytes() == b"\xff\x00\xfe"
+
+
+def test_output_that_cannot_be_opened_is_a_sentence(
+    files: tuple[Path, Path], refused: Callable[[], str]
+):
+    files[1].mkdir()
+    assert "is not a regular file" in refused()
+    files[1].rmdir()
+    files[1].symlink_to(files[1].parent / "none" / "answers.jsonl")
+    assert "cannot be opened (No such file or directory)" in refused()
+
+
+def test_two_runs_do_not_write_one_file(files: tuple[Path, Path], refused: Callable[[], str]):
+    with closing(AnswerFile(files[1], files[0])):
+        assert "is being written by another run" in refused()
+
+
+def test_an_input_without_requests_is_a_sentence(
+    files: tuple[Path, Path], refused: Callable[[], str]
+):
+    files[0].write_text("\n \n")
+    assert f"{files[0]} holds no requests" in refused()
+
+
+def test_a_start_keeps_every_answer_and_drops_a_line_that_was_cut_off(files: tuple[Path, Path]):
+    failed = {**ANSWER, "custom_id": "b", "response": {"status_code": 500}}
+    null = {**ANSWER, "custom_id": "c", "response": None, "error": {"code": "batch_expired"}}
+    whole = "".join(json.dumps(line) + "\n" for line in (ANSWER, failed, null))
+    for tail in ("", '{"id', json.dumps(ANSWER)[:-1], '{"id": "batch_req_2", "custom_id": "\u2028'):
+        files[1].write_text(whole + tail)
+        with closing(AnswerFile(files[1], files[0])) as out:
+            assert out.answered == {"a"}
+        assert files[1].read_text() == whole
+    files[1].write_text(whole[:-1])  # only the end of the line is missing
+    with closing(AnswerFile(files[1], files[0])):
+        assert files[1].read_text() == whole
+
+
+def test_a_start_never_empties_the_file(
+    main: Callable[..., Any], files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    """A kill between a start's first look at the file and its first answer loses nothing."""
+    text = json.dumps(ANSWER) + "\n"
+    files[1].write_text(text)
+    inode = files[1].stat().st_ino
+
+    def stop(config: Any) -> Any:
+        raise ValueError(f"The file holds {len(files[1].read_text())} characters.")
+
+    monkeypatch.setattr("strobe.server.batch.located", stop)
+    status, _, err = main("run-batch", f"-i={files[0]}", f"-o={files[1]}", "--device=cpu")
+    assert status == 2
+    assert f"The file holds {len(text)} characters." in err
+    assert "has 1 answer already; 3 are left." in err
+    assert files[1].stat().st_ino == inode
+
+
+def test_lines_end_with_a_newline_and_nothing_else(files: tuple[Path, Path]):
+    odd = "a\u2028b\x85c\x0bd\x1ce\ud800"
+    line = {**ANSWER, "response": {"status_code": 200, "body": odd}}
+    with closing(AnswerFile(files[1], files[0])) as out:
+        asyncio.run(out.add(line))
+    assert len(files[1].read_text().splitlines()) == 1
+    assert json.loads(files[1].read_text()) == line
+    body = {"prompt": odd[:-1]}
+    files[0].write_text(
+        "\ufeff" + json.dumps({"custom_id": "a", "url": TEXT, "body": body}, ensure_ascii=False)
+        + "\r\n"
+    )  # fmt: skip
+    (asked,) = read_requests(files[0])
+    assert asked.body == body
+
+
+def test_a_full_disk_leaves_whole_lines(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
+    write = os.write
+
+    def write_part(fd: int, data: bytes) -> int:
+        if len(data) < 40:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data[:40])
+
+    with closing(AnswerFile(files[1], files[0])) as out:
+        asyncio.run(out.add(ANSWER))
+        monkeypatch.setattr(os, "write", write_part)
+        with pytest.raises(ValueError, match=r"cannot be written \(No space left on device\)"):
+            asyncio.run(out.add(ANSWER))
+    assert files[1].read_text() == json.dumps(ANSWER) + "\n"
