@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
-from tqdm import tqdm
 
 from strobe.config import EngineConfig
 from strobe.hub.locate import located
+from strobe.progress import Progress
 from strobe.server.app import make_app
 from strobe.server.engine_process.client import EngineClient, EngineDead
 from strobe.server.launch import make_serving, named
@@ -44,13 +44,13 @@ def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: P
     ValueError for files and settings that do not fit."""
     settings = replace(named(config, settings), access_log=False, api_key=(), api_key_file=None)
     requests = read_requests(source)
-    settings.logs.configure()
     with closing(AnswerFile(out, source)) as answers:
         asked = [one for one in requests if one.custom_id not in answers.answered]
         if done := len(requests) - len(asked):
             left = f"{len(asked)} {'is' if len(asked) == 1 else 'are'} left"
             print(f"{out} has {_count(done, 'answer')} already; {left}.", file=sys.stderr)
         template = read_template(settings.chat_template)
+        settings.logs.configure()
         config = located(config)
         try:
             failed = asyncio.run(_run(config, settings, template, asked, answers))
@@ -189,9 +189,9 @@ async def _run(
                 raise EngineDead("The engine's process has ended; start again to go on.")
             await answers.add(_line(one, status, body))
             failed += status != 200
-            progress.update()
+            shown.advance()
 
-        with tqdm(total=len(asked), unit="request", disable=not sys.stderr.isatty()) as progress:
+        with Progress("Answering", len(asked), unit="requests") as shown:
             async with asyncio.TaskGroup() as group:
                 for one in asked:
                     group.create_task(answer(one))

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from strobe.config import EngineConfig
 from strobe.demo_models import FAMILIES, Example, read_heldout
 from strobe.hub.locate import located
 from strobe.llm import LLM
 from strobe.outputs import Prompt, RequestOutput
+from strobe.progress import Progress
 from strobe.sampling_params import SamplingParams
 
 
@@ -62,10 +62,16 @@ def answerer(llm: LLM, params: SamplingParams) -> Answer:
     return answer
 
 
-def race(answers: Mapping[str, Answer], prompts: Sequence[Prompt], repeats: int) -> dict[str, Run]:
+def race(
+    answers: Mapping[str, Answer],
+    prompts: Sequence[Prompt],
+    repeats: int,
+    on_answer: Callable[[], None] = lambda: None,
+) -> dict[str, Run]:
     """Answer every prompt with every way in turn, so that all of them meet the same machine.
 
-    A prompt's time is the fastest of `repeats`, after one turn that warms up.
+    A prompt's time is the fastest of `repeats`, after one turn that warms up. on_answer: is called
+    after each answer.
     """
     seconds = {name: [float("inf")] * len(prompts) for name in answers}
     outputs: dict[str, list[Any]] = {name: [None] * len(prompts) for name in answers}
@@ -76,6 +82,7 @@ def race(answers: Mapping[str, Answer], prompts: Sequence[Prompt], repeats: int)
                 outputs[name][i] = answer(prompt)
                 if turn:
                     seconds[name][i] = min(seconds[name][i], time.perf_counter() - began)
+                on_answer()
     return {name: Run(outputs[name], sum(seconds[name])) for name in answers}
 
 
@@ -132,7 +139,7 @@ def run_demo(
         config, method="dflash" if config.target else None, enable_prefix_caching=False
     )
     config = located(config)
-    with Console(stderr=True).status("Loading the models, and warming up"):
+    with Progress("Loading the models, and warming up"):
         drafting = LLM(**_options(config))
         plain = LLM(**_options(config.plain()))
     asked = prompts_of(drafting, examples)
@@ -140,7 +147,9 @@ def run_demo(
         _stream(drafting, examples[0], asked[0], params)
         print("\nComparing plain decoding with DFlash, one request at a time ...", flush=True)
     ways = {"plain": answerer(plain, params), "dflash": answerer(drafting, params)}
-    runs = race(ways, asked, repeats)
+    total = len(ways) * (1 + repeats * len(asked))
+    with Progress("Comparing", total, unit="answers") as shown:
+        runs = race(ways, asked, repeats, shown.advance)
     figures = compare(runs["plain"], runs["dflash"], drafting)
     if as_json:
         print(json.dumps(figures))

@@ -29,6 +29,14 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(DEMO_MODELS / "target")
 
 
+@pytest.fixture(autouse=True)
+def no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard error is the same however slow the machine is."""
+    from strobe import progress
+
+    monkeypatch.setattr(progress, "INTERVAL", 1e6)
+
+
 @pytest.fixture
 def main(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """main(*arguments) -> (exit status, standard output, standard error)."""

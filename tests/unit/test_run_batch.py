@@ -233,10 +233,10 @@ def test_a_start_never_empties_the_file(
     files[1].write_text(text)
     inode = files[1].stat().st_ino
 
-    def stop(config: Any) -> Any:
+    def stop(path: str | None) -> Any:
         raise ValueError(f"The file holds {len(files[1].read_text())} characters.")
 
-    monkeypatch.setattr("strobe.server.batch.located", stop)
+    monkeypatch.setattr("strobe.server.batch.read_template", stop)
     status, _, err = main("run-batch", f"-i={files[0]}", f"-o={files[1]}", "--device=cpu")
     assert status == 2
     assert f"The file holds {len(text)} characters." in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -603,7 +604,9 @@ def saved_tokenizer(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def test_the_command_trains_resumes_and_writes_a_drafter(tmp_path: Path) -> None:
+def test_the_command_trains_resumes_and_writes_a_drafter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target, data, output = tmp_path / "target", tmp_path / "data.jsonl", tmp_path / "out"
     saved_target(target)
     saved_tokenizer(target)
@@ -627,7 +630,16 @@ def test_the_command_trains_resumes_and_writes_a_drafter(tmp_path: Path) -> None
         device="cpu",
         log_every=2,
     )
+    capsys.readouterr()
     train(run)
+    first, evaluation, written = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"training, loss \d+\.\d{3}, length \d\.\d\d: "
+        r"1 of 4 steps, \S+ per second, 0:\d\d:\d\d left",
+        first,
+    )
+    assert evaluation.startswith("step 4: held-out acceptance length ")
+    assert written == f"drafter written to {output}"
     config = load_draft_config(output)
     assert config.mask_token_id == MASK_TOKEN  # the first row the tokenizer does not use
     records = [json.loads(line) for line in (output / "train.jsonl").read_text().splitlines()]

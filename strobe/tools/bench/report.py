@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from strobe.engine.build import Resolved
+from strobe.progress import Progress
 from strobe.tools.bench.floor import Rates, Shapes, Widths
 from strobe.tools.bench.timeline import Split
 
@@ -175,9 +176,9 @@ def show_circumstances(console: Console, figures: Figures, more: str = "") -> No
 
 @contextmanager
 def progress() -> Generator[Any]:
-    """progress(text) shows on a terminal what is going on."""
-    with Console(stderr=True).status("") as status:
-        yield status.update
+    """progress() as say: say(text) tells on standard error what is going on."""
+    with Progress() as shown:
+        yield shown.update
 
 
 def write(path: str, figures: Figures) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from strobe.progress import Progress
 from strobe.tools.doctor.findings import Report
 
 _SIGNS = {"ok": ("green", "ok"), "note": ("yellow", "note"), "fault": ("bold red", "wrong")}
@@ -17,12 +18,12 @@ _SIGNS = {"ok": ("green", "ok"), "note": ("yellow", "note"), "fault": ("bold red
 
 @contextmanager
 def progress(*, quiet: bool) -> Generator[Callable[[str], None]]:
-    """progress() as say: say(text) shows on a terminal what is going on."""
+    """progress() as say: say(text) tells on standard error what is going on."""
     if quiet:
         yield lambda text: None
         return
-    with Console(stderr=True).status("") as status:
-        yield status.update
+    with Progress() as shown:
+        yield shown.update
 
 
 def show(report: Report) -> None:

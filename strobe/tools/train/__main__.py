@@ -6,25 +6,16 @@ import json
 import logging
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from transformers import AutoTokenizer
 
 from strobe.hub.files import read_json
 from strobe.models.load import load_target
 from strobe.models.registry import load_target_config
+from strobe.progress import Progress
 from strobe.tools.train.data import read_samples
 from strobe.tools.train.draft import draft_config, find_mask_token, new_draft, save_draft
 from strobe.tools.train.settings import TrainSettings
@@ -105,47 +96,42 @@ def train(settings: TrainSettings) -> None:
         trainer.total,
         sum(p.numel() for p in trainer.draft.parameters()),
     )
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
     with (
         (settings.output / "train.jsonl").open("a", encoding="utf-8") as lines,
-        Progress(*columns, console=console) as progress,
+        Progress("training", trainer.total, trainer.done, "steps") as shown,
     ):
 
         def write(record: dict[str, Any]) -> None:
             print(json.dumps(record), file=lines, flush=True)
 
-        bar = progress.add_task("training", total=trainer.total, completed=trainer.done)
-        since, at = time.perf_counter(), trainer.done
+        since, at, first = time.perf_counter(), trainer.done, trainer.done + 1
         while trainer.done < trainer.total:
             result = trainer.step()
             last = trainer.done == trainer.total
-            progress.update(bar, completed=trainer.done)
-            if last or trainer.done % settings.log_every == 0:
+            logs = last or trainer.done % settings.log_every == 0
+            shown.update(done=trainer.done)
+            if logs or trainer.done == first:
                 seconds = (time.perf_counter() - since) / (trainer.done - at)
                 record = step_record(trainer, result, seconds)
-                write(record)
-                length = record["expected_length"]
-                progress.update(bar, description=f"loss {record['loss']:.3f} length {length:.2f}")
-                since, at = time.perf_counter(), trainer.done
+                loss, length = record["loss"], record["expected_length"]
+                shown.update(f"training, loss {loss:.3f}, length {length:.2f}")
+                if trainer.done == first:
+                    shown.show()
+                if logs:
+                    write(record)
+                    since, at = time.perf_counter(), trainer.done
             if last or trainer.done % settings.save_every == 0:
                 trainer.save(checkpoint)
             if trainer.heldout is not None and (last or trainer.done % settings.eval_every == 0):
                 record = evaluation_record(trainer)
                 write(record)
-                console.print(
+                shown.print(
                     f"step {trainer.done}: held-out acceptance length "
                     f"{record['heldout_acceptance_length']:.2f}"
                 )
                 since, at = time.perf_counter(), trainer.done
     save_draft(trainer.draft, settings.output, read_json(settings.target / "config.json"))
-    console.print(f"drafter written to {Path(settings.output)}")
+    print(f"drafter written to {settings.output}", file=sys.stderr)
 
 
 def main() -> None:

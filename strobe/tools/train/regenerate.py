@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from rich.progress import track
 from transformers import AutoTokenizer
 
 from strobe.models.registry import load_target_config
+from strobe.progress import Progress
 from strobe.tools.train.data import answer_turns, read_lines, render, template_options
 
 Answer = Callable[[list[list[int]], int], Sequence[Sequence[int]]]
@@ -89,13 +89,17 @@ def regenerate(asked: Sequence[list[int]], answer: Answer, output: Path, *, at_o
         ):
             raise ValueError(f"{output} holds answers to other prompts; name another --output.")
     output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a", encoding="utf-8") as file:
-        for start in track(range(done, len(asked), at_once), "answering"):
+    with (
+        output.open("a", encoding="utf-8") as file,
+        Progress("answering", len(asked), done, "prompts") as shown,
+    ):
+        for start in range(done, len(asked), at_once):
             part = list(asked[start : start + at_once])
             for ids, tokens in zip(part, answer(part, start), strict=True):
                 print(json.dumps({"prompt_ids": ids, "output_ids": list(tokens)}), file=file)
             file.flush()
             os.fsync(file.fileno())
+            shown.update(done=start + len(part))
     return len(asked)
 
 

@@ -1,0 +1,105 @@
+"""Progress on standard error, with and without a terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from textpair import Pair
+
+from strobe import progress
+from strobe.progress import Progress
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, as the only element."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_line_has_rate_and_time_left(clock: list[float]):
+    bar = Progress("training", total=200, done=50, unit="steps")
+    assert bar.line() == "training: 50 of 200 steps (0:00:00)"
+    clock[0] += 7.0
+    assert bar.line() == "training: 50 of 200 steps (0:00:07)"
+    bar.update("training, loss 5.31", done=64)
+    assert bar.line() == "training, loss 5.31: 64 of 200 steps, 2 per second, 0:01:08 left"
+    bar.advance()
+    assert "65 of 200" in bar.line()
+
+
+def test_line_without_a_total_has_the_time(clock: list[float]):
+    bar = Progress("loading [b]")
+    clock[0] += 3700.0
+    assert bar.line() == "loading [b] (1:01:40)"
+
+
+def test_short_work_prints_nothing_without_a_terminal(capsys: pytest.CaptureFixture[str]):
+    with Progress("loading") as bar:
+        bar.update("warming up")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_long_work_prints_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch):
+    printed = threading.Event()
+
+    class Stream(io.StringIO):
+        def flush(self) -> None:
+            if self.getvalue().count("\n") > 1:
+                printed.set()
+
+    stream = Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "INTERVAL", 1e-3)
+    with Progress("measuring"):
+        assert printed.wait(60)
+    lines = stream.getvalue().splitlines()
+    assert set(lines) == {"measuring (0:00:00)"}
+
+
+def test_terminal_has_a_live_line_and_nothing_stays(monkeypatch: pytest.MonkeyPatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    with Progress("training [b]", total=4, unit="steps") as bar:
+        bar.update(done=3)
+        bar.show()
+        bar.print("a line that stays")
+    shown = stream.getvalue()
+    assert "training [b]" in shown
+    assert "3/4" in shown
+    assert "\na line that stays\n" in shown.replace("\r", "\n").replace("\x1b[2K", "")
+    assert "left" not in shown, "a line for files"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("demo", "--prompts=2", "--max-tokens=6", "--repeats=2"), "Comparing: "),
+        (("bench", "offline", "--prompts=1", "--max-tokens=4", "--concurrency=1"), "measuring "),
+    ],
+)
+def test_commands_print_lines_without_a_terminal(
+    main: Callable[..., Any],
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    line: str,
+):
+    monkeypatch.setattr(progress, "INTERVAL", 1e-3)
+    pair_flags = f"--target={pair.target}", f"--draft={pair.draft}", "--device=cpu"
+    status, _, err = main(*arguments, *pair_flags)
+    assert status == 0
+    assert f"\n{line}" in f"\n{err}"
