@@ -363,6 +363,13 @@ def test_prompts_go_through_the_chat_template(tmp_path: Path):
             prompts.read_prompts(settings, DEMO_MODELS / "target")
 
 
+def test_prompts_may_hold_the_line_ends_of_unicode(tmp_path: Path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a\u2028b\x85c"}\n')
+    settings = OfflineSettings(data=str(data), prompts=1, concurrency="1")
+    assert len(prompts.read_prompts(settings, DEMO_MODELS / "target")) == 1
+
+
 def test_the_demo_models_prompts_are_held_out_ones_of_all_families():
     taken = prompts.read_prompts(
         OfflineSettings(prompts=7, concurrency="1"), DEMO_MODELS / "target"

@@ -53,7 +53,7 @@ def _conversations(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         raise ValueError(
             f"data is {str(path)!r}, which cannot be read ({error}); name a file of JSON lines."
         ) from None
-    for i, line in enumerate(text.splitlines(), start=1):
+    for i, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{path} line {i}"
             yield where, _messages(line, where)
