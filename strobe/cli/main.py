@@ -6,12 +6,13 @@ Nothing is imported here that takes time, so that Ctrl-C ends a command quietly 
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
+
+from strobe.exit_status import exit_status
 
 COMMANDS = {
     "generate": "Answer prompts and print the answers.",
@@ -29,30 +30,11 @@ _ABOUT = (
     "Strobe: LLM inference with DFlash block-diffusion speculation. Without a target, commands use "
     "the demo models. Commands also take the options of vLLM and SGLang."
 )
-_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status. What a user got wrong is one sentence."""
-    try:
-        try:
-            return _run(sys.argv[1:] if arguments is None else arguments)
-        finally:
-            sys.stdout.flush()
-    except ValueError as error:
-        print(f"strobe: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:
-        if error.filename is not None or error.errno not in (errno.EPIPE, *_CANNOT_WRITE):
-            raise
-        # Python would try to write once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.EPIPE:  # nobody reads on
-            return 141
-        print(f"strobe: Standard output cannot be written: {error.strerror}.", file=sys.stderr)
-        return 1
+    return exit_status(lambda: _run(sys.argv[1:] if arguments is None else arguments))
 
 
 def _run(arguments: Sequence[str]) -> int:

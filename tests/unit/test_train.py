@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +34,14 @@ from strobe.tools.train.blocks import (
     visible,
 )
 from strobe.tools.train.capture import capture, target_choices
-from strobe.tools.train.data import Corpus, Sample, chat_sample, epoch_order, read_samples
+from strobe.tools.train.data import (
+    Corpus,
+    Sample,
+    chat_sample,
+    epoch_order,
+    read_lines,
+    read_samples,
+)
 from strobe.tools.train.draft import as_saved, draft_config, new_draft, save_draft
 from strobe.tools.train.loss import (
     Accuracy,
@@ -49,6 +58,7 @@ from strobe.tools.train.regenerate import (
     prompts,
     regenerate,
 )
+from strobe.tools.train.regenerate import main as regenerate_main
 from strobe.tools.train.settings import DraftShape, Objective, Schedule, TrainSettings
 from strobe.tools.train.trainer import Trainer, learning_rate, split_heldout
 
@@ -585,6 +595,13 @@ def test_regenerate_answers_every_turn_and_continues(tmp_path: Path) -> None:
         list(prompts(source, WordTokenizer(), room=6))
 
 
+def test_data_lines_end_with_a_newline_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a\u2028b\x85c"}\r\n\n{"text": "d"}')
+    assert [line["text"] for _, line in read_lines(path)] == ["a\u2028b\x85c", "d"]
+    assert [place for place, _ in read_lines(path)] == [f"{path}:1", f"{path}:3"]
+
+
 # The command
 
 
@@ -634,7 +651,7 @@ def test_the_command_trains_resumes_and_writes_a_drafter(
     train(run)
     first, evaluation, written = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
-        r"training, loss \d+\.\d{3}, length \d\.\d\d: "
+        r"training \(step 1: loss \d+\.\d{3}, length \d\.\d\d\): "
         r"1 of 4 steps, \S+ per second, 0:\d\d:\d\d left",
         first,
     )
@@ -712,3 +729,43 @@ def test_wrong_settings_are_sentences() -> None:
         draft_config(DraftShape(features=2), target, 40)
     with pytest.raises(ValueError, match="1 of them would be held out"):
         split_heldout(samples(1), 0.5, 0)
+
+
+# The programs
+
+
+def test_regenerate_needs_no_options_for_a_target_of_a_short_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default of max_tokens is the whole context of the demo target."""
+    target, data, output = tmp_path / "target", tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    saved_target(target)
+    saved_tokenizer(target)
+    assert load_target_config(target).decoder.max_position < RegenerateSettings.max_tokens
+    data.write_text('{"prompt_ids": [7, 8]}\n')
+    arguments = [f"--target={target}", f"--data={data}", f"--output={output}"]
+    monkeypatch.setattr(sys, "argv", ["regenerate", *arguments])
+    assert regenerate_main() == 0
+    (line,) = [line for _, line in read_lines(output)]
+    assert line["prompt_ids"] == [7, 8]
+    assert line["output_ids"]
+
+
+@pytest.mark.parametrize("module", ["strobe.tools.train", "strobe.tools.train.regenerate"])
+def test_programs_end_quietly_when_the_reader_leaves(module: str) -> None:
+    run = subprocess.run(
+        f"{sys.executable} -m {module} --help | true; exit ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert (run.returncode, run.stdout, run.stderr) == (141, "", "")
+
+
+def test_program_errors_are_sentences(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "strobe.tools.train", "--target=/none", "--data=/none",
+         f"--output={tmp_path / 'out'}"],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+    assert run.stderr.startswith("strobe: /none does not exist")

@@ -12,6 +12,7 @@ import torch
 import tyro
 from transformers import AutoTokenizer
 
+from strobe.exit_status import exit_status
 from strobe.hub.files import read_json
 from strobe.models.load import load_target
 from strobe.models.registry import load_target_config
@@ -114,7 +115,9 @@ def train(settings: TrainSettings) -> None:
                 seconds = (time.perf_counter() - since) / (trainer.done - at)
                 record = step_record(trainer, result, seconds)
                 loss, length = record["loss"], record["expected_length"]
-                shown.update(f"training, loss {loss:.3f}, length {length:.2f}")
+                shown.update(
+                    f"training (step {trainer.done}: loss {loss:.3f}, length {length:.2f})"
+                )
                 if trainer.done == first:
                     shown.show()
                 if logs:
@@ -134,15 +137,12 @@ def train(settings: TrainSettings) -> None:
     print(f"drafter written to {settings.output}", file=sys.stderr)
 
 
-def main() -> None:
-    """The command line."""
+def main() -> int:
+    """The command line; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        train(tyro.cli(TrainSettings, prog="python -m strobe.tools.train"))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    train(tyro.cli(TrainSettings, prog="python -m strobe.tools.train"))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -16,6 +16,7 @@ from typing import Any
 import tyro
 from transformers import AutoTokenizer
 
+from strobe.exit_status import exit_status
 from strobe.models.registry import load_target_config
 from strobe.progress import Progress
 from strobe.tools.train.data import answer_turns, read_lines, render, template_options
@@ -41,7 +42,7 @@ class RegenerateSettings:
     seed: int = 0
     """Of the first answer; the next ones count on from it."""
     max_tokens: int = 2048
-    """Tokens of an answer."""
+    """Most tokens of an answer; the target's context may end it before."""
     at_once: int = 256
     """Prompts given to the engine together."""
 
@@ -70,7 +71,7 @@ def prompts(path: Path, tokenizer: Any, *, room: int) -> Iterator[list[int]]:
             if not 1 <= len(ids) <= room:
                 raise ValueError(
                     f"{place}: a prompt has {len(ids)} tokens, but the target's context has room "
-                    f"for 1 to {room} before the answer; shorten it or lower max_tokens."
+                    f"for 1 to {room} before an answer; shorten it or leave it out."
                 )
             yield ids
 
@@ -129,22 +130,16 @@ def engine_answer(settings: RegenerateSettings) -> Answer:
     return answer
 
 
-def main() -> None:
-    """The command line."""
+def main() -> int:
+    """The command line; returns the exit status."""
     settings = tyro.cli(RegenerateSettings, prog="python -m strobe.tools.train.regenerate")
-    try:
-        config = load_target_config(settings.target)
-        tokenizer = AutoTokenizer.from_pretrained(str(settings.target))
-        room = config.decoder.max_position - settings.max_tokens
-        asked = list(prompts(settings.data, tokenizer, room=room))
-        count = regenerate(
-            asked, engine_answer(settings), settings.output, at_once=settings.at_once
-        )
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    config = load_target_config(settings.target)
+    tokenizer = AutoTokenizer.from_pretrained(str(settings.target))
+    asked = list(prompts(settings.data, tokenizer, room=config.decoder.max_position - 1))
+    count = regenerate(asked, engine_answer(settings), settings.output, at_once=settings.at_once)
     print(f"{count} answers in {settings.output}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))
