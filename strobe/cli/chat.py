@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
 import time
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from tyro.conf import OmitArgPrefixes
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from strobe.cli.flags import (
     ChatFlags,
@@ -24,6 +23,7 @@ from strobe.cli.flags import (
     load,
     sampling,
 )
+from strobe.cli.prompt import Prompt
 from strobe.server.parsers import (
     REASONING_FORMATS,
     Parsed,
@@ -32,6 +32,7 @@ from strobe.server.parsers import (
     detect,
     make_parser,
 )
+from strobe.wrapping import Wrapping
 
 COMMANDS = {
     "/new": "Start over.",
@@ -40,14 +41,23 @@ COMMANDS = {
     "/spec on|off": "Speculate, or decode a token at a time.",
     "/save FILE": "Write the conversation to FILE, as JSON.",
     "/help": "This list.",
-    "/exit": "Leave; Ctrl-D does, too.",
+    "/exit": "Leave; Ctrl-D and Ctrl-C twice do, too.",
 }
+NAMES = {command.split()[0] for command in COMMANDS}
 
 
 @dataclass(frozen=True)
 class Chat:
     """Talk with a model in the terminal; answers stream."""
 
+    model: Annotated[
+        Positional[str],
+        arg(
+            help="Directory or hub name of the target model.",
+            metavar="TARGET",
+            help_behavior_hint="",
+        ),
+    ] = ""
     thinking: Thinking = False
     system: System = None
     debug: Debug = False
@@ -58,7 +68,7 @@ class Chat:
         from rich.console import Console
 
         console = Console(highlight=False, emoji=False)
-        llm = load(self.engine)
+        llm = load(replace(self.engine, target=self.model))
         return _Talk(console, llm, sampling(llm, self.sampling), self.system, self.thinking).run()
 
 
@@ -77,23 +87,38 @@ class _Talk:
 
     def run(self) -> int:
         """Until the input ends or the user leaves; the exit status."""
+        leaving = False
         if sys.stdin.isatty():
             self.console.print("[dim]/help lists commands; Ctrl-C stops an answer.[/dim]")
+        prompt = Prompt(self.console)
         while True:
             try:
-                text = _ask(self.console).strip()
-            except (EOFError, KeyboardInterrupt):
+                text = prompt.ask(NAMES).strip()
+                if text.split()[:1] == ["/exit"]:
+                    return 0
+                leaving = False
+                self._take(text)
+            except EOFError:
                 if sys.stdin.isatty():
                     self.console.print()
                 return 0
-            name, _, rest = text.partition(" ")
-            if name == "/exit":
-                return 0
-            if name.startswith("/"):
-                self._command(name, rest.strip())
-            elif text:
-                self.messages.append({"role": "user", "content": text})
-                self._answer()
+            except KeyboardInterrupt:
+                if not sys.stdin.isatty():
+                    return 0
+                self.console.print()
+                if leaving:
+                    return 0
+                leaving = True
+                _say(self.console, "Ctrl-C again leaves, as Ctrl-D and /exit do.", style="dim")
+
+    def _take(self, text: str) -> None:
+        """Carry out a command, or answer a message."""
+        name, _, rest = text.partition(" ")
+        if name.startswith("/") and "\n" not in name:
+            self._command(name, rest.strip())
+        elif text:
+            self.messages.append({"role": "user", "content": text})
+            self._answer()
 
     def _command(self, name: str, rest: str) -> None:
         on = {"on": True, "off": False}.get(rest)
@@ -112,7 +137,7 @@ class _Talk:
             self.thinking = on
         elif name == "/spec" and on is not None:
             self.params = self.params.clone(speculation=None if on else False)
-        elif name in {command.split()[0] for command in COMMANDS}:
+        elif name in NAMES:
             (usage,) = [command for command in COMMANDS if command.split()[0] == name]
             _say(self.console, f"{name} {rest}".strip() + f" is not complete; write {usage}.")
         else:
@@ -131,7 +156,7 @@ class _Talk:
         console, began, delta, note = self.console, time.perf_counter(), None, ""
         if sys.stdin.isatty():
             console.print("[bold green]strobe>[/bold green] ", end="")
-        shown = _Shown(console, self.format)
+        shown = _Shown(console, self.format, len("strobe> ") if sys.stdin.isatty() else 0)
         options = {"enable_thinking": self.thinking}
         try:
             shown.begin(self.llm.tokenizer.chat_text(self.messages, **options))
@@ -156,8 +181,9 @@ class _Talk:
 class _Shown:
     """An answer on the screen: thinking dimmed on a terminal, and else left out."""
 
-    def __init__(self, console: Any, form: ReasoningFormat | None):
+    def __init__(self, console: Any, form: ReasoningFormat | None, column: int = 0):
         self.console, self.form, self.content = console, form, ""
+        self._wrapping = Wrapping(console, column)
         self._parser: Parser | None = None
         self._thinking = False
 
@@ -183,30 +209,24 @@ class _Shown:
     def _take(self, parsed: Parsed) -> None:
         if parsed.reasoning and self.console.is_terminal:
             self._turn(True)
-            print(parsed.reasoning, end="", flush=True)
+            self._print(parsed.reasoning)
         if parsed.content:
             if self._thinking:
                 self._turn(False)
-                print("\n")
+                self._print("\n\n")
             self._show(parsed.content)
 
     def _show(self, text: str) -> None:
         self.content += text
-        print(text, end="", flush=True)
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        print(self._wrapping.wrap(text), end="", flush=True)
 
     def _turn(self, thinking: bool) -> None:
         if thinking != self._thinking and not self.console.no_color:
             print("\033[2m" if thinking else "\033[0m", end="", flush=True)
         self._thinking = thinking
-
-
-def _ask(console: Any) -> str:
-    """A line from the user. The prompt goes through readline, so that editing leaves it alone."""
-    if not sys.stdin.isatty():
-        return input()
-    importlib.import_module("readline")  # gives input() editing and history
-    colour = console.is_terminal and not console.no_color
-    return input("\001\033[1;36m\002you>\001\033[0m\002 " if colour else "you> ")
 
 
 def _say(console: Any, text: str, style: str | None = None) -> None:

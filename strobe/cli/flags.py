@@ -76,7 +76,13 @@ def adopted(command: Any, options: Mapping[str, Any], name: str) -> Any:
     own = {setting: place for setting, place in own.items() if place in has}
     given = {setting: has[place] or None for setting, place in own.items()}
     for group in groups.values():
-        given |= {f.name: v for f in fields(group) if (v := getattr(group, f.name)) != f.default}
+        for f in fields(group):
+            value = getattr(group, f.name)
+            if value != f.default and given.get(f.name) not in (None, value):
+                raise ValueError(
+                    f"{name} has two values of {f.name}, {given[f.name]} and {value}; name one."
+                )
+            given |= {f.name: value} if value != f.default else {}
     found = translate(given | dict(options))
     changes: dict[str, dict[str, Any]] = {part: {} for part in groups}
     top: dict[str, Any] = {}

@@ -24,6 +24,7 @@ from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.cli.chat import _Shown
+from strobe.cli.prompt import history_file
 from strobe.demo_models import FAMILIES
 from strobe.models.checkpoint import Checkpoint
 from strobe.outputs import CompletionOutput, RequestOutput
@@ -333,10 +334,10 @@ def test_thinking_is_dim_in_a_terminal_and_left_out_of_a_file(
 class Terminal:
     """A program behind a pseudo-terminal of 80 columns."""
 
-    def __init__(self, arguments: list[str]):
+    def __init__(self, arguments: list[str], **environment: str):
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
-            os.environ.update(COLUMNS="80", TERM="xterm-256color")
+            os.environ.update(COLUMNS="80", TERM="xterm-256color", **environment)
             os.chdir(ROOT)
             os.execv(arguments[0], arguments)
         self.seen = ""
@@ -369,21 +370,35 @@ class Terminal:
                 self.seen += os.read(self.fd, 4096).decode(errors="replace")
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
+    def close(self) -> None:
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+        os.close(self.fd)
+
 
 @pytest.fixture
-def terminal(pair: Pair) -> Iterator[Terminal]:
+def open_chat(pair: Pair, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    """open_chat(*options) opens a chat on a terminal; its history is in `tmp_path`."""
+    chats: list[Terminal] = []
+
+    def open_(*options: str) -> Terminal:
+        arguments = [*RUN, "chat", str(pair.target), f"--draft={pair.draft}", CPU, "--ignore-eos"]
+        arguments += ["--temperature=0", *options]
+        chats.append(Terminal(arguments, XDG_STATE_HOME=str(tmp_path)))
+        return chats[-1]
+
+    yield open_
+    for chat in chats:
+        chat.close()
+
+
+@pytest.fixture
+def terminal(open_chat: Callable[..., Terminal]) -> Terminal:
     """A chat that would talk for long."""
-    chat = Terminal(
-        [*RUN, "chat", f"--target={pair.target}", f"--draft={pair.draft}", CPU, "--ignore-eos",
-         "--max-tokens=450", "--temperature=0"]
-    )  # fmt: skip
-    yield chat
-    try:
-        os.kill(chat.pid, signal.SIGKILL)
-        os.waitpid(chat.pid, 0)
-    except (ProcessLookupError, ChildProcessError):
-        pass
-    os.close(chat.fd)
+    return open_chat("--max-tokens=450")
 
 
 def test_a_chat_in_a_terminal_streams_stops_and_goes_on(terminal: Terminal):
@@ -404,7 +419,102 @@ def test_a_chat_in_a_terminal_streams_stops_and_goes_on(terminal: Terminal):
     assert "Traceback" not in whole
     terminal.type("/new\n")
     terminal.until("you>")
+    terminal.type("\x03")
+    terminal.until("Ctrl-C again leaves, as Ctrl-D and /exit do.")
+    terminal.until("you>")
     assert terminal.leave("\x03") == 0
+
+
+@pytest.mark.full
+def test_ctrl_c_after_an_answer_keeps_the_conversation(
+    open_chat: Callable[..., Terminal], tmp_path: Path
+):
+    chat, kept = open_chat("--max-tokens=2"), tmp_path / "kept.json"
+    chat.until("you>")
+    for _ in range(2):
+        chat.type("hello\n")
+        chat.until("tokens per step")
+        chat.until("you>")
+        chat.type("\x03")
+        chat.until("Ctrl-C again leaves")
+        chat.until("you>")
+    chat.type(f"/save {kept}\n")
+    chat.until("messages are in")
+    assert [message["role"] for message in json.loads(kept.read_text())] == [
+        "user", "assistant", "user", "assistant",
+    ]  # fmt: skip
+    chat.until("you>")
+    assert chat.leave("\x04") == 0
+
+
+def test_pasted_lines_are_one_message(open_chat: Callable[..., Terminal], tmp_path: Path):
+    chat, kept = open_chat("--max-tokens=2"), tmp_path / "kept.json"
+    chat.until("you>")
+    pastes = "one\ntwo", "/etc/hosts\nis a file", "three\nfour\n\nfive"
+    chat.type(f"\x1b[200~{pastes[0]}\x1b[201~\n")
+    for paste in pastes[1:]:
+        chat.until("tokens per step")
+        chat.until("you>")
+        chat.type(paste + "\n")  # a terminal that does not mark pastes
+    chat.until("tokens per step")
+    chat.until("you>")
+    chat.type(f"/spec off\n/save {kept}\n")  # typed ahead
+    chat.until("messages are in")
+    messages = json.loads(kept.read_text())
+    assert [m["content"] for m in messages if m["role"] == "user"] == list(pastes)
+
+
+@pytest.mark.full
+def test_history_is_kept_for_the_next_chat_and_private(
+    open_chat: Callable[..., Terminal], tmp_path: Path
+):
+    chat, history = open_chat("--max-tokens=2"), tmp_path / "strobe" / "chat_history"
+    chat.until("you>")
+    chat.type("/spec on\n")
+    chat.until("you>")
+    chat.type("/new\n")
+    chat.until("you>")
+    assert history.read_text() == "/spec on\n/new\n"
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert chat.leave("\x04") == 0
+    again = open_chat("--max-tokens=2")
+    again.until("you>")
+    again.type("\x1b[A\x1b[A")
+    again.until("spec on")
+
+
+def test_a_chat_without_a_home_keeps_no_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for home in (tmp_path / "file", Path("not/absolute")):
+        monkeypatch.setenv("XDG_STATE_HOME", str(home))
+        assert history_file() is None
+    monkeypatch.delenv("XDG_STATE_HOME")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert history_file() is None
+
+
+def test_a_chat_wraps_answers_between_words(capsys: pytest.CaptureFixture[str]):
+    console = Console(force_terminal=True, file=io.StringIO(), width=20, _environ={"TERM": "xterm"})
+    shown = _Shown(console, None, column=8)
+    for piece in ("One two th", "ree four"):
+        shown.push(piece)
+    shown.end()
+    assert "\033[3D\033[K\nthree four" in capsys.readouterr().out
+    assert shown.content == "One two three four"
+
+
+def test_a_chat_takes_its_target_by_position(main: Callable[..., Any], tmp_path: Path):
+    status, _, err = main("chat", tmp_path / "none")
+    assert status == 2
+    assert str(tmp_path / "none") in err
+    status, _, err = main("chat", "one", "--target=two")
+    assert (status, err) == (
+        2, "strobe: strobe chat has two values of target, one and two; name one.\n"
+    )  # fmt: skip
 
 
 # info
