@@ -77,8 +77,9 @@ STRUCTURES: tuple[dict[str, Any], ...] = (
     {"regex": "[a-f]{3,9}", "after": (13, 5)},
     {"regex": "[xyz]*", "lead": "no "},
 )
-TOLERANCE = 2e-3
-"""What log probabilities may differ by; those of a GPU's GEMMs in other shapes do by some 1e-4."""
+TOLERANCE = 5e-3
+"""What log probabilities may differ by: random weights amplify the rounding of GEMMs in other
+shapes, to 2.7e-3 at most in 13,000 answers on an H100. Those of a wrong row differ by far more."""
 TIE = 2e-3
 """Logits that differ by no more than this may change places by rounding."""
 

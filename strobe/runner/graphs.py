@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -20,10 +21,20 @@ class CUDACapturer:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """How to run the body again, and the tensors it then writes its result to."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = body()
+        """How to run the body again, and the tensors it then writes its result to. Garbage is not
+        collected meanwhile: freeing another engine's graph would end the capture. After a capture
+        that failed the pool cannot be used for another, so the next ones get a new pool."""
+        graph, collected = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                result = body()
+        except BaseException:
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
+        finally:
+            if collected:
+                gc.enable()
         return graph.replay, result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from on_gpu import NEEDS_GPU, check_captured, finish, keys_and_values, steady
 
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
+from strobe.runner.graphs import CUDACapturer
 from strobe.tools.demo import choose_examples, prompts_of
 from strobe.warmup.steps import warm_up
 
@@ -163,3 +165,32 @@ def test_after_the_warm_up_no_step_is_captured(texts: list[list[int]]):
         asked += [late, one.add(texts[1][:3], params)]
         finish(one, asked)
     assert len(one.graphs) == captured > 40
+
+
+def test_capture_survives_the_collection_of_another_engine(texts: list[list[int]]):
+    """An engine that nothing refers to any more may be freed at any allocation."""
+    wanted = answers(engine(overlap=1), texts, GREEDY)
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        one = engine(overlap=1)
+        assert answers(one, texts, GREEDY) == wanted
+    finally:
+        gc.set_threshold(*before)
+    assert len(one.graphs) > 0
+    assert not one.graphs._refused  # type: ignore[union-attr]
+
+
+def test_a_failed_capture_does_not_end_those_after_it():
+    capturer = CUDACapturer()
+    x = torch.ones(8, device="cuda")
+
+    def failing() -> None:
+        (x + 1).item()  # waits for the device, which a capture may not
+
+    with pytest.raises(RuntimeError):
+        capturer.capture(failing)
+    replay, result = capturer.capture(lambda: x * 2)
+    x.fill_(3)
+    replay()
+    assert result.tolist() == [6.0] * 8
