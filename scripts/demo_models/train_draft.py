@@ -204,7 +204,8 @@ def train(
     curve: list[dict[str, Any]] = []
     begin, blocks = time.monotonic(), torch.zeros((), device=trainer.device, dtype=torch.int64)
     every = max(1, trainer.total // 60)
-    deadline = options.minutes * 60 + 30
+    # As many steps as asked for take as long as they take.
+    deadline = options.minutes * 60 + 30 if options.steps is None else float("inf")
     while trainer.done < trainer.total and (trainer.done % 50 or seconds() < deadline):
         result = trainer.step()
         blocks += result.accuracy.count[0]
