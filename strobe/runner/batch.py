@@ -235,4 +235,5 @@ def _pack(
 def _scored(spans: Sequence[Span], device: torch.device) -> Scored:
     rows = [(i, j, token) for i, s in enumerate(spans) for j, token in enumerate(s.scored)]
     top = max([span.top_logprobs for span in spans])
-    return Scored(*upload(rows, device).unbind(1), top)
+    owners, offsets, tokens = upload(rows, device).unbind(1)
+    return Scored(owners, offsets, tokens, top)
