@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strobe.server.openai.protocol.errors import error_body
+from strobe.server.openai.protocol.errors import counted, error_body
 
 Refused = Callable[[int, str], None]
 """Told of each refusal; `ServerMetrics.refused` is one."""
@@ -186,8 +186,8 @@ class ApiKey:
             await refuse(
                 send,
                 429,
-                f"{key.at_once} requests with this API key are running, and it may have no more at "
-                "once; try again when one has ended.",
+                f"This API key may run {counted(key.at_once, 'request')} at once; try again when "
+                "one has ended.",
                 code="api_key_busy",
                 headers=[(b"retry-after", b"1")],
             )

@@ -31,6 +31,7 @@ from strobe.server.connections import AT_ONCE, Connection, Quiet
 from strobe.server.engine_process.client import EngineClient, EngineDead
 from strobe.server.guards import Drain, is_loopback, read_keys
 from strobe.server.metrics import ServerMetrics
+from strobe.server.openai.protocol.errors import counted
 from strobe.server.serving import Formats, Serving, check_template, read_template
 from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
@@ -211,13 +212,13 @@ class Server:
             logger.error("the engine's process has ended; the server stops")
             await asyncio.sleep(_POLL)  # the open requests' errors go out first
         else:
-            logger.info("stopping: %d answers are being finished", client.num_open)
+            logger.info("stopping: finishing %s", counted(client.num_open, "answer"))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.grace):
                     while serving.busy and not client.dead and not self._hurry:
                         await asyncio.sleep(_POLL)
             if client.num_open:
-                logger.warning("stopping with %d answers unfinished", client.num_open)
+                logger.warning("stopping with %s unfinished", counted(client.num_open, "answer"))
         status = 1 if client.dead or http.done() else 0
         await client.stop()
         server.should_exit = True

@@ -62,7 +62,9 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         content: Any = record.msg
-        fields = Fields(time=timestamp(record.created), level=record.levelname, logger=record.name)
+        fields = Fields(
+            time=timestamp(record.created), level=record.levelname, logger=_logger(record)
+        )
         if isinstance(content, Fields):
             fields.update(content)
         else:
@@ -82,7 +84,7 @@ class PlainFormatter(logging.Formatter):
         self.show_text = show_text
 
     def format(self, record: logging.LogRecord) -> str:
-        head = f"{timestamp(record.created)} {record.levelname} {record.name}: "
+        head = f"{timestamp(record.created)} {record.levelname} {_logger(record)}: "
         trace = _trace(record, self.show_text)
         fields = record.msg.plain if isinstance(record.msg, Fields) else None
         text = head + (fields or _message(record, self.show_text))
@@ -116,6 +118,11 @@ def configure_logging(
         logger.handlers.clear()  # its own, where a Config of uvicorn's was made before
         logger.setLevel(number)
         logger.propagate = name != "uvicorn.access"
+
+
+def _logger(record: logging.LogRecord) -> str:
+    """The logger's name; uvicorn calls the one for all that it does `uvicorn.error`."""
+    return "uvicorn" if record.name == "uvicorn.error" else record.name
 
 
 def _message(record: logging.LogRecord, show_text: bool) -> str:

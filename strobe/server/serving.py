@@ -21,7 +21,7 @@ from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.messages import Ready
 from strobe.server.guards import Drain
 from strobe.server.metrics import ServerMetrics
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.errors import BadField, counted
 from strobe.server.pace import Pace
 from strobe.server.parsers import (
     REASONING_FORMATS,
@@ -200,7 +200,8 @@ class Serving:
         if answers > most - self.client.num_open:
             raise Unserved(
                 429,
-                f"{self.client.num_open} answers are being made or wait already; try again later.",
+                f"The queue is full: {counted(self.client.num_open, 'answer')} in progress or "
+                "waiting; try again later.",
                 code="queue_full",
                 retry_after=self.pace.retry_after(self.client.num_open),
             )
@@ -232,15 +233,15 @@ class Serving:
             )
         if len(ids) >= most:
             raise BadField(
-                f"The prompt has {len(ids)} tokens, but the context holds {most} with the answer; "
-                "shorten it.",
+                f"The prompt has {counted(len(ids), 'token')}, but the context holds {most} with "
+                "the answer; shorten it.",
                 field,
                 "context_length_exceeded",
             )
         if wanted is not None and len(ids) + wanted > most:
             raise BadField(
-                f"The prompt has {len(ids)} tokens and {name} is {wanted}, but the context holds "
-                f"{most}; shorten the prompt or lower {name}.",
+                f"The prompt has {counted(len(ids), 'token')} and {name} is {wanted}, but the "
+                f"context holds {most}; shorten the prompt or lower {name}.",
                 name,
                 "context_length_exceeded",
             )

@@ -324,7 +324,10 @@ def test_a_key_of_so_many_requests_at_once_has_no_more():
     app.running[KEYS[0]] = 2
     answer = call(app, headers=bearer)
     assert (answer.status, answer.header("retry-after")) == (429, "1")
-    assert "2 requests with this API key are running" in answer.error["message"]
+    assert "This API key may run 2 requests at once" in answer.error["message"]
+    alone = ApiKey(echo, [Key("k-one", at_once=1)], OPEN_PATHS, Refusals())
+    alone.running[alone.keys[0]] = 1
+    assert "may run 1 request at once" in call(alone, headers=bearer).error["message"]
     assert refused == [(429, "api_key_busy")]
     assert call(app, "/health", method="GET", headers=bearer).status == 200
     other = [("Authorization", "Bearer schl\u00fcssel two")]

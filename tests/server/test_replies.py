@@ -359,6 +359,8 @@ def test_a_list_of_prompts_finds_room_for_all_or_none(tokenizer: Tokenizer):
 @pytest.mark.parametrize(
     ("tokens", "limit", "param", "said"),
     [
+        (1, 3000, "max_tokens", "The prompt has 1 token and max_tokens is 3000, but the context "
+         "holds 2048; shorten the prompt or lower max_tokens."),
         (2048, None, "prompt", "The prompt has 2048 tokens, but the context holds 2048 with the "
          "answer; shorten it."),
         (3000, 5, "prompt", "The prompt has 3000 tokens, but the context holds 2048 with the "

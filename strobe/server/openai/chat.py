@@ -17,7 +17,7 @@ from strobe.request import TokenLogprob
 from strobe.server.openai import replies
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.conversation import Conversation
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.errors import BadField, counted
 from strobe.server.openai.runs import Choice, Job, Progress, Run, speculation, usage
 from strobe.server.parsers import CallDelta, Parser, Tool, make_parser
 from strobe.server.serving import Serving
@@ -89,8 +89,8 @@ async def prepare(
     if cut:
         arguments["max_tokens"] = room
         said.append(
-            f"{limit} is {wanted}, but the answer has at most {room} tokens: the context holds "
-            f"{facts.max_model_len} and the prompt has {len(ids)}."
+            f"{limit} is {wanted}, but the answer has at most {counted(room, 'token')}: the "
+            f"context holds {facts.max_model_len} and the prompt has {len(ids)}."
         )
     toolbox, forms = request.toolbox, serving.formats
     parse = _parser(serving, request, text)

@@ -145,7 +145,7 @@ def _query(http: Request, known: Sequence[str]) -> Mapping[str, str]:
     for name in http.query_params:
         if name not in known:
             raise BadField(
-                f"{shown(name)} is no parameter of this path; leave it out.",
+                f"{shown(name)} is not a parameter of this path; leave it out.",
                 name[:200],
                 "unknown_parameter",
             )

@@ -92,7 +92,7 @@ async def read_body(serving: Serving, http: Request) -> None:
         async with asyncio.timeout(limit or None):
             await http.body()
     except TimeoutError:
-        sentence = f"The body did not come within {limit:g} seconds; send it at once."
+        sentence = f"The body did not arrive within {limit:g} s; send it at once."
         raise Unserved(408, sentence, code="body_timeout") from None
 
 

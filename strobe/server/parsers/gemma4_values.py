@@ -86,7 +86,7 @@ class Values:
         words = [schema["const"]] if "const" in schema else schema.get("enum")
         if words is not None:
             if not isinstance(words, list) or not words:
-                raise ValueError(f"{self._owner} has an enum that is no list; give its values.")
+                raise ValueError(f"{self._owner} has an enum that is not a list; give its values.")
             return f"({' | '.join(self._word(word) for word in words)})"
         kinds = schema.get("type", sorted(ANY))
         kinds = kinds if isinstance(kinds, list) else [kinds]

@@ -87,7 +87,7 @@ def _unknown(name: str, names: Collection[str], path: str, full: str) -> BadFiel
     near = get_close_matches(name[:80], list(names), n=1)
     hint = f"did you mean {near[0]}?" if near else "leave it out."
     return BadField(
-        f"{shown(name)} is no field of {path or 'this endpoint'}; {hint}",
+        f"{shown(name)} is not a field of {path or 'this endpoint'}; {hint}",
         full[:200],
         "unknown_parameter",
     )

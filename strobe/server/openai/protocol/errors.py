@@ -85,6 +85,11 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as 1 token or 2 tokens."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def shown(value: Any) -> str:
     """A value as a sentence names it: as JSON where that is short."""
     if isinstance(value, str):
