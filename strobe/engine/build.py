@@ -131,9 +131,19 @@ def resolve(config: EngineConfig) -> Resolved:
         features = len({layer for draft in drafts.values() for layer in draft.capture})
         scratch = scratch_bytes(limits, target.decoder, features, dtype)
     weights = sum(weight_bytes(module, dtype, fp8=choice.fp8) for module in modules)
-    states = state_bytes(target, limits, dtype)
-    plan_pages(config, limits, groups, device, weights=weights, states=states, scratch=scratch)
+    taken = slot_bytes(target, limits, dtype, device)
+    plan_pages(config, limits, groups, device, weights=weights, scratch=scratch, **taken)
     return Resolved(config, target, drafts, method, limits, device, dtype, choice, scratch)
+
+
+def slot_bytes(
+    target: TargetConfig, limits: Limits, dtype: torch.dtype, device: torch.device
+) -> dict[str, int]:
+    """What slots take beside pages, as `plan_pages` names it; on a GPU the tables of sampling are
+    part of scratch."""
+    sampling = SamplingState.num_bytes(limits.max_num_seqs, target.decoder.vocab_size)
+    on_cpu = device.type == "cpu"
+    return {"states": state_bytes(target, limits, dtype), "sampling": sampling * on_cpu}
 
 
 def state_bytes(target: TargetConfig, limits: Limits, dtype: torch.dtype) -> int:
@@ -184,8 +194,10 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
         model.ops = ops
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left over counts as free
-    taken = {"states": state_bytes(resolved.target, limits, dtype), "scratch": resolved.scratch}
-    pages = plan_pages(config, limits, list(groups.values()), device, **taken)
+    taken = slot_bytes(resolved.target, limits, dtype, device)
+    pages = plan_pages(
+        config, limits, list(groups.values()), device, scratch=resolved.scratch, **taken
+    )
     spare = int(choice.graphs)  # one page more, for rows that only fill up a bucket
     stores = {
         n: KVStore(spec, pages + spare, limits.page_size, device) for n, spec in groups.items()

@@ -25,13 +25,14 @@ def plan_pages(
     *,
     weights: int = 0,
     states: int = 0,
+    sampling: int = 0,
     scratch: int = 0,
 ) -> int:
     """Pages of all KV groups together, the reserved one included.
 
-    weights: bytes of weights that are still to be loaded; states: of recurrent layers; scratch:
-    what a step needs at most beside them. Raises ValueError when what is asked for does not fit,
-    or holds less than one full context.
+    weights: bytes of weights that are still to be loaded; states: of recurrent layers; sampling: of
+    its tables, where scratch does not hold them; scratch: what a step needs at most beside them.
+    Raises ValueError when what is asked for does not fit, or holds less than one full context.
     """
     per_page = sum(group.bytes_per_page(limits.page_size) for group in groups)
     useful = limits.max_num_seqs * limits.max_pages + 1
@@ -77,6 +78,12 @@ def plan_pages(
             f"{budget} bytes of KV cache hold {max(pages - 1, 0) * limits.page_size} tokens in "
             f"pages of {limits.page_size}, but max_model_len is {limits.max_model_len}; {hint}"
             "lower max_model_len or page_size."
+        )
+    rest = free - pages * per_page
+    if sampling > rest:
+        raise ValueError(
+            f"{seqs} sampling tables take {sampling} bytes, but {device} has {rest} bytes free "
+            "beside the KV cache; ask for fewer."
         )
     return pages
 

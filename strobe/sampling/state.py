@@ -96,8 +96,8 @@ class SamplingState:
     @staticmethod
     def num_bytes(num_slots: int, vocab_size: int) -> int:
         """The device memory of all tables."""
-        made = Tables.make(num_slots + 1, vocab_size, torch.device("meta"))
-        return sum(table.nbytes for table in made) + (num_slots + 1) * 28
+        slot = Tables.make(1, vocab_size, torch.device("meta"))
+        return (num_slots + 1) * (sum(table.nbytes for table in slot) + 28)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Take over new requests; whatever their slots held before is gone."""

@@ -81,6 +81,7 @@ def test_whole_floats_are_whole_numbers():
         ("logit_bias", [{"a": 1}, {"-1": 1}, {"1": 101}, {"1": "x"}, {"1": True}, [], {"²": 1}],
          [{}, {"0": -100}]),
         ("request_id", ["", "x" * 129, "a\nb", "é", 5], ["x" * 128, "a-b"]),
+        ("cache_salt", ["", 5], ["x", None]),
         ("speculation", [1, "on", {"method": "magic"}, {"num_drafts": -1}, {"drafts": 1},
                          {"method": []}, {"num_drafts": 1.5}],
          [True, False, {}, {"method": "none"}, {"method": None, "num_drafts": 0}]),

@@ -84,6 +84,15 @@ def says(sentence: str, *parts: object) -> None:
 # config.json
 
 
+@pytest.mark.parametrize("value", [-1, 2048, [2, 5000]])
+def test_bad_end_token_is_rejected_where_another_file_counts(
+    damaged: Pair, refused: Callable[..., str], value: Any
+):
+    edit_json(damaged.target / "generation_config.json", eos_token_id=2)
+    edit_json(damaged.target / "config.json", eos_token_id=value)
+    says(refused(damaged.target), damaged.target / "config.json", f"eos_token_id is {value!r}")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -493,6 +502,12 @@ def test_a_tokenizer_that_is_missing_or_damaged(
         ({"max_model_len": "long"}, "max_model_len is 'long'"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_seqs": 10**12}, "max_num_seqs is 1000000000000, whose page tables take"),
+        ({"max_num_seqs": 10**7, "max_model_len": 16}, "max_num_seqs is 10000000, whose sampling"),
+        ({"max_num_seqs": 10**30}, "whose page tables take"),
+        ({"max_num_batched_tokens": 10**30, "max_num_seqs": 10**29}, "page tables take"),
+        ({"max_model_len": 10**30}, f"max_model_len is {10**30}, but the model's positions end"),
+        ({"num_drafts": 10**30}, f"num_drafts is {10**30}, but the drafter's blocks"),
+        ({"page_size": 10**30}, f"tokens in pages of {10**30}, but max_model_len"),
         ({"page_size": 0}, "page_size is 0"),
         ({"page_size": 10**9}, "hold 0 tokens in pages of 1000000000, but max_model_len"),
         ({"kv_cache_memory": "much"}, "kv_cache_memory is 'much'"),

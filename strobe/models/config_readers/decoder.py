@@ -179,10 +179,10 @@ def _read_generation(
     the former config.json's where that names nothing."""
     path = directory / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
-    own = fields.get("eos_token_id")
-    if (ends := generation.get("eos_token_id")) is not None:
-        return _eos_ids(ends, vocab_size, path), _default_sampling(generation, path)
-    return _eos_ids(own, vocab_size, fields.path), _default_sampling(generation, path)
+    ends = _eos_ids(fields.get("eos_token_id"), vocab_size, fields.path)
+    if (own := generation.get("eos_token_id")) is not None:
+        ends = _eos_ids(own, vocab_size, path)
+    return ends, _default_sampling(generation, path)
 
 
 def _eos_ids(value: Any, vocab_size: int, path: Path) -> tuple[int, ...]:

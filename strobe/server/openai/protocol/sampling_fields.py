@@ -229,6 +229,12 @@ class Sampling(Closed):
     def check(self) -> None:
         super().check()
         self._check_stop()
+        if self.cache_salt == "":
+            raise BadField(
+                "cache_salt is empty, but must be a text of one character or more; leave it out to "
+                "share cached prefixes with all.",
+                "cache_salt",
+            )
         given = {name: getattr(self, name) for name in SOURCES if self.given(name)}
         self._constraint = read_constraint(given, self._notes)
         if self._constraint is not None and self.ignore_eos:
