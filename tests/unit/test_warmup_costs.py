@@ -154,6 +154,30 @@ def test_a_machine_on_which_all_steps_take_longer_keeps_its_table_and_a_pace(
         assert costs.pace == pytest.approx(3.0)
 
 
+def test_one_undisturbed_look_keeps_the_costs(
+    pair: Pair, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Another program may run during one kind of step and not during the other."""
+    costs = budget_of(LLM(pair.target, pair.draft, max_num_seqs=2)).costs
+    assert costs is not None
+    (path,) = cache.iterdir()
+    table = path.read_text()
+    monkeypatch.setattr(measured, "FITS", 0.3)
+    monkeypatch.setattr(measured, "FAR", 4.0)
+    disturbed = [1.0, 3.0, 3.0, 1.0, 2.0, 2.0]  # three looks at plain steps and at those of a block
+
+    def time(self: Any, count: int, choice: Any) -> tuple[float, float, int]:
+        draft = self.budget.slots[-1] if choice.most else 0
+        ms = float(costs.ms(Work(draft, 1 + choice.most))) / costs.pace
+        return 0.0, ms * disturbed.pop(0), 1 + choice.most
+
+    monkeypatch.setattr(measured._Survey, "time", time)
+    again = budget_of(LLM(pair.target, pair.draft, max_num_seqs=2)).costs
+    assert again is not None
+    assert again.pace == pytest.approx(2.0)
+    assert (disturbed, path.read_text()) == ([], table)
+
+
 RATES = '"request": 0, "context": 0, "context_row": 0, "device": "HERE"'
 
 
