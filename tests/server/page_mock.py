@@ -74,8 +74,10 @@ def step(
     return {"object": "chat.completion.chunk", "choices": [choice]}
 
 
-def end(parts: Sequence[Json | Gate], off_reason: str | None = None) -> Json:
-    """The last chunk after these: usage and the speculation report."""
+def end(
+    parts: Sequence[Json | Gate], off_reason: str | None = None, seconds: float | None = None
+) -> Json:
+    """The last chunk after these: usage and the speculation report. seconds: decoding."""
     steps = [p["choices"][0]["step"] for p in parts if isinstance(p, dict) and p.get("choices")]
     verified = [s for s in steps if s["drafted"]]
     accepted = sum(s["accepted"] for s in verified)
@@ -92,15 +94,18 @@ def end(parts: Sequence[Json | Gate], off_reason: str | None = None) -> Json:
         "drafts_made": sum(s["drafted"] for s in verified),
         "rested_steps": len(steps[1:]) - len(verified) if verified else 0,
         "rest_reason": None,
+        "decode_seconds": seconds,
         "off_reason": None if verified else off_reason or "the request turned speculation off",
     }
     usage = {"prompt_tokens": 9, "completion_tokens": tokens, "total_tokens": 9 + tokens}
     return {"choices": [], "usage": usage, "speculation": report}
 
 
-def answer(*parts: Json | Gate, off_reason: str | None = None) -> Reply:
+def answer(
+    *parts: Json | Gate, off_reason: str | None = None, seconds: float | None = None
+) -> Reply:
     """A whole stream, its end included."""
-    return Reply([*parts, end(parts, off_reason)])
+    return Reply([*parts, end(parts, off_reason, seconds)])
 
 
 def refusal(status: int, message: str, **headers: str) -> Reply:

@@ -244,6 +244,7 @@ def test_speculation_is_chosen_and_reported(client: openai.OpenAI):
     assert reports[0]["off_reason"]
     assert len(reports[1]["accepted_per_position"]) == 7
     assert reports[1]["acceptance_length"] > 5
+    assert all(report["decode_seconds"] > 0 for report in reports)
 
 
 def test_a_header_asks_for_the_report(client: openai.OpenAI):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from strobe.server.engine_process.client import EngineDead, EngineStopped, Gener
 from strobe.server.engine_process.messages import Finish, Submit
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.runs import Job, Progress, Run
+from strobe.server.openai.runs import Job, Progress, Run, speculation
 from strobe.server.serving import Serving, Unserved
 from strobe.text.tokenizer import Tokenizer
 
@@ -126,3 +127,20 @@ def test_room_for_answers_is_counted_in_answers(tokenizer: Tokenizer):
             served.check_room(6)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("ends", "seconds"), [((10.25, 10.5, 11.0), 0.75), ((10.25,), None)])
+def test_report_says_how_long_the_engine_decoded(
+    tokenizer: Tokenizer, ends: Sequence[float], seconds: float | None
+):
+    async def main() -> dict[str, Any]:
+        run = Run(serving(tokenizer), Job([5, 6], SamplingParams(max_tokens=50), "r"))
+        for number, ended in enumerate(ends):
+            first = START if number == 0 else None
+            run._generation.take([event([7], start=first)], ended)
+        run._generation.take([event([], finish_reason="length")], 99.0)
+        async for _ in run.steps():
+            pass
+        return speculation([run])
+
+    assert asyncio.run(main())["decode_seconds"] == seconds

@@ -53,6 +53,7 @@ class Generation:
     def __init__(self, client: EngineClient, key: int, answers: int):
         self._client, self.key = client, key
         self.open = set(range(answers))
+        self.first_ended = self.last_ended = 0.0  # its steps with tokens, by the engine's clock
         self._events: deque[list[TokenEvent]] = deque()
         self._error: Exception | None = None
         self._closed = False
@@ -98,14 +99,16 @@ class Generation:
         self._client.release(self)
         self._wake.set()
 
-    def take(self, events: list[TokenEvent]) -> None:
-        """Take in what a step brought; called by the client."""
+    def take(self, events: list[TokenEvent], ended: float = 0.0) -> None:
+        """Take in what a step brought that ended then; called by the client."""
         events = [event for event in events if event.choice in self.open]
         if not events:
             return
         for event in events:
             if event.finish_reason is not None:
                 self.open.discard(event.choice)
+            if event.tokens:
+                self.first_ended, self.last_ended = self.first_ended or ended, ended
         self._events.append(events)
         self._wake.set()
 
@@ -213,7 +216,7 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Step):
-            self._spread(message.events)
+            self._spread(message)
             if message.snapshot is not None:
                 self.snapshot = message.snapshot
                 self.on_snapshot(message.snapshot)
@@ -227,15 +230,15 @@ class EngineClient:
         else:
             self.failed = message
 
-    def _spread(self, events: list[TokenEvent]) -> None:
+    def _spread(self, step: Step) -> None:
         """Hand each generation its part."""
         parts: dict[Hashable, list[TokenEvent]] = {}
-        for event in events:
+        for event in step.events:
             parts.setdefault(event.key, []).append(event)
         for key, part in parts.items():
             generation = self._generations.get(key)
             if generation is not None:
-                generation.take(part)
+                generation.take(part, step.ended)
                 self.release(generation)
 
     def _died(self) -> None:

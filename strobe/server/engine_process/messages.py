@@ -70,10 +70,12 @@ class Refused(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The events of one engine step, their keys those of the prompts; snapshot: now and then."""
+    """The events of one engine step, their keys those of the prompts; snapshot: now and then.
+    ended: when the step's result was in, by time.monotonic of the engine's process."""
 
     events: list[TokenEvent]
     snapshot: EngineSnapshot | None
+    ended: float = 0.0
 
 
 FromServer = Submit | Finish | Forget | Stop

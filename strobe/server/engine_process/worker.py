@@ -116,7 +116,7 @@ class Worker:
                 for event in wanted:
                     if event.finish_reason is not None:
                         del self.requests[event.key, event.choice]
-                send(self.pipe, Step(wanted, self.snapshot() if due else None))
+                send(self.pipe, Step(wanted, self.snapshot() if due else None, now))
 
     def _step(self) -> list[TokenEvent]:
         """One engine step. Where it fails its requests are tried again, alone for a while, unless

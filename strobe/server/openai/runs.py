@@ -164,6 +164,11 @@ class Run:
     def given_up(self) -> bool:
         return self._generation.closed and any(not choice.ended for choice in self.choices)
 
+    @property
+    def decoded(self) -> tuple[float, float]:
+        """When the first step with tokens and the newest one ended, by the engine's clock."""
+        return self._generation.first_ended, self._generation.last_ended
+
     def _take(self, event: TokenEvent) -> Progress:
         if event.start is not None and event.choice == 0:
             self.num_cached = event.start.num_cached
@@ -204,4 +209,6 @@ def speculation(runs: Sequence[Run]) -> dict[str, Any]:
     first = choices[0].report
     made = max(len(choice.output.token_ids) for choice in choices)
     report = SpeculationReport.from_counts(total, first.method, choices[0].answer.off_reason, made)
-    return report.as_dict()
+    first_ended, last_ended = zip(*[run.decoded for run in runs], strict=True)
+    seconds = max(last_ended) - min(first_ended)
+    return {**report.as_dict(), "decode_seconds": round(seconds, 6) or None}

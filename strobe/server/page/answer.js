@@ -51,12 +51,19 @@ export class Answer {
     return this.usage?.completion_tokens ?? this.spans.length;
   }
 
-  /** Tokens a second after the first step, or from the start where all came at once, or null. */
+  /** Tokens a second after the first step, by the engine's clock; null before the end. */
   get rate() {
     const { started, first, last } = this.times;
-    if (first === null) return null;
-    if (last > first) return (1000 * (this.numTokens - this.firstTokens)) / (last - first);
-    return this.done ? (1000 * this.numTokens) / (last - started) : null;
+    const decoded = this.numTokens - this.firstTokens;
+    if (this.measured) return decoded / this.report.decode_seconds;
+    if (first === null || !this.done) return null;
+    if (last > first) return (1000 * decoded) / (last - first);
+    return (1000 * this.numTokens) / (last - started);
+  }
+
+  /** Whether the server said how long the engine decoded. */
+  get measured() {
+    return Boolean(this.report?.decode_seconds);
   }
 
   /** What the conversation keeps of it; a call that was cut off is none. */

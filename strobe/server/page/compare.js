@@ -1,40 +1,57 @@
-// What two answers to the same request say about speculation.
+// What answers to the same request say about speculation.
 
 import { element, number } from "./dom.js";
 
-/** The sentences under a comparison. body: what both were asked. */
-export function verdict(off, on, body, inTurns) {
+export const ROUNDS = 3;
+
+/**
+ * The sentences under a comparison. off, on: the answers of the first round; rounds: {off, on} of
+ * each round that ended. body: what all were asked.
+ */
+export function verdict(off, on, rounds, body, inTurns) {
   const result = element("p", { class: "verdict" });
   for (const { strip } of [off, on]) strip.scale(Math.max(off.strip.height, on.strip.height));
   if (off.failed || on.failed) {
     result.append("No comparison: not both answers came to their end.");
     return result;
   }
-  const { times, measure } = rates(off, on);
   if (on.report && !on.report.used) {
     const reason = on.report.off_reason ?? "the server gave no reason";
     result.append(`The server did not speculate: ${reason}. `);
-  } else if (times !== null) {
-    const much = `${number(times)}×`;
-    result.append(element("strong", {}, much), " as fast with speculation. ");
+  } else {
+    result.append(...speeds(rounds));
   }
   result.append(element("span", {}, sameness(off, on)));
   const temperature = body.temperature ?? "the model’s own";
   const how = inTurns ? "one after the other" : "at the same time";
-  const same = `Both with seed ${body.seed} and temperature ${temperature}, ${how}`;
-  result.append(element("small", {}, `${same}; ${measure}, as seen in this browser.`));
+  const same = `All with seed ${body.seed} and temperature ${temperature}, ${how}`;
+  const clock = off.measured && on.measured ? "by the engine’s clock" : "as seen in this browser";
+  result.append(element("small", {}, `${same}; rates after the first token, ${clock}.`));
   return result;
 }
 
-/** The speed-up, null where it is not known, and how it was measured. */
-function rates(off, on) {
-  const streamed = [off, on].every(({ times }) => times.last > times.first);
-  const whole = ({ numTokens, times }) => (1000 * numTokens) / (times.last - times.started);
-  const rate = streamed ? (answer) => answer.rate : whole;
-  const measure = `rates ${streamed ? "after" : "with the wait for"} the first token`;
-  const known = off.times.first !== null && on.times.first !== null;
-  return { times: known ? rate(on) / rate(off) : null, measure };
+/** How the rates of the rounds compare: by their medians, where their ranges are apart. */
+function speeds(rounds) {
+  const off = rounds.map((round) => round.off.rate).filter((rate) => rate !== null);
+  const on = rounds.map((round) => round.on.rate).filter((rate) => rate !== null);
+  if (!off.length || !on.length) return [];
+  const times = `${number(median(on) / median(off))}×`;
+  const runs = off.length === 1 ? "one run each" : `medians of ${off.length} runs each`;
+  if (off.length > 1 && Math.max(...on) >= Math.min(...off) && Math.max(...off) >= Math.min(...on)) {
+    const ranges = `${range(off)} tokens/s without and ${range(on)} with speculation`;
+    return [`The difference in speed is noise: ${ranges}. `];
+  }
+  const rates = `${number(median(off))} and ${number(median(on))} tokens/s, ${runs}`;
+  return [element("strong", {}, times), " as fast with speculation. ", `${rates}. `];
 }
+
+function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const half = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+}
+
+const range = (values) => `${number(Math.min(...values))} to ${number(Math.max(...values))}`;
 
 function sameness(off, on) {
   if (off.raw === on.raw) return "The texts are identical.";

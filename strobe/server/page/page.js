@@ -1,7 +1,7 @@
 // The chat: the conversation, sending, stopping, comparing.
 
 import { Answer } from "./answer.js";
-import { verdict } from "./compare.js";
+import { ROUNDS, verdict } from "./compare.js";
 import { byId, element, number } from "./dom.js";
 import { DEMO, EXAMPLES } from "./examples.js";
 import { hide, inspect } from "./inspect.js";
@@ -88,7 +88,8 @@ async function converse(turn, compare) {
   return true;
 }
 
-/** The same request without and with speculation; the answer with it. */
+/** The same request without and with speculation, shown once and run ROUNDS times; the answer with
+ * it. */
 async function both(turn, body, signal) {
   body.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
   const off = addAnswer(turn, "Speculation off");
@@ -105,14 +106,39 @@ async function both(turn, body, signal) {
   } else {
     await Promise.all([first(), second()]);
   }
-  const result = verdict(off, on, body, settings.inTurns());
+  const rounds = [{ off, on }];
+  const note = element("p", { class: "note" });
+  turn.append(note);
+  while (rounds.length < ROUNDS && !off.failed && !on.failed && on.report?.used) {
+    note.textContent = `Measuring again: run ${rounds.length + 1} of ${ROUNDS} …`;
+    say(note.textContent);
+    const round = await unseen(body, signal);
+    if (round.off.failed || round.on.failed) break;
+    rounds.push(round);
+  }
+  note.remove();
+  const result = verdict(off, on, rounds, body, settings.inTurns());
   turn.append(result);
   say(result.textContent);
   follow();
   return on;
 }
 
-async function stream(answer, body, signal) {
+/** One more round of a comparison, whose answers are not shown. */
+async function unseen(body, signal) {
+  const round = { off: new Answer("Speculation off"), on: new Answer("Speculation on") };
+  const first = () => stream(round.off, { ...body, speculation: false }, signal, true);
+  const second = () => stream(round.on, { ...body, speculation: true }, signal, true);
+  if (settings.inTurns()) {
+    await first();
+    if (!round.off.failed) await second();
+  } else {
+    await Promise.all([first(), second()]);
+  }
+  return round;
+}
+
+async function stream(answer, body, signal, silent = false) {
   answer.times.started = performance.now();
   try {
     for await (const { chunk, time } of chat(body, settings.apiKey(), signal)) {
@@ -120,7 +146,7 @@ async function stream(answer, body, signal) {
       follow(answer);
     }
     answer.finish();
-    say(`${answer.content || "The answer has no text."} ${number(answer.numTokens)} tokens.`);
+    if (!silent) say(`${answer.content || "The answer has no text."} ${number(answer.numTokens)} tokens.`);
   } catch (error) {
     answer.failed = true;
     if (signal.aborted) {

@@ -33,7 +33,8 @@ class SpeculationReport(BaseModel):
     drafted: drafts verified; drafts_made: those and others. acceptance_length: 1 + accepted /
     steps, null without a step. rows_verified: of the target in all steps that could have drafts;
     rested_steps: those that drafted nothing, and rest_reason why. off_reason: a sentence where no
-    drafts were verified.
+    drafts were verified. decode_seconds: from the end of the first step to that of the last one,
+    by the engine's clock; null with one step.
     """
 
     used: bool
@@ -48,6 +49,7 @@ class SpeculationReport(BaseModel):
     drafts_made: int = 0
     rested_steps: int = 0
     rest_reason: str | None = None
+    decode_seconds: float | None = None
 
 
 class Step(BaseModel):
