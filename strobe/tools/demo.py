@@ -103,10 +103,12 @@ def _check(name: str, count: Any) -> None:
 
 
 def compare(plain: Run, drafted: Run, llm: LLM) -> dict[str, Any]:
-    """The figures of both runs side by side. acceptance_length: tokens per verify step, that is
-    all but the first one of each answer, which the prompt's own forward made."""
-    reports = [output.outputs[0].speculation for output in drafted.outputs]
-    steps = sum(report.steps for report in reports if report is not None)
+    """The figures of both runs side by side. acceptance_length: tokens per step, with and without
+    drafts, that is all but the first one of each answer, which the prompt's own forward made.
+    off_reason: why no step had drafts, None if some had."""
+    reports = [r for output in drafted.outputs if (r := output.outputs[0].speculation) is not None]
+    steps = sum(report.rows_verified - report.drafted for report in reports)
+    off = [report.off_reason for report in reports if not report.used]
     made = sum(len(output.outputs[0].token_ids) - 1 for output in drafted.outputs)
     same = [
         a.outputs[0].token_ids == b.outputs[0].token_ids
@@ -117,6 +119,7 @@ def compare(plain: Run, drafted: Run, llm: LLM) -> dict[str, Any]:
         "dflash_tokens_per_s": round(drafted.rate, 1),
         "speedup": round(drafted.rate / plain.rate, 3),
         "acceptance_length": round(made / steps, 3) if steps else None,
+        "off_reason": off[0] if off and len(off) == len(reports) else None,
         "identical": all(same),
         "prompts": len(same),
         "tokens": drafted.tokens,
@@ -204,6 +207,8 @@ def _table(figures: dict[str, Any]) -> None:
     )
     console = Console(highlight=False)
     console.print(table)
+    if figures["off_reason"] is not None:
+        console.print(f"DFlash drafted nothing: {figures['off_reason']}.")
     same = "identical" if figures["identical"] else "[bold red]NOT identical[/bold red]"
     console.print(
         f"{figures['prompts']} held-out prompts, {figures['tokens']} tokens, outputs {same}; "

@@ -593,8 +593,8 @@ def test_info_refuses_what_does_not_fit_and_what_is_none(
 
 
 DEMO_KEYS = [
-    "plain_tokens_per_s", "dflash_tokens_per_s", "speedup", "acceptance_length", "identical",
-    "prompts", "tokens", "device", "dtype", "threads", "torch", "python",
+    "plain_tokens_per_s", "dflash_tokens_per_s", "speedup", "acceptance_length",
+    "off_reason", "identical", "prompts", "tokens", "device", "dtype", "threads", "torch", "python",
 ]  # fmt: skip
 
 

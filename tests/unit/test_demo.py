@@ -1,0 +1,45 @@
+"""The figures of `strobe demo`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from strobe.outputs import NOT_WORTH, CompletionOutput, RequestOutput, SpeculationReport
+from strobe.request import SpeculationCount
+from strobe.tools import demo
+
+
+@pytest.mark.parametrize(
+    ("steps", "length", "line"),
+    [
+        ([(0, 0), (0, 0), (0, 0)], 1.0, f"DFlash drafted nothing: {NOT_WORTH}."),
+        ([(15, 4), (0, 0), (0, 0)], 2.333, ""),
+        ([(15, 4), (15, 1), (15, 0)], 2.667, ""),
+    ],
+)
+def test_demo_counts_steps_without_drafts(
+    steps: list[tuple[int, int]],
+    length: float,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Where drafting is not worth its cost, as on a machine that is busy, all steps are such."""
+    counts = SpeculationCount()
+    for drafted, accepted in steps:
+        counts.add(drafted, accepted)
+    made = 1 + sum(1 + accepted for _, accepted in steps)
+    report = SpeculationReport.from_counts(counts, "dflash", None, made)
+    answer = CompletionOutput(0, "", list(range(made)), "stop", speculation=report)
+    runs = [demo.Run([RequestOutput("r", None, [1], [answer])], 1.0) for _ in range(2)]
+    device: Any = SimpleNamespace(device="cpu", dtype="torch.float32")
+    llm: Any = SimpleNamespace(engine=SimpleNamespace(resolved=device))
+    figures = demo.compare(*runs, llm)
+    assert figures["acceptance_length"] == length
+    assert figures["off_reason"] == (NOT_WORTH if line else None)
+    demo._table(figures)
+    out = capsys.readouterr().out
+    assert f"{length:.2f}" in out
+    assert (line in out, "drafted nothing" in out) == (True, bool(line))
