@@ -83,17 +83,29 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Launch the next step, and take in the oldest once `overlap` are in flight."""
         plan = self.scheduler.plan()
-        if plan.spans:
-            try:
+        launched = not plan.spans
+        try:
+            if not launched:
                 self._pending.append(self.launch(plan))
-            except BaseException as error:
-                if ended := self.scheduler.cancel(plan, f"{type(error).__name__}: {error}"):
-                    return ended
-                raise
-        if not self._pending or (plan.spans and len(self._pending) < self.depth):
-            return []
-        result = self._result(self._pending[0])
-        return self.scheduler.commit(self._pending.popleft().plan, result)
+                launched = True
+            if not self._pending or (plan.spans and len(self._pending) < self.depth):
+                return []
+            result = self._result(self._pending[0])
+            events = self.scheduler.commit(self._pending[0].plan, result)
+            self._pending.popleft()
+            return events
+        except BaseException as error:
+            if ended := self._cancel(plan, launched, f"{type(error).__name__}: {error}"):
+                return ended
+            raise
+
+    def _cancel(self, plan: Plan, launched: bool, error: str) -> list[TokenEvent]:
+        """Give up a step that failed: a launch by itself; but all steps in flight where a result
+        could not be taken in, or grammars stand where no step has left them."""
+        if not launched and all(pending.followed is not None for pending in self._pending):
+            return self.scheduler.cancel(plan, error)
+        self._pending.clear()
+        return self.scheduler.cancel_all(error)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> PendingStep:
@@ -211,10 +223,11 @@ class Engine:
         """Wait for a step, and have grammars follow its tokens, once."""
         result = pending.result(self._done)
         if not pending.followed:
-            pending.followed, self._done = True, pending.done
+            pending.followed, self._done = None, pending.done
             for i, span in enumerate(pending.plan.spans):
                 if span.logits and span.slot in self.grammars and i not in result.errors:
                     self.grammars.advance(span.slot, result.tokens[i])
+            pending.followed = True
         return result
 
     @property

@@ -49,9 +49,6 @@ class Outcomes:
         count, reason = (0, "error") if request.error is not None else self._ending(request, tokens)
         kept, accepted = tokens[:count], min(result.accepted[i], count)  # up to the answer's end
         request.tokens += kept
-        self.stats.generation_tokens += count
-        if made is not None:
-            self._count(request, made, drafted, accepted, count)
         if reason is not None:
             request.status, request.finish_reason = Status.FINISHED, reason
         logprobs = result.logprobs.get(i, [])[:count]
@@ -67,16 +64,8 @@ class Outcomes:
             admission = request.num_cached or 0, request.queued
             scores = tuple(request.prompt_logprobs)
             start = RequestStart(*method, *admission, scores, request.stop_ids)
-        return TokenEvent(
-            key=request.key,
-            choice=request.sibling,
-            tokens=tokens,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            error=request.error,
-            start=start,
-            **more,
-        )
+        ending = request.finish_reason, request.stop_reason, request.error
+        return TokenEvent(request.key, request.sibling, tokens, *ending, start=start, **more)
 
     def _ending(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
         """How many of `tokens` the request takes, and why it ends there, if it does."""
@@ -94,14 +83,15 @@ class Outcomes:
                     return i + 1, "stop"
         return (room, "length") if len(tokens) >= room else (len(tokens), None)
 
-    def _count(
-        self, request: Request, made: int, drafted: int, accepted: int, committed: int
-    ) -> None:
-        """Count a step that decoded. A stop string, which is found later, takes nothing back."""
-        counts = request.speculation
-        counts.add(drafted, accepted, made)
-        self.stats.speculation.add(drafted, accepted, made)
+    def count(self, request: Request, event: TokenEvent) -> None:
+        """Count what a step made. A stop string, which is found later, takes nothing back."""
+        self.stats.generation_tokens += len(event.tokens)
+        if event.made is None:
+            return
+        counts, drafted, accepted = request.speculation, event.drafted, event.accepted
+        counts.add(drafted, accepted, event.made)
+        self.stats.speculation.add(drafted, accepted, event.made)
         if drafted and logger.isEnabledFor(logging.DEBUG):
             line = "verify request=%s accepted=%d/%d committed=%d acceptance_rate=%.3f"
             rate = counts.accepted / counts.drafted
-            logger.debug(line, request.id, accepted, drafted, committed, rate)
+            logger.debug(line, request.id, accepted, drafted, len(event.tokens), rate)

@@ -15,55 +15,24 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from operator import eq
 from typing import TYPE_CHECKING
 
 from strobe.config import Limits
 from strobe.engine.outcomes import EngineStats, Outcomes
+from strobe.engine.record import Record
 from strobe.engine.suspects import Suspects
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
-from strobe.spec.budget import Allotment, Budget, Candidate, Chain, Load
-from strobe.step import TAIL, Admission, PageWrite, Plan, Span, StepResult, TokenEvent, num_rows
+from strobe.spec.budget import Advice, Allotment, Budget, Candidate, Chain, Load
+from strobe.step import TAIL, Plan, Span, StepResult, TokenEvent, num_rows
 
 if TYPE_CHECKING:
     from strobe.spec.base import HostProposer
 
 _LOOKED_AT = 64
 """Waiting requests that one plan looks at, at most."""
-
-
-@dataclass(eq=False)
-class Record:
-    """A running request's hold on the engine.
-
-    start: positions that have K/V once the steps in flight are done, at the least. goal: the
-    tokens known when it was admitted; up to there it prefills, from there on it decodes. host,
-    device: who drafts for it, on the host and on the device, if anybody does.
-    """
-
-    request: Request
-    slot: int
-    lease: Lease
-    start: int
-    goal: int
-    host: HostProposer | None = None
-    device: str | None = None
-    sent: int = 0
-    in_flight: int = 0
-    draining: bool = False
-
-    @property
-    def decoding(self) -> bool:
-        return self.start >= self.goal
-
-    @property
-    def got_further(self) -> bool:
-        """Whether it has got through a step that it did not repeat since one of its steps failed:
-        one that decodes, or a later chunk of its tokens."""
-        return self.start > (self.goal if self.decoding else self.request.failed_at)
 
 
 class Scheduler:
@@ -90,7 +59,7 @@ class Scheduler:
         self._draining: list[Record] = []
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._flying: deque[list[Record]] = deque()
-        self._suspects = Suspects()
+        self._suspects, self._advice = Suspects(), Advice()
 
     @property
     def stats(self) -> EngineStats:
@@ -146,27 +115,34 @@ class Scheduler:
             record.start += span.num_certain
         if chosen:
             self._flying.append([record for record, _ in chosen])
-        pages = [write for record, _ in chosen if (write := self._page_write(record))]
-        return Plan(
-            tuple([span for _, span in chosen]),
-            tuple(pages),
-            tuple([_admission(record, span.start) for record, span in admitted]),
-            allotted.verified,
-            allotted.confidence,
-        )
+        spans = tuple([span for _, span in chosen])
+        pages = tuple([write for record, _ in chosen if (write := record.page_write())])
+        admissions = tuple([record.admission(span.start) for record, span in admitted])
+        return Plan(spans, pages, admissions, allotted.verified, allotted.confidence)
 
     def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
-        """Take in the oldest step in flight: advance leases, apply stop rules, make the events."""
-        events, ends = list[TokenEvent](), dict[int, int]()
-        self.stats.steps += 1
-        for i, (record, span) in enumerate(zip(self._flying.popleft(), plan.spans, strict=True)):
+        """Take in the oldest step in flight: advance leases, apply stop rules, make the events. All
+        of it or, where anything raises, nothing; then `cancel_all` must follow."""
+        records = [record for record in self._flying[0] if not record.draining]
+        before = [(len(r.request.tokens), r.request.started, r.lease.length) for r in records]
+        try:
+            events = self._commit(plan, result)
+        except BaseException:
+            for record, (count, started, length) in zip(records, before, strict=True):
+                record.rewind(count, started, length)
+            raise
+        self._flying.popleft()
+        return events
+
+    def _commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
+        taken, ends = list[tuple[Request, TokenEvent]](), dict[int, int]()
+        for i, (record, span) in enumerate(zip(self._flying[0], plan.spans, strict=True)):
             request, start = record.request, record.lease.length
             record.in_flight -= 1
             record.lease.commit(span.num_certain + result.accepted[i])
             record.start += result.accepted[i]
             if record.draining:
                 ends[i] = 0
-                self._release_if_done(record)
                 continue
             self._suspects.passed(request, record.lease.length)
             if span.scored and i not in result.errors:
@@ -176,14 +152,20 @@ class Scheduler:
                 drafted = max(0, min(drafted, self.limits.max_model_len - 1 - start))
                 may = request.num_drafts and start >= record.goal
                 made = span.drafts if may else None
-                events.append(self.outcomes.take(request, start, made, drafted, i, result))
+                event = self.outcomes.take(request, start, made, drafted, i, result)
+                taken.append((request, event))
+                if event.finish_reason is not None:
+                    ends[i] = len(event.tokens)
             if self.prefix_caching and request.error is None:
                 record.lease.publish(request.tokens)
-            if request.status is Status.FINISHED:
-                ends[i] = len(events[-1].tokens)
-                self._leave(record)
-        self.budget.observe(plan, result.until(ends, plan.spans))
-        return events
+        for i in ends:
+            self._leave(self._flying[0][i])
+        seen = result.until(ends, plan.spans)
+        self._advice.of("The draft policy", lambda: self.budget.observe(plan, seen), None)
+        self.stats.steps += 1
+        for request, event in taken:
+            self.outcomes.count(request, event)
+        return [event for _, event in taken]
 
     def cancel(self, plan: Plan, error: str = "") -> list[TokenEvent]:
         """Give up the newest plan, whose step failed: its requests wait again, since part of the
@@ -196,16 +178,30 @@ class Scheduler:
             record.in_flight -= 1
             record.lease.rollback()
             record.start -= span.num_certain
+        return self._start_over(records, error)
+
+    def cancel_all(self, error: str) -> list[TokenEvent]:
+        """Give up all steps in flight, as `cancel` does, since the oldest one's result could not be
+        taken in, and the others were launched on top of it."""
+        records = list(dict.fromkeys(itertools.chain(*self._flying)))
+        self._flying.clear()
+        for record in records:
+            record.in_flight, record.start = 0, record.lease.length
+            while record.lease.reserved:
+                record.lease.rollback()
+        return self._start_over(records, error)
+
+    def _start_over(self, records: list[Record], error: str) -> list[TokenEvent]:
+        back = [record.request for record in records if not record.draining]
+        for record in reversed(records):
+            if record.draining:
+                self._leave(record)
+                continue
             if record.got_further:
                 record.request.failures = 0
             record.request.failed_at = record.start
-        back = [record for record in records if not record.draining]
-        for record in records:
-            if record.draining:
-                self._release_if_done(record)
-        for record in reversed(back):
             self._wait_again(record)
-        request = self._suspects.failed([record.request for record in back])
+        request = self._suspects.failed(back)
         if request is None:
             return []
         request.error = f"The step failed {request.failures} times with this request alone: {error}"
@@ -237,16 +233,17 @@ class Scheduler:
             context=sum([record.start for record in records]),
         )
         asked = [self._candidate(r, min(r.request.num_drafts, most)) for r in records]
-        found = self.budget.allot(asked, load)
+        every = Budget().allot(asked, load)
+        found = self._advice.of("The draft policy", lambda: self.budget.allot(asked, load), every)
         chained = found.chained or [bool(one.chain.tokens) for one in asked]
         chains = [one.chain if own else None for one, own in zip(asked, chained, strict=True)]
         spans = map(self._decode_span, records, found.most, chains)
         return list(zip(records, spans, strict=True)), found
 
     def _candidate(self, record: Record, most: int) -> Candidate:
-        request, chain = record.request, Chain()
-        if most and record.host is not None:
-            chain = record.host.propose(request, most)
+        request, host, chain = record.request, record.host, Chain()
+        if most and host is not None:
+            chain = self._advice.of("Drafting", lambda: host.propose(request, most), chain)
         on_device = most > 0 and record.device is not None
         most = most if on_device else len(chain.tokens)
         return Candidate(request, most, on_device, record.slot, chain)
@@ -267,15 +264,8 @@ class Scheduler:
         if request.scores_prompt:
             scored = tuple(request.tokens[start + 1 : min(end + 1, request.num_prompt)])
             top = request.sampling.prompt_logprobs or 0
-        return Span(
-            record.slot,
-            start,
-            start,
-            tuple(request.tokens[start:end]),
-            logits=int(end == record.goal),
-            scored=scored,
-            top_logprobs=top,
-        )
+        tokens, logits = tuple(request.tokens[start:end]), int(end == record.goal)
+        return Span(record.slot, start, start, tokens, 0, None, logits, scored, top)
 
     def _positions(self, record: Record, span: Span) -> int:
         """Positions to reserve: a drafting request always gets the whole block."""
@@ -355,11 +345,6 @@ class Scheduler:
         coming = max([sum(map(eq, keys, other)) for other in others]) - done
         return 2 * size * coming >= len(request.tokens) - done * size
 
-    def _page_write(self, record: Record) -> PageWrite | None:
-        first, pages = record.sent, record.lease.pages
-        record.sent = len(pages)
-        return PageWrite(record.slot, first, tuple(pages[first:])) if first < len(pages) else None
-
     def _wait_again(self, record: Record) -> None:
         """Take a running request's pages; it starts over from the tokens it has, first in line of
         its priority."""
@@ -369,13 +354,12 @@ class Scheduler:
         self.waiting.insert(bisect_left(self.waiting, request.priority, key=_priority), request)
 
     def _leave(self, record: Record) -> None:
-        self.running.remove(record)
+        """Have a record give back its slot and pages, once no step of it is in flight."""
+        if record in self.running:
+            self.running.remove(record)
+            self._draining.append(record)
         record.draining = True
-        self._draining.append(record)
-        self._release_if_done(record)
-
-    def _release_if_done(self, record: Record) -> None:
-        if not record.in_flight:
+        if not record.in_flight and record in self._draining:
             record.lease.release()
             self._draining.remove(record)
             self._slots.append(record.slot)
@@ -383,9 +367,3 @@ class Scheduler:
 
 def _priority(request: Request) -> int:
     return request.priority
-
-
-def _admission(record: Record, length: int) -> Admission:
-    request = record.request
-    given = request.num_prompt, request.sampling, request.seed, request.sibling, request.stop_ids
-    return Admission(record.slot, length, tuple(request.tokens), *given)

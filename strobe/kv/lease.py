@@ -67,9 +67,8 @@ class Lease:
         """Give every page back. No reservation may be open, and nothing may follow."""
         if self.released or self.reserved:
             raise LeaseError("release() comes once, after every reservation has ended")
-        self.released = True
         self.pool.drop(self.pages)
-        self.pages = []
+        self.released, self.pages = True, []
 
     def adopt(self, tokens: Sequence[int]) -> int:
         """Start from cached pages that hold a prefix of `tokens`; returns the positions gained.

@@ -37,7 +37,7 @@ class PendingStep:
     top_logprobs: by span, how many of the most probable tokens its request wants named beside each
     token. errors: by span, why its request cannot go on. margins [S, K]: of the drafts that the
     device made, on their way to the host already. began, done: the host's clock in seconds.
-    followed: grammars know its tokens.
+    followed: grammars know its tokens; None: some of them may.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PendingStep:
             scores and Scores(*map(download, scores)),
             prompt and Scores(*map(download, prompt)),
         )
-        self.followed = False
+        self.followed: bool | None = False
         self._result: StepResult | None = None
         self._event = None
         if verdict.tokens.device.type == "cuda":

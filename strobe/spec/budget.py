@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 from strobe.request import Request
 from strobe.step import Plan, StepResult
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Chain(NamedTuple):
@@ -62,3 +66,17 @@ class Budget:
 
     def observe(self, plan: Plan, result: StepResult) -> None:
         """What became of a step, in the order of plans."""
+
+
+class Advice(set[str]):
+    """Parts that only advise and have raised, which costs no token."""
+
+    def of(self, part: str, ask: Callable[[], T], default: T) -> T:
+        """Return what the part advises, or the default where it raises, which is logged once."""
+        try:
+            return ask()
+        except Exception:
+            if part not in self:
+                self.add(part)
+                logger.exception("%s failed; steps go on without its advice.", part)
+            return default

@@ -1,0 +1,64 @@
+"""What a running request holds of the engine. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from strobe.kv.lease import Lease
+from strobe.request import Request, Status
+from strobe.step import Admission, PageWrite
+
+if TYPE_CHECKING:
+    from strobe.spec.base import HostProposer
+
+
+@dataclass(eq=False)
+class Record:
+    """A running request's hold on the engine.
+
+    start: positions that have K/V once the steps in flight are done, at the least. goal: the
+    tokens known when it was admitted; up to there it prefills, from there on it decodes. host,
+    device: who drafts for it, on the host and on the device, if anybody does.
+    """
+
+    request: Request
+    slot: int
+    lease: Lease
+    start: int
+    goal: int
+    host: HostProposer | None = None
+    device: str | None = None
+    sent: int = 0
+    in_flight: int = 0
+    draining: bool = False
+
+    @property
+    def got_further(self) -> bool:
+        """Whether it has got through a step that it did not repeat since one of its steps failed:
+        one that decodes, or a later chunk of its tokens."""
+        return self.start > (self.goal if self.decoding else self.request.failed_at)
+
+    @property
+    def decoding(self) -> bool:
+        return self.start >= self.goal
+
+    def rewind(self, count: int, started: bool, length: int) -> None:
+        """Be as before a step: with so many tokens, of which `length` positions have K/V."""
+        request = self.request
+        self.draining, self.lease.length = False, length
+        request.started, request.status = started, Status.RUNNING
+        request.finish_reason = request.stop_reason = request.error = None
+        del request.tokens[count:], request.page_keys[count // self.lease.pool.page_size :]
+
+    def page_write(self) -> PageWrite | None:
+        """Return the page-table entries that the device was not yet told of."""
+        first, pages = self.sent, self.lease.pages
+        self.sent = len(pages)
+        return PageWrite(self.slot, first, tuple(pages[first:])) if first < len(pages) else None
+
+    def admission(self, length: int) -> Admission:
+        """Return what the device must know of it. length: positions that have K/V."""
+        request = self.request
+        sampling = request.num_prompt, request.sampling, request.seed, request.sibling
+        return Admission(self.slot, length, tuple(request.tokens), *sampling, request.stop_ids)

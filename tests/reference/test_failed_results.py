@@ -1,0 +1,172 @@
+"""A step whose result cannot be taken in: wherever that raises, no token is lost, made twice or
+changed, and what only advises ends no step."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hybrid import make_hybrid
+from tiny import make_engine, make_tokenizer, run
+
+from strobe.config import EngineConfig
+from strobe.engine.engine import Engine
+from strobe.request import Request
+from strobe.sampling_params import SamplingParams
+
+COLD = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+TEXTS = [[(5 * i + n) % 50 for i in range(n)] for n in (9, 23, 5)]
+PARAMS = [
+    COLD,
+    COLD.clone(temperature=0.9, seed=4, frequency_penalty=0.4, logprobs=1),
+    COLD.clone(structured_outputs={"regex": "[ab0-9]{30}"}, ignore_eos=False, prompt_logprobs=0),
+]
+
+
+@pytest.fixture(scope="module")
+def path(
+    request: pytest.FixtureRequest, target: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A target with a tokenizer, with recurrent layers where the parameter says so."""
+    made = tmp_path_factory.mktemp("target") / "target"
+    if getattr(request, "param", "attention") == "recurrent":
+        made.mkdir()
+        make_hybrid(made)
+    else:
+        shutil.copytree(target.path, made)
+    make_tokenizer(made)
+    return made
+
+
+def engine_of(path: Path, method: Any, overlap: int, draft: Callable[..., Path]) -> Engine:
+    options: dict[str, Any] = {} if method == "none" else {"num_drafts": 5}
+    config = EngineConfig(
+        str(path), draft=str(draft()), method=method, overlap=overlap, max_model_len=64,
+        page_size=4, max_num_seqs=3, max_num_batched_tokens=24, **options,
+    )  # fmt: skip
+    return make_engine(config)
+
+
+def finished(engine: Engine, requests: list[Request]) -> int:
+    """Step to the end, whatever a step raises; returns how many did. Events must add up."""
+    reported: dict[Any, list[int]] = {request.key: [] for request in requests}
+    starts: list[Any] = []
+    failures = 0
+    for _ in range(400):
+        try:
+            for event in engine.step():
+                reported[event.key] += event.tokens
+                starts += [event.key] if event.start is not None else []
+        except (MemoryError, KeyboardInterrupt):
+            failures += 1
+        engine.check()
+        if not engine.has_work:
+            break
+    assert not engine.has_work, "the engine hangs"
+    assert reported == {request.key: request.output_ids for request in requests}
+    assert sorted(starts) == sorted(reported)
+    assert engine.parts.pool.available == engine.parts.pool.capacity
+    return failures
+
+
+class Fault:
+    """Raises at the call-th call of a function of ours within the turn-th call of `function`."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self.turn, self.call = 0, 0
+        self.kind: type[BaseException] = MemoryError
+        self.calls = 0
+        """Functions that the last call in question called."""
+
+    def __call__(self, *args: Any) -> Any:
+        self.turn -= 1
+        if self.turn:
+            return self.function(*args)
+        self.calls = 0
+
+        def watch(frame: FrameType, event: str, arg: Any) -> None:
+            if event == "call" and "strobe/" in frame.f_code.co_filename:
+                self.calls += 1
+                if self.calls == self.call:
+                    sys.setprofile(None)
+                    raise self.kind("injected")
+
+        sys.setprofile(watch)
+        try:
+            return self.function(*args)
+        finally:
+            sys.setprofile(None)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        ("attention", "none"),
+        ("attention", "dflash+ngram"),
+        pytest.param("attention", "dflash", marks=pytest.mark.full),
+        pytest.param("attention", "ngram", marks=pytest.mark.full),
+        pytest.param("recurrent", "dflash+ngram", marks=pytest.mark.full),
+    ],
+    indirect=["path"],
+)
+@pytest.mark.parametrize(
+    ("place", "stride"),
+    [
+        ("result", 13),
+        ("commit", 23),
+        pytest.param("result", 1, marks=pytest.mark.full),
+        pytest.param("commit", 2, marks=pytest.mark.full),
+    ],
+)
+def test_exception_anywhere_in_taking_in_a_result_loses_no_token(
+    place: str, stride: int, method: str, overlap: int, path: Path, draft: Callable[..., Path]
+):
+    engine = engine_of(path, method, overlap, draft)
+    wanted = run(engine, TEXTS, PARAMS)
+    assert wanted == run(engine_of(path, "none", 1, draft), TEXTS, PARAMS)
+    owner, name = (engine, "_result") if place == "result" else (engine.scheduler, "commit")
+    fault = Fault(getattr(owner, name))
+    setattr(owner, name, fault)
+    failures, most = 0, 1
+    for number in range(1, 400):
+        # All calls of an early step, of one in the middle, and of one in which answers end.
+        fault.turn, fault.call = (2, 6, 13)[number % 3], 1 + number // 3 * stride
+        if fault.call > most + 2 * stride:
+            break
+        fault.kind = (MemoryError, KeyboardInterrupt)[number % 2]
+        requests = [engine.add(text, asked) for text, asked in zip(TEXTS, PARAMS, strict=True)]
+        failures += finished(engine, requests)
+        most = max(most, fault.calls)
+        assert [request.output_ids for request in requests] == wanted, fault.call
+        scores = requests[2].prompt_logprobs
+        assert [one and one.token for one in scores] == [None, *TEXTS[2][1:]]
+    assert failures > 2
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("part", ["observe", "allot", "propose"])
+def test_advice_that_raises_costs_no_token_and_is_logged_once(
+    part: str, overlap: int, path: Path, draft: Callable[..., Path],
+    caplog: pytest.LogCaptureFixture,
+):  # fmt: skip
+    engine = engine_of(path, "dflash+ngram", overlap, draft)
+    wanted = run(engine, TEXTS, PARAMS)
+
+    def failing(*args: Any) -> Any:
+        raise RuntimeError("no advice")
+
+    owner = engine.proposers["ngram"] if part == "propose" else engine.scheduler.budget
+    setattr(owner, part, failing)
+    assert run(engine, TEXTS, PARAMS) == wanted
+    (record,) = [one for one in caplog.records if one.levelno == logging.ERROR]
+    subject = "Drafting" if part == "propose" else "The draft policy"
+    assert record.getMessage() == f"{subject} failed; steps go on without its advice."
+    assert record.exc_info
