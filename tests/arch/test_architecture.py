@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import grimp
@@ -25,11 +26,30 @@ CORE_FILES = (
 
 KINDS, FIRST = ("families", "config_readers"), "qwen3.py"
 
-FILE_LINES, CORE_LINES, STEP_LINES = 400, 7850, 30
+FILE_LINES, CORE_CODE_LINES, STEP_LINES = 400, 5440, 30
 
 
 def lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def code_lines(path: Path) -> int:
+    """Lines that hold code: no blanks, comments or docstrings."""
+    skipped = {
+        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }  # fmt: skip
+    rows, starts_statement = set[int](), True
+    with path.open(encoding="utf-8") as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+                starts_statement = True
+            elif token.type in skipped or (token.type == tokenize.STRING and starts_statement):
+                continue
+            else:
+                rows.update(range(token.start[0], token.end[0] + 1))
+                starts_statement = False
+    return len(rows)
 
 
 def core_files() -> list[Path]:
@@ -79,7 +99,7 @@ def test_no_file_is_longer_than_a_reader_can_hold():
 def test_the_core_can_be_read_in_an_afternoon():
     files = core_files()
     assert len(files) > 20
-    assert sum(map(lines, files)) <= CORE_LINES
+    assert sum(map(code_lines, files)) <= CORE_CODE_LINES
 
 
 @pytest.mark.parametrize("name", ["step", "launch"])
