@@ -9,10 +9,12 @@ import logging
 import resource
 import time
 from http import HTTPStatus
-from typing import Any
+from math import inf
+from operator import attrgetter
+from typing import Any, cast
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from strobe.server.guards import refuse
 from strobe.server.openai.protocol.errors import error_body
@@ -58,17 +60,18 @@ def most_connections() -> int:
 class Connection(HttpToolsProtocol):
     """A connection that is closed if headers or a body arrive too slowly, or headers are too large.
 
-    Connections above the limit are reserved: they answer HEALTH_PATHS. With a request for another
-    path, one takes the place of the connection that has waited longest for headers or a body; if
-    none waits, it is refused.
+    Connections above the limit are reserved: they answer HEALTH_PATHS. Once the body of another
+    request is in, a reserved one takes the place of the connection that has waited longest for
+    headers or a body; if none waits, it is refused. No application sees a request before that.
     """
 
     most = most_connections()
     _reserved = False
+    _deferred: tuple[RequestResponseCycle, Any] | None = None
     _timer: asyncio.TimerHandle | None = None
     _reads_body = False
     _since = 0.0  # when waiting began, moved on by what has arrived at BODY_RATE
-    _newest = 0.0  # when the newest part of a body arrived
+    _slow_since = inf  # the same, at most the newest arrival; infinite while nothing is waited for
     _held = 0  # bytes received since complete headers or the newest part of a body
     _header_bytes = 0
 
@@ -77,7 +80,7 @@ class Connection(HttpToolsProtocol):
         self._wait(HEADER_SECONDS)
         self._reserved = len(self.connections) > self.most
         if len(self.connections) > self.most + RESERVED:
-            (self._slowest() or self)._refuse(*TOO_MANY)
+            (self._slowest(self._others) or self)._refuse(*TOO_MANY)
 
     def data_received(self, data: bytes) -> None:
         self._held += len(data)
@@ -104,23 +107,22 @@ class Connection(HttpToolsProtocol):
         self._held = 0
         if self._header_bytes > HEADER_BYTES:
             self.app = _refusal(*HEADERS_TOO_LARGE)
-        elif self._reserved and not self._admit():
-            self.app = _refusal(*TOO_MANY)
         super().on_headers_complete()
-        if self._reserved:
-            self.cycle.keep_alive = False
         self._wait(BODY_SECONDS, body=True)
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
+        if len(self.cycle.body) > HIGH_WATER_LIMIT:
+            self._start_deferred()  # uvicorn reads no more until the application does
         self._held = 0
         self._since += len(body) / BODY_RATE
-        self._newest = self.loop.time()
+        self._slow_since = min(self._since, self.loop.time())
 
     def on_message_complete(self) -> None:
         self._stop_waiting()
         self._held = 0
         super().on_message_complete()
+        self._start_deferred()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -131,32 +133,41 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
         super().connection_lost(exc)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if not self._reserved:
+            super()._start_asgi_task(cycle, app)
+        elif self.url.partition(b"?")[0] in HEALTH_PATHS:
+            cycle.keep_alive = False
+            super()._start_asgi_task(cycle, app)
+        else:
+            self._deferred = cycle, app
+            if self.expect_100_continue:  # the body does not come before the application asks
+                self._start_deferred()
+
+    def _start_deferred(self) -> None:
+        if self._deferred is not None:
+            (cycle, app), self._deferred = self._deferred, None
+            self._reserved = not self._admit()
+            super()._start_asgi_task(cycle, _refusal(*TOO_MANY) if self._reserved else app)
+
     def _admit(self) -> bool:
-        """Whether a reserved connection's request is answered. It remains a reserved one only for
-        HEALTH_PATHS."""
-        if len(self.connections) > self.most:
-            if self.url.partition(b"?")[0] in HEALTH_PATHS:
-                return True
-            slowest = self._slowest(reserved=False)
-            if slowest is None:
-                return False
+        """Make room for a reserved connection; False if there is none."""
+        admitted = [one for one in self._others if not one._reserved]
+        slowest = self._slowest(admitted)
+        if len(admitted) >= self.most and slowest is not None:
             slowest._refuse(*TOO_MANY)
-        self._reserved = False
-        return True
+        return len(admitted) < self.most or slowest is not None
 
-    def _slowest(self, *, reserved: bool = True) -> Connection | None:
-        """The other connection that has waited longest for headers or a body, None if none waits.
-        reserved: include reserved ones."""
-        waiting = [
-            one
-            for one in self.connections
-            if isinstance(one, Connection) and one is not self and one._timer is not None
-            if not one._is_answering and (reserved or not one._reserved)
-        ]
-        return min(waiting, key=Connection._waiting_since, default=None)
+    @property
+    def _others(self) -> list[Connection]:
+        every = cast("set[Connection]", self.connections)
+        return [one for one in every if one is not self]
 
-    def _waiting_since(self) -> float:
-        return min(self._since, self._newest)
+    def _slowest(self, connections: list[Connection]) -> Connection | None:
+        """The one that has waited longest for headers or a body, None if none waits."""
+        waiting = [one for one in connections if one._slow_since < inf]
+        waiting.sort(key=attrgetter("_slow_since"))
+        return next((one for one in waiting if not one._is_answering), None)
 
     @property
     def _is_answering(self) -> bool:
@@ -168,18 +179,18 @@ class Connection(HttpToolsProtocol):
     def _wait(self, seconds: float, *, body: bool = False) -> None:
         self._stop_waiting()
         self._reads_body = body
-        self._since = self._newest = self.loop.time()
+        self._since = self._slow_since = self.loop.time()
         self._timer = self.loop.call_later(seconds, self._check, seconds)
 
     def _stop_waiting(self) -> None:
-        self._reads_body = False
+        self._reads_body, self._slow_since = False, inf
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _check(self, seconds: float) -> None:
         """Refuse a client that is too slow, or wait on."""
-        left = self._waiting_since() + seconds - self.loop.time()
+        left = self._slow_since + seconds - self.loop.time()
         if self._is_answering:
             self._wait(seconds, body=self._reads_body)
         elif left > 0:
@@ -212,10 +223,10 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
 
-def _refusal(status: int, code: str, message: str) -> ASGIApp:
+def _refusal(status: int, code: str, message: str) -> Any:
     """An application that refuses its request and closes the connection."""
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
         await refuse(send, status, message, code=code, headers=[(b"connection", b"close")])
 
     return app

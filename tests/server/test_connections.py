@@ -20,8 +20,13 @@ REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+SEEN: list[str] = []
+"""The paths of all requests that the application has seen."""
+
+
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """Answers 204, on /read once the body is in."""
+    SEEN.append(scope["path"])
     while scope["path"] == "/read":
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -289,6 +294,44 @@ def test_request_takes_the_place_of_the_slowest_body(monkeypatch: pytest.MonkeyP
         assert await status(fourth[0]) == 503
         third[1].write(REQUEST)  # and the third has its place
         assert await status(third[0]) == 204
+
+    with_server(client)
+
+
+def test_only_a_complete_request_takes_the_place_of_a_slow_body(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Connection, "most", 1)
+    seen = len(SEEN)
+
+    async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
+        slow, late, whole = await connect(), await connect(), await connect()
+        slow[1].write(post("/read", b"x"))
+        await slow[1].drain()
+        late[1].write(post("/read", b"x" * 200, 300_000))
+        await late[1].drain()
+        health = await connect()
+        health[1].write(b"GET /health HTTP/1.1\r\n\r\n")
+        assert await status(health[0]) == 204
+        assert SEEN[seen:] == ["/read", "/health"]  # that of `slow`
+        whole[1].write(post("/read", b"x" * 300_000, 300_000))
+        assert await status(whole[0]) == 204
+        assert await status(slow[0]) == 503
+        late[1].write(b"x" * 299_800)
+        assert await status(late[0]) == 503
+
+    with_server(client)
+
+
+def test_reserved_connection_is_told_to_send_its_body(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Connection, "most", 1)
+
+    async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
+        slow, whole = await connect(), await connect()
+        slow[1].write(post("/read", b"x"))
+        await slow[1].drain()
+        whole[1].write(b"POST /read HTTP/1.1\r\ncontent-length: 1\r\nexpect: 100-continue\r\n\r\n")
+        assert await status(whole[0]) == 100
+        whole[1].write(b"x")
+        assert await status(whole[0]) == 204
 
     with_server(client)
 
