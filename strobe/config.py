@@ -176,7 +176,7 @@ class EngineConfig:
         known = sorted(f.name for f in fields(self))
         for name in changes:
             if name not in known:
-                raise ValueError(f"{name} is no engine option; the options are {', '.join(known)}.")
+                raise ValueError(f"{name} is not an engine option; there are {', '.join(known)}.")
         return replace(self, **changes)
 
 

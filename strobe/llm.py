@@ -324,7 +324,8 @@ def _token_ids(ids: Any) -> list[int]:
     for token in listed:
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise ValueError(
-                f"A prompt holds {reprlib.repr(token)}, which is no token id; give whole numbers."
+                f"A prompt holds {reprlib.repr(token)}, which is not a token id; give whole "
+                "numbers."
             )
     return [int(token) for token in listed]
 

@@ -107,5 +107,5 @@ def completed(arguments: list[str]) -> list[str]:
     """The arguments behind `strobe bench`, or --help for none. Raises ValueError for a benchmark
     that there is not."""
     if arguments and not arguments[0].startswith("-") and arguments[0] not in BENCHES:
-        raise ValueError(f"{arguments[0]!r} is no benchmark; there are {', '.join(BENCHES)}.")
+        raise ValueError(f"{arguments[0]!r} is not a benchmark; there are {', '.join(BENCHES)}.")
     return arguments or ["--help"]

@@ -32,6 +32,7 @@ from strobe.server.parsers import (
     detect,
     make_parser,
 )
+from strobe.wording import counted
 from strobe.wrapping import Wrapping
 
 COMMANDS = {
@@ -141,7 +142,7 @@ class _Talk:
             (usage,) = [command for command in COMMANDS if command.split()[0] == name]
             _say(self.console, f"{name} {rest}".strip() + f" is not complete; write {usage}.")
         else:
-            _say(self.console, f"{name} is no command; /help lists them.")
+            _say(self.console, f"{name} is not a command; /help lists them.")
 
     def _save(self, path: Path) -> None:
         try:
@@ -149,7 +150,11 @@ class _Talk:
         except OSError as error:
             _say(self.console, f"{path} cannot be written: {error.strerror}.", style="red")
         else:
-            _say(self.console, f"{len(self.messages)} messages are in {path}.", style="dim")
+            _say(
+                self.console,
+                f"{counted(len(self.messages), 'message')} saved in {path}.",
+                style="dim",
+            )
 
     def _answer(self) -> None:
         """Stream one answer and append it to the conversation."""
@@ -237,7 +242,7 @@ def _say(console: Any, text: str, style: str | None = None) -> None:
 def _summary(answer: Any, seconds: float) -> str:
     """One line on an answer: tokens, rate and acceptance."""
     made = len(answer.token_ids)
-    line = f"{made} tokens, {made / seconds:.0f} tokens/s"
+    line = f"{counted(made, 'token')}, {made / seconds:.0f} tokens/s"
     report = answer.speculation
     if report is not None and report.used:
         return f"{line}, {report.method}: {report.acceptance_length:.2f} tokens per step"

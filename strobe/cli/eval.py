@@ -69,5 +69,7 @@ def completed(arguments: list[str]) -> list[str]:
     """The arguments behind `strobe eval`, or --help for none. Raises ValueError for an evaluation
     that there is not."""
     if arguments and not arguments[0].startswith("-") and arguments[0] not in EVALUATIONS:
-        raise ValueError(f"{arguments[0]!r} is no evaluation; there are {', '.join(EVALUATIONS)}.")
+        raise ValueError(
+            f"{arguments[0]!r} is not an evaluation; there are {', '.join(EVALUATIONS)}."
+        )
     return arguments or ["--help"]

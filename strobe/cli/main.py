@@ -51,7 +51,7 @@ def _run(arguments: Sequence[str]) -> int:
     if not own or own[0] in ("-h", "--help"):
         return _help()
     if name not in COMMANDS:
-        raise ValueError(f"{name!r} is no command; there are {', '.join(COMMANDS)}.")
+        raise ValueError(f"{name!r} is not a command; there are {', '.join(COMMANDS)}.")
     from strobe.cli.flags import parse
 
     module, rest = import_module(f"strobe.cli.{name.replace('-', '_')}"), own[1:]

@@ -25,7 +25,7 @@ def expanded(arguments: Sequence[str]) -> list[str]:
             found.append(word)
             continue
         if not equals and not words:
-            raise ValueError("--config needs a file behind it.")
+            raise ValueError("--config needs a file after it.")
         rest = [one for one in (*found, *words) if one.startswith("--")]
         given = {one.partition("=")[0][2:].replace("-", "_").removeprefix("no_") for one in rest}
         found += _words(text if equals else words.pop(0), given)
@@ -38,7 +38,7 @@ def _words(path: str, given: set[str]) -> list[str]:
         with open(path, encoding="utf-8") as file:
             options = yaml.safe_load(file) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        why = " ".join(str(error).split())
+        why = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise ValueError(f"--config names {path}, which cannot be read ({why}).") from None
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise ValueError(

@@ -215,7 +215,7 @@ def _speculative(given: Mapping[str, Any]) -> Mapping[str, Any]:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"speculative_config is {value!r}, which is no JSON ({error}); write "
+                f"speculative_config is {value!r}, which is not JSON ({error}); write "
                 """'{"method": "dflash", "model": "...", "num_speculative_tokens": 15}'."""
             ) from None
     if not isinstance(value, Mapping):

@@ -37,7 +37,7 @@ def separate(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             value: Any = not negated
         else:
             if not equals and not words:
-                raise ValueError(f"{flag} needs a value behind it.")
+                raise ValueError(f"{flag} needs a value after it.")
             value = read(text if equals else words.pop(0))
             if name in FLAGS and str(value).lower() in ("true", "false"):
                 value = str(value).lower() == "true"

@@ -105,8 +105,8 @@ def _proposed_pair(config: EngineConfig, proposal: Proposal, found: str) -> Engi
     target = directory(verifier, None)
     if not Path(target).is_dir():
         raise ValueError(
-            f"{named} drafts for {verifier}, which is no directory here; name its target yourself, "
-            "and it as the drafter."
+            f"{named} drafts for {verifier}, which is not a directory here; name its target "
+            "yourself, and it as the drafter."
         )
     logger.warning("%s is a drafter: its target is %s", named, verifier)
     drafts = config.num_drafts if config.num_drafts is not None else proposal.num_drafts

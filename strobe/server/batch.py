@@ -25,6 +25,7 @@ from strobe.server.launch import make_serving, named
 from strobe.server.serving import read_template
 from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
+from strobe.wording import counted
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _BEGINNING = b'{"id": "batch_req_'
@@ -48,7 +49,7 @@ def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: P
         asked = [one for one in requests if one.custom_id not in answers.answered]
         if done := len(requests) - len(asked):
             left = f"{len(asked)} {'is' if len(asked) == 1 else 'are'} left"
-            print(f"{out} has {_count(done, 'answer')} already; {left}.", file=sys.stderr)
+            print(f"{out} has {counted(done, 'answer')} already; {left}.", file=sys.stderr)
         template = read_template(settings.chat_template)
         settings.logs.configure()
         config = located(config)
@@ -57,7 +58,7 @@ def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: P
         except EngineDead as error:
             print(f"strobe: {error}", file=sys.stderr)
             return 1
-    answered = _count(len(asked) - failed, "request")
+    answered = counted(len(asked) - failed, "request")
     print(f"{answered} answered, {failed} failed: {out}", file=sys.stderr)
     return int(failed > 0)
 
@@ -156,10 +157,6 @@ def _answer(line: bytes) -> dict[str, Any] | None:
         return None
     response = value["response"]
     return value | {"response": response if isinstance(response, dict) else {}}
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 async def _run(

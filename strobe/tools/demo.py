@@ -18,6 +18,7 @@ from strobe.llm import LLM
 from strobe.outputs import Prompt, RequestOutput
 from strobe.progress import Progress
 from strobe.sampling_params import SamplingParams
+from strobe.wording import counted
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def run_demo(
     """Run the demo; returns 0 where both ways gave identical tokens, else 1."""
     examples = choose_examples(prompts)
     _check("repeats", repeats)
+    _check("max_tokens", max_tokens)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     config = replace(
         config, method="dflash" if config.target else None, enable_prefix_caching=False
@@ -185,7 +187,7 @@ def _stream(llm: LLM, example: Example, prompt: Prompt, params: SamplingParams) 
         made = len(last.output.token_ids)
         weight = " (normal and bold take turns)" if console.is_terminal else ""
         console.print(
-            f"[dim]{made} tokens in {report.steps} verify steps{weight}, "
+            f"[dim]{counted(made, 'token')} in {counted(report.steps, 'verify step')}{weight}, "
             f"{report.acceptance_length:.2f} per step.[/dim]"
         )
 
@@ -211,7 +213,8 @@ def _table(figures: dict[str, Any]) -> None:
         console.print(f"DFlash drafted nothing: {figures['off_reason']}.")
     same = "identical" if figures["identical"] else "[bold red]NOT identical[/bold red]"
     console.print(
-        f"{figures['prompts']} held-out prompts, {figures['tokens']} tokens, outputs {same}; "
+        f"{counted(figures['prompts'], 'held-out prompt')}, "
+        f"{counted(figures['tokens'], 'token')}, outputs {same}; "
         f"{figures['device']}, {figures['dtype']}, torch {figures['torch']}.",
         soft_wrap=not console.is_terminal,
     )

@@ -240,7 +240,7 @@ def test_a_directory_that_is_not_there(pair: Pair, refused: Callable[..., str], 
     says(refused(pair.target, nowhere), f"{nowhere} does not exist", hint)
     says(refused(tmp_path), f"{tmp_path / 'config.json'} does not exist", hint)
     file = pair.target / "config.json"
-    says(refused(file), f"{file} is no directory", hint)
+    says(refused(file), f"{file} is not a directory", hint)
 
 
 def test_drafter_and_target_the_wrong_way_round(pair: Pair, refused: Callable[..., str]):
@@ -558,7 +558,7 @@ def test_settings_that_need_a_drafter(
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"max_num_seq": 4}, "max_num_seq is no engine option; the options are"),
+        ({"max_num_seq": 4}, "max_num_seq is not an engine option; there are"),
         (
             {"tensor_parallel_size": 2},
             "tensor_parallel_size is 2, but Strobe runs on one GPU; give 1",
@@ -771,9 +771,9 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ("word " * 64, "but max_model_len is 64 with the answer; shorten it to 63 tokens"),
     ([5, 2048], "holds token id 2048, but the vocabulary has ids 0 to 2047"),
     ([-1, 5], "holds token id -1"),
-    ([5, True], "holds True, which is no token id"),
-    ([5, "a"], "holds 'a', which is no token id"),
-    ([5, 1.0], "holds 1.0, which is no token id"),
+    ([5, True], "holds True, which is not a token id"),
+    ([5, "a"], "holds 'a', which is not a token id"),
+    ([5, 1.0], "holds 1.0, which is not a token id"),
     ({"prmpt": "hello"}, "A prompt is {'prmpt': 'hello'}, but must be"),
     ({}, "A prompt is {}, but must be"),
     ({"prompt": 5}, "A prompt is 5, but must be a text"),
@@ -782,7 +782,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ({"prompt_token_ids": None}, "token ids are None, but must be a list"),
     ({"prompt_token_ids": "hello"}, "token ids are 'hello', but must be a list"),
     ({"prompt_token_ids": 5}, "token ids are 5, but must be a list"),
-    ({"prompt_token_ids": [[5]]}, "holds [5], which is no token id"),
+    ({"prompt_token_ids": [[5]]}, "holds [5], which is not a token id"),
 ]
 
 
@@ -923,7 +923,7 @@ def test_one_bad_prompt_of_several_on_the_command_line(
     [
         (
             ["generte", "hello"],
-            "'generte' is no command; there are generate, chat, serve, run-batch, demo, info, "
+            "'generte' is not a command; there are generate, chat, serve, run-batch, demo, info, "
             "doctor, bench, eval.",
         ),
         (["generate"], "No prompt was given; name one or more: strobe generate 'PROMPT'."),

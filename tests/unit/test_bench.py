@@ -83,7 +83,7 @@ def test_bench_alone_shows_its_help(main: Callable[..., Any]):
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
-        ("stepp", [], "'stepp' is no benchmark; there are step, offline, load, "),
+        ("stepp", [], "'stepp' is not a benchmark; there are step, offline, load, "),
         ("step", ["--step=3"], "strobe bench step takes no '--step=3'; did you mean --steps?"),
         ("step", ["--shapes=qwen9"], "shapes is 'qwen9'; name one of demo, qwen3-0.6b, qwen3-4b, "),
         ("step", ["--shapes=demo", "--target=x"], "shapes is 'demo' beside directories; give "),
@@ -103,7 +103,7 @@ def test_bench_alone_shows_its_help(main: Callable[..., Any]):
         ("step", ["--method=dflash+ngram"], "method is 'dflash+ngram', but random tokens repeat "),
         ("step", ["--top-p=2"], "top_p is 2, but must"),
         ("step", ["--kv-cache-memory=100MB"], "tokens need 960 pages, but the KV cache has"),
-        ("step", ["--json=/nowhere/x"], "json is '/nowhere/x', but /nowhere is no directory; "),
+        ("step", ["--json=/nowhere/x"], "json is '/nowhere/x', but /nowhere is not a directory; "),
         ("step", ["--json=/"], "json is '/', but / is a directory; name a file in one that "),
         ("offline", ["--concurrency=40"], "concurrency is 40, but there are 32 prompts; lower it "),
         ("offline", ["--repeats=0"], "repeats is 0, but must be at least 1; ask for "),

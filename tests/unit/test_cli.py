@@ -290,7 +290,7 @@ def test_a_piped_chat_is_plain_text(pair: Pair):
     shown = run.stdout.splitlines()
     assert shown.pop(len(text.splitlines()) + 1).endswith("/new starts over.")
     assert [line for line in shown if not line.startswith("6 tokens, ")] == (
-        f"{text}\n{more}\n{text}\n/halp is no command; /help lists them.".splitlines()
+        f"{text}\n{more}\n{text}\n/halp is not a command; /help lists them.".splitlines()
     )
     assert run.stdout.count("tokens/s, plain: no drafter is loaded") == 3
 
@@ -308,7 +308,7 @@ def test_a_chats_commands_change_what_comes_next(pair: Pair, tmp_path: Path):
     assert kept[0]["content"] == "Be brief."
     said = run.stdout
     assert said.index("dflash: ") < said.index("plain: the request turned speculation off")
-    assert f"5 messages are in {path}.\n" in said
+    assert f"5 messages saved in {path}.\n" in said
     assert "/save is not complete; write /save FILE.\n" in said
     assert "/spec maybe is not complete; write /spec on|off.\n" in said
     assert "/nowhere/kept.json cannot be written: No such file or directory.\n" in said
@@ -439,7 +439,7 @@ def test_ctrl_c_after_an_answer_keeps_the_conversation(
         chat.until("Ctrl-C again leaves")
         chat.until("you>")
     chat.type(f"/save {kept}\n")
-    chat.until("messages are in")
+    chat.until("messages saved in")
     assert [message["role"] for message in json.loads(kept.read_text())] == [
         "user", "assistant", "user", "assistant",
     ]  # fmt: skip
@@ -459,7 +459,7 @@ def test_pasted_lines_are_one_message(open_chat: Callable[..., Terminal], tmp_pa
     chat.until("tokens per step")
     chat.until("you>")
     chat.type(f"/spec off\n/save {kept}\n")  # typed ahead
-    chat.until("messages are in")
+    chat.until("messages saved in")
     messages = json.loads(kept.read_text())
     assert [m["content"] for m in messages if m["role"] == "user"] == list(pastes)
 
@@ -650,6 +650,14 @@ def test_the_demo_fails_where_the_outputs_differ(
         assert json.loads(out)["identical"] is False
     else:
         assert "outputs NOT identical" in out
+
+
+@pytest.mark.parametrize("option", ["prompts", "repeats", "max-tokens"])
+def test_demo_of_nothing_is_an_error_before_loading(main: Callable[..., Any], option: str):
+    status, out, err = main("demo", f"--{option}=0", "--device=cpu")
+    assert (status, out) == (2, "")
+    name = option.replace("-", "_")
+    assert err == f"strobe: {name} is 0, but must be a whole number of at least 1.\n"
 
 
 def test_the_demo_says_which_prompt_cannot_run(main: Callable[..., Any], short_demo: list[str]):

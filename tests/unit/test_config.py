@@ -107,7 +107,7 @@ def test_a_name_that_is_no_field_is_named():
 
 
 def test_a_name_that_is_no_option_is_refused_with_the_options():
-    with pytest.raises(ValueError, match="page_sise is no engine option") as caught:
+    with pytest.raises(ValueError, match="page_sise is not an engine option; there are") as caught:
         EngineConfig().with_(page_sise=3)
     assert "page_size" in str(caught.value)
 

@@ -102,11 +102,11 @@ def test_eval_alone_shows_its_help(main: Callable[..., Any]):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["sped"], "'sped' is no evaluation; there are acceptance, accuracy, speed."),
+        (["sped"], "'sped' is not an evaluation; there are acceptance, accuracy, speed."),
         (["speed", "--expct=3"], "strobe eval speed takes no '--expct=3'; did you mean --expect?"),
         (["speed", "--dataset=gsm9k"], "dataset is 'gsm9k'; name one of gsm8k, gsm8k-5shot, "),
         (["speed", "--dataset=mbpp,mbpp"], "dataset is 'mbpp,mbpp', which names one twice."),
-        (["speed", "--data=/nowhere"], "data is '/nowhere', which is no file; name a file of "),
+        (["speed", "--data=/nowhere"], "data is '/nowhere', which is not a file; name a file of "),
         (["speed", "--data=x", "--dataset=demo"], "The demo models' tasks are made by rule; drop "),
         (["speed", "--data=x", "--dataset=mbpp,alpaca"], "data is one file, but dataset names 2;"),
         (["speed", "--data=x", "--dataset=gsm8k-5shot"], "gsm8k-5shot with --data needs --shots"),
@@ -115,7 +115,7 @@ def test_eval_alone_shows_its_help(main: Callable[..., Any]):
         (["speed", "--prompts=4", "--concurrency=9"], "concurrency is 9, but a data set has 4 "),
         (["speed", "--prompts=-1"], "prompts is -1, but must be at least 0; "),
         (["speed", "--expect=foo"], "expect is 'foo'; name one of qwen3-4b-dflash-b16, "),
-        (["speed", '--expect={"gsm8k"'], "expect is '{\"gsm8k\"', which is no JSON ("),
+        (["speed", '--expect={"gsm8k"'], "expect is '{\"gsm8k\"', which is not JSON ("),
         (["speed", '--expect={"gsm8k": {"acc": 1}}'], "expect's 'gsm8k' holds 'acc'; it takes "),
         (["speed", '--expect={"gsm": {"accuracy": 1}}'], "expect holds 'gsm'; name one of gsm8k"),
         (["speed", "--expect-accuracy=90"], "expect_accuracy is 90, but must be at most 1; "),
@@ -141,7 +141,7 @@ def test_what_is_wrong_is_one_sentence(
         ("[1]\n", "line 1 is [1], but must be one JSON object."),
         ('{"prompt": "a"}\n', "line 1 has no 'turns', only prompt; give {\"turns\": [text, ...]}."),
         ('{"turns": []}\n', "line 1: turns is [], but must be a list of texts."),
-        ('{"turns": [""]}\n', "line 1: turns holds '', which is no text."),
+        ('{"turns": [""]}\n', "line 1: turns holds '', which is not text."),
         ('{"turns": ["a"], "answer": []}\n', "line 1: answer is [], but must be a text or a "),
     ],
 )

@@ -85,7 +85,7 @@ def test_other_methods_and_absent_targets_are_said(tmp_path: Path):
     with pytest.raises(ValueError, match="drafts with 'eagle3', but only 'dflash' is supported"):
         located(ENGINE.with_(target=other))
     moved = written(tmp_path / "m", speculators("/moved/away"))
-    with pytest.raises(ValueError, match="drafts for /moved/away, which is no directory here"):
+    with pytest.raises(ValueError, match="drafts for /moved/away, which is not a directory here"):
         located(ENGINE.with_(target=moved))
 
 

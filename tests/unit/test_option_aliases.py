@@ -165,7 +165,7 @@ def test_other_engines_options_reach_the_settings(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--speculative-config={"], "speculative_config is '{', which is no JSON"),
+        (["--speculative-config={"], "speculative_config is '{', which is not JSON"),
         (["--speculative-config=3"], "speculative_config is 3, but must be an object"),
         (sc(mehtod="dflash"), "speculative_config's mehtod is 'dflash', which Strobe does not"),
         (
@@ -226,7 +226,7 @@ def test_other_engines_options_reach_the_settings(
             ["--tokenizer=other", "--model=t"],
             "tokenizer is 'other', but Strobe reads the target's own",
         ),
-        (["--model"], "--model needs a value behind it."),
+        (["--model"], "--model needs a value after it."),
         (["--model=a", "--model=b"], "--model is given twice, with 'a' and 'b'."),
         (["--model=a", "--target=b"], "target is 'b', but model is 'a', and both set"),
         (["--enforce-eager=maybe"], "enforce_eager is 'maybe', but must be True or False"),
@@ -345,7 +345,7 @@ def test_the_api_takes_them_too(pair: Pair):
     )
     assert (llm.engine.config.draft, llm.engine.limits.num_drafts) == (str(pair.draft), 5)
     assert llm.engine.config.cuda_graphs is False
-    with pytest.raises(ValueError, match="max_seq_len is no engine option; the options are"):
+    with pytest.raises(ValueError, match="max_seq_len is not an engine option; there are"):
         LLM(model=str(pair.target), max_seq_len=64)
 
 

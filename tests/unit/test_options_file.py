@@ -62,7 +62,7 @@ def test_a_file_without_options_is_a_sentence(tmp_path: Path, text: str):
 def test_no_file_is_a_sentence(tmp_path: Path):
     with pytest.raises(ValueError, match=r"cannot be read \(.*No such file"):
         expanded([f"--config={tmp_path}/none.yaml"])
-    with pytest.raises(ValueError, match="--config needs a file behind it"):
+    with pytest.raises(ValueError, match="--config needs a file after it"):
         expanded(["serve", "--config"])
 
 

@@ -541,7 +541,7 @@ def test_chats_supervise_what_the_target_wrote() -> None:
     assert tokens == "<u> a b <a> c d <e> <u> e <a> <t> f g <e>"
     marked = [WordTokenizer.words[i] for i, m in zip(*vars(sample).values(), strict=True) if m]
     assert marked == ["c", "d", "<e>", "<t>", "f", "g", "<e>"]
-    with pytest.raises(ValueError, match="the last message is no answer"):
+    with pytest.raises(ValueError, match="the last message is not an answer"):
         chat_sample(WordTokenizer(), {"messages": chat[:1]}, "x:1", (1,))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from strobe.demo_models import read_heldout
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.bench.settings import OfflineSettings, RecordSettings
+from strobe.wording import counted
 
 _FORMS = '{"prompt": text}, {"messages": [...]} or {"turns": [text, ...]}'
 
@@ -37,8 +38,8 @@ def read_prompts(settings: OfflineSettings | RecordSettings, target: Path) -> li
         if len(found) == settings.prompts:
             return found
     raise ValueError(
-        f"{settings.data} holds {len(found)} prompts, but prompts is {settings.prompts}; ask for "
-        f"at most {len(found)}."
+        f"{settings.data} holds {counted(len(found), 'prompt')}, but prompts is "
+        f"{settings.prompts}; ask for at most {len(found)}."
         if found
         else f"{settings.data} holds no prompt; give lines of {_FORMS}."
     )
@@ -50,8 +51,9 @@ def _conversations(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error  # its filename would stand there twice
         raise ValueError(
-            f"data is {str(path)!r}, which cannot be read ({error}); name a file of JSON lines."
+            f"data is {str(path)!r}, which cannot be read ({why}); name a file of JSON lines."
         ) from None
     for i, line in enumerate(text.split("\n"), start=1):
         if line.strip():

@@ -29,6 +29,7 @@ from strobe.tools.bench.replay import widths_of
 from strobe.tools.bench.report import circumstances, output, progress
 from strobe.tools.bench.settings import RecordSettings, command_line
 from strobe.tools.bench.traces import Traces
+from strobe.wording import counted
 
 
 class _Recorder:
@@ -83,7 +84,8 @@ def run_record(settings: RecordSettings, config: EngineConfig) -> int:
     lengths = ", ".join(f"{traces.acceptance_length(n):.2f} with {n}" for n in traces.widths)
     console = output()
     console.print(
-        f"{settings.out}: {len(traces.lengths)} answers, {len(traces.right)} places; tokens a "
+        f"{settings.out}: {counted(len(traces.lengths), 'answer')}, "
+        f"{counted(len(traces.right), 'place')}; tokens a "
         f"step by drafts: {lengths}.",
         soft_wrap=True,
     )

@@ -243,7 +243,7 @@ def check_file(name: str, option: str = "json") -> None:
         return
     path = Path(name)
     if path.is_dir() or not path.parent.is_dir():
-        what = f"{path} is a directory" if path.is_dir() else f"{path.parent} is no directory"
+        what = f"{path} is a directory" if path.is_dir() else f"{path.parent} is not a directory"
         raise ValueError(f"{option} is {name!r}, but {what}; name a file in one that exists.")
 
 

@@ -130,7 +130,7 @@ def _texts(row: Row, name: str) -> tuple[str, ...]:
         raise ValueError(f"{name} is {reprlib.repr(values)}, but must be a list of texts.")
     for value in values:
         if not isinstance(value, str) or not value.strip():
-            raise ValueError(f"{name} holds {reprlib.repr(value)}, which is no text.")
+            raise ValueError(f"{name} holds {reprlib.repr(value)}, which is not text.")
     return tuple(values)
 
 

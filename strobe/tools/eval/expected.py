@@ -179,7 +179,7 @@ def chosen(settings: EvalSettings) -> Pair | None:
         text = given if given.startswith("{") else path.read_text(encoding="utf-8")
         value: Any = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"expect is {given!r}, which is no JSON ({error}).") from None
+        raise ValueError(f"expect is {given!r}, which is not JSON ({error}).") from None
     if not isinstance(value, dict) or not value:
         raise ValueError(f"expect is {given!r}, but must be an object of data sets.")
     return Pair("--expect", None, tuple(_read(name, one) for name, one in value.items()))

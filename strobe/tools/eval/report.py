@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from strobe.tools.bench.report import Figures, number, table
+from strobe.wording import counted
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,11 @@ def remarks(figures: Figures) -> list[str]:
     for row in figures["rows"]:
         where = f"{row['data_set']}, {row['method']}, c = {row['concurrency']}"
         if row["failed"]:
-            found.append(f"{where}: {row['failed']} prompts could not run. {row['errors'][0]}")
-        if row["cut_at_max_tokens"]:
-            found.append(f"{where}: {row['cut_at_max_tokens']} answers were cut at their longest.")
+            found.append(
+                f"{where}: {counted(row['failed'], 'prompt')} could not run. {row['errors'][0]}"
+            )
+        if cut := row["cut_at_max_tokens"]:
+            found.append(f"{where}: {counted(cut, 'answer')} cut off at --max-tokens.")
     for name in dict.fromkeys(row["data_set"] for row in figures["rows"]):
         notes = [r["accuracy"]["note"] for r in figures["rows"] if r["data_set"] == name]
         if notes[0]:

@@ -25,7 +25,9 @@ def read_rows(path: Path, option: str = "data") -> list[Placed]:
     """The rows of a JSON-lines, JSON (a list of objects) or parquet file, the first two also
     gzipped. Raises ValueError for a file that cannot be read or holds no row."""
     if not path.is_file():
-        raise ValueError(f"{option} is {str(path)!r}, which is no file; name a file of JSON lines.")
+        raise ValueError(
+            f"{option} is {str(path)!r}, which is not a file; name a file of JSON lines."
+        )
     if path.suffix == ".parquet":
         rows = _parquet(path)
     else:

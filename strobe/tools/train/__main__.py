@@ -21,6 +21,7 @@ from strobe.tools.train.data import read_samples
 from strobe.tools.train.draft import draft_config, find_mask_token, new_draft, save_draft
 from strobe.tools.train.settings import TrainSettings
 from strobe.tools.train.trainer import StepResult, Trainer, learning_rate, split_heldout
+from strobe.wording import counted
 
 log = logging.getLogger("strobe.tools.train")
 CHECKPOINT = "checkpoint.pt"
@@ -92,9 +93,9 @@ def train(settings: TrainSettings) -> None:
         trainer.load(checkpoint)
     settings.output.mkdir(parents=True, exist_ok=True)
     log.info(
-        "%d sequences, %d steps, %d parameters",
-        len(trainer.corpus),
-        trainer.total,
+        "%s, %s, %d parameters",
+        counted(len(trainer.corpus), "sequence"),
+        counted(trainer.total, "step"),
         sum(p.numel() for p in trainer.draft.parameters()),
     )
     with (

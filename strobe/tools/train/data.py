@@ -43,7 +43,8 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); name a JSONL file.") from None
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read ({why}); name a JSONL file.") from None
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -53,7 +54,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{place}: {error}; write one JSON object per line.") from None
         if not isinstance(value, dict):
-            raise ValueError(f"{place} holds no JSON object; write one per line.")
+            raise ValueError(f"{place} is not a JSON object; write one per line.")
         yield place, value
 
 
@@ -111,7 +112,7 @@ def chat_sample(tokenizer: Any, line: dict[str, Any], place: str, eos_ids: Seque
     turns = answer_turns(line, place)
     if not turns or turns[-1] != len(line["messages"]) - 1:
         raise ValueError(
-            f"{place}: the last message is no answer of the assistant; have the target write "
+            f"{place}: the last message is not an answer of the assistant; have the target write "
             "one with `python -m strobe.tools.train.regenerate`."
         )
     messages, options = line["messages"], template_options(line)

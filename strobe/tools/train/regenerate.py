@@ -20,6 +20,7 @@ from strobe.exit_status import exit_status
 from strobe.models.registry import load_target_config
 from strobe.progress import Progress
 from strobe.tools.train.data import answer_turns, read_lines, render, template_options
+from strobe.wording import counted
 
 Answer = Callable[[list[list[int]], int], Sequence[Sequence[int]]]
 """(prompts as token ids, number of the first of them) -> the target's answers as token ids."""
@@ -137,7 +138,7 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(str(settings.target))
     asked = list(prompts(settings.data, tokenizer, room=config.decoder.max_position - 1))
     count = regenerate(asked, engine_answer(settings), settings.output, at_once=settings.at_once)
-    print(f"{count} answers in {settings.output}")
+    print(f"{counted(count, 'answer')} in {settings.output}")
     return 0
 
 
