@@ -10,6 +10,7 @@ makes a dataclass of fields as tyro shows them, whose values are checked by the 
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, make_dataclass, replace
@@ -38,11 +39,16 @@ Debug = FlagCreatePairsOff[
 ]
 System = Annotated[str | None, arg(help="A system message.", metavar="TEXT", help_behavior_hint="")]
 
+_FILE = "Options may also stand in a YAML file, one a line: --config FILE."
+
 
 def parse(kind: Any, name: str, arguments: Sequence[str], options: Mapping[str, Any]) -> Any:
     """The command of class `kind`, from its arguments and other engines' options. Raises
     ValueError for what it does not take."""
-    command, unknown = tyro.cli(kind, prog=name, args=arguments, return_unknown_args=True)
+    about = f"{inspect.cleandoc(kind.__doc__)}\n\n{_FILE}"
+    command, unknown = tyro.cli(
+        kind, prog=name, args=arguments, return_unknown_args=True, description=about
+    )
     inner = getattr(command, "which", None)
     if inner is not None:
         name = f"{name} {type(inner).__name__.lower()}"

@@ -129,6 +129,12 @@ def test_the_help_speaks_of_defaults_that_there_are(main: Callable[..., Any]):
     assert "(default: 512)" in out  # what --max-tokens is without being given
 
 
+@pytest.mark.parametrize("command", [*FLAGS, "run-batch", "doctor", "bench", "eval"])
+def test_help_names_the_file_of_options(main: Callable[..., Any], command: str):
+    out = re.sub(r"\s+", " ", main(command, "--help")[1])
+    assert "Options may also stand in a YAML file, one a line: --config FILE." in out
+
+
 def test_the_help_loads_no_torch():
     code = (
         "import sys\n"
