@@ -19,6 +19,7 @@ from strobe.outputs import Prompt, RequestOutput
 from strobe.progress import Progress
 from strobe.sampling_params import SamplingParams
 from strobe.wording import counted
+from strobe.wrapping import Wrapping
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,10 @@ def _stream(llm: LLM, example: Example, prompt: Prompt, params: SamplingParams) 
     asked = Text.assemble(("prompt>", "bold cyan"), " ", question)
     console.print(asked, soft_wrap=not console.is_terminal)
     console.print("[bold green]strobe>[/bold green] ", end="")
-    styles, last = ("none", "bold"), None
+    bold = ("\033[1m", "\033[0m") if console.is_terminal and not console.no_color else ("", "")
+    wrapping, last = Wrapping(console, column=len("strobe> ")), None
     for step, delta in enumerate(llm.stream(prompt, params)):
-        console.out(delta.text, end="", style=styles[step % 2])
+        print(wrapping.wrap(delta.text, *(bold if step % 2 else ())), end="", flush=True)
         last = delta
     console.print()
     report = last.output.speculation if last is not None else None

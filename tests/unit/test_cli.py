@@ -635,6 +635,24 @@ def test_the_demo_shows_an_answer_and_a_table(main: Callable[..., Any], short_de
     assert lines[-1].startswith("2 held-out prompts, 12 tokens, outputs identical; cpu, float32")
 
 
+def test_the_demo_wraps_its_answer_between_words(
+    short_demo: list[str], monkeypatch: pytest.MonkeyPatch, pair: Pair
+):
+    llm = LLM(pair.target, pair.draft)
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    (example,) = demo.choose_examples(1)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    demo._stream(llm, example, demo.prompts_of(llm, [example])[0], params)
+    answer = shown.getvalue().split("strobe>", 1)[1]
+    plain = re.sub(r"\x1b\[[01;32]*m", "", answer)
+    moved = re.findall(r"\x1b\[(\d+)D\x1b\[K\n", plain)
+    assert moved, "no word met the right edge"
+
+
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_the_demo_fails_where_the_outputs_differ(
     main: Callable[..., Any],
