@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from strobe.openmp import prepare
+
 if TYPE_CHECKING:
     from strobe.config import EngineConfig
     from strobe.llm import LLM
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "Speculation", "__version__"]
+
+prepare()
 
 _HOMES = {
     "LLM": "strobe.llm",

@@ -1,0 +1,98 @@
+"""How threads wait: chosen by load, before torch is imported, and never over what the user set."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strobe import openmp
+
+VARIABLES = ("OMP_NUM_THREADS", *openmp.WAITING)
+
+
+def test_idle_cores_spin_briefly():
+    assert openmp.chosen({}, 2, None, False) == {"GOMP_SPINCOUNT": str(openmp.SPINS)}
+
+
+def test_busy_cores_do_not_spin():
+    assert openmp.chosen({}, 2, None, True) == {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+@pytest.mark.parametrize("name", openmp.WAITING)
+@pytest.mark.parametrize("busy", [True, False])
+def test_settings_of_the_user_stay(name: str, busy: bool):
+    assert openmp.chosen({name: "7", "OMP_NUM_THREADS": "9"}, 8, 2, busy) == {}
+
+
+@pytest.mark.parametrize(("allowed", "threads"), [(2, "2"), (8, None), (9, None), (None, None)])
+def test_quota_limits_threads(allowed: int | None, threads: str | None):
+    assert openmp.chosen({}, 8, allowed, False).get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "1000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "nonsense"}, None),
+        ({"cpu.max": "100 0"}, None),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_quota_of_a_container(files: dict[str, str], cores: int | None, tmp_path: Path):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert openmp.quota(tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    ("running", "threads", "busy"),
+    [(1, 4, False), (2, 4, True), (5, 4, True), (2, 3, False), (4, 1, False), (5, 1, True)],
+)
+def test_load_is_compared_with_cores(
+    running: int, threads: int, busy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(openmp, "BETWEEN", 0)
+    file = tmp_path / "loadavg"
+    file.write_text(f"9.00 9.00 9.00 {running}/512 12345\n")
+    assert openmp.is_busy(threads, file) is busy
+
+
+@pytest.mark.parametrize("text", ["", "1.0 2.0", "1 2 3 x/y 4"])
+def test_unknown_load_counts_as_idle(text: str, tmp_path: Path):
+    file = tmp_path / "loadavg"
+    assert openmp.is_busy(1, file) is False
+    file.write_text(text)
+    assert openmp.is_busy(1, file) is False
+
+
+def environment_after(code: str, **variables: str) -> dict[str, str]:
+    """Those of VARIABLES that a fresh interpreter has once the code has run."""
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    show = (
+        f"import os; print(*[f'{{n}}={{os.environ[n]}}' for n in {VARIABLES} if n in os.environ])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{show}"], env=kept | variables, check=True,
+        capture_output=True, text=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    return dict(part.split("=") for part in run.stdout.split())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp is what torch has on Linux")
+def test_import_sets_how_threads_wait():
+    for code in ("import strobe", "import strobe.cli.main", "from strobe import LLM"):
+        assert {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment_after(code).keys()
+    mine = environment_after("import strobe", OMP_WAIT_POLICY="ACTIVE", OMP_NUM_THREADS="3")
+    assert mine == {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "3"}
+    late = environment_after("import sys; sys.modules['torch'] = sys; import strobe")
+    assert late == {}
