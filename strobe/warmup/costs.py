@@ -307,6 +307,8 @@ def _by_rows(found: Sequence[tuple[int, int, float]]) -> tuple[dict[int, float],
     each = np.append(rows[:, None] == sizes, requests[:, None], 1).astype(np.float64)
     told = any(len(set(requests[rows == n])) > 1 for n in sizes)
     request = max(float(np.linalg.lstsq(each, ms, rcond=None)[0][-1]), 0.0) if told else 0.0
+    if (request * requests >= ms).any():  # noise, since a step's rows take time, too
+        request = 0.0
     rest = ms - request * requests
     return {int(n): float(np.median(rest[rows == n])) for n in sizes}, request
 

@@ -345,6 +345,13 @@ def test_steps_of_many_requests_tell_what_a_request_costs_beside_its_rows():
     assert measured._by_rows(alone) == ({1: 3.0, 4: 6.0, 16: 18.0}, 0.0)
 
 
+def test_noisy_survey_gives_no_negative_costs():
+    noisy = [(1, 1, 2.0), (4, 4, 3.0), (16, 1, 1.0), (16, 16, 100.0)]
+    by_rows, request = measured._by_rows(noisy)
+    assert request == 0.0
+    assert min(by_rows.values()) > 0
+
+
 def test_a_cache_that_cannot_be_written_does_no_harm(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
