@@ -248,6 +248,15 @@ JSON_VALUES = st.recursive(
 )
 
 
+@pytest.mark.parametrize("as_text", [True, False])
+def test_deep_body_is_refused_with_its_depth(as_text: bool):
+    schema = '{"items":' * 400 + "{}" + "}" * 400
+    body = f'{{"prompt": "[[[", "guided_json": {schema}}}'
+    with pytest.raises(BadField) as caught:
+        CompletionRequest.read(body if as_text else body.encode())
+    assert "nested too deeply: 402 levels, at most 200 are read" in str(caught.value)
+
+
 @pytest.mark.parametrize("model", SMALLEST)
 @given(data=st.data())
 def test_any_json_is_a_400_or_what_the_engine_takes(model: type[Closed], data: st.DataObject):

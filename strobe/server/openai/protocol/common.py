@@ -25,8 +25,14 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema, from_json
 
 from strobe.checks import MOST
+from strobe.json_depth import json_depth
 from strobe.server.openai.protocol.errors import BadField, explain, shown, wrong
 from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
+
+_MAX_DEPTH = 200
+"""Of a body's objects and lists; pydantic's parser reads no more."""
+_SCANNED = 1 << 17
+"""Characters of a body in which levels are counted."""
 
 INDEX = re.compile(r"\[\d+\]")
 
@@ -93,6 +99,15 @@ def _unknown(name: str, names: Collection[str], path: str, full: str) -> BadFiel
     )
 
 
+def _too_deep(body: bytes | str) -> BadField:
+    text = body[:_SCANNED] if isinstance(body, str) else body[:_SCANNED].decode(errors="replace")
+    return BadField(
+        f"The body is nested too deeply: {json_depth(text)} levels, at most {_MAX_DEPTH} are read; "
+        "nest its objects and lists less.",
+        None,
+    )
+
+
 class Closed(BaseModel):
     """An object of a request: null means not given, and no field is ignored in silence."""
 
@@ -114,6 +129,8 @@ class Closed(BaseModel):
             try:
                 data = from_json(body, allow_inf_nan=False)
             except ValueError as error:
+                if "recursion limit" in str(error):
+                    raise _too_deep(body) from None
                 raise BadField(
                     f"The body is not JSON: {error}; send one JSON object.", None, "invalid_json"
                 ) from None
