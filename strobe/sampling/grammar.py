@@ -16,14 +16,17 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from strobe.sampling.grammar_compiler import GrammarCompiler, one_line
+from strobe.grammars.source import one_line
+from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling_params import StructuredOutputs
 
 LANES = 16
 """Slots whose matchers do not wait for one another, even where they are of one grammar."""
+
+MAX_BEGINNINGS = 32
 
 Masks = NDArray[np.int32]
 
@@ -48,9 +51,10 @@ class GrammarWalk(NamedTuple):
 class Follower:
     """One request's place in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, ends: frozenset[int], structured: StructuredOutputs):
-        """ends: the tokens that end an answer."""
-        self.matcher, self.ends = matcher, ends
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, structured: StructuredOutputs):
+        self.matcher, self.tokenizer = matcher, tokenizer
+        self.ends = frozenset(tokenizer.eos_tokens)
+        self.unforced = structured.grammar is not None or structured.instead is not None
         self.after, self.opener = tuple(structured.after), structured.opener
         self.free = bool(self.after) and self.opener is None
         self.made: list[int] = []
@@ -96,7 +100,7 @@ class Follower:
                     break
             else:
                 if not matcher.try_consume_tokens([drafts[row]]):
-                    forced = matcher.compute_ff_tokens()
+                    forced = self._forced()
                     drafts[row:] = [*forced, *drafts[row + len(forced) :]][: len(drafts) - row]
                     if not forced or not matcher.try_consume_tokens([drafts[row]]):
                         break
@@ -105,6 +109,19 @@ class Follower:
         if taken:
             matcher.rollback(taken)
         return jobs
+
+    def _forced(self) -> list[int]:
+        """The tokens that the grammar forces next. Where llguidance must not look for them, see
+        `grammars.source`: the longest token that may come, where the others are its beginnings."""
+        if not self.unforced:
+            return self.matcher.compute_ff_tokens()
+        mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        if not 0 < len(allowed) <= MAX_BEGINNINGS:
+            return []
+        texts = {self.tokenizer.decode_bytes([token]): token for token in allowed}
+        longest = max(texts, key=len)
+        return [texts[longest]] if all(longest.startswith(text) for text in texts) else []
 
     def _opens(self, tokens: Sequence[int]) -> bool:
         """Whether the newest token is the answer's first and begins thinking."""
@@ -133,7 +150,7 @@ class GrammarState:
         if structured is None:
             return
         matcher = self.compiler.compile(structured, slot % LANES)
-        self._followers[slot] = follower = Follower(matcher, self._ends, structured)
+        self._followers[slot] = follower = Follower(matcher, self.compiler.tokenizer, structured)
         follower.advance(output_tokens)
 
     def advance(self, slot: int, tokens: Sequence[int]) -> str | None:
@@ -189,12 +206,8 @@ class GrammarState:
         return LLExecutor()
 
     @cached_property
-    def _ends(self) -> frozenset[int]:
-        return frozenset(self.compiler.tokenizer.eos_tokens)
-
-    @cached_property
     def _ended(self) -> NDArray[np.int32]:
-        return _bits(sorted(self._ends), self.compiler.words)
+        return _bits(self.compiler.tokenizer.eos_tokens, self.compiler.words)
 
 
 def _bits(ids: Sequence[int], words: int) -> NDArray[np.int32]:

@@ -63,11 +63,14 @@ def add_reads(app: FastAPI, serving: Serving) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """200 once the server can answer, else 503."""
+        """200 once the server can answer, else 503 with the reason."""
+        grammar_fault = serving.client.grammar_fault
         if serving.drain.stopping:
             state = "The server is stopping."
-        elif serving.client.can_answer:
+        elif serving.client.can_answer and grammar_fault is None:
             return PlainTextResponse("")
+        elif serving.client.can_answer:
+            state = str(grammar_fault)
         else:
             state = f"The engine {'has ended' if serving.client.dead else 'is still starting'}."
         return JSONResponse(error_body(state, status=503, code="not_ready"), 503)

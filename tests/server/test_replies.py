@@ -17,7 +17,12 @@ from scripted import Steps
 from strobe.config import DEMO_MODELS
 from strobe.request import TokenLogprob
 from strobe.server.app import make_app
-from strobe.server.engine_process.client import EngineDead, EngineStopped, Generation
+from strobe.server.engine_process.client import (
+    EngineDead,
+    EngineStopped,
+    EngineUnavailable,
+    Generation,
+)
 from strobe.server.engine_process.messages import Finish, Submit
 from strobe.server.openai.protocol.errors import BadField
 from strobe.server.serving import Serving
@@ -167,7 +172,11 @@ def test_nan_in_an_answer_fails_that_request_alone(tokenizer: Tokenizer, path: s
 @every_endpoint
 @pytest.mark.parametrize(
     ("error", "status", "code"),
-    [(EngineDead("gone"), 500, "engine_dead"), (EngineStopped("over"), 503, "server_stopping")],
+    [
+        (EngineDead("gone"), 500, "engine_dead"),
+        (EngineStopped("over"), 503, "server_stopping"),
+        (EngineUnavailable("not now", "grammars_unavailable"), 503, "grammars_unavailable"),
+    ],
 )
 def test_an_engine_that_ends_is_an_error_at_once(
     tokenizer: Tokenizer, path: str, error: Exception, status: int, code: str
@@ -295,6 +304,7 @@ def test_several_answers_that_end_in_several_ways_are_told_together(
         ({}, 200),
         ({"facts": None}, 503),
         ({"dead": True}, 503),
+        ({"grammar_fault": "Structured output is unavailable: no process."}, 503),
     ],
 )
 def test_health_is_good_only_where_answers_can_be_had(

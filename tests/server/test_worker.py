@@ -16,8 +16,17 @@ from tiny import make_engine, run
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
+from strobe.grammars.trial import GrammarsUnavailable
 from strobe.sampling_params import SamplingParams
-from strobe.server.engine_process.messages import Finish, Forget, Refused, Step, Stop, Submit
+from strobe.server.engine_process.messages import (
+    Finish,
+    Forget,
+    Grammars,
+    Refused,
+    Step,
+    Stop,
+    Submit,
+)
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.engine_process.worker import Worker
 from strobe.step import TokenEvent
@@ -46,6 +55,8 @@ class Desk:
         self.steps, self.allowed = 0, threading.Semaphore(0)
         self.events: list[TokenEvent] = []
         self.refused: dict[int, str] = {}
+        self.unavailable: set[int] = set()
+        self.grammar_faults: list[str | None] = []
         self.snapshot: EngineSnapshot | None = None
         self._step, engine.step = engine.step, self._paced
         self.failure: Exception | None = None
@@ -89,9 +100,13 @@ class Desk:
             if isinstance(message, Step):
                 self.events += message.events
                 self.snapshot = message.snapshot or self.snapshot
+            elif isinstance(message, Grammars):
+                self.grammar_faults.append(message.fault)
             else:
                 assert isinstance(message, Refused)
                 self.refused[message.key] = message.error
+                if not message.user_error:
+                    self.unavailable.add(message.key)
 
     def hear(self, look: Callable[[], Any], what: str) -> None:
         """Read until `look` is content."""
@@ -327,6 +342,32 @@ def test_a_refused_grammar_that_nobody_waits_for_leaves_nothing_behind(
         assert not desk.worker.compiling
         desk.take()
         assert not desk.refused
+
+
+def test_unavailable_grammars_are_reported_until_they_compile_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("strobe.server.engine_process.worker._RETRY_GRAMMARS", 0.01)
+    with working(pair) as desk:
+        desk.allow(FREE)
+        trial, fault = desk.engine.grammars.compiler.trial, GrammarsUnavailable("No process.")
+
+        def broken() -> None:
+            raise fault
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trial, "_start", broken)
+            desk.send(Submit(1, PROMPT, structured(regex="a+"), "a"))
+            desk.hear(lambda: desk.refused, "the refusal")
+            assert desk.unavailable == {1}
+            assert desk.refused == {1: "No process."}
+            assert desk.grammar_faults == ["No process."]
+            desk.send(Submit(2, PROMPT, SHORT, "b"))
+            desk.hear(lambda: desk.reasons(2), "a request without a grammar")
+        desk.hear(lambda: desk.grammar_faults == ["No process.", None], "another attempt")
+        desk.send(Submit(3, PROMPT, structured(regex="a+"), "c"))
+        desk.hear(lambda: desk.reasons(3), "the grammar is followed")
+        assert desk.unavailable == {1}
 
 
 def test_a_step_that_fails_ends_the_request_at_fault_and_no_other(pair: Pair):

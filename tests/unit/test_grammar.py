@@ -74,10 +74,17 @@ def allowed(mask: Any) -> frozenset[int]:
 
 
 @cache
-def slow(grammars: GrammarCompiler, kind: str, tokens: tuple[int, ...]) -> frozenset[int] | None:
+def slow(
+    grammars: GrammarCompiler, kind: str, tokens: tuple[int, ...], *, forced: bool = True
+) -> frozenset[int] | None:
     """What may follow some tokens by a matcher made anew; None where they are not legal. Behind
-    the end only the end may come."""
-    matcher = LLMatcher(grammars.tokenizer, source_of(KINDS[kind]), log_level=0)
+    the end only the end may come. forced: of a text that must come, the tokenizer's own tokens
+    alone."""
+    source = json.loads(source_of(KINDS[kind]))
+    if not forced:
+        option = '%llguidance {"no_forcing": true}\nstart: "x"'
+        source["grammars"].append({"name": "option", "lark_grammar": option})
+    matcher = LLMatcher(grammars.tokenizer, json.dumps(source), log_level=0)
     for token in tokens:
         if matcher.is_stopped():
             if token not in ENDS:
@@ -392,6 +399,7 @@ DEEP: dict[str, dict[str, Any]] = {
     "parentheses": {"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000},
     "gbnf": {"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
 }
+DEEP_SCHEMA = '{"items":' * 150 + "{}" + "}" * 150
 DEEP["rules"]["grammar"] += 'r6000: "a"'
 
 
@@ -415,8 +423,18 @@ def test_what_is_nested_too_deep_is_refused_in_a_short_sentence(
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.parametrize("schema", [DEEP_SCHEMA, json.loads(DEEP_SCHEMA)], ids=["text", "object"])
+def test_deep_schema_is_refused_with_its_depth(grammars: GrammarCompiler, schema: Any):
+    with pytest.raises(ValueError, match="nested too deeply: 151 levels, at most 124 are read"):
+        grammars.compile(StructuredOutputs(json=schema))
+
+
+def test_schema_of_the_allowed_depth_compiles(grammars: GrammarCompiler):
+    grammars.compile(StructuredOutputs(json='{"items":' * 123 + "{}" + "}" * 123))
+
+
 def test_what_is_too_long_to_compile_in_time_is_refused_with_its_size(grammars: GrammarCompiler):
-    with pytest.raises(ValueError, match=r"come to 200\d\d\d characters, but at most 131072"):
+    with pytest.raises(ValueError, match=r"holds 200\d\d\d characters, but at most 131072"):
         grammars.compile(StructuredOutputs(regex="a" * 200_000))
 
 
@@ -473,14 +491,14 @@ def test_a_text_may_lead_and_then_the_answer_follows(
 def test_another_form_may_come_instead_of_the_one_asked_for(grammars: GrammarCompiler, kind: str):
     either = replace(KINDS[kind], instead=KINDS["lark"].grammar)
     follower = Follower(grammars, either)
-    lark, own = slow(grammars, "lark", ()), slow(grammars, kind, ())
+    lark, own = slow(grammars, "lark", ()), slow(grammars, kind, (), forced=False)
     assert lark
     assert own
     for followed in (kind, "lark", kind):
         tokens = walk(grammars, followed, 3)[:3]
         found = masks(follower, [], tokens)
         assert found[0] == lark | own
-        assert found[1] == slow(grammars, followed, (tokens[0],))
+        assert found[1] == slow(grammars, followed, (tokens[0],), forced=False)
 
 
 # the cache
@@ -533,7 +551,7 @@ def test_a_grammar_is_compiled_once_and_the_oldest_are_forgotten(
         made.append(source)
         return LLMatcher(tokenizer, source, **options)
 
-    monkeypatch.setattr("strobe.sampling.grammar_compiler.LLMatcher", Counting(counting))
+    monkeypatch.setattr("strobe.grammars.source.LLMatcher", Counting(counting))
     monkeypatch.setattr("strobe.sampling.grammar_compiler._KEPT", 3)
     monkeypatch.setattr("strobe.sampling.grammar_compiler._QUICK", 60.0)
     grammars = GrammarCompiler(FILE, VOCAB, [2])

@@ -46,6 +46,16 @@ def test_forced_text_takes_the_place_of_drafts_that_are_not_allowed(grammars: Gr
     assert at.drafts(true[:5], [5, 5]) == true[5:7]
 
 
+def test_text_forced_by_a_lark_grammar_takes_the_place_of_drafts(grammars: GrammarCompiler):
+    """llguidance is kept from looking for it, see `grammars.source`."""
+    at = Walker(grammars, grammar=f'start: ("a"|"b") "{TEXT}"')
+    first = grammars.tokenizer.tokenize_str("a")
+    assert at.drafts([], [5] * 8) == [5] * 8
+    text = grammars.tokenizer.decode_str(at.drafts(first, [5] * 8))
+    assert len(text) > 12
+    assert TEXT.startswith(text)
+
+
 def test_drafts_that_are_allowed_stay(grammars: GrammarCompiler):
     at = Walker(grammars, choice=[TEXT])
     letters = [grammars.tokenizer.tokenize_str(letter)[0] for letter in "The name"]

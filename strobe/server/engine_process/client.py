@@ -22,6 +22,7 @@ from strobe.server.engine_process.messages import (
     Finish,
     FromEngine,
     FromServer,
+    Grammars,
     Ready,
     Refused,
     Step,
@@ -41,6 +42,14 @@ class EngineDead(RuntimeError):
 
 class EngineStopped(EngineDead):
     """The server stops, and with it the engine, before the answer has ended."""
+
+
+class EngineUnavailable(EngineDead):
+    """This cannot be answered now; the same request may be soon. code: OpenAI's kind of word."""
+
+    def __init__(self, message: str, code: str):
+        super().__init__(message)
+        self.code = code
 
 
 class PromptRefused(ValueError):
@@ -127,6 +136,7 @@ class EngineClient:
         self.facts: Ready | None = None
         self.failed: Failed | None = None
         self.dead = False
+        self.grammar_fault: str | None = None
         self.snapshot: EngineSnapshot | None = None
         self.on_snapshot: Callable[[EngineSnapshot], None] = lambda snapshot: None
         self.on_death: Callable[[], None] = lambda: None
@@ -223,7 +233,13 @@ class EngineClient:
         elif isinstance(message, Refused):
             generation = self._generations.pop(message.key, None)
             if generation is not None:
-                generation.fail(PromptRefused(message.error))
+                generation.fail(
+                    PromptRefused(message.error)
+                    if message.user_error
+                    else EngineUnavailable(message.error, "grammars_unavailable")
+                )
+        elif isinstance(message, Grammars):
+            self.grammar_fault = message.fault
         elif isinstance(message, Ready):
             self.facts = message
             self._ready.set()

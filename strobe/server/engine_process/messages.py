@@ -1,7 +1,7 @@
 """What the server and the engine's process say to each other. Imports no torch.
 
 server  -> engine    Submit, Finish, Forget, Stop
-engine  -> server    Ready | Failed, once; then Refused, Step
+engine  -> server    Ready | Failed, once; then Refused, Step, Grammars
 """
 
 from __future__ import annotations
@@ -63,10 +63,18 @@ class Failed(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A prompt that cannot be answered, and the sentence that says why."""
+    """A prompt that cannot be answered, and the sentence that says why; user_error: the request is
+    to blame."""
 
     key: int
     error: str
+    user_error: bool = True
+
+
+class Grammars(NamedTuple):
+    """Why no grammar can be compiled, None where they can; sent when that changes."""
+
+    fault: str | None
 
 
 class Step(NamedTuple):
@@ -79,4 +87,4 @@ class Step(NamedTuple):
 
 
 FromServer = Submit | Finish | Forget | Stop
-FromEngine = Ready | Failed | Refused | Step
+FromEngine = Ready | Failed | Refused | Step | Grammars

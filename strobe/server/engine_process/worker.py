@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
+from strobe.grammars.trial import GrammarsUnavailable
 from strobe.request import Request
 from strobe.sampling_params import METHODS
 from strobe.server.engine_process.messages import (
@@ -26,6 +27,7 @@ from strobe.server.engine_process.messages import (
     Forget,
     FromEngine,
     FromServer,
+    Grammars,
     Ready,
     Refused,
     Step,
@@ -41,6 +43,8 @@ from strobe.warmup.steps import warm_up
 logger = logging.getLogger(__name__)
 
 _SNAPSHOT_EVERY = 0.1
+_RETRY_GRAMMARS = 5.0
+"""Seconds between attempts to compile grammars again."""
 
 
 def run_engine(pipe: Connection, config: EngineConfig, logs: LogSettings) -> None:
@@ -93,7 +97,7 @@ class Worker:
 
     def __init__(self, engine: Engine, pipe: Connection):
         self.engine, self.pipe = engine, pipe
-        self.inbox: queue.SimpleQueue[FromServer | Refused] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[FromServer | Refused | Grammars] = queue.SimpleQueue()
         self.grammars: queue.SimpleQueue[Submit] = queue.SimpleQueue()
         self.compiling: set[int] = set()
         self.given_up: set[int] = set()
@@ -166,18 +170,33 @@ class Worker:
             self.inbox.put(Stop())
 
     def _compile(self) -> None:
-        """The grammars' thread: has each ready before the engine's thread needs it."""
+        """The grammars' thread: has each ready before the engine's thread needs it. While none can
+        be compiled it tries again now and then."""
+        fault: str | None = None
         while True:
-            message = self.grammars.get()
-            result: Submit | Refused = message
+            before, refusal = fault, None
             try:
-                if message.key not in self.given_up:
+                message = self.grammars.get(timeout=None if fault is None else _RETRY_GRAMMARS)
+            except queue.Empty:
+                message = None
+            try:
+                if message is None:
+                    self.engine.grammars.compiler.trial.start()
+                elif message.key not in self.given_up:
                     self.engine.compile(message.params)
+                fault = None
+            except GrammarsUnavailable as error:
+                fault = refusal = str(error)
             except Exception as error:
                 if not isinstance(error, ValueError):
                     logger.exception("a grammar could not be compiled")
-                result = Refused(message.key, str(error))
-            self.inbox.put(result)
+                fault, refusal = None, str(error)
+            if fault != before:
+                self.inbox.put(Grammars(fault))
+            if message is not None and refusal is None:
+                self.inbox.put(message)
+            elif message is not None:
+                self.inbox.put(Refused(message.key, str(refusal), user_error=fault is None))
 
     def _take_in(self) -> bool:
         """All messages there are; waits for one while there is nothing to do. False: stop."""
@@ -194,6 +213,8 @@ class Worker:
                 self._finish(message)
             elif isinstance(message, Forget):
                 self.engine.parts.pool.forget()
+            elif isinstance(message, Grammars):
+                send(self.pipe, message)
             elif not self._wanted(message.key):
                 continue
             elif isinstance(message, Submit):
@@ -218,8 +239,8 @@ class Worker:
                 request_id=message.request_id,
                 place=message.place,
             )
-        except ValueError as error:
-            send(self.pipe, Refused(message.key, str(error)))
+        except (ValueError, GrammarsUnavailable) as error:
+            send(self.pipe, Refused(message.key, str(error), isinstance(error, ValueError)))
             return
         self.requests |= {(message.key, i): request for i, request in enumerate(requests)}
 

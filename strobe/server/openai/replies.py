@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from strobe.outputs import named
 from strobe.request import TokenLogprob
 from strobe.server.access import CLIENT_CLOSED
-from strobe.server.engine_process.client import EngineDead, EngineStopped
+from strobe.server.engine_process.client import EngineDead, EngineStopped, EngineUnavailable
 from strobe.server.openai.protocol.errors import BadField, error_body
 from strobe.server.openai.protocol.sampling_fields import Sampling
 from strobe.server.openai.runs import Run, speculation, usage
@@ -57,6 +57,8 @@ def problem(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         return error.status, body, headers
     if isinstance(error, EngineStopped):
         return 503, error_body(str(error), status=503, code="server_stopping"), {"Retry-After": "5"}
+    if isinstance(error, EngineUnavailable):
+        return 503, error_body(str(error), status=503, code=error.code), {"Retry-After": "5"}
     if isinstance(error, EngineDead):
         return 500, error_body(str(error), status=500, code="engine_dead"), {}
     if isinstance(error, TimeoutError):

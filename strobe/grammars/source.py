@@ -1,0 +1,132 @@
+"""Grammars in llguidance's form, and matchers built from them. Imports neither numpy nor torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from strobe.json_depth import json_depth
+
+if TYPE_CHECKING:
+    from strobe.sampling_params import StructuredOutputs
+
+_MAX_CHARACTERS = 1 << 17
+_MAX_DEPTH = 124
+"""Of a schema, with the three levels around it the most that llguidance reads."""
+STACK_BYTES = 1 << 28
+"""llguidance walks rules that lead to one another by recursion, and a few thousand of them on a
+usual stack of 8 MiB would end the process."""
+
+_WORK = 50_000
+_LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=_WORK)
+"""Of llguidance's work on a mask: some 0.1 s before the first token, and less behind others."""
+
+_SAID = {
+    "NoExtensionBias": "the model's tokens can write nothing that it allows",
+    "lexer error: too many expressions": f"it takes more work at a token than the limit, {_WORK:,} "
+    "expressions; shorten what repeats, such as x{1000}",
+}
+
+_WHITE = {"whitespace_pattern": "\\n[ \\t]{0,40}| ?"}
+"""Between the parts of JSON: a line break and an indent, or a space. A model that is made to write
+what it would not can otherwise go on with white space for ever."""
+
+_UNFORCED = {
+    "name": "unforced",
+    "lark_grammar": '%llguidance {"no_forcing": true}\nstart: "a"',
+}
+"""Nothing refers to it; its option holds for all grammars of a source. Without it llguidance adds
+the bytes that a grammar forces, one after another and beyond any of its limits: behind the first
+letter of /a+/ "a" that never ends, because the letters all belong to the expression."""
+
+
+class GrammarError(ValueError):
+    """A grammar that does not compile; the sentence says why."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"structured_outputs: the grammar does not compile: {one_line(reason)}")
+
+
+def check_length(text: str) -> None:
+    """Raises ValueError for a grammar that is too long to compile in time."""
+    if len(text) > _MAX_CHARACTERS:
+        raise ValueError(
+            f"structured_outputs holds {len(text)} characters, but at most {_MAX_CHARACTERS} are "
+            "compiled; shorten it."
+        )
+
+
+def source_of(wanted: StructuredOutputs) -> str:
+    """Return the grammar in llguidance's form. Raises ValueError for text that is none."""
+    answer = _part(wanted)
+    parts = [{**answer, "name": "answer"}]
+    if wanted.lead or wanted.instead is not None:
+        lead = f"({json.dumps(wanted.lead)})? " if wanted.lead else ""
+        other = "" if wanted.instead is None else " | @instead"
+        parts.insert(0, {"lark_grammar": f"start: {lead}(@answer{other})"})
+    if wanted.instead is not None:
+        parts.append({"name": "instead", "lark_grammar": wanted.instead})
+    schema = answer.get("json_schema")
+    own_white = isinstance(schema, Mapping) and schema.get("x-guidance") != _WHITE
+    if wanted.grammar is not None or wanted.instead is not None or own_white:
+        parts.append(_UNFORCED)
+    return json.dumps({"grammars": parts})
+
+
+def matcher_of(tokenizer: LLTokenizer, source: str) -> LLMatcher:
+    """Build a matcher; call it on a thread with STACK_BYTES of stack."""
+    return LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
+
+
+def tried(matcher: LLMatcher) -> LLMatcher:
+    """Return the matcher, or a copy that failed on its way to the second token: what takes too much
+    work shows there."""
+    trial = matcher.deep_copy()
+    for _ in range(2):
+        mask = trial.compute_bitmask()
+        word = next((i for i, bits in enumerate(mask) if bits), None)
+        if word is not None and not trial.is_error() and not trial.is_stopped():
+            trial.try_consume_tokens([8 * word + (mask[word] & -mask[word]).bit_length() - 1])
+    return trial if trial.is_error() else matcher
+
+
+def one_line(text: str) -> str:
+    """What llguidance says, on one line that is not too long: it may quote the whole grammar, and
+    what it was at."""
+    line = " ".join(text.partition("<state>")[0].split()).rstrip(".")
+    for known, said in _SAID.items():
+        line = said if line.startswith(known) else line
+    return f"{line}." if len(line) <= 300 else f"{line[:300]}..."
+
+
+def _part(wanted: StructuredOutputs) -> dict[str, Any]:
+    if wanted.json is not None:
+        return {"json_schema": _schema(wanted.json)}
+    if wanted.json_object:
+        return {"json_schema": {"type": "object", "x-guidance": _WHITE}}
+    if wanted.regex is not None:
+        return json.loads(LLMatcher.grammar_from_regex(wanted.regex))["grammars"][0]
+    if wanted.choice is not None:
+        return {"lark_grammar": f"start: {' | '.join(map(json.dumps, wanted.choice))}"}
+    return {"lark_grammar": grammar_from("grammar", wanted.grammar or "")}
+
+
+def _schema(given: Any) -> Any:
+    levels = json_depth(given if isinstance(given, str) else json.dumps(given))
+    if levels > _MAX_DEPTH:
+        raise ValueError(
+            f"the JSON schema is nested too deeply: {levels} levels, at most {_MAX_DEPTH} are "
+            "read; define parts of it under $defs"
+        )
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"the JSON schema is no JSON ({error})") from None
+    if not isinstance(given, Mapping):
+        return given
+    own = given.get("x-guidance", {})
+    return {**given, "x-guidance": {**_WHITE, **own} if isinstance(own, Mapping) else own}

@@ -1,0 +1,162 @@
+"""Tries grammars out in a process of its own, which can be ended where one takes too long."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from strobe.grammars.source import GrammarError, check_length
+from strobe.grammars.trial_process import READY
+
+if TYPE_CHECKING:
+    from strobe.sampling_params import StructuredOutputs
+
+SECONDS = 5.0
+MEMORY_BYTES = 1 << 30
+
+_KEPT = 4096
+_ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
+"""Or each thread of the process reserves 64 MiB, which count as used."""
+_FIELDS = ("json", "json_object", "regex", "choice", "grammar", "lead", "instead")
+
+
+class GrammarsUnavailable(RuntimeError):
+    """No grammar can be compiled now, whatever it is."""
+
+
+class GrammarTrial:
+    """Hands grammars to the process, which starts with the first one and again when it has ended.
+
+    Any thread may ask; one grammar is tried at a time.
+    """
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]):
+        self._settings = json.dumps(
+            {
+                "tokenizer": str(tokenizer),
+                "vocab_size": vocab_size,
+                "eos_ids": list(eos_ids),
+                "memory": MEMORY_BYTES,
+            }
+        )
+        self.seconds = SECONDS
+        self._faults: OrderedDict[bytes, str] = OrderedDict()
+        self._process: subprocess.Popen[str] | None = None
+        self._ready = False
+        self._lock = threading.Lock()
+
+    def check(self, wanted: StructuredOutputs) -> bytes:
+        """Return a key for the grammar. Raises ValueError for one that does not compile, or not
+        within the limits, and GrammarsUnavailable."""
+        try:
+            question = json.dumps({name: getattr(wanted, name) for name in _FIELDS})
+        except (ValueError, TypeError, RecursionError) as error:
+            raise GrammarError(str(error)) from None
+        check_length(question)
+        key = hashlib.blake2b(question.encode()).digest()
+        with self._lock:
+            fault = self._faults.get(key)
+            if fault is None:
+                self._start()
+                fault = self._faults[key] = self._ask(question)
+            self._faults.move_to_end(key)
+            if len(self._faults) > _KEPT:
+                self._faults.popitem(last=False)
+        if fault:
+            raise ValueError(fault)
+        return key
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id, while there is one."""
+        return None if self._process is None else self._process.pid
+
+    def close(self) -> None:
+        """End the process; the next grammar starts another."""
+        with self._lock:
+            if self._process is not None:
+                self._reap()
+
+    def start(self) -> None:
+        """Have the process ready. Raises GrammarsUnavailable."""
+        with self._lock:
+            self._start()
+
+    def _start(self) -> None:
+        if self._process is not None and self._process.poll() is not None:
+            self._reap()  # it was ended from outside
+        if self._process is None:
+            self._spawn()
+        if not self._ready:
+            self._ready = self._read() == READY
+        if not self._ready:
+            self._reap()
+            raise GrammarsUnavailable(
+                "Structured output is unavailable: the process that tries grammars out does not "
+                "start; the log may say why."
+            )
+
+    def _spawn(self) -> None:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "strobe.grammars.trial_process", self._settings],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **_ONE_HEAP},
+                start_new_session=True,  # Ctrl-C is for the caller to handle
+            )
+        except OSError as error:
+            raise GrammarsUnavailable(
+                "Structured output is unavailable: no process can be started to try grammars out "
+                f"({error.strerror or error})."
+            ) from None
+        self._process, self._ready = process, False
+        self._at_exit = weakref.finalize(self, _stop, process)
+
+    def _ask(self, question: str) -> str:
+        """What keeps a grammar from compiling; empty for nothing."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(f"{self.seconds} {question}\n")
+            self._process.stdin.flush()
+        if answer := self._read():
+            return json.loads(answer)
+        late = self._reap() == -signal.SIGALRM
+        self._spawn()  # so that the next grammar need not wait for it
+        limit = f"{self.seconds:g} seconds" if late else f"{MEMORY_BYTES >> 20} MiB of memory"
+        return str(GrammarError(f"it takes more than {limit}; simplify it"))
+
+    def _read(self) -> str:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def _reap(self) -> int:
+        """End the process; its exit status."""
+        assert self._process is not None
+        process, self._process, self._ready = self._process, None, False
+        self._at_exit.detach()
+        _stop(process)
+        return process.returncode
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):
+            pipe.close()

@@ -1,0 +1,82 @@
+"""The process that tries grammars out, one a line, and says by a line what came of each.
+
+Started as `python -m strobe.grammars.trial_process SETTINGS`. A grammar that takes longer than the
+limit ends it, by a signal that no library code can hold up; so does one that takes more memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from strobe.grammars.source import (
+    STACK_BYTES,
+    GrammarError,
+    check_length,
+    matcher_of,
+    source_of,
+    tried,
+)
+
+READY = "ready"
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_serve, args=(settings,))
+    thread.start()
+    thread.join()
+
+
+def _serve(settings: dict[str, Any]) -> None:
+    tokenizer = LLTokenizer(
+        settings["tokenizer"], n_vocab=settings["vocab_size"], eos_token=settings["eos_ids"] or None
+    )
+    _limit_memory(settings["memory"])
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # last words of the library
+    print(READY, flush=True)
+    for line in sys.stdin:
+        seconds, _, question = line.partition(" ")
+        signal.setitimer(signal.ITIMER_REAL, float(seconds))
+        answer = json.dumps(_fault(tokenizer, question))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(answer, flush=True)
+
+
+def _fault(tokenizer: LLTokenizer, question: str) -> str:
+    """What keeps a grammar from compiling; empty for nothing."""
+    try:
+        source = source_of(SimpleNamespace(**json.loads(question)))  # pyright: ignore[reportArgumentType]
+    except (ValueError, TypeError, RecursionError) as error:
+        return str(GrammarError(str(error)))
+    try:
+        check_length(source)
+    except ValueError as error:
+        return str(error)
+    matcher = matcher_of(tokenizer, source)
+    if matcher.is_error() or (matcher := tried(matcher)).is_error():
+        return str(GrammarError(matcher.get_error()))
+    return ""
+
+
+def _limit_memory(more: int) -> None:
+    """Allow so many bytes beyond what the process has now."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        limit = int(statm.read_text().split()[0]) * resource.getpagesize() + more
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    main()
