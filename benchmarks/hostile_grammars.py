@@ -1,18 +1,23 @@
 """Grammars that no one could follow, beside honest requests: no 5xx, and nobody waits for them.
 
-    python benchmarks/hostile_grammars.py [--count 1000] [--at-once 16] [--honest 4] [--alone 5]
-                                          [--most-wait 1] [--json FILE]
+    python benchmarks/hostile_grammars.py [--count 2000] [--at-once 16] [--honest 4] [--alone 5]
+                                          [--most-wait 1] [--most-memory 50] [--json FILE]
 
-Starts `strobe serve` with the demo models, has honest clients ask alone for some seconds, then
-beside clients that send regular expressions, schemas and grammars which are huge, empty, or grow
-without bounds. Exits with 1 where an answer is a 5xx or dumps state, or the worst honest wait grows
-by --most-wait seconds or more.
+Starts `strobe serve` with the demo models, has honest clients ask next to --at-once others of their
+kind for some seconds, then next to as many clients that send regular expressions, schemas, Lark and
+EBNF grammars which are huge, empty, random, grow without bounds or have no end. Every second honest
+request asks for structured output. Exits with 1 where an answer is a 5xx or dumps state, an honest
+request fails, the 99 % wait of honest requests grows by --most-wait seconds or more, or the memory
+of the server's processes by more than --most-memory MB once a fifth of the grammars has filled the
+caches.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import random
 import socket
 import subprocess
@@ -49,8 +54,87 @@ def hostile(rng: random.Random) -> dict[str, Any]:
             {"grammar": "start: a\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(n))},
             {"grammar": f"start: x\nx: /(a|b)*a(a|b){{{n}}}/ x | /c{{{n}}}/"},
             {"grammar": "start: x\nx: x x | /a?/"},
+            {"grammar": 'start: /a*/ start "a"'},
+            {"grammar": f'start: ("b"|"c"){{{n % 30}}} /(ab)+/ "ab"'},
+            {"grammar": f'root ::= "b"{{{n % 30}}} [a]* "a" [a]* "a"'},
+            *[{"grammar": random_rules(rng, lark=True)} for _ in range(6)],
+            *[{"grammar": random_rules(rng, lark=False)} for _ in range(4)],
+            *[{"regex": random_regex(rng)} for _ in range(2)],
+            *[{"json": random_schema(rng)} for _ in range(3)],
         ]
     )
+
+
+LETTERS = ("a", "b", "ab", '"', " ", "é")
+REPEATS = ("", "", "", "*", "+", "?", "{0,3}", "{2}", "{3,}")
+
+
+def random_regex(rng: random.Random, depth: int = 3) -> str:
+    """A short expression, often one that matches nothing or everything."""
+    if depth == 0 or rng.random() < 0.4:
+        return rng.choice(("a", "b", "ab", "[ab]", "[^a]", ".", " ", r"\d", "a*", "", "(?s:.)"))
+    parts = [random_regex(rng, depth - 1) for _ in range(rng.randint(1, 3))]
+    return f"({rng.choice(('', '|')).join(parts)}){rng.choice(REPEATS)}"
+
+
+def random_rules(rng: random.Random, *, lark: bool) -> str:
+    """A grammar of a few rules that lead to one another, with or without an end."""
+    names = ["start" if lark else "root", *"xyz"[: rng.randint(0, 3)]]
+
+    def terminal() -> str:
+        if lark and rng.random() < 0.5:
+            return f"/{random_regex(rng, 2) or 'a'}/"
+        if lark and rng.random() < 0.1:
+            return rng.choice(('%json {"type": "integer"}', "<[5]>", "<[^5]>", '%regex {"x": 1}'))
+        return (
+            json.dumps(rng.choice(LETTERS), ensure_ascii=False)
+            if lark
+            else rng.choice(('"a"', '"b"', '"ab"', "[ab]", "[^a]", "[a-z]*", '" "'))
+        )
+
+    def part(depth: int) -> str:
+        if depth == 0 or rng.random() < 0.6:
+            return terminal() if rng.random() < 0.6 else rng.choice(names)
+        inner = (" " if rng.random() < 0.6 else " | ").join(
+            part(depth - 1) for _ in range(rng.randint(1, 3))
+        )
+        return f"({inner}){rng.choice(REPEATS[:6])}"
+
+    def body() -> str:
+        ways = (
+            " ".join(part(2) for _ in range(rng.randint(1, 3))) for _ in range(rng.randint(1, 2))
+        )
+        return " | ".join(ways)
+
+    lines = [f"{name}{': ' if lark else ' ::= '}{body()}" for name in names]
+    if lark and rng.random() < 0.2:
+        lines.insert(0, rng.choice(('%llguidance {"no_forcing": false}', "%ignore /a+/")))
+    return "\n".join(lines)
+
+
+def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
+    """A schema, at times one whose white space or patterns swallow what follows."""
+    kind = rng.choice(("string", "integer", "array", "object", "enum"))
+    schema: dict[str, Any] = {"type": kind}
+    if kind == "enum":
+        schema = {"enum": rng.sample([1, "a", None, True, [1], {"a": 1}], rng.randint(1, 4))}
+    elif kind == "string" and rng.random() < 0.5:
+        schema["pattern"] = random_regex(rng, 2)
+    elif kind == "integer" and rng.random() < 0.5:
+        schema |= {"minimum": rng.randint(-5, 5), "multipleOf": rng.choice((1, 10, 7))}
+    elif kind == "array" and depth:
+        schema["items"] = random_schema(rng, depth - 1)
+        schema["minItems"] = rng.choice((0, 1, 3))
+    elif kind == "object" and depth:
+        schema["properties"] = {name: random_schema(rng, depth - 1) for name in "ab"}
+        schema["required"] = ["a"]
+    if rng.random() < 0.3:
+        schema["x-guidance"] = {
+            "whitespace_pattern": random_regex(rng, 1),
+            "item_separator": rng.choice((",", "a", " ", "1")),
+            "key_separator": rng.choice((":", "a", '"')),
+        }
+    return schema
 
 
 def ask(port: int, **fields: Any) -> tuple[int, bytes, float]:
@@ -71,11 +155,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--honest", type=int, default=4)
     parser.add_argument("--alone", type=float, default=5.0)
     parser.add_argument("--most-wait", type=float, default=1.0)
+    parser.add_argument("--most-memory", type=float, default=50.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
@@ -91,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     break
             except OSError:
                 time.sleep(0.2)
-        report = measure(port, options)
+        report = measure(server.pid, port, options)
     finally:
         server.terminate()
         server.wait()
@@ -101,18 +186,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(report["faults"]))
 
 
-def measure(port: int, options: argparse.Namespace) -> dict[str, Any]:
+def memory_mb(pid: int) -> float:
+    """Resident memory of a process and of those that it started."""
+    total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            total += memory_mb(int(child)) * 1e6
+    return total / 1e6
+
+
+def settled_memory_mb(pid: int, goal: float = 0.0) -> float:
+    """Memory once it is at most `goal`, or some seconds later."""
+    for _ in range(20):
+        if memory_mb(pid) <= goal:
+            break
+        time.sleep(0.25)
+    return memory_mb(pid)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))] if values else 0.0
+
+
+def measure(pid: int, port: int, options: argparse.Namespace) -> dict[str, Any]:
     done, waits, faults = (
         threading.Event(),
         {False: list[float](), True: list[float]()},
         list[str](),
     )
-    attacked = threading.Event()
+    attacked, numbers = threading.Event(), itertools.count()
+
+    def honest_ask() -> tuple[int, bytes, float]:
+        number = next(numbers)
+        words = [f"word {number}", f"Word {number}"]
+        form = {"choice": words} if number % 4 == 1 else {"json_object": True}
+        return ask(port, **({"structured_outputs": form} if number % 2 else {}))
 
     def honest() -> None:
         while not done.is_set():
             during = attacked.is_set()
-            status, body, seconds = ask(port)
+            status, body, seconds = honest_ask()
             waits[during].append(seconds)
             if status != 200:
                 faults.append(f"an honest request was answered with {status}: {body[:200]!r}")
@@ -124,24 +237,40 @@ def measure(port: int, options: argparse.Namespace) -> dict[str, Any]:
             faults.append(f"{str(given)[:100]} was answered with {status}: {body[:200]!r}")
         return status
 
+    def neighbour(_: int) -> None:
+        until = time.perf_counter() + options.alone
+        while time.perf_counter() < until:
+            honest_ask()
+
     threads = [threading.Thread(target=honest) for _ in range(options.honest)]
     for thread in threads:
         thread.start()
-    time.sleep(options.alone)
+    with ThreadPoolExecutor(options.at_once) as pool:
+        list(pool.map(neighbour, range(options.at_once)))
+    fresh = memory_mb(pid)
     attacked.set()
     began = time.perf_counter()
     with ThreadPoolExecutor(options.at_once) as pool:
         seeds = range(options.seed, options.seed + options.count)
-        statuses = Counter(pool.map(attack, seeds))
+        statuses = Counter(pool.map(attack, seeds[: options.count // 5]))
+        before = memory_mb(pid)
+        statuses += Counter(pool.map(attack, seeds[options.count // 5 :]))
     seconds = time.perf_counter() - began
     done.set()
     for thread in threads:
         thread.join()
-    if not waits[True] or max(waits[True]) >= max(waits[False], default=0.0) + options.most_wait:
-        faults.append(f"an honest request waited {options.most_wait:g} s longer than without them")
+    alone, beside = (percentile(waits[during], 0.99) for during in (False, True))
+    if not waits[True] or beside >= alone + options.most_wait:
+        faults.append(f"1 % of honest requests waited {options.most_wait:g} s longer or more")
+    after = settled_memory_mb(pid, before + options.most_memory)
+    if after > before + options.most_memory:
+        faults.append(f"memory grew from {before:.0f} to {after:.0f} MB")
     return {
         "hostile": {str(status): n for status, n in sorted(statuses.items())},
         "seconds": round(seconds, 1),
+        "p99_alone_s": round(alone, 3),
+        "p99_beside_s": round(beside, 3),
+        "memory_mb": [round(fresh), round(before), round(after)],
         "worst_alone_s": round(max(waits[False], default=0.0), 3),
         "worst_beside_s": round(max(waits[True], default=0.0), 3),
         "honest": [len(waits[False]), len(waits[True])],
