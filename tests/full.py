@@ -14,6 +14,8 @@ FULL: dict[str, tuple[str, ...]] = {
     "tests/server/test_page.py": ("",),
     "tests/server/test_stopping.py": (
         "told twice",
+        "test_engine_that_ends_a_third_time",
+        "test_sigterm_while_the_engine_restarts",
         "test_told_to_stop_while_the_engine_starts",
         "test_while_the_engine_starts",
     ),

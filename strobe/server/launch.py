@@ -2,7 +2,8 @@
 
 SIGTERM, SIGINT: no admission > what runs finishes, or the grace period ends > exit 0
 the same again: the grace period ends at once
-the engine's process ends: open requests fail > exit 1
+the engine's process ends: open requests fail > it is started again
+the third time within a minute, or with --no-restart-engine: open requests fail > exit 1
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import Generator
 from dataclasses import replace
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +84,6 @@ def _check_certificate(settings: ServerConfig) -> None:
         ) from None
 
 
-@contextlib.contextmanager
-def _blocked(number: signal.Signals) -> Generator[None]:
-    """A process started meanwhile never gets the signal."""
-    resource_tracker.ensure_running()  # which unblocks signals where a process's start starts it
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _listen(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises ValueError where the address cannot be had."""
     try:
@@ -142,20 +130,21 @@ class Server:
 
     async def run(self) -> int:
         """Start, serve, stop; the exit status. Raises ValueError where the engine cannot start."""
-        client = EngineClient(self.config, self.settings.logs)
+        settings = self.settings
+        client = EngineClient(self.config, settings.logs, restart=settings.restart_engine)
         client.on_death = self._stop.set
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(Quiet())
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_stop)
-        with _blocked(signal.SIGINT):  # the engine's process is told when to stop
-            client.start()
+        client.start()
         http: asyncio.Task[None] | None = None
         try:
             tokenizer = await asyncio.to_thread(Tokenizer, Path(self.config.target))
             serving = make_serving(self.settings, client, tokenizer, self.template)
             serving.drain = self.drain
             client.on_snapshot = serving.metrics.engine
+            client.on_restart = serving.metrics.engine_restarted
             server = _Uvicorn(
                 uvicorn.Config(
                     make_app(serving),
@@ -207,6 +196,7 @@ class Server:
     async def _end(self, serving: Serving, server: uvicorn.Server, http: asyncio.Task[None]) -> int:
         """Stop in order; the exit status."""
         client = serving.client
+        client.restart = False
         self.drain.stopping = True
         if client.dead:
             logger.error("the engine's process has ended; the server stops")

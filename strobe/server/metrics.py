@@ -7,6 +7,7 @@ four tokens costs 3.6 us in them and 54 us in the server altogether (one core, C
 from __future__ import annotations
 
 import asyncio
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
@@ -90,23 +91,40 @@ OWN = ("model_name", "engine")
 
 
 class EngineTotals(Collector):
-    """The totals that the engine counts, as its newest snapshot has them."""
+    """The totals that the engine counts: of its newest snapshot and of engines before it."""
 
     def __init__(self, own: tuple[str, str]):
         self._own = own
+        self._before = IDLE
         self.snapshot = IDLE
 
+    def restart(self) -> None:
+        """Keep the totals of an engine that has ended: the next one counts from 0."""
+        self._before, self.snapshot = self._sum(), IDLE
+
+    def _sum(self) -> EngineSnapshot:
+        """The newest snapshot with the totals of all engines before it."""
+        pairs = itertools.zip_longest(
+            self._before.accepted_per_position, self.snapshot.accepted_per_position, fillvalue=0
+        )
+        sums = {
+            total.field: getattr(self._before, total.field) + getattr(self.snapshot, total.field)
+            for total in TOTALS
+        }
+        return self.snapshot._replace(accepted_per_position=tuple(map(sum, pairs)), **sums)
+
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        snapshot = self._sum()
         for total in TOTALS:
             family = CounterMetricFamily(total.name, total.help, labels=OWN)
-            family.add_metric(self._own, getattr(self.snapshot, total.field))
+            family.add_metric(self._own, getattr(snapshot, total.field))
             yield family
         family = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts accepted at each place of the block.",
             labels=[*OWN, "position"],
         )
-        for position, count in enumerate(self.snapshot.accepted_per_position):
+        for position, count in enumerate(snapshot.accepted_per_position):
             family.add_metric([*self._own, str(position)], count)
         yield family
         for column, name in ((2, "slope"), (3, "intercept")):
@@ -115,7 +133,7 @@ class EngineTotals(Collector):
                 f"Chance of a draft, sigmoid(slope * margin + intercept): the {name}.",
                 labels=[*OWN, "block_drafts", "position"],
             )
-            for row in self.snapshot.confidence:
+            for row in snapshot.confidence:
                 gauge.add_metric([*self._own, str(row[0]), str(row[1])], row[column])
             yield gauge
 
@@ -142,6 +160,9 @@ class ServerMetrics:
             lambda: self.open_answers()
         )
         self._gauge("strobe:server_tasks", "Tasks on the server's event loop.").set_function(_tasks)
+        self._restarts = self._counter(
+            "strobe:engine_restarts", "Starts of the engine's process after it had ended."
+        ).labels(*self.own)
         self._totals = EngineTotals(self.own)
         self._registry.register(self._totals)
         ProcessCollector(registry=self._registry)
@@ -259,11 +280,17 @@ class ServerMetrics:
         return made.labels(*self.own)
 
     def engine(self, snapshot: EngineSnapshot) -> None:
-        """The engine's newest account of itself; its totals are shown as they are."""
+        """The engine's newest account of itself."""
         self._totals.snapshot = snapshot
         self._running.set(snapshot.running)
         self._waiting.set(snapshot.waiting)
         self._kv_used.set(snapshot.kv_used)
+
+    def engine_restarted(self) -> None:
+        """The engine's process has ended and another is started."""
+        self._totals.restart()
+        self._restarts.inc()
+        self.engine(IDLE)
 
     def verified(self, *, drafted: int, accepted: int, context: int, phase: str) -> None:
         """Count one verify step of one request.

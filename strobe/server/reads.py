@@ -72,7 +72,7 @@ def add_reads(app: FastAPI, serving: Serving) -> None:
         elif serving.client.can_answer:
             state = str(grammar_fault)
         else:
-            state = f"The engine {'has ended' if serving.client.dead else 'is still starting'}."
+            state = serving.client.state
         return JSONResponse(error_body(state, status=503, code="not_ready"), 503)
 
     @app.get("/load")

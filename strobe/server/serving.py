@@ -122,10 +122,9 @@ class Serving:
 
     @property
     def facts(self) -> Ready:
-        """The engine's own. Raises Unserved while it starts and once it has ended."""
+        """The engine's own. Raises Unserved while it starts or restarts and once it has ended."""
         if self.client.facts is None or self.client.dead:
-            state = "has ended" if self.client.dead else "is still starting"
-            raise Unserved(503, f"The engine {state}.", code="engine_not_ready", retry_after=5)
+            raise Unserved(503, self.client.state, code="engine_not_ready", retry_after=5)
         return self.client.facts
 
     @property

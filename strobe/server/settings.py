@@ -92,6 +92,11 @@ class ServerConfig:
     grace: Seconds = option(
         30.0, "Seconds that running requests have to finish after SIGTERM.", "give seconds."
     )
+    restart_engine: bool = option(
+        True,
+        "Start the engine's process again when it ends; the third time within a minute, or where "
+        "this is off, the server exits with 1.",
+    )
     max_body_bytes: Count = option(32 << 20, "Largest request body in bytes.")
     response_memory: Count = option(
         64 << 20, "Bytes of responses to hold for /v1/responses/ID, the newest; 0 holds none."

@@ -45,6 +45,7 @@ EXPOSED = {
     ("vllm:request_prompt_tokens", "histogram"),
     ("vllm:request_generation_tokens", "histogram"),
     ("vllm:request_success_total", "counter"),
+    ("strobe:engine_restarts_total", "counter"),
     ("strobe:engine_steps_total", "counter"),
     ("strobe:spec_decode_steps_total", "counter"),
     ("strobe:spec_decode_drafts_made_total", "counter"),
@@ -234,6 +235,25 @@ def test_before_the_first_snapshot_all_totals_are_zero(metrics: ServerMetrics):
     assert value(metrics, "vllm:generation_tokens_total") == 0
     assert value(metrics, "vllm:spec_decode_num_drafts_total") == 0
     assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 0
+
+
+def test_totals_do_not_fall_when_the_engine_restarts(metrics: ServerMetrics):
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    fit = ((3, 0, 0.5, -1.0),)
+    metrics.engine(
+        snapshot(running=3, steps=7, accepted_per_position=(5, 2), confidence=fit, kv_used=0.5)
+    )
+    metrics.engine_restarted()
+    assert value(metrics, "strobe:engine_restarts_total") == 1
+    assert value(metrics, "strobe:engine_steps_total") == 7
+    assert value(metrics, "vllm:num_requests_running") == 0
+    assert value(metrics, "vllm:kv_cache_usage_perc") == 0
+    metrics.engine(snapshot(steps=2, accepted_per_position=(1, 1, 1)))
+    assert value(metrics, "strobe:engine_steps_total") == 9
+    assert [value(metrics, per_position, position=str(i)) for i in range(3)] == [6, 3, 1]
+    metrics.engine_restarted()
+    assert value(metrics, "strobe:engine_restarts_total") == 2
+    assert value(metrics, "strobe:engine_steps_total") == 9
 
 
 Growth = st.lists(

@@ -114,12 +114,59 @@ def assert_ended(talks: tuple[Talk, Talk, Talk], status: int, code: str) -> None
 
 
 def test_an_engine_that_dies_fails_what_is_open_at_once_and_the_server_exits_with_1():
-    with serving() as served:
+    with serving("--no-restart-engine") as served:
         talks = opened(served)
         os.kill(served.engine_pid, signal.SIGKILL)
         assert_ended(talks, 500, "engine_dead")
         assert served.process.wait(PATIENCE) == 1
         assert "the engine's process has ended" in served.log
+        assert "Traceback" not in served.log
+
+
+def test_killed_engine_is_started_again_under_load():
+    with serving() as served:
+        steps = 0.0
+        for number in (1, 2):
+            talks = opened(served)
+            steps = max(steps, served.metric("strobe:engine_steps_total"))
+            killed = served.engine_pid
+            os.kill(killed, signal.SIGKILL)
+            assert_ended(talks, 503, "engine_restarting")
+            with Talk(served.url, "/health") as talk:
+                assert (talk.status, talk.error["message"]) == (503, "The engine is restarting.")
+            with Talk(served.url, CHAT, LONG) as talk:
+                assert talk.status == 503
+                assert "restarting" in talk.error["message"]
+                assert int(talk.response.headers["Retry-After"]) > 0
+            until(lambda: health(served) == 200, "the engine answers again")
+            assert served.engine_pid != killed
+            assert gone(killed)
+            assert served.metric("strobe:engine_restarts_total") == number
+            assert served.metric("strobe:engine_steps_total") >= steps
+            with Talk(served.url, CHAT, {**LONG, "max_tokens": 5}) as talk:
+                assert talk.json()["usage"]["completion_tokens"] == 5
+        assert "Traceback" not in served.log
+
+
+def test_engine_that_ends_a_third_time_ends_the_server():
+    """However long its starts take: the second and the third time it could not answer yet."""
+    with serving() as served:
+        killed: set[int] = set()
+        for _ in range(3):
+            (fresh,) = until(lambda k=killed: set(child_of(served.process.pid)) - k, "it runs")
+            os.kill(fresh, signal.SIGKILL)
+            killed.add(fresh)
+        assert served.process.wait(PATIENCE) == 1
+        assert "has ended 3 times within a minute" in served.log
+        assert "Traceback" not in served.log
+
+
+def test_sigterm_while_the_engine_restarts_exits_with_0():
+    with serving() as served:
+        os.kill(served.engine_pid, signal.SIGKILL)
+        until(lambda: health(served) == 503, "the engine restarts")
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(PATIENCE) == 0
         assert "Traceback" not in served.log
 
 

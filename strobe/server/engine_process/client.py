@@ -6,12 +6,15 @@ Everything here runs on the event loop's thread; nothing waits for the engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import itertools
 import logging
 import multiprocessing
+import signal
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 
 from strobe.config import EngineConfig
@@ -34,6 +37,9 @@ from strobe.server.settings import LogSettings
 from strobe.step import TokenEvent
 
 logger = logging.getLogger(__name__)
+
+MAX_ENDS, WITHIN_SECONDS = 3, 60.0
+"""The engine's process is not started again when it ends so many times within so many seconds."""
 
 
 class EngineDead(RuntimeError):
@@ -129,29 +135,45 @@ class Generation:
 
 
 class EngineClient:
-    """Starts the engine's process and speaks with it."""
+    """Starts the engine's process and speaks with it.
 
-    def __init__(self, config: EngineConfig, logs: LogSettings):
-        self.config, self.logs = config, logs
+    restart: start it again when it ends after it could answer. What is open then fails with
+    EngineUnavailable, and `facts` is None until the engine can answer again.
+    """
+
+    def __init__(self, config: EngineConfig, logs: LogSettings, *, restart: bool = False):
+        self.config, self.logs, self.restart = config, logs, restart
         self.facts: Ready | None = None
         self.failed: Failed | None = None
         self.dead = False
+        self.restarting = False
         self.grammar_fault: str | None = None
         self.snapshot: EngineSnapshot | None = None
         self.on_snapshot: Callable[[EngineSnapshot], None] = lambda snapshot: None
         self.on_death: Callable[[], None] = lambda: None
+        self.on_restart: Callable[[], None] = lambda: None
         self._generations: dict[Hashable, Generation] = {}
         self._keys = itertools.count()
         self._ready = asyncio.Event()
+        self._ends: list[float] = []
+        self._again: asyncio.Task[None] | None = None
+        self._prepare()
+
+    def _prepare(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, self._theirs = context.Pipe()
         self.process = context.Process(
-            target=_run, args=(self._theirs, config, logs), name="strobe-engine", daemon=True
+            target=_run,
+            args=(self._theirs, self.config, self.logs),
+            name="strobe-engine",
+            daemon=True,
         )
 
     def start(self) -> None:
-        """Start the process; needs a running event loop."""
-        self.process.start()
+        """Start the process; needs a running event loop. It never gets Ctrl-C: it is told when to
+        stop."""
+        with _blocked(signal.SIGINT):
+            self.process.start()
         self._theirs.close()
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._readable)
 
@@ -170,6 +192,13 @@ class EngineClient:
         return self.facts is not None and not self.dead
 
     @property
+    def state(self) -> str:
+        """Why nothing can be answered, in a sentence."""
+        if self.dead:
+            return "The engine has ended."
+        return f"The engine is {'restarting' if self.restarting else 'still starting'}."
+
+    @property
     def num_open(self) -> int:
         """Answers that are waited for."""
         return sum(len(generation.open) for generation in self._generations.values())
@@ -180,13 +209,18 @@ class EngineClient:
         """Ask for the answers to a prompt. Raises EngineDead."""
         if self.dead:
             raise EngineDead("The engine's process has ended; restart the server.")
+        if self.restarting:
+            raise EngineUnavailable("The engine is restarting; try again.", "engine_restarting")
         key = next(self._keys)
         generation = self._generations[key] = Generation(self, key, params.n)
         self.send(Submit(key, prompt_ids, params, request_id, place))
         return generation
 
     def send(self, message: FromServer) -> None:
-        """Hand a message to the pipe, which the engine's process always empties."""
+        """Hand a message to the pipe, which the engine's process always empties. While that is
+        started again there is nothing left to say to it."""
+        if self.restarting:
+            return
         try:
             self._pipe.send(message)
         except OSError:
@@ -199,8 +233,11 @@ class EngineClient:
 
     async def stop(self, patience: float = 5.0) -> None:
         """End the process, by force if it does not listen, as while it starts."""
+        if self._again is not None:
+            self._again.cancel()
         if not self.dead:
-            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+            if not self._pipe.closed:
+                asyncio.get_running_loop().remove_reader(self._pipe.fileno())
             self.dead = True
             for generation in list(self._generations.values()):
                 generation.fail(EngineStopped("The server stops before this answer has ended."))
@@ -241,9 +278,13 @@ class EngineClient:
         elif isinstance(message, Grammars):
             self.grammar_fault = message.fault
         elif isinstance(message, Ready):
-            self.facts = message
+            if self.restarting:
+                logger.info("the engine can answer again")
+            self.facts, self.restarting = message, False
             self._ready.set()
         else:
+            if self.restarting:
+                logger.error("%s", message.error)
             self.failed = message
 
     def _spread(self, step: Step) -> None:
@@ -259,15 +300,74 @@ class EngineClient:
 
     def _died(self) -> None:
         """The pipe has broken: every open answer fails at once."""
-        if self.dead:
+        if self.dead or self._pipe.closed:
             return
-        self.dead = True
         asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+        again = self._may_restart()
         for generation in list(self._generations.values()):
-            generation.fail(EngineDead("The engine's process ended while it was answering."))
+            generation.fail(
+                EngineUnavailable(
+                    "The engine's process ended while it was answering and is started again; send "
+                    "the request again.",
+                    "engine_restarting",
+                )
+                if again
+                else EngineDead("The engine's process ended while it was answering.")
+            )
         self._generations.clear()
-        self._ready.set()
-        self.on_death()
+        self.facts = None if again else self.facts
+        self.restarting, self.dead = again, not again
+        if again:
+            self._pipe.close()
+            self._again = asyncio.get_running_loop().create_task(self._restart())
+        else:
+            self._ready.set()
+            self.on_death()
+
+    def _may_restart(self) -> bool:
+        """Whether to start the process that has just ended again. One that could not answer since
+        its last start counts with the ends before it, however long it took."""
+        if not self.restart or self.failed is not None or not (self.facts or self.restarting):
+            return False
+        now = asyncio.get_running_loop().time()
+        if self.facts is not None:
+            self._ends = [end for end in self._ends if now - end < WITHIN_SECONDS]
+        self._ends.append(now)
+        if len(self._ends) < MAX_ENDS:
+            return True
+        logger.error(
+            "the engine's process has ended %d times within a minute; it is not started again",
+            MAX_ENDS,
+        )
+        return False
+
+    async def _restart(self) -> None:
+        """Start another process once the old one has let go of the device."""
+        self.process.kill()
+        await asyncio.to_thread(self.process.join)
+        logger.error(
+            "the engine's process ended (exit code %s); it is started again", self.process.exitcode
+        )
+        self.grammar_fault = None
+        self.on_restart()
+        self._prepare()
+        try:
+            self.start()
+        except OSError as error:
+            logger.error("the engine's process cannot be started again (%s)", error)
+            self.dead, self.restarting = True, False
+            self.on_death()
+
+
+@contextlib.contextmanager
+def _blocked(number: signal.Signals) -> Generator[None]:
+    """A process started meanwhile never gets the signal."""
+    resource_tracker.ensure_running()  # which unblocks signals where a process's start starts it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run(pipe: Connection, config: EngineConfig, logs: LogSettings) -> None:
