@@ -18,6 +18,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
+from strobe.grammars.heap import trim_heap
 from strobe.grammars.source import (
     STACK_BYTES,
     GrammarError,
@@ -28,6 +29,7 @@ from strobe.grammars.source import (
 )
 
 READY = "ready"
+_TRIM_EVERY = 16
 
 
 def main() -> None:
@@ -45,12 +47,14 @@ def _serve(settings: dict[str, Any]) -> None:
     _limit_memory(settings["memory"])
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # last words of the library
     print(READY, flush=True)
-    for line in sys.stdin:
+    for number, line in enumerate(sys.stdin, 1):
         seconds, _, question = line.partition(" ")
         signal.setitimer(signal.ITIMER_REAL, float(seconds))
         answer = json.dumps(_fault(tokenizer, question))
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(answer, flush=True)
+        if number % _TRIM_EVERY == 0:
+            trim_heap()
 
 
 def _fault(tokenizer: LLTokenizer, question: str) -> str:

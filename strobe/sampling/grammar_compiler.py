@@ -11,11 +11,14 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
+from strobe.grammars.heap import trim_heap
 from strobe.grammars.source import STACK_BYTES, GrammarError, matcher_of, one_line, source_of
 from strobe.grammars.trial import GrammarTrial
 from strobe.sampling_params import StructuredOutputs
 
 _KEPT = 32
+_TRIM_EVERY = 16
+"""Dropped grammars from one return of their memory to the system to the next."""
 _QUICK = 0.02
 """Grammars that compile within so many seconds are compiled for each lane anew."""
 
@@ -30,14 +33,14 @@ class GrammarCompiler:
         self.trial = GrammarTrial(tokenizer, vocab_size, eos_ids)
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[bytes, tuple[float, dict[int, LLMatcher]]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._dropped = threading.Lock(), 0
 
     @property
     def tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:
             if not self.file.exists():
                 raise ValueError(
-                    f"structured_outputs need {self.file}, which does not exist; save the "
+                    f"structured_outputs needs {self.file}, which does not exist; save the "
                     "tokenizer in that form, or leave them out."
                 )
             try:
@@ -46,7 +49,7 @@ class GrammarCompiler:
                 )
             except ValueError as error:
                 raise ValueError(
-                    f"structured_outputs need {self.file}, which cannot be used: "
+                    f"structured_outputs needs {self.file}, which cannot be used: "
                     f"{one_line(str(error))}"
                 ) from None
         return self._tokenizer
@@ -76,8 +79,12 @@ class GrammarCompiler:
         with self._lock:
             entry = self._compiled.setdefault(key, (time.perf_counter() - start, made))
             entry[1][lane] = matcher
-            if len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
+            old = self._compiled.popitem(last=False) if len(self._compiled) > _KEPT else None
+            self._dropped += old is not None
+            trim = old is not None and self._dropped % _TRIM_EVERY == 0
+        del old
+        if trim:
+            trim_heap()
         return matcher.deep_copy()
 
     def _matcher(self, tokenizer: LLTokenizer, source: str) -> LLMatcher:

@@ -58,7 +58,7 @@ def marked(**fields: Any) -> dict[str, Any]:
         ([1], {"prompt_logprobs": VOCAB + 1}, f"prompt_logprobs is {VOCAB + 1}, but"),
         ([1], marked(after=[VOCAB]), f"structured_outputs.after holds token id {VOCAB}"),
         ([1], marked(after=[1], opener=VOCAB), "structured_outputs.opener holds token id"),
-        ([1], marked(), "structured_outputs need .*tokenizer.json, which does not exist; save"),
+        ([1], marked(), "structured_outputs needs .*tokenizer.json, which does not exist; save"),
         ([1], {"speculation": {"method": "dflash"}}, "cannot draft so; start the engine with"),
         ([1], {"speculation": {"method": "ngram"}}, "cannot draft so; give num_drafts"),
         ([1], {"speculation": {"num_drafts": 1}}, "at most 0 drafts"),

@@ -373,7 +373,7 @@ def test_a_tokenizer_that_cannot_serve_is_named_when_the_first_grammar_comes(
         shutil.copy(FILE, file)
     grammars = GrammarState(GrammarCompiler(file, 100, [2]))
     assert walk_along(grammars, [0], [[1]]).drafts == [[1]]
-    with pytest.raises(ValueError, match=r"^structured_outputs need .*tokenizer\.json") as caught:
+    with pytest.raises(ValueError, match=r"^structured_outputs needs .*tokenizer\.json") as caught:
         grammars.admit(0, KINDS["regex"])
     wanted = {"missing": "does not exist", "damaged": "error", "another vocabulary": "100"}[damage]
     assert wanted in str(caught.value)
