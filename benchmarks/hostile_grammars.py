@@ -168,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "strobe", "serve", "--port", str(port)]
-    server = subprocess.Popen([*command, "--log-level=warning"])
+    pages = "--kv-cache-memory=40MiB"  # filled before the grammars come: their memory is counted
+    server = subprocess.Popen([*command, pages, "--log-level=warning"])
     try:
         while server.poll() is None:
             try:
