@@ -121,9 +121,9 @@ def test_the_answer_goes_on_with_what_the_assistant_began(server: Served):
 
 
 def test_an_error_is_in_anthropics_form(server: Served):
-    with Talk(server.url, PATH, body("hi", max_tokens=4096)) as talk:
+    with Talk(server.url, PATH, body("hi", max_tokens=-1)) as talk:
         assert talk.status == 400
         found = talk.json()
     assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
-    assert "max_tokens is 4096" in found["error"]["message"]
+    assert "max_tokens is -1" in found["error"]["message"]
     assert found["request_id"] == talk.response.getheader("request-id")

@@ -94,7 +94,7 @@ def test_what_is_not_finished_in_time_gets_an_error_and_the_status_is_0(
         talks = opened(served)
         for number in signals:
             served.process.send_signal(number)
-            until(lambda: "stopping: 3 answers" in served.log, "the server is stopping")
+            until(lambda: "stopping: finishing 3 answers" in served.log, "the server is stopping")
         until(lambda: "stopping with 3 answers unfinished" in served.log, "it waits no longer")
         served.resume()
         assert_ended(talks, 503, "server_stopping")

@@ -72,7 +72,8 @@ FLAGS = {
     ],
     "chat": ["--thinking", "--system", "--debug", *SAMPLING_FLAGS, *ENGINE_FLAGS, "--method"],
     "serve": [
-        "--host", "--port", "--api-key", "--api-key-file", "--ssl-certfile", "--ssl-keyfile",
+        "--host", "--port", "--allowed-hosts",
+        "--api-key", "--api-key-file", "--ssl-certfile", "--ssl-keyfile",
         "--root-path", "--served-model-name", "--chat-template", "--default-chat-template-kwargs",
         "--trust-request-chat-template", "--tool-call-parser", "--reasoning-parser",
         "--max-waiting", "--request-timeout", "--grace", "--restart-engine",

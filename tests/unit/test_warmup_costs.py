@@ -174,7 +174,7 @@ def test_one_undisturbed_look_keeps_the_costs(
     monkeypatch.setattr(measured._Survey, "time", time)
     again = budget_of(LLM(pair.target, pair.draft, max_num_seqs=2)).costs
     assert again is not None
-    assert again.pace == pytest.approx(2.0)
+    assert again.pace == pytest.approx(2.0, rel=1e-4)  # the drafter took next to nothing
     assert (disturbed, path.read_text()) == ([], table)
 
 
