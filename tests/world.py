@@ -86,7 +86,10 @@ class Device:
         for one in plan.admitted:
             assert list(one.tokens) == sequence(one, len(one.tokens)), "another answer is resumed"
             assert 0 <= one.length < len(one.tokens)
-            assert not one.length or not scores_prompt(one), "rows to score come from the cache"
+            before = self.owner.get(one.slot)
+            resumed = before is not None and before.seed == one.seed  # after a step that failed
+            fresh = not one.length or resumed
+            assert fresh or not scores_prompt(one), "rows to score come from the cache"
             self.length[one.slot], self.owner[one.slot] = one.length, one
             self.table[one.slot] = {}
         for slot, first, pages in plan.pages:
@@ -110,7 +113,7 @@ class Device:
             owner, slot = self.owner[span.slot], span.slot
             start = self.length[slot]
             known = sequence(owner, start + span.num_rows + 1)
-            if start >= len(owner.tokens):
+            if start >= len(owner.tokens) or span.tokens[0] == TAIL or span.drafts:
                 self._check_decode(span, start, known)
             else:
                 self._check_prefill(span, start)

@@ -110,13 +110,9 @@ def resolve(config: EngineConfig) -> Resolved:
     device = choose_device(config.device)
     if config.gpu_memory_utilization is not None and device.type == "cpu":
         logger.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory has.")
-    limits = resolve_limits(
-        config,
-        model_max=min(model.decoder.max_position for model in (target, *drafts.values())),
-        method=method,
-        draft=draft,
-        gpu=device.type == "cuda",
-    )
+    model_max = min(model.decoder.max_position for model in (target, *drafts.values()))
+    gpu = device.type == "cuda"
+    limits = resolve_limits(config, model_max=model_max, method=method, draft=draft, gpu=gpu)
     own = "float32" if device.type == "cpu" else target.dtype
     dtype: torch.dtype = getattr(torch, own if config.dtype == "auto" else config.dtype)
     choice = choose(config, target, draft, device, dtype)

@@ -56,18 +56,16 @@ class Engine:
         self.runner, self.proposers = self.parts.runner, self.parts.proposers
         self.state, self.sampling = self.parts.state, self.parts.sampling
         self.graphs, self.grammars = self.parts.graphs, self.parts.grammars
-        self.scheduler = Scheduler(
-            self.limits,
-            self.parts.pool,
-            host=self.proposers.on_host,
-            prefix_caching=self.config.enable_prefix_caching,
-            budget=budget or self._budget(),
-        )
+        host, caching = self.proposers.on_host, self.config.enable_prefix_caching
+        options: dict[str, Any] = {"host": host, "prefix_caching": caching}
+        options["budget"] = budget or self._budget()
+        self.scheduler = Scheduler(self.limits, self.parts.pool, **options)
         self.depth = self.resolved.choice.overlap
         self.simulated_acceptance = simulated_acceptance
         self.mark: Callable[[str], None] = lambda name: None
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
         self._pending: deque[PendingStep] = deque()
+        self._saved: list[tuple[Tensor, Tensor]] = []
         self._numbers = itertools.count()
         self._done = 0.0
 
@@ -86,6 +84,7 @@ class Engine:
         launched = not plan.spans
         try:
             if not launched:
+                self._save_states(plan)
                 self._pending.append(self.launch(plan))
                 launched = True
             if not self._pending or (plan.spans and len(self._pending) < self.depth):
@@ -99,9 +98,18 @@ class Engine:
                 return ended
             raise
 
+    def _save_states(self, plan: Plan) -> None:
+        """Keep the recurrent states of a request that runs alone: if this step of it fails, too,
+        it goes on from them."""
+        self._saved = []
+        if self.parts.states is not None and self.scheduler.alone is not None:
+            self._saved = self.parts.states.save(plan.spans[0].slot)
+
     def _cancel(self, plan: Plan, launched: bool, error: str) -> list[TokenEvent]:
         """Give up a step that failed: a launch by itself; but all steps in flight where a result
         could not be taken in, or grammars stand where no step has left them."""
+        if self.parts.states is not None:
+            self.parts.states.restore(self._saved)
         if not launched and all(pending.followed is not None for pending in self._pending):
             return self.scheduler.cancel(plan, error)
         self._pending.clear()

@@ -34,12 +34,6 @@ class Record:
     draining: bool = False
 
     @property
-    def got_further(self) -> bool:
-        """Whether it has got through a step that it did not repeat since one of its steps failed:
-        one that decodes, or a later chunk of its tokens."""
-        return self.start > (self.goal if self.decoding else self.request.failed_at)
-
-    @property
     def decoding(self) -> bool:
         return self.start >= self.goal
 

@@ -56,6 +56,8 @@ class Scheduler:
         self.outcomes = Outcomes(limits)
         self.waiting: deque[Request] = deque()
         self.running: list[Record] = []
+        self.alone: Request | None = None
+        """The request that the newest plan runs alone, since a step of it failed."""
         self._draining: list[Record] = []
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._flying: deque[list[Record]] = deque()
@@ -82,12 +84,19 @@ class Scheduler:
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         request.status, request.finish_reason = Status.FINISHED, reason
-        for record in [r for r in self.running if r.request is request]:
+        for record in [r for r in self.running + self._draining if r.request is request]:
             self._leave(record)
 
     def plan(self) -> Plan:
         """Choose this step's spans and reserve their pages, all or nothing."""
-        alone = self._suspects.first()
+        self.alone = alone = self._suspects.first()
+        if alone is not None and self._flying:
+            return Plan()  # a failed step of its own must be the only one in flight
+        for record in [record for record in self._draining if not record.draining]:
+            self._draining.remove(record)
+            self.waiting.remove(record.request)
+            self.running.append(record)
+            record.request.status, record.sent = Status.RUNNING, 0
         running = [r for r in self.running if alone is None or r.request is alone]
         # Who is drafted for on the host waits for its tokens.
         ready = [r for r in running if r.decoding and not (r.in_flight and r.host)]
@@ -105,8 +114,7 @@ class Scheduler:
             budget -= span.num_rows
         fitting = self._reserve(chosen)
         crowded, chosen = len(fitting) < len(chosen), fitting
-        admitted = [] if crowded else self._admit_waiting(alone, budget)
-        chosen += admitted
+        chosen += [] if crowded else self._admit_waiting(alone, budget)
         if alone is not None and not chosen and not self._flying:
             self._suspects.clear()  # it finds no room beside the others
             return self.plan()
@@ -116,8 +124,8 @@ class Scheduler:
         if chosen:
             self._flying.append([record for record, _ in chosen])
         spans = tuple([span for _, span in chosen])
+        admissions = tuple([r.admission(span.start) for r, span in chosen if not r.sent])
         pages = tuple([write for record, _ in chosen if (write := record.page_write())])
-        admissions = tuple([record.admission(span.start) for record, span in admitted])
         return Plan(spans, pages, admissions, allotted.verified, allotted.confidence)
 
     def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
@@ -126,7 +134,13 @@ class Scheduler:
         records = [record for record in self._flying[0] if not record.draining]
         before = [(len(r.request.tokens), r.request.started, r.lease.length) for r in records]
         try:
-            events = self._commit(plan, result)
+            events, ended = self._commit(plan, result)
+            self.alone = None  # what is published is not written again, so nobody goes on there
+            for record in records:
+                if self.prefix_caching and record.request.error is None:
+                    record.lease.publish(record.request.tokens)
+            for record in ended:
+                self._leave(record)
         except BaseException:
             for record, (count, started, length) in zip(records, before, strict=True):
                 record.rewind(count, started, length)
@@ -134,7 +148,7 @@ class Scheduler:
         self._flying.popleft()
         return events
 
-    def _commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
+    def _commit(self, plan: Plan, result: StepResult) -> tuple[list[TokenEvent], list[Record]]:
         taken, ends = list[tuple[Request, TokenEvent]](), dict[int, int]()
         for i, (record, span) in enumerate(zip(self._flying[0], plan.spans, strict=True)):
             request, start = record.request, record.lease.length
@@ -156,16 +170,12 @@ class Scheduler:
                 taken.append((request, event))
                 if event.finish_reason is not None:
                     ends[i] = len(event.tokens)
-            if self.prefix_caching and request.error is None:
-                record.lease.publish(request.tokens)
-        for i in ends:
-            self._leave(self._flying[0][i])
         seen = result.until(ends, plan.spans)
         self._advice.of("The draft policy", lambda: self.budget.observe(plan, seen), None)
         self.stats.steps += 1
         for request, event in taken:
             self.outcomes.count(request, event)
-        return [event for _, event in taken]
+        return [event for _, event in taken], [self._flying[0][i] for i in ends]
 
     def cancel(self, plan: Plan, error: str = "") -> list[TokenEvent]:
         """Give up the newest plan, whose step failed: its requests wait again, since part of the
@@ -197,10 +207,10 @@ class Scheduler:
             if record.draining:
                 self._leave(record)
                 continue
-            if record.got_further:
+            if record.start > record.request.failed_at:
                 record.request.failures = 0
             record.request.failed_at = record.start
-            self._wait_again(record)
+            self._wait_again(record, keep=record.request is self.alone and not record.in_flight)
         request = self._suspects.failed(back)
         if request is None:
             return []
@@ -226,12 +236,9 @@ class Scheduler:
         if not records:
             return [], Allotment([])
         most = self.limits.num_drafts
-        load = Load(
-            decoding=len(records),
-            prompt_rows=sum([r.goal - r.start for r in self.running if not r.decoding]),
-            waiting=len(self.waiting),
-            context=sum([record.start for record in records]),
-        )
+        prompt_rows = sum([r.goal - r.start for r in self.running if not r.decoding])
+        context = sum([record.start for record in records])
+        load = Load(len(records), prompt_rows, len(self.waiting), context)
         asked = [self._candidate(r, min(r.request.num_drafts, most)) for r in records]
         every = Budget().allot(asked, load)
         found = self._advice.of("The draft policy", lambda: self.budget.allot(asked, load), every)
@@ -345,21 +352,21 @@ class Scheduler:
         coming = max([sum(map(eq, keys, other)) for other in others]) - done
         return 2 * size * coming >= len(request.tokens) - done * size
 
-    def _wait_again(self, record: Record) -> None:
+    def _wait_again(self, record: Record, *, keep: bool = False) -> None:
         """Take a running request's pages; it starts over from the tokens it has, first in line of
-        its priority."""
+        its priority. keep: leave it the pages, and the next plan goes on from there."""
         request = record.request
         request.status = Status.WAITING
-        self._leave(record)
+        self._leave(record, keep=keep)
         self.waiting.insert(bisect_left(self.waiting, request.priority, key=_priority), request)
 
-    def _leave(self, record: Record) -> None:
+    def _leave(self, record: Record, *, keep: bool = False) -> None:
         """Have a record give back its slot and pages, once no step of it is in flight."""
         if record in self.running:
             self.running.remove(record)
             self._draining.append(record)
-        record.draining = True
-        if not record.in_flight and record in self._draining:
+        record.draining = not keep
+        if record.draining and not record.in_flight and record in self._draining:
             record.lease.release()
             self._draining.remove(record)
             self._slots.append(record.slot)

@@ -12,9 +12,11 @@ span, a prefill chunk's, are taken in at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -77,3 +79,13 @@ class StateStore:
         self.changes = torch.zeros(changes, dtype=torch.float32, device=device)
         self.length = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.parts = self.state, self.window, self.gates, self.keys, self.changes
+
+    def save(self, slot: int) -> list[tuple[Tensor, Tensor]]:
+        """Return a slot's states and copies of them, for `restore`."""
+        views = [self.length[slot], *[part[:, slot] for part in self.parts]]
+        return [(view, view.clone()) for view in views]
+
+    def restore(self, saved: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Put back what was saved."""
+        for view, copy in saved:
+            view.copy_(copy)

@@ -56,13 +56,8 @@ class PendingStep:
             self.rows = layout.shape.rows
             self.drafted = None if plan.verified is None else download(layout.drafts)
         self.plan, self.top_logprobs, self.errors = plan, top_logprobs, errors
-        scores, prompt = verdict.scores, verdict.prompt_scores
-        self._verdict = Verdict(
-            download(verdict.tokens),
-            download(verdict.accepted),
-            scores and Scores(*map(download, scores)),
-            prompt and Scores(*map(download, prompt)),
-        )
+        scores = [part and Scores(*map(download, part)) for part in verdict[2:]]
+        self._verdict = Verdict(download(verdict.tokens), download(verdict.accepted), *scores)
         self.followed: bool | None = False
         self._result: StepResult | None = None
         self._event = None
@@ -118,12 +113,7 @@ class _Lists:
 
     def take(self, first: int, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
         """Those of `tokens`, which stand at the rows from `first` on."""
-        return [
-            TokenLogprob(
-                token,
-                self.values[row],
-                self.ranks[row],
-                tuple(zip(self.ids[row][:top], self.best[row][:top], strict=True)),
-            )
-            for row, token in enumerate(tokens, start=first)
-        ]
+        rows = slice(first, first + len(tokens))
+        pairs = zip(self.ids[rows], self.best[rows], strict=True)
+        tops = [tuple(zip(ids[:top], best[:top], strict=True)) for ids, best in pairs]
+        return list(map(TokenLogprob, tokens, self.values[rows], self.ranks[rows], tops))

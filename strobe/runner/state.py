@@ -58,8 +58,8 @@ class DecodeState:
         """Take over the plan's admissions and page-table entries."""
         if plan.admitted:
             slots = upload([one.slot for one in plan.admitted], self.device)
-            lengths = upload([one.length for one in plan.admitted], self.device)
-            self.cursor[:, 0].index_copy_(0, slots, lengths)
+            ends = upload([(a.length, a.tokens[a.length]) for a in plan.admitted], self.device)
+            self.cursor.index_copy_(0, slots, ends)
         if plan.pages:
             columns, size = self.table.shape[1], self.page_size
             cells = [

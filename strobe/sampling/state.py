@@ -108,13 +108,9 @@ class SamplingState:
         for a in admissions:
             s = a.sampling
             biased = bool(s.logit_bias) or s.allowed_token_ids is not None
-            mode = SamplingMode(
-                sampled=s.temperature > 0,
-                filtered=s.filters,
-                processed=biased or s.penalizes or s.min_tokens > 0,
-                grammar=s.structured_outputs is not None,
-                logprobs=s.logprobs,
-            )
+            processed = biased or s.penalizes or s.min_tokens > 0
+            structured = s.structured_outputs is not None
+            mode = SamplingMode(s.temperature > 0, s.filters, processed, structured, s.logprobs)
             self._modes[a.slot] = mode
             kind = PROCESSED * mode.processed + STRUCTURED * mode.grammar
             ints.append((a.slot, max(s.top_k, 0), noise_key(a.seed, a.sibling), kind))

@@ -215,6 +215,54 @@ def test_replayed_steps_give_what_plain_steps_give(
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize(
+    "method", ["dflash", *[pytest.param(m, marks=pytest.mark.full) for m in ("none", "ngram")]]
+)
+@pytest.mark.parametrize("place", ["before", "half", "after", "commit"])
+def test_every_second_step_failing_still_ends_every_answer(
+    place: str, method: str, overlap: int, hybrid: tuple[Any, Path], drafter: Path
+):
+    """Each chunk and each step that got through is kept, whatever the failed one has written."""
+    drafts = {} if method == "none" else {"num_drafts": 7}
+    options: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 24, **drafts}
+    engine = make_engine(
+        config(hybrid[1], draft=str(drafter), method=method, overlap=overlap).with_(**options)
+    )
+    texts = [TEXTS[2], TEXTS[1], prompts([60])[0]]
+    wanted = run(make_engine(config(hybrid[1])), texts, COLD)
+    owner: Any = {
+        "before": engine.runner, "half": engine.runner.model.layers[2].mlp,
+        "after": engine.state, "commit": engine.scheduler,
+    }[place]  # fmt: skip
+    name = {"half": "forward", "before": "forward", "after": "accept", "commit": "_commit"}[place]
+    true, calls = getattr(owner, name), 0
+
+    def failing(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        found = None if place == "before" and calls % 2 == 0 else true(*args, **named)
+        if calls % 2 == 0:
+            raise MemoryError("no memory")
+        return found
+
+    setattr(owner, name, failing)
+    requests = [engine.add(prompt, COLD) for prompt in texts]
+    steps = failures = 0
+    while engine.has_work:
+        steps += 1
+        assert steps < 1000
+        try:
+            engine.step()
+        except MemoryError:
+            failures += 1
+        engine.check()
+    assert failures > 10
+    assert [request.finish_reason for request in requests] == ["length"] * 3
+    assert [request.output_ids for request in requests] == wanted
+    assert engine.parts.pool.available == engine.parts.pool.capacity
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("place", ["propose", "forward", "observe"])
 def test_an_engine_whose_step_failed_starts_its_requests_over(
     place: str, overlap: int, hybrid: tuple[Any, Path], drafter: Path
