@@ -56,10 +56,13 @@ class Engine:
         self.runner, self.proposers = self.parts.runner, self.parts.proposers
         self.state, self.sampling = self.parts.state, self.parts.sampling
         self.graphs, self.grammars = self.parts.graphs, self.parts.grammars
-        host, caching = self.proposers.on_host, self.config.enable_prefix_caching
-        options: dict[str, Any] = {"host": host, "prefix_caching": caching}
-        options["budget"] = budget or self._budget()
-        self.scheduler = Scheduler(self.limits, self.parts.pool, **options)
+        self.scheduler = Scheduler(
+            self.limits,
+            self.parts.pool,
+            host=self.proposers.on_host,
+            prefix_caching=self.config.enable_prefix_caching,
+            budget=budget or self._budget(),
+        )
         self.depth = self.resolved.choice.overlap
         self.simulated_acceptance = simulated_acceptance
         self.mark: Callable[[str], None] = lambda name: None
