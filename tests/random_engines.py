@@ -77,9 +77,10 @@ STRUCTURES: tuple[dict[str, Any], ...] = (
     {"regex": "[a-f]{3,9}", "after": (13, 5)},
     {"regex": "[xyz]*", "lead": "no "},
 )
-TOLERANCE = 5e-3
-"""What log probabilities may differ by: random weights amplify the rounding of GEMMs in other
-shapes, to 2.7e-3 at most in 13,000 answers on an H100. Those of a wrong row differ by far more."""
+TOLERANCE = 0.02
+"""What log probabilities may differ by. Random weights can amplify rounding: at one place those of
+a Qwen3.5 differ by 0.008 between transformers' own fp32 and fp64. Those of a wrong row differ by
+tenths."""
 TIE = 2e-3
 """Logits that differ by no more than this may change places by rounding."""
 
