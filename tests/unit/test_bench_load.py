@@ -306,7 +306,7 @@ def test_load_runs_steadily_and_at_a_rate(
         ("load", ["--answers=4", "--traces={good}"], "answers is 4, but concurrency is 32; ask "),
         ("load", ["--no-adaptive", "--traces={good}"], "adaptive is off, but ways names it; leave"),
         ("load", ["--method=none"], "DFlash drafts nothing; name shapes with a drafter, or leave "),
-        ("load", ["--plot=/nowhere/x.png"], "plot is '/nowhere/x.png', but /nowhere is no "),
+        ("load", ["--plot=/nowhere/x.png"], "plot is '/nowhere/x.png', but /nowhere is not a "),
         ("load", ["--plot=x.txt"], "plot is 'x.txt', but must end in one of .png, .svg, .pdf."),
         ("record", ["--out=x.txt"], "out is 'x.txt', but must end with .npz."),
         ("record", ["--method=ngram"], "DFlash drafts nothing; name a drafter, or leave --method "),
