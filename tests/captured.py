@@ -101,6 +101,10 @@ def tensors(result: Any) -> list[Tensor]:
 
 def captured(parts: Parts, max_spans: int, num_drafts: int) -> Double:
     """Have an engine's parts pad, capture and replay."""
+    pages, state = parts.pool.num_pages, parts.state
+    for store in parts.stores.values():  # with one page more, where padding is written, as on a GPU
+        store.__init__(store.spec, pages + 1, state.page_size, state.device)
+    state.table[-1] += pages * state.page_size
     double = Double(parts)
     parts.graphs = Graphs(double)
     runners = [parts.runner]

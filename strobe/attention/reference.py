@@ -27,17 +27,18 @@ class ReferencePlan:
         self._bias: list[dict[LayerMask, Tensor]] = [{} for _ in self.groups]
 
     def _key_slots(self, group: Group, bound: int) -> Tensor:
-        """[G, N]: the slot of each position below `bound`. After a span's last row may lie keys of
-        another sequence, and a NaN there would pass any mask: the last row's slot is repeated."""
+        """[G, N]: the slot of each position below `bound`. A NaN in another sequence's keys would
+        pass any mask, so the slot of a span's first row stands for positions after its last row,
+        and for those after the context's end, which all sequences have on page 0."""
         batch, size = self.batch, self.batch.page_size
         columns = -(-bound // size)
         rows = batch.slots if len(self.groups) == 1 else batch.slots[group.spans]
         entries = batch.tables[:, :columns].index_select(0, rows)
         positions = torch.arange(columns * size, device=entries.device).view(columns, size)
         slots = (entries[:, :, None] + positions).flatten(1)[:, :bound]
-        last = group.rows[:, -1:]
-        own = positions.view(-1)[:bound] <= batch.positions[last]
-        return slots.where(own, batch.kv_slots[last])
+        first, last = group.rows[:, :1], group.rows[:, -1:]
+        own = (positions.view(-1)[:bound] <= batch.positions[last]) & (slots >= size)
+        return slots.where(own, batch.kv_slots[first])
 
     def _bias_of(self, index: int, mask: LayerMask, dtype: torch.dtype, repeats: int) -> Tensor:
         """[G, 1, repeats * Q or 1, N]: 0 where a row sees a key, -inf elsewhere."""

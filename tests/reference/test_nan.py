@@ -101,6 +101,29 @@ def test_nan_request_ends_with_error_and_others_are_unchanged(
         assert outputs == [request.output_ids for request in wanted]
 
 
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("kind", ["attention", "recurrent"])
+def test_nan_in_rows_beyond_the_context_changes_no_other_request(
+    kind: str, overlap: int, target: Any, hybrid: Path, drafter: Path
+):
+    """Drafts beyond the context's end of all requests lie on one page."""
+    path = target.path if kind == "attention" else hybrid
+    params = without_bad(COLD.clone(max_tokens=None))
+    prompts = [[(5 * i + n) % 50 for i in range(n)] for n in (60, 58)]
+    plain = engine_of(path)
+    wanted = add(plain, prompts, params)
+    drain(plain, wanted)
+    engine = engine_of(
+        path, draft=str(drafter), num_drafts=7, adaptive=False, overlap=overlap, max_num_seqs=3
+    )
+    requests = add(engine, prompts, params)
+    bad = engine.add(prompts[0], params.clone(logit_bias={BAD: 100.0}))
+    drain(engine, [*requests, bad])
+    check_failed(bad, [BAD])
+    assert [r.output_ids for r in requests] == [r.output_ids for r in wanted]
+    assert all(request.finish_reason == "length" for request in requests)
+
+
 def test_pages_of_a_nan_request_are_not_cached(target: Any):
     engine = engine_of(target.path, max_num_batched_tokens=16, max_num_seqs=1)
     prompt = [*TEXTS[3][:17], BAD, *TEXTS[3][:20]]

@@ -6,7 +6,7 @@ import pytest
 from random_engines import TARGETS, Findings, World, play_round
 
 FAMILIES = list(TARGETS)
-ROUNDS = 16
+ROUNDS = 24
 """`make test` plays those of the first family; a round's family follows from its seed."""
 
 
