@@ -82,13 +82,13 @@ def _stages(decoder: Any) -> list[dict[str, Any]]:
     if decoder is None:
         return [{"type": "Join"}]
     try:
-        todo, stages = [json.loads(decoder.__getstate__())], list[dict[str, Any]]()
+        unread, stages = [json.loads(decoder.__getstate__())], list[dict[str, Any]]()
     except Exception:  # one written in Python, of which nothing is known
         return [{"type": "Unknown"}]
-    while todo:
-        stage = todo.pop(0)
+    while unread:
+        stage = unread.pop(0)
         if stage["type"] == "Sequence":
-            todo = stage["decoders"] + todo
+            unread = stage["decoders"] + unread
         else:
             stages.append(stage)
     return stages

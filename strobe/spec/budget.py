@@ -75,7 +75,7 @@ class Advice(set[str]):
         """Return what the part advises, or the default where it raises, which is logged once."""
         try:
             return ask()
-        except Exception:
+        except Exception:  # whatever it is, advice must cost no token
             if part not in self:
                 self.add(part)
                 logger.exception("%s failed; steps go on without its advice.", part)
