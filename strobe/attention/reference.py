@@ -29,7 +29,7 @@ class ReferencePlan:
     def _key_slots(self, group: Group, bound: int) -> Tensor:
         """[G, N]: the slot of each position below `bound`. A NaN in another sequence's keys would
         pass any mask, so the slot of a span's first row stands for positions after its last row,
-        and for those after the context's end, which all sequences have on page 0."""
+        and for those beyond the context, which all sequences have on one page."""
         batch, size = self.batch, self.batch.page_size
         columns = -(-bound // size)
         rows = batch.slots if len(self.groups) == 1 else batch.slots[group.spans]
@@ -37,7 +37,8 @@ class ReferencePlan:
         positions = torch.arange(columns * size, device=entries.device).view(columns, size)
         slots = (entries[:, :, None] + positions).flatten(1)[:, :bound]
         first, last = group.rows[:, :1], group.rows[:, -1:]
-        own = (positions.view(-1)[:bound] <= batch.positions[last]) & (slots >= size)
+        ends = batch.positions[last].clamp(max=batch.limit - 1)
+        own = positions.view(-1)[:bound] <= ends
         return slots.where(own, batch.kv_slots[first])
 
     def _bias_of(self, index: int, mask: LayerMask, dtype: torch.dtype, repeats: int) -> Tensor:

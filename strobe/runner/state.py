@@ -93,6 +93,7 @@ class DecodeState:
             draft_lengths=draft_lengths,
             tables=self.table,
             page_size=self.page_size,
+            limit=self.limit,
             row_counts=() if layout.padded else layout.row_counts,
             bounds=bounds,
         )
