@@ -19,9 +19,10 @@ class Batch(NamedTuple):
     slots [S]: the spans' rows in the tables; starts, sizes [S]: a span's rows see no key at starts
     + sizes or beyond; row_starts [S]: each span's first row; longest: no span has more rows.
     draft_lengths [S]: how many of a span's drafts lie within the context. tables [N, columns]: what
-    to add to a position in column position // page_size to get its slot. limit: the context's end;
-    rows there and beyond are drafts that cannot be accepted. For backends that gather on the host's
-    word, per span: row_counts, and bounds, a position that no key of it reaches.
+    to add to a position in column position // page_size to get its slot. limit: the context's end:
+    rows there and beyond are drafts that cannot be accepted, and no other request may see their
+    keys. For backends that gather on the host's word, per span: row_counts, and bounds, a position
+    that no key of it reaches.
     """
 
     ids: Tensor

@@ -75,6 +75,7 @@ class TritonPlan:
             page_size=batch.page_size,
             mask=self.masks[layer],
             longest=batch.longest,
+            limit=batch.limit,
             sinks=sinks,
             workspace=self._backend.workspace,
         )

@@ -96,7 +96,8 @@ def _write(
 
 @triton.jit
 def _extent(start, size, first, final, window, limit, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
-    """[begin, end) of the keys that any row of a block sees, whose rows stand at first .. final."""
+    """[begin, end) of the keys below `limit` that any row of a block sees, whose rows stand at
+    first .. final."""
     begin = 0
     end = tl.minimum(start + size, limit)
     if CAUSAL:
@@ -116,10 +117,10 @@ def _pieces(begin, end, splits, BLOCK_N: tl.constexpr, PIECE: tl.constexpr):
     return share, tl.maximum(tl.cdiv(end - begin, share), 1)
 
 
-@triton.jit(do_not_specialize=["columns", "blocks", "splits", "window"])
+@triton.jit(do_not_specialize=["columns", "limit", "blocks", "splits", "window"])
 def _attention(
     queries, kv, out, starts, sizes, row_starts, tables, table_rows, sinks, partials, stats,
-    stride, columns, blocks, splits, window,
+    stride, columns, limit, blocks, splits, window,
     SCALE: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, APART: tl.constexpr,
@@ -139,7 +140,7 @@ def _attention(
     first = start + block * BLOCK_M // G  # the positions of the first row and the final one
     final = start + tl.minimum((block * BLOCK_M + BLOCK_M - 1) // G, size - 1)
 
-    begin, end = _extent(start, size, first, final, window, columns * PAGE, CAUSAL, WINDOWED)
+    begin, end = _extent(start, size, first, final, window, limit, CAUSAL, WINDOWED)
     dense = 0
     free = end
     if CAUSAL:
@@ -212,9 +213,9 @@ def _attention(
         tl.store(stats + part * (2 * BLOCK_M) + BLOCK_M + some, total)
 
 
-@triton.jit(do_not_specialize=["columns", "blocks", "splits", "window"])
+@triton.jit(do_not_specialize=["limit", "blocks", "splits", "window"])
 def _add_up(
-    out, starts, sizes, row_starts, sinks, partials, stats, columns, blocks, splits, window,
+    out, starts, sizes, row_starts, sinks, partials, stats, limit, blocks, splits, window,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -233,7 +234,7 @@ def _add_up(
     pairs = block * BLOCK_M + some
     first = start + block * BLOCK_M // G
     final = start + tl.minimum((block * BLOCK_M + BLOCK_M - 1) // G, size - 1)
-    begin, end = _extent(start, size, first, final, window, columns * PAGE, CAUSAL, WINDOWED)
+    begin, end = _extent(start, size, first, final, window, limit, CAUSAL, WINDOWED)
     _, pieces = _pieces(begin, end, splits, BLOCK_N, PIECE)
     first_part = unit * splits
     used = (pairs < size * G)[:, None]
@@ -308,6 +309,7 @@ def paged_attention(
     mask: LayerMask,
     longest: int,
     workspace: AttentionWorkspace,
+    limit: int | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
     config: Config | None = None,
@@ -320,8 +322,9 @@ def paged_attention(
     tables [N, columns] are int64 and contiguous, and not what the kernel launched just before
     writes: they are read while it still runs. No size exceeds `longest`. Rows of no span are left
     undefined. Rows of q may lie further apart than Hq * D. Their own keys and values are in kv
-    already. sinks [Hq]: a logit for each head beside its keys', which has no value. scale: of q k,
-    default D ** -0.5.
+    already. limit: no row sees a key at this position or beyond; default: where the tables end.
+    sinks [Hq]: a logit for each head beside its keys', which has no value. scale: of q k, default
+    D ** -0.5.
 
     Online softmax: FlashAttention-2, arXiv:2307.08691. Division of the keys: Flash-Decoding, 2023.
     """
@@ -342,13 +345,14 @@ def paged_attention(
     assert starts.is_contiguous()
     pdl = dependent(q.device)
     out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
-    limits = columns, blocks, splits, mask.window or _NO_WINDOW
+    limit = columns * page_size if limit is None else min(limit, columns * page_size)
+    limits = limit, blocks, splits, mask.window or _NO_WINDOW
     kinds = group, kv_heads, dim, page_size, mask.causal, mask.window is not None
     kinds = *kinds, sinks is not None
     logits = q if sinks is None else sinks  # a pointer that is not read, where there are none
     _attention[(units, 1, splits)](
         q, kv, out, starts, sizes, row_starts, tables, table_rows, logits,
-        workspace.partials, workspace.stats, q.stride(0), *limits,
+        workspace.partials, workspace.stats, q.stride(0), columns, *limits,
         (dim**-0.5 if scale is None else scale) * math.log2(math.e), *kinds, _INTERPRETED,
         config.pairs, config.keys, config.apart, splits > 1, PIECE_KEYS, pdl,
         num_warps=config.warps, num_stages=config.stages, launch_pdl=pdl,

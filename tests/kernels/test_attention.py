@@ -349,6 +349,26 @@ def test_rows_beyond_the_table_are_finite(device: torch.device, one: AttentionWo
     assert not out[2:4].any()
 
 
+@pytest.mark.parametrize("mask", [FULL, BLOCK, LayerMask(True, 24), LayerMask(False, 24)])
+@pytest.mark.parametrize("start", [20, 500])
+def test_nan_at_the_limit_and_beyond_reaches_no_row(
+    device: torch.device, many: AttentionWorkspace, mask: LayerMask, start: int
+) -> None:
+    """Drafts past the context's end, which all requests write to one page."""
+    size, limit = 6, start + 2
+    case = make_case(device, [(start, size)], mask=mask, page_size=8)
+    within = make_case(device, [(start, size)], mask=mask, page_size=8)
+    tables, row = within.args["tables"], within.args["table_rows"][0]
+    beyond = torch.arange(limit, start + size, device=device)
+    case.kv[tables[row, beyond // 8] + beyond] = float("nan")
+    within.args["sizes"] = within.args["sizes"] - (size - 2)
+    synchronize(device)
+    out = paged_attention(case.q, case.kv, **case.args, limit=limit, workspace=many)
+    assert out[case.rows].isfinite().all()
+    wanted = paged_attention(within.q, within.kv, **within.args, workspace=many)
+    assert torch.allclose(out[:2], wanted[:2], atol=1e-6)
+
+
 def test_every_head_size_has_configurations() -> None:
     for dim, pairs in itertools.product((64, 128, 256, 512), (1, 16, 17, 64, 65, 5000)):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
