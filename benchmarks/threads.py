@@ -4,7 +4,8 @@
 
 In each round and for each state of the machine, `strobe demo` runs once with each way in turn, as a
 process of its own: as Strobe chooses ("chosen"), as libgomp has it ("libgomp"), never spinning
-("passive"), and spinning so many times. Busy is a process more on every core. Medians over rounds.
+("passive"), in one thread ("one thread"), and spinning so many times. Busy is a process more on
+every core. Medians over rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from strobe.openmp import SPINS, WAITING, is_busy
+from strobe.openmp import SPINS, WAITING, free_cores
 
 CORES = sorted(os.sched_getaffinity(0))
 FIGURES = ("dflash_tokens_per_s", "plain_tokens_per_s", "seconds")
@@ -71,13 +72,15 @@ def main() -> None:
     parser.add_argument("--spins", type=int, nargs="*", default=[SPINS])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    every = {"OMP_NUM_THREADS": str(len(CORES))}
     ways = {
         "chosen": dict[str, str](),
-        "libgomp": {"GOMP_SPINCOUNT": "300000"},  # its own default
-        "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
-        **{f"{spins} spins": {"GOMP_SPINCOUNT": str(spins)} for spins in options.spins},
+        "libgomp": every | {"GOMP_SPINCOUNT": "300000"},  # its own default
+        "passive": every | {"OMP_WAIT_POLICY": "PASSIVE"},
+        "one thread": {"OMP_NUM_THREADS": "1"},
+        **{f"{spins} spins": every | {"GOMP_SPINCOUNT": str(spins)} for spins in options.spins},
     }
-    if is_busy(len(CORES)):
+    if free_cores(len(CORES)) < len(CORES):
         print("Other processes run here: no state is idle.", file=sys.stderr)
     cells: dict[tuple[str, str], list[dict[str, float]]] = {}
     for _ in range(options.rounds):

@@ -2,7 +2,7 @@
 
 torch's wheels bring libgomp, whose threads wait for the last of them by spinning, for some 3 ms.
 Where another process has that one's core, the others keep theirs for nothing, and a step takes many
-times as long. libgomp reads its environment when torch is imported, so that it is set before.
+times as long. libgomp reads its environment when torch is imported, so it is set before that.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ def prepare() -> None:
     """Set what the user has not set; nothing once torch is imported."""
     if sys.platform == "linux" and "torch" not in sys.modules:
         cores, allowed = len(os.sched_getaffinity(0)), quota()
-        busy = is_busy(min(cores, allowed or cores))
-        os.environ.update(chosen(os.environ, cores, allowed, busy))
+        os.environ.update(chosen(os.environ, min(cores, allowed or cores), cores))
 
 
 def chosen(
-    environ: Mapping[str, str], cores: int, allowed: int | None, busy: bool
+    environ: Mapping[str, str], usable: int, cores: int, free: int | None = None
 ) -> dict[str, str]:
-    """The variables to set. cores: that the process may run on; allowed: as many as its quota is
-    worth; busy: whether others run on them."""
-    found: dict[str, str] = {}
-    if allowed is not None and allowed < cores and "OMP_NUM_THREADS" not in environ:
-        found["OMP_NUM_THREADS"] = str(allowed)
+    """Return the variables to set. usable: cores that the quota allows, of those that the process
+    may run on; free: of the machine's, by default as measured now."""
+    free = free_cores(usable) if free is None else free
+    variables: dict[str, str] = {}
+    threads = min(usable, max(free, 1))
+    if threads < cores and "OMP_NUM_THREADS" not in environ:
+        variables["OMP_NUM_THREADS"] = str(threads)
     if not any(name in environ for name in WAITING):
-        found |= {"OMP_WAIT_POLICY": "PASSIVE"} if busy else {"GOMP_SPINCOUNT": str(SPINS)}
-    return found
+        busy = free < usable
+        variables |= {"OMP_WAIT_POLICY": "PASSIVE"} if busy else {"GOMP_SPINCOUNT": str(SPINS)}
+    return variables
 
 
 def quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -52,14 +54,17 @@ def quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     return None
 
 
-def is_busy(threads: int, file: Path = Path("/proc/loadavg")) -> bool:
-    """Whether so many threads find less cores than that free, in each of several looks."""
+def free_cores(enough: int, file: Path = Path("/proc/loadavg")) -> int:
+    """Return how many of the machine's cores are idle: the maximum of several looks, which end once
+    there are `enough`."""
+    free = 0
     for look in range(READS):
         time.sleep(BETWEEN * (look > 0))
         try:
             running = int(file.read_text().split()[3].partition("/")[0])
         except (OSError, ValueError, IndexError):
-            return False
-        if (os.cpu_count() or 1) - (running - 1) >= threads:
-            return False
-    return True
+            return enough
+        free = max(free, (os.cpu_count() or 1) - (running - 1))
+        if free >= enough:
+            break
+    return free

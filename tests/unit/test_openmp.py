@@ -15,22 +15,24 @@ VARIABLES = ("OMP_NUM_THREADS", *openmp.WAITING)
 
 
 def test_idle_cores_spin_briefly():
-    assert openmp.chosen({}, 2, None, False) == {"GOMP_SPINCOUNT": str(openmp.SPINS)}
+    assert openmp.chosen({}, 2, 2, 2) == {"GOMP_SPINCOUNT": str(openmp.SPINS)}
 
 
-def test_busy_cores_do_not_spin():
-    assert openmp.chosen({}, 2, None, True) == {"OMP_WAIT_POLICY": "PASSIVE"}
+@pytest.mark.parametrize(("free", "threads"), [(-3, "1"), (0, "1"), (1, "1"), (3, "3")])
+def test_busy_cores_are_left_alone_and_nothing_spins(free: int, threads: str):
+    expected = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    assert openmp.chosen({}, 4, 4, free) == expected
 
 
 @pytest.mark.parametrize("name", openmp.WAITING)
-@pytest.mark.parametrize("busy", [True, False])
-def test_settings_of_the_user_stay(name: str, busy: bool):
-    assert openmp.chosen({name: "7", "OMP_NUM_THREADS": "9"}, 8, 2, busy) == {}
+@pytest.mark.parametrize("free", [1, 8])
+def test_settings_of_the_user_stay(name: str, free: int):
+    assert openmp.chosen({name: "7", "OMP_NUM_THREADS": "9"}, 2, 8, free) == {}
 
 
-@pytest.mark.parametrize(("allowed", "threads"), [(2, "2"), (8, None), (9, None), (None, None)])
-def test_quota_limits_threads(allowed: int | None, threads: str | None):
-    assert openmp.chosen({}, 8, allowed, False).get("OMP_NUM_THREADS") == threads
+@pytest.mark.parametrize(("usable", "threads"), [(2, "2"), (8, None)])
+def test_quota_limits_threads(usable: int, threads: str | None):
+    assert openmp.chosen({}, usable, 8, 8).get("OMP_NUM_THREADS") == threads
 
 
 @pytest.mark.parametrize(
@@ -54,25 +56,25 @@ def test_quota_of_a_container(files: dict[str, str], cores: int | None, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("running", "threads", "busy"),
-    [(1, 4, False), (2, 4, True), (5, 4, True), (2, 3, False), (4, 1, False), (5, 1, True)],
+    ("running", "enough", "free"),
+    [(1, 4, 4), (2, 4, 3), (5, 4, 0), (2, 3, 3), (4, 1, 1), (9, 1, 0)],
 )
-def test_load_is_compared_with_cores(
-    running: int, threads: int, busy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_free_cores_are_those_without_a_running_thread(
+    running: int, enough: int, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(openmp, "BETWEEN", 0)
     file = tmp_path / "loadavg"
     file.write_text(f"9.00 9.00 9.00 {running}/512 12345\n")
-    assert openmp.is_busy(threads, file) is busy
+    assert openmp.free_cores(enough, file) == free
 
 
 @pytest.mark.parametrize("text", ["", "1.0 2.0", "1 2 3 x/y 4"])
 def test_unknown_load_counts_as_idle(text: str, tmp_path: Path):
     file = tmp_path / "loadavg"
-    assert openmp.is_busy(1, file) is False
+    assert openmp.free_cores(3, file) == 3
     file.write_text(text)
-    assert openmp.is_busy(1, file) is False
+    assert openmp.free_cores(3, file) == 3
 
 
 def environment_after(code: str, **variables: str) -> dict[str, str]:
