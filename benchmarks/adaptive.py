@@ -25,7 +25,7 @@ import torch
 
 from strobe import LLM, SamplingParams
 from strobe.config import DEMO_MODELS
-from strobe.spec.budget import Budget
+from strobe.speculation.draft_policy import DraftPolicy
 from strobe.tools.demo import choose_examples, prompts_of
 
 CHAT = (
@@ -79,7 +79,7 @@ def main() -> None:
         device=options.device,
         enable_prefix_caching=False,
     )
-    adaptive = llm.engine.scheduler.budget
+    adaptive = llm.engine.scheduler.draft_policy
     found: dict[str, Any] = {}
     for at_once in map(int, options.concurrency.split(",")):
         for kind, prompts in kinds(llm, options.prompts).items():
@@ -87,7 +87,9 @@ def main() -> None:
             for turn in range(1 + options.rounds):  # the first one warms up
                 answers: dict[str, Any] = {}
                 for way in WAYS[:: 1 if turn % 2 else -1]:
-                    llm.engine.scheduler.budget = adaptive if way == "adaptive" else Budget()
+                    llm.engine.scheduler.draft_policy = (
+                        adaptive if way == "adaptive" else DraftPolicy()
+                    )
                     seconds, answers[way] = run(llm, prompts, at_once, way)
                     if turn:
                         rates[way].append(sum(map(len, answers[way])) / seconds)

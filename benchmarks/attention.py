@@ -27,8 +27,8 @@ from strobe.attention.mask import LayerMask
 from strobe.kernels.attention import (
     PIECE_KEYS,
     PROGRAMS_PER_SM,
+    AttentionConfig,
     AttentionWorkspace,
-    Config,
     config_of,
     paged_attention,
 )
@@ -96,14 +96,14 @@ def microseconds(launches: Sequence[Any]) -> float:
     return best
 
 
-def configs(pairs: int) -> Iterator[Config]:
+def configs(pairs: int) -> Iterator[AttentionConfig]:
     block = next((size for size in (16, 32, 64) if pairs <= size), 128)
     for keys, stages, warps in itertools.product((32, 64, 128), (2, 3, 4), (4, 8)):
         if keys * stages <= 384 and (warps == 4 or block == 128) and PIECE_KEYS % keys == 0:
-            yield Config(block, keys, warps, stages, False)
+            yield AttentionConfig(block, keys, warps, stages, False)
 
 
-def compile_one(heads: Heads, rows: int, config: Config) -> None:
+def compile_one(heads: Heads, rows: int, config: AttentionConfig) -> None:
     """Both of its kernels, divided and not, into triton's cache."""
     device = torch.device("cuda")
     kv, args = layers_of(Case(1, rows, 512), heads, device)
@@ -127,7 +127,7 @@ def measure(
     pairs = case.rows * heads.group
     sort = torch.bfloat16, torch.bfloat16, PROGRAMS_PER_SM * units
     own = config_of(heads.dim, pairs, case.requests, heads.kv, *sort)
-    found: list[tuple[float, int, Config]] = []
+    found: list[tuple[float, int, AttentionConfig]] = []
     for factor in factors:
         workspace = AttentionWorkspace(device, heads.dim, factor * units)
         for config in {*configs(pairs), own}:

@@ -56,7 +56,7 @@ def own_work(
     own, whole = [], []
     while engine.has_work:
         steady = len(engine.scheduler.running) == batch and not engine.scheduler.waiting
-        steady = steady and all(r.decoding for r in engine.scheduler.running)
+        steady = steady and all(r.is_decoding for r in engine.scheduler.running)
         watch.seconds, began = 0.0, time.perf_counter()
         engine.step()
         passed = time.perf_counter() - began
@@ -78,7 +78,7 @@ def remembering(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
     last: dict[int, Any] = {}
 
     def answer(given: Any) -> Any:
-        key = len(given.ids) if hasattr(given, "ids") else len(given)
+        key = len(given.ids) if hasattr(given, "capture_ids") else len(given)
         if key not in last:
             last[key] = call(given)
         return last[key]

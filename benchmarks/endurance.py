@@ -57,7 +57,7 @@ def run(steps: int, device: str, seed: int) -> dict[str, object]:
         open_ones = [request for request in open_ones if request.finish_reason is None]
         if step % 1000 == 0 or step == steps:
             engine.check()
-            for name, store in engine.parts.stores.items():
+            for name, store in engine.components.stores.items():
                 if not all(bool(torch.isfinite(layer).all()) for layer in store.data):
                     faults.append(f"step {step}: the {name}'s cache holds what is no number")
         if step >= steps // 10 and steady is None and device != "cpu":
@@ -68,7 +68,7 @@ def run(steps: int, device: str, seed: int) -> dict[str, object]:
     while engine.has_work:
         engine.step()
     engine.check()
-    if engine.parts.pool.available != engine.parts.pool.capacity:
+    if engine.components.pool.available != engine.components.pool.capacity:
         faults.append("pages are lost")
     ended = (torch.cuda.memory_reserved(), len(engine.graphs)) if device != "cpu" else None
     if steady is not None and ended is not None and ended[0] > steady[0] + (64 << 20):
@@ -82,7 +82,7 @@ def run(steps: int, device: str, seed: int) -> dict[str, object]:
         "steps": steps,
         "requests": requests,
         "tokens": tokens,
-        "acceptance_length": round(engine.stats.speculation.acceptance_length or 0, 2),
+        "acceptance_length": round(engine.stats.draft_counts.acceptance_length or 0, 2),
         "milliseconds_per_step": round(1e3 * seconds / steps, 3),
         "memory_and_graphs_after_a_tenth": steady,
         "at_the_end": ended,

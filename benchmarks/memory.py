@@ -57,7 +57,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         resolved = resolve(config)
         before = used(resolved.device)
         engine = Engine(resolved, simulated_acceptance=6.0)
-    parts = engine.parts
+    parts = engine.components
     stores = sum(store.data.nbytes for store in parts.stores.values())
     weights = torch.cuda.memory_allocated() - stores
     limits = engine.limits

@@ -26,10 +26,10 @@ import torch
 from strobe.request import Request
 from strobe.runner.buckets import Buckets, verified_rows
 from strobe.sampling_params import SamplingParams
-from strobe.spec.adaptive import AdaptiveBudget
-from strobe.spec.allocate import most_promising
-from strobe.spec.budget import Allotment, Budget, Candidate, Load
-from strobe.spec.costs import Costs, Work
+from strobe.speculation.adaptive import AdaptiveDraftPolicy
+from strobe.speculation.allocate import most_promising
+from strobe.speculation.costs import Costs, Work
+from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import TAIL, Plan, Span, StepResult, num_rows
 from strobe.tools.bench.load import TRACES
 from strobe.tools.bench.traces import Traces, independent, load
@@ -77,10 +77,10 @@ class World:
         widths, block = self.traces.widths, self.slots[-1]
         padded = "NVIDIA" in json.loads(self.table.read_text())["device"]
         buckets = Buckets(self.count, widths[-1], block) if padded else None
-        self.true, self.budget = costs(self.table), Budget()
+        self.true, self.budget = costs(self.table), DraftPolicy()
         if self.way == "adaptive":
             rows = functools.partial(verified_rows, buckets)
-            self.budget = AdaptiveBudget(widths, self.slots, rows, 512, self.count)
+            self.budget = AdaptiveDraftPolicy(widths, self.slots, rows, 512, self.count)
             self.budget.costs = costs(self.table)
         self.buckets, self.rng = buckets, np.random.default_rng(self.seed)
         most = {"plain": 0, "adaptive": widths[-1]}.get(self.way)
@@ -95,22 +95,24 @@ class World:
         self.places = self.rng.choice(traces.starts, self.count)
 
     def step(self) -> None:
-        widths, load = self.traces.widths, Load(self.count, 0, 0, self.count * CONTEXT)
-        found = self.budget.allot(self.candidates, load)
-        longest = max(found.most)
+        widths, load = self.traces.widths, BatchLoad(self.count, 0, 0, self.count * CONTEXT)
+        found = self.budget.plan(self.candidates, load)
+        longest = max(found.max_drafts)
         width = next((i for i, n in enumerate(widths) if n >= longest), 0)
-        right = np.minimum(self.traces.right[self.places, width], found.most)
+        right = np.minimum(self.traces.right[self.places, width], found.max_drafts)
         margins = self.traces.margins[width][self.places].astype(np.float64)
         verified = _verified(found, margins)
         accepted = np.minimum(right, verified)
         spans = tuple(
             Span(i, CONTEXT, CONTEXT, (TAIL,), n, "dflash" if n else None, 1 + n)
-            for i, n in enumerate(found.most)
+            for i, n in enumerate(found.max_drafts)
         )
-        plan = Plan(spans, (), (), found.verified, found.confidence)
-        rows = num_rows(spans, found.verified)
-        rows = rows if self.buckets is None else self.buckets.of(spans, found.verified).rows
-        draft = sum(n > 0 for n in found.most) * self.slots[width]
+        plan = Plan(spans, (), (), found.num_verified, found.confidence)
+        rows = num_rows(spans, found.num_verified)
+        rows = (
+            rows if self.buckets is None else self.buckets.shape_of(spans, found.num_verified).rows
+        )
+        draft = sum(n > 0 for n in found.max_drafts) * self.slots[width]
         ms = float(self.true.ms(Work(draft, rows, self.count, self.count * CONTEXT)))
         self.turn = Turn(self.turn.tokens + self.count + int(accepted.sum()), self.turn.ms + ms)
         told = margins.tolist() if longest else None
@@ -136,12 +138,12 @@ class World:
         return self.run(lambda: next(left, None) is not None)
 
 
-def _verified(found: Allotment, margins: Any) -> Any:
+def _verified(found: DraftPlan, margins: Any) -> Any:
     """Drafts verified of each request, as the device chooses them."""
-    if found.verified is None:
-        return np.array(found.most)
+    if found.num_verified is None:
+        return np.array(found.max_drafts)
     given = [torch.from_numpy(margins).float(), torch.tensor(found.confidence)[: margins.shape[1]]]
-    return most_promising(*given, torch.tensor(found.most), found.verified).numpy()
+    return most_promising(*given, torch.tensor(found.max_drafts), found.num_verified).numpy()
 
 
 def compare(options: argparse.Namespace, traces: Traces, count: int, way: str) -> list[Turn]:

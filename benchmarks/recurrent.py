@@ -39,7 +39,7 @@ def measure(count: int, rows: int, dtype: torch.dtype) -> float:
     spec = StateSpec(LAYERS, 32, 16, 128, 128, 4)
     store = StateStore(spec, count, PENDING, dtype, device)
     random = partial(torch.randn, device=device)
-    for held in store.parts:
+    for held in store.tensors:
         held.copy_(random(held.shape))
     store.gates.abs_().neg_()
     x = random(count * rows, spec.channels, dtype=dtype)
@@ -52,7 +52,7 @@ def measure(count: int, rows: int, dtype: torch.dtype) -> float:
 
     def run() -> None:
         for layer in range(LAYERS):
-            held = [part[layer] for part in store.parts]
+            held = [part[layer] for part in store.tensors]
             kernels.mix(x, decay, rate, weight, spans, held, rows, spec)
 
     run()

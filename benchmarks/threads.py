@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from strobe.openmp import SPINS, WAITING, free_cores
+from strobe.openmp import SPIN_COUNT, WAIT_VARIABLES, free_cores
 
 CORES = sorted(os.sched_getaffinity(0))
 FIGURES = ("dflash_tokens_per_s", "plain_tokens_per_s", "seconds")
@@ -53,7 +53,7 @@ def neighbours(state: str) -> Iterator[None]:
 
 def demo(variables: dict[str, str], options: argparse.Namespace) -> dict[str, float]:
     """The demo's figures, with these variables in place of the environment's own."""
-    kept = {name: value for name, value in os.environ.items() if name not in WAITING}
+    kept = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES}
     size = [f"--prompts={options.prompts}", f"--max-tokens={options.max_tokens}", "--repeats=1"]
     began = time.perf_counter()
     run = subprocess.run(
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--spins", type=int, nargs="*", default=[SPINS])
+    parser.add_argument("--spins", type=int, nargs="*", default=[SPIN_COUNT])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     every = {"OMP_NUM_THREADS": str(len(CORES))}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from strobe.kernels.table import GROUP, Config, Gemm, block_m
+from strobe.kernels.gemm_table import GROUP, Gemm, GemmConfig, block_m
 
 SHARED = 225 * 1024
 """Bytes of shared memory that tiles in flight may take on a multiprocessor."""
 
 
-def promise(gemm: Gemm, rows: int, config: Config, fit: int, processors: int) -> float:
+def promise(gemm: Gemm, rows: int, config: GemmConfig, fit: int, processors: int) -> float:
     """The smaller, the likelier to be fast: a guess for the order of measuring only.
 
     fit: programs that fit onto a multiprocessor together.
@@ -33,9 +33,9 @@ def promise(gemm: Gemm, rows: int, config: Config, fit: int, processors: int) ->
     )
 
 
-def first_round(gemm: Gemm, bucket: int, processors: int) -> list[Config]:
+def first_round(gemm: Gemm, bucket: int, processors: int) -> list[GemmConfig]:
     rows = block_m(bucket)
-    found: dict[tuple[int, int, int, bool], list[tuple[float, Config]]] = {}
+    found: dict[tuple[int, int, int, bool], list[tuple[float, GemmConfig]]] = {}
     shapes = product(
         [n for n in (32, 64, 128, 256) if n >= rows // 2 and (n < 256 or rows >= 64)],
         [k for k in (64, 128, 256) if k <= gemm.k],
@@ -54,7 +54,7 @@ def first_round(gemm: Gemm, bucket: int, processors: int) -> list[Config]:
         for split in (1,) if gemm.argmax else range(1, 9):
             if gemm.k // k // split < 4:
                 continue
-            config = Config(
+            config = GemmConfig(
                 block_n=n,
                 block_k=k,
                 split_k=split,
@@ -75,9 +75,9 @@ def first_round(gemm: Gemm, bucket: int, processors: int) -> list[Config]:
     return [replace(config, fused_norm=fused) for config in configs for fused in (False, True)]
 
 
-def second_round(gemm: Gemm, best: list[Config]) -> list[Config]:
+def second_round(gemm: Gemm, best: list[GemmConfig]) -> list[GemmConfig]:
     """Variants of the best of the first round."""
-    variants: list[Config] = []
+    variants: list[GemmConfig] = []
     for place, config in enumerate(best):
         variants += [
             replace(config, tma=True),

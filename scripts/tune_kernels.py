@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from candidates import first_round, second_round
 
 from strobe.kernels import gemm as kernels
+from strobe.kernels import gemm_table as tables
 from strobe.kernels import reference_linear as reference
-from strobe.kernels import table as tables
 from strobe.kernels.gemm import Workspace, launch
+from strobe.kernels.gemm_table import Gemm, GemmConfig
 from strobe.kernels.linear import Gemms, Weight
-from strobe.kernels.table import Config, Gemm
 
 SHAPES = (
     "6144x4096",  # Qwen3-8B and its DFlash drafter: query, key and value
@@ -62,10 +62,10 @@ root mean square. Fp8 has room for x quantised by rows, where the twin does it b
 class Fixed:
     """A table with one entry."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: GemmConfig) -> None:
         self.config = config
 
-    def choose(self, gemm: Gemm, bucket: int) -> Config:
+    def choose(self, gemm: Gemm, bucket: int) -> GemmConfig:
         return self.config
 
 
@@ -91,11 +91,11 @@ class Target:
 def start(arch: int) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the compiler prints the whole kernel it rejects
     torch.set_num_threads(1)
-    kernels.dependent = lambda device: arch >= 90
+    kernels.supports_pdl = lambda device: arch >= 90
     triton.runtime.driver.set_active(Target(GPUTarget("cuda", arch, 32)))
 
 
-def compile_one(gemm: Gemm, bucket: int, config: Config) -> str | None:
+def compile_one(gemm: Gemm, bucket: int, config: GemmConfig) -> str | None:
     """Leaves the kernel in triton's cache on disk; returns what went wrong."""
     meta = torch.device("meta")
     fp8 = torch.float8_e4m3fn
@@ -132,10 +132,10 @@ class Problem:
 
     gemm: Gemm
     bucket: int
-    times: dict[Config, float] = field(default_factory=dict)
+    times: dict[GemmConfig, float] = field(default_factory=dict)
     """Microseconds a launch."""
     cublas: float = float("nan")
-    candidates: list[Config] = field(default_factory=list)
+    candidates: list[GemmConfig] = field(default_factory=list)
     futures: list[Future[str | None]] = field(default_factory=list)
     rounds: int = 0
 
@@ -151,11 +151,11 @@ class Problem:
     def rate(self, microseconds: float) -> str:
         return f"{microseconds:7.1f} us {self.size / microseconds / 1e6:5.2f} TB/s"
 
-    def best(self) -> tuple[Config, float]:
+    def best(self) -> tuple[GemmConfig, float]:
         """cuBLAS wins only by more than the noise."""
-        config = min(self.times, key=self.times.__getitem__, default=Config("cublas"))
+        config = min(self.times, key=self.times.__getitem__, default=GemmConfig("cublas"))
         if not self.times or self.cublas < 0.98 * self.times[config]:
-            return Config("cublas"), self.cublas
+            return GemmConfig("cublas"), self.cublas
         return config, self.times[config]
 
 
@@ -200,7 +200,7 @@ class Bench:
         self.want = reference.linear(self.x, self.weights[0], **self.fused)  # type: ignore[arg-type]
 
     def call(
-        self, gemm: Gemm, config: Config, *, in_place: bool = False
+        self, gemm: Gemm, config: GemmConfig, *, in_place: bool = False
     ) -> Callable[[Weight], Tensor]:
         """in_place: into the residual, as a model does; it then changes with every call."""
         gemms = Gemms(self.device, gemm.dtype, table=Fixed(config))
@@ -227,7 +227,7 @@ class Bench:
         if not (rough < mean and worst < most):
             raise ArithmeticError(f"off by {rough:.3g}, at most {worst:.3g}")
 
-    def measure(self, problem: Problem, config: Config) -> float:
+    def measure(self, problem: Problem, config: GemmConfig) -> float:
         """Microseconds of one call: the median of replays of a graph of many."""
         self.make(problem)
         self.check(problem.gemm, self.call(problem.gemm, config))
@@ -285,7 +285,7 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
             submit(queue[ahead])
         problem = queue.popleft()
         if problem.rounds == 0:
-            problem.cublas = bench.measure(problem, Config("cublas"))
+            problem.cublas = bench.measure(problem, GemmConfig("cublas"))
         lines: list[str] = []
         for config, future in zip(problem.candidates, problem.futures, strict=True):
             if time.monotonic() > deadline:
@@ -330,7 +330,7 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
 def single(bench: Bench, problem: Problem) -> Problem:
     """One row with what is best for 16."""
     one = Problem(problem.gemm, 1)
-    one.cublas = bench.measure(one, Config("cublas"))
+    one.cublas = bench.measure(one, GemmConfig("cublas"))
     best = problem.best()[0]
     if best.kernel == "triton":
         one.times[best] = bench.measure(one, best)
@@ -338,7 +338,7 @@ def single(bench: Bench, problem: Problem) -> Problem:
 
 
 def report(done: list[Problem]) -> None:
-    defaults = asdict(Config())
+    defaults = asdict(GemmConfig())
     print("\nfastest of each, against the norm, cuBLAS and the gate as kernels of their own")
     for problem in sorted(done, key=lambda p: (p.gemm.kind, p.bucket)):
         config, taken = problem.best()

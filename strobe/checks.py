@@ -18,10 +18,10 @@ from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
 
-MOST = 2**31 - 1
+MAX_INT = 2**31 - 1
 """The largest count that a field takes."""
 
-_MUST = {
+_REQUIREMENTS = {
     "int_type": "be a whole number",
     "int_from_float": "be a whole number",
     "float_type": "be a number",
@@ -39,8 +39,8 @@ _MUST = {
 }
 """What a value must do, by the type of pydantic's error."""
 
-_shown = reprlib.Repr()
-_shown.maxstring = _shown.maxother = _shown.maxlong = 100
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 100
 
 
 def option(default: Any, help: str, hint: str = "") -> Any:
@@ -49,24 +49,24 @@ def option(default: Any, help: str, hint: str = "") -> Any:
 
 
 @dataclass_transform(frozen_default=True)
-def settings(kind: type[T]) -> type[T]:
+def settings(cls: type[T]) -> type[T]:
     """A class decorator. The class may have a `prefix` of its fields' names in errors."""
     strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    made: Any = dataclass(frozen=True, config=strict)(kind)
-    construct: Callable[..., None] = made.__init__
+    checked: Any = dataclass(frozen=True, config=strict)(cls)
+    construct: Callable[..., None] = checked.__init__
 
     @functools.wraps(construct)
-    def init(self: Any, *values: Any, **named: Any) -> None:
+    def init(self: Any, *values: Any, **fields: Any) -> None:
         try:
-            construct(self, *values, **named)
+            construct(self, *values, **fields)
         except ValidationError as error:
-            raise _explained(error, made) from None
+            raise _to_error(error, checked) from None
 
-    made.__init__ = init
-    return made
+    checked.__init__ = init
+    return checked
 
 
-def _explained(error: ValidationError, kind: Any) -> Exception:
+def _to_error(error: ValidationError, cls: Any) -> Exception:
     """The first of the errors as one sentence: the only place that knows pydantic's form."""
     first: Any = error.errors(include_url=False)[0]
     context: dict[str, Any] = first.get("ctx", {})
@@ -74,19 +74,21 @@ def _explained(error: ValidationError, kind: Any) -> Exception:
         return context["error"]
     name, *path = first["loc"]
     if first["type"].startswith("unexpected_"):
-        return TypeError(f"{kind.__name__} has no field {name!r}.")
-    prefix = getattr(kind, "prefix", "")
-    hints = {f.name: f.metadata.get("hint", "") for f in fields(kind)}
-    place = "" if "[key]" in path else "".join(f"[{part!r}]" for part in path)
+        return TypeError(f"{cls.__name__} has no field {name!r}.")
+    prefix = getattr(cls, "prefix", "")
+    hints = {f.name: f.metadata.get("hint", "") for f in fields(cls)}
+    location = "" if "[key]" in path else "".join(f"[{part!r}]" for part in path)
     limits = {k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()}
-    must = _MUST[first["type"]].format_map(limits)
+    requirement = _REQUIREMENTS[first["type"]].format_map(limits)
     hint = f"; {hints[name]}" if hints.get(name) else "."
-    return ValueError(f"{prefix}{name}{place} is {shown(first['input'])}, but must {must}{hint}")
+    return ValueError(
+        f"{prefix}{name}{location} is {brief(first['input'])}, but must {requirement}{hint}"
+    )
 
 
-def shown(value: Any) -> str:
+def brief(value: Any) -> str:
     """A value in a sentence, cut where it is long."""
-    return _shown.repr(value).replace("\n", " ")
+    return _repr.repr(value).replace("\n", " ")
 
 
 def as_tuple(value: Any) -> Any:
@@ -97,6 +99,6 @@ def as_tuple(value: Any) -> Any:
 
 
 Texts = Annotated[Sequence[str], BeforeValidator(as_tuple)]
-Token = Annotated[int, Field(ge=0, le=MOST)]
+Token = Annotated[int, Field(ge=0, le=MAX_INT)]
 Tokens = Annotated[Sequence[Token], BeforeValidator(as_tuple)]
 """Token ids, from any iterable of them."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
-from strobe.checks import option, settings, shown
+from strobe.checks import brief, option, settings
 from strobe.sampling_params import Method
 
 if TYPE_CHECKING:
@@ -30,37 +30,37 @@ def parse_bytes(value: int | str) -> int:
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if isinstance(value, bool) or size < 1:
         raise ValueError(
-            f"kv_cache_memory is {shown(value)}, but must be a size such as 2GiB or 1073741824."
+            f"kv_cache_memory is {brief(value)}, but must be a size such as 2GiB or 1073741824."
         )
     return size
 
 
-def _size(value: Any) -> Any:
+def _check_size(value: Any) -> Any:
     if value is not None:
         parse_bytes(value)
     return value
 
 
-def _path(value: Any) -> Any:
+def _to_path(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _named(draft: str) -> str:
+def _check_draft(draft: str) -> str:
     if not draft:
         raise ValueError("draft is empty; name the drafter's directory, or leave draft out.")
     return draft
 
 
-def _device(value: Any) -> str:
+def _check_device(value: Any) -> str:
     """A device's name; torch's own devices are taken, too, without importing torch."""
     name: Any = str(value) if type(value).__module__ == "torch" else value
     if not isinstance(name, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,9})?", name):
-        raise ValueError(f"device is {shown(value)}; name auto, cpu, cuda or cuda:N.")
+        raise ValueError(f"device is {brief(value)}; name auto, cpu, cuda or cuda:N.")
     return name
 
 
 Count = Annotated[int, Field(ge=1)]
-Directory = Annotated[str, BeforeValidator(_path)]
+Directory = Annotated[str, BeforeValidator(_to_path)]
 Attention = Literal["auto", "triton", "reference"]
 
 
@@ -68,10 +68,8 @@ Attention = Literal["auto", "triton", "reference"]
 class EngineConfig:
     """Everything an engine is built from. Raises ValueError for what makes no sense by itself."""
 
-    target: Directory = option(
-        "", "Directory or hub name of the target model; empty is the demo model."
-    )
-    draft: Annotated[Directory, AfterValidator(_named)] | None = option(
+    target: Directory = option("", "Directory or hub name of the target; empty is the demo model.")
+    draft: Annotated[Directory, AfterValidator(_check_draft)] | None = option(
         None, "Directory or hub name of the DFlash drafter; auto takes the published one."
     )
     revision: str | None = option(None, "Branch, tag or commit of the target's hub name.")
@@ -102,7 +100,7 @@ class EngineConfig:
         None,
         "Most target rows in one step; by default 2048, on a GPU 8192, or what max_num_seqs needs.",
     )
-    kv_cache_memory: Annotated[int | str | None, PlainValidator(_size)] = option(
+    kv_cache_memory: Annotated[int | str | None, PlainValidator(_check_size)] = option(
         None, "Bytes for keys and values of target and drafter, such as 2GiB; by default chosen."
     )
     gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1)] | None = option(
@@ -115,7 +113,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "auto, float32, bfloat16 or float16; auto is float32 on a CPU."
     )
-    device: Annotated[str, PlainValidator(_device)] = option(
+    device: Annotated[str, PlainValidator(_check_device)] = option(
         "auto", "auto, cpu, cuda or cuda:N; auto takes a GPU where there is one."
     )
     overlap: Annotated[int, Field(ge=1, le=2)] | None = option(
@@ -166,10 +164,10 @@ class EngineConfig:
             )
         return self
 
-    def plain(self) -> EngineConfig:
+    def without_draft(self) -> EngineConfig:
         """Itself without a drafter."""
-        none = {"draft": None, "draft_revision": None, "method": "none", "num_drafts": None}
-        return replace(self, **none, draft_sample_method="greedy")
+        cleared = {"draft": None, "draft_revision": None, "method": "none", "num_drafts": None}
+        return replace(self, **cleared, draft_sample_method="greedy")
 
     def with_(self, **changes: Any) -> EngineConfig:
         """A copy with some fields changed. Raises ValueError for a name that is no field."""
@@ -193,13 +191,13 @@ class Limits:
     max_num_batched_tokens: int
     num_drafts: int
     page_size: int
-    drafter_block: int = 0
+    drafter_block_size: int = 0
     max_mixed_tokens: int | None = None
 
     @property
-    def block(self) -> int:
+    def lookahead(self) -> int:
         """Positions a drafting step may write: what is verified, and the drafter's own block."""
-        return max(1 + self.num_drafts, self.drafter_block)
+        return max(1 + self.num_drafts, self.drafter_block_size)
 
     @property
     def max_pages(self) -> int:
@@ -230,39 +228,40 @@ def resolve_limits(
         raise ValueError(
             "max_model_len is 1, which leaves no room for an answer; ask for 2 or more."
         )
-    drafts = config.num_drafts
-    if drafts is None and draft is not None:
-        drafts = min(draft.drafts, draft.num_drafts or draft.drafts)
-    elif drafts is None:
-        drafts = 0 if method == "none" else 8
-    elif draft is not None and drafts > draft.drafts:
+    num_drafts = config.num_drafts
+    if num_drafts is None and draft is not None:
+        num_drafts = min(draft.block_drafts, draft.recommended_drafts or draft.block_drafts)
+    elif num_drafts is None:
+        num_drafts = 0 if method == "none" else 8
+    elif draft is not None and num_drafts > draft.block_drafts:
         raise ValueError(
-            f"num_drafts is {drafts}, but the drafter's blocks of {draft.block_size} hold at most "
-            f"{draft.drafts} drafts; ask for 1 to {draft.drafts}."
+            f"num_drafts is {num_drafts}, but the drafter's blocks of {draft.block_size} hold at "
+            f"most {draft.block_drafts} drafts; ask for 1 to {draft.block_drafts}."
         )
     elif draft is None and method == "none":
         raise ValueError(
-            f"num_drafts is {drafts}, but nothing drafts; name a drafter, or method ngram."
+            f"num_drafts is {num_drafts}, but nothing drafts; name a drafter, or method ngram."
         )
-    elif draft is None and drafts >= length:
+    elif draft is None and num_drafts >= length:
         raise ValueError(
-            f"num_drafts is {drafts}, but max_model_len is {length}; ask for at most {length - 1}."
+            f"num_drafts is {num_drafts}, but max_model_len is {length}; ask for at most "
+            f"{length - 1}."
         )
-    needed = config.max_num_seqs * (drafts + 1)
-    budget = config.max_num_batched_tokens
-    if budget is None:
-        budget = max(8192 if gpu else 2048, needed)
-    elif budget < needed:
+    min_tokens = config.max_num_seqs * (num_drafts + 1)
+    max_tokens = config.max_num_batched_tokens
+    if max_tokens is None:
+        max_tokens = max(8192 if gpu else 2048, min_tokens)
+    elif max_tokens < min_tokens:
         raise ValueError(
-            f"max_num_batched_tokens is {budget}, but {config.max_num_seqs} requests verifying "
-            f"{drafts} drafts each need {needed}; raise it to {needed}, or lower max_num_seqs or "
-            "num_drafts."
+            f"max_num_batched_tokens is {max_tokens}, but {config.max_num_seqs} requests verifying "
+            f"{num_drafts} drafts each need {min_tokens}; raise it to {min_tokens}, or lower "
+            "max_num_seqs or num_drafts."
         )
     return Limits(
         length,
         config.max_num_seqs,
-        budget,
-        drafts,
+        max_tokens,
+        num_drafts,
         config.page_size,
         draft.block_size if draft is not None else 0,
         GPU_MIXED_TOKENS if gpu else None,

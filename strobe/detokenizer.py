@@ -31,8 +31,8 @@ class TokenTexts:
         self._decoder: Any = tokenizer.fast.decoder
         added = tokenizer.fast.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special}
-        self.written = functools.lru_cache(1 << 16)(self._written)
-        self.piece = functools.lru_cache(1 << 16)(self._piece)
+        self.written = functools.lru_cache(1 << 16)(self._stored_text)
+        self.piece = functools.lru_cache(1 << 16)(self._decoded_text)
         stages, self.strip = _stages(self._decoder), 0
         names = [stage["type"] for stage in stages]
         if names[-2:] == ["Fuse", "Strip"] and stages[-1]["content"] == " ":
@@ -55,12 +55,12 @@ class TokenTexts:
             return "whole"
         return "pieces"
 
-    def _written(self, token: int, skip_special: bool) -> str | None:
+    def _stored_text(self, token: int, skip_special: bool) -> str | None:
         """The token as the vocabulary writes it, None if it leaves no text."""
         written = self._fast.id_to_token(token)
         return None if skip_special and written in self._special else written
 
-    def _piece(self, written: str) -> str:
+    def _decoded_text(self, written: str) -> str:
         """The text of a token that is not the first."""
         return self.join([_ANCHOR, written])[len(_ANCHOR) :]
 
@@ -220,7 +220,7 @@ class Detokenizer:
             self.text += rest
             if pieces:
                 pieces[-1] += rest
-        hold = 0 if last or stopped is not None else self._held_back()
+        hold = 0 if last or stopped is not None else self._num_held_back()
         end = len(self.text) - hold
         delta, self._sent = self.text[self._sent : end], max(self._sent, end)
         return TextDelta(delta, stopped, pieces)
@@ -245,7 +245,7 @@ class Detokenizer:
         self.text = text[: at + len(stop) if self._include_stop else at]
         return stop
 
-    def _held_back(self) -> int:
+    def _num_held_back(self) -> int:
         """Characters at the end that begin some stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for count in range(min(longest, len(self.text) - self._sent), 0, -1):

@@ -18,16 +18,16 @@ from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.outputs import (
-    Answer,
+    AnswerBuilder,
     CompletionOutput,
     Metric,
     Prompt,
     RequestOutput,
     StreamDelta,
-    metrics_of,
-    named,
+    collect_metrics,
+    logprobs_by_token,
 )
-from strobe.request import USUAL, Place, Request
+from strobe.request import DEFAULT_SCHEDULING, Request, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.step import RequestStart
 from strobe.text.tokenizer import Message, Tokenizer
@@ -54,15 +54,15 @@ class LLM:
         """engine: one made elsewhere, in place of the options."""
         if engine is None:
             names = {"target": target, "draft": draft}
-            given = {n: str(path) for n, path in names.items() if path is not None}
-            resolved = resolve(EngineConfig().with_(**translate(given | options).values))
+            paths = {n: str(path) for n, path in names.items() if path is not None}
+            resolved = resolve(EngineConfig().with_(**translate(paths | options).values))
             self.tokenizer = Tokenizer(Path(resolved.config.target))
             engine = Engine(resolved)
             adapt(engine)
         else:
             self.tokenizer = Tokenizer(Path(engine.config.target))
         self.engine = engine
-        self._answers: dict[tuple[Hashable, int], tuple[Request, Answer, RequestOutput]] = {}
+        self._answers: dict[tuple[Hashable, int], tuple[Request, AnswerBuilder, RequestOutput]] = {}
         self._inboxes: dict[str, deque[StreamDelta]] = {}
         self._numbers = itertools.count()
 
@@ -72,7 +72,7 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """Counters since the start, the speculation ones under vLLM's names."""
-        return metrics_of(self.engine.stats)
+        return collect_metrics(self.engine.stats)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
@@ -89,11 +89,11 @@ class LLM:
 
         A prompt that cannot run gets finish_reason "error" and the sentence; the others run.
         """
-        jobs = self._jobs(prompts, sampling_params)
-        outputs = [self._output() for _ in jobs]
+        prompt_params = self._pair_params(prompts, sampling_params)
+        outputs = [self._output() for _ in prompt_params]
         progress = None
         try:
-            for output, (prompt, params) in zip(outputs, jobs, strict=True):
+            for output, (prompt, params) in zip(outputs, prompt_params, strict=True):
                 self._submit(output, prompt, params)
             waiting = {output.request_id: output for output in outputs if not output.finished}
             progress = _progress(len(waiting)) if use_tqdm and waiting else None
@@ -106,7 +106,7 @@ class LLM:
         finally:
             if progress is not None:
                 progress.close()
-            self._drop(outputs)
+            self._abort(outputs)
         return outputs
 
     def chat(
@@ -126,13 +126,13 @@ class LLM:
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
         }
-        more: Any = {} if chat_template_kwargs is None else chat_template_kwargs
-        if not isinstance(more, Mapping) or any(name in options for name in more):
+        extra: Any = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(extra, Mapping) or any(name in options for name in extra):
             raise ValueError(
-                f"chat_template_kwargs is {reprlib.repr(more)}, but must be an object with further "
-                "options of the chat template."
+                f"chat_template_kwargs is {reprlib.repr(extra)}, but must be an object with "
+                "further options of the chat template."
             )
-        options |= more
+        options |= extra
         prompts: list[Prompt] = [
             {"messages": c, "options": options} for c in _as_list(messages, Mapping) or [[]]
         ]
@@ -145,7 +145,7 @@ class LLM:
 
         Raises ValueError for a prompt that cannot run.
         """
-        ((job, params),) = self._jobs([prompt], sampling_params)
+        ((single_prompt, params),) = self._pair_params([prompt], sampling_params)
         if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
             raise ValueError(
                 f"prompt_logprobs is {params.prompt_logprobs}, but a stream has no place for them; "
@@ -154,7 +154,7 @@ class LLM:
         output = self._output()
         inbox = self._inboxes[output.request_id] = deque()
         try:
-            self._submit(output, job, params)
+            self._submit(output, single_prompt, params)
             if output.outputs[0].error is not None:
                 raise ValueError(output.outputs[0].error)
             while inbox or not output.finished:
@@ -164,7 +164,7 @@ class LLM:
                     self._step()
         finally:
             del self._inboxes[output.request_id]
-            self._drop([output])
+            self._abort([output])
 
     def stream_chat(
         self,
@@ -175,27 +175,27 @@ class LLM:
         """Like `stream`, for a conversation; template_options go to the chat template."""
         return self.stream({"messages": messages, "options": template_options}, sampling_params)
 
-    def _jobs(
+    def _pair_params(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[tuple[Prompt, SamplingParams]]:
-        many = _as_list(prompts, Integral)
+        prompt_list = _as_list(prompts, Integral)
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
-            return [(prompt, params) for prompt in many]
+            return [(prompt, params) for prompt in prompt_list]
         if not isinstance(params, list | tuple):
             raise ValueError(
                 f"sampling_params is {reprlib.repr(params)}; give SamplingParams, or a list with "
                 "one for each prompt."
             )
-        if len(params) != len(many):
+        if len(params) != len(prompt_list):
             raise ValueError(
-                f"There are {len(many)} prompts and {len(params)} sampling_params; "
+                f"There are {len(prompt_list)} prompts and {len(params)} sampling_params; "
                 "give one for all, or one for each."
             )
-        return list(zip(many, params, strict=True))
+        return list(zip(prompt_list, params, strict=True))
 
     def _output(self) -> RequestOutput:
         return RequestOutput(f"request-{next(self._numbers)}", None, [], [])
@@ -209,14 +209,14 @@ class LLM:
                     f"The sampling parameters of a prompt are {reprlib.repr(params)}, but must be "
                     "SamplingParams."
                 )
-            prompt, place = _placed(prompt)
+            prompt, scheduling = _scheduling_of(prompt)
             output.prompt, ids = self._encode(prompt)
             output.prompt_token_ids = ids
             requests = self.engine.add_prompt(
-                ids, params, key=number, request_id=number, place=place
+                ids, params, key=number, request_id=number, scheduling=scheduling
             )
             for index, request in enumerate(requests):
-                answer = Answer(self.tokenizer, params, request_id=number, index=index)
+                answer = AnswerBuilder(self.tokenizer, params, request_id=number, index=index)
                 output.outputs.append(answer.output)
                 self._answers[number, index] = request, answer, output
         except ValueError as error:
@@ -231,14 +231,14 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, list | tuple):
             return None, _token_ids(prompt)
-        given: Any = prompt
-        names: set[Any] = set(given) if isinstance(given, Mapping) else set()
+        fields: Any = prompt
+        names: set[Any] = set(fields) if isinstance(fields, Mapping) else set()
         if names == {"prompt_token_ids"} or names == {"prompt_token_ids", "prompt"}:
-            return given.get("prompt"), _token_ids(given["prompt_token_ids"])
+            return fields.get("prompt"), _token_ids(fields["prompt_token_ids"])
         if names == {"prompt"}:
-            return given["prompt"], self.tokenizer.encode(given["prompt"])
+            return fields["prompt"], self.tokenizer.encode(fields["prompt"])
         if names == {"messages", "options"}:
-            chat = self.tokenizer.render(given["messages"], **given["options"])
+            chat = self.tokenizer.render(fields["messages"], **fields["options"])
             return chat.text, self.tokenizer.encode_chat(chat)
         raise ValueError(
             f"A prompt is {reprlib.repr(prompt)}, but must be a text, a list of token ids, "
@@ -258,92 +258,95 @@ class LLM:
     def _advance(self) -> list[StreamDelta]:
         deltas: list[StreamDelta] = []
         for event in self.engine.step():
-            place = event.key, event.choice
-            if place not in self._answers:
+            key = event.key, event.sibling
+            if key not in self._answers:
                 continue
-            request, answer, parent = self._answers[place]
+            request, answer, parent = self._answers[key]
             if event.start is not None:
-                self._note_prompt(event.start, answer, parent)
+                self._record_prompt(event.start, answer, parent)
             delta = answer.push(event)
             if delta.finished:
-                del self._answers[place]
+                del self._answers[key]
                 if event.finish_reason is None:
                     self.engine.finish(request, "stop")
             deltas.append(delta)
         return deltas
 
-    def _note_prompt(self, start: RequestStart, answer: Answer, output: RequestOutput) -> None:
+    def _record_prompt(
+        self, start: RequestStart, answer: AnswerBuilder, output: RequestOutput
+    ) -> None:
         """What the engine found out about the prompt, once per prompt."""
         if output.num_cached_tokens is None:
             output.num_cached_tokens = start.num_cached
         if answer.params.prompt_logprobs is not None and not answer.output.index:
             output.prompt_logprobs = [
-                None if found is None else named(found, self.tokenizer)
-                for found in start.prompt_logprobs
+                None if logprob is None else logprobs_by_token(logprob, self.tokenizer)
+                for logprob in start.prompt_logprobs
             ]
 
-    def _drop(self, outputs: Sequence[RequestOutput]) -> None:
+    def _abort(self, outputs: Sequence[RequestOutput]) -> None:
         """Abort what is still running of these, after an exception or an abandoned stream."""
-        mine = {output.request_id for output in outputs}
-        for place, (request, answer, _) in list(self._answers.items()):
-            if answer.request_id not in mine:
+        request_ids = {output.request_id for output in outputs}
+        for key, (request, answer, _) in list(self._answers.items()):
+            if answer.request_id not in request_ids:
                 continue
             self.engine.finish(request, "abort")
             answer.output.finish_reason = "abort"
             answer.output.speculation = answer.report
-            del self._answers[place]
-        for _ in range(self.engine.depth):  # what is in flight for nobody
+            del self._answers[key]
+        for _ in range(self.engine.max_in_flight):  # what is in flight for nobody
             if self.engine.has_work and not self._answers:
                 self.engine.step()
 
 
-def _as_list(given: Any, part: type) -> list[Any]:
-    """Several things as a list; what begins with a `part` of one, or is no list, is one thing."""
-    items: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
-    return [given] if items and isinstance(items[0], part) else items
+def _as_list(value: Any, item_type: type) -> list[Any]:
+    """Several things as a list; what begins with a `item_type` of one, or is no list, is one
+    thing."""
+    items: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+    return [value] if items and isinstance(items[0], item_type) else items
 
 
-def _placed(prompt: Any) -> tuple[Any, Place]:
+def _scheduling_of(prompt: Any) -> tuple[Any, SchedulingOptions]:
     """A prompt without its cache_salt, and how it stands to others by that. Raises ValueError."""
     if not isinstance(prompt, Mapping) or "cache_salt" not in prompt:
-        return prompt, USUAL
+        return prompt, DEFAULT_SCHEDULING
     rest: dict[Any, Any] = dict(prompt)
     salt = rest.pop("cache_salt")
     if not isinstance(salt, str) or not salt:
         raise ValueError(
             f"cache_salt is {reprlib.repr(salt)}, but must be a text that is not empty."
         )
-    return rest, Place(salt=salt)
+    return rest, SchedulingOptions(cache_salt=salt)
 
 
 def _token_ids(ids: Any) -> list[int]:
     """Whole numbers as a list of int. Raises ValueError for anything else."""
     if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
         raise ValueError(f"A prompt's token ids are {reprlib.repr(ids)}, but must be a list.")
-    listed: list[Any] = list(ids)
-    for token in listed:
+    items: list[Any] = list(ids)
+    for token in items:
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise ValueError(
                 f"A prompt holds {reprlib.repr(token)}, which is not a token id; give whole "
                 "numbers."
             )
-    return [int(token) for token in listed]
+    return [int(token) for token in items]
 
 
 @contextmanager
 def _uninterrupted() -> Generator[None]:
     """Ctrl-C waits for the end of the block, since half a step would leave half a state."""
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not usual or threading.current_thread() is not threading.main_thread():
+    default_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not default_handler or threading.current_thread() is not threading.main_thread():
         yield
         return
-    pressed: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    interrupts: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if pressed:
+        if interrupts:
             raise KeyboardInterrupt
 
 

@@ -13,19 +13,19 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-SPINS = 10_000  # some 0.1 ms
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+SPIN_COUNT = 10_000  # some 0.1 ms
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 READS, BETWEEN = 5, 0.005  # of the load; seconds
 
 
 def prepare() -> None:
     """Set what the user has not set; nothing once torch is imported."""
     if sys.platform == "linux" and "torch" not in sys.modules:
-        cores, allowed = len(os.sched_getaffinity(0)), quota()
-        os.environ.update(chosen(os.environ, min(cores, allowed or cores), cores))
+        cores, allowed = len(os.sched_getaffinity(0)), core_quota()
+        os.environ.update(choose_environment(os.environ, min(cores, allowed or cores), cores))
 
 
-def chosen(
+def choose_environment(
     environ: Mapping[str, str], usable: int, cores: int, free: int | None = None
 ) -> dict[str, str]:
     """Return the variables to set. usable: cores that the quota allows, of those that the process
@@ -35,13 +35,13 @@ def chosen(
     threads = min(usable, max(free, 1))
     if threads < cores and "OMP_NUM_THREADS" not in environ:
         variables["OMP_NUM_THREADS"] = str(threads)
-    if not any(name in environ for name in WAITING):
+    if not any(name in environ for name in WAIT_VARIABLES):
         busy = free < usable
-        variables |= {"OMP_WAIT_POLICY": "PASSIVE"} if busy else {"GOMP_SPINCOUNT": str(SPINS)}
+        variables |= {"OMP_WAIT_POLICY": "PASSIVE"} if busy else {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
     return variables
 
 
-def quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+def core_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """The cores that a container's CPU time is worth, rounded up (cgroup v2 or v1); None without a
     limit."""
     names = ["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]

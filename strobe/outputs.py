@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from strobe.detokenizer import Detokenizer
-from strobe.engine.outcomes import EngineStats
-from strobe.request import FinishReason, SpeculationCount, TokenLogprob
+from strobe.engine.result_processor import EngineStats
+from strobe.request import DraftCounts, FinishReason, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.step import TokenEvent
 from strobe.text.tokenizer import Tokenizer
 
 NO_MATCH = "no earlier text matched the newest tokens"
-NOT_WORTH = "drafting promised less than it costs at this load"
+NOT_WORTHWHILE = "drafting promised less than it costs at this load"
 
 
 @dataclass(frozen=True)
@@ -46,31 +46,34 @@ class SpeculationReport:
 
     @staticmethod
     def from_counts(
-        counts: SpeculationCount, method: str, off_reason: str | None, made: int
+        counts: DraftCounts, method: str, off_reason: str | None, num_tokens: int
     ) -> SpeculationReport:
-        """made: tokens of the answer. off_reason: known from the start, None where it may draft."""
-        reason, rests = off_reason, None
-        if off_reason is None and counts.rested:
-            rests = NO_MATCH if method == "ngram" else NOT_WORTH
+        """num_tokens: tokens of the answer. off_reason: known from the start, None where it may
+        draft."""
+        reason, rest_reason = off_reason, None
+        if off_reason is None and counts.skipped_steps:
+            rest_reason = NO_MATCH if method == "ngram" else NOT_WORTHWHILE
         if reason is None and not counts.steps:
-            if made < 2:
+            if num_tokens < 2:
                 reason = "the answer ended before the first draft"
             elif method == "ngram":
                 reason = NO_MATCH
             else:
-                reason = NOT_WORTH if counts.rested else "no step was given drafts to verify"
+                reason = (
+                    NOT_WORTHWHILE if counts.skipped_steps else "no step was given drafts to verify"
+                )
         return SpeculationReport(
             used=counts.steps > 0,
             method=method,
             steps=counts.steps,
-            drafted=counts.drafted,
-            accepted=counts.accepted,
+            drafted=counts.num_verified,
+            accepted=counts.num_accepted,
             acceptance_length=counts.acceptance_length,
-            accepted_per_position=list(counts.per_position),
+            accepted_per_position=list(counts.accepted_per_position),
             rows_verified=counts.rows,
-            drafts_made=counts.made,
-            rested_steps=counts.rested,
-            rest_reason=rests,
+            drafts_made=counts.num_proposed,
+            rested_steps=counts.skipped_steps,
+            rest_reason=rest_reason,
             off_reason=reason,
         )
 
@@ -145,7 +148,7 @@ Prompt = str | list[int] | dict[str, Any]
 """A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
 
 
-class Answer:
+class AnswerBuilder:
     """One answer being made from its events; `output` is all of it so far."""
 
     def __init__(
@@ -155,14 +158,16 @@ class Answer:
         self.output = CompletionOutput(index)
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
-        self.counts = SpeculationCount()
+        self.draft_counts = DraftCounts()
         self.method, self.off_reason = "none", None
         self._detokenizer: Detokenizer | None = None
 
     @property
     def report(self) -> SpeculationReport:
-        made = len(self.output.token_ids)
-        return SpeculationReport.from_counts(self.counts, self.method, self.off_reason, made)
+        num_tokens = len(self.output.token_ids)
+        return SpeculationReport.from_counts(
+            self.draft_counts, self.method, self.off_reason, num_tokens
+        )
 
     def push(self, event: TokenEvent) -> StreamDelta:
         """Take in one event. A stop string ends the answer here: the engine does not know."""
@@ -170,8 +175,8 @@ class Answer:
             self._detokenizer = self._begin(event)
         output, reason = self.output, event.finish_reason
         delta = self._detokenizer.push(event.tokens, last=reason is not None)
-        made = list(event.tokens[: len(delta.pieces)])
-        output.token_ids += made
+        token_ids = list(event.tokens[: len(delta.pieces)])
+        output.token_ids += token_ids
         output.text = self._detokenizer.text
         if delta.stop is not None:
             output.finish_reason, output.stop_reason = "stop", delta.stop
@@ -180,13 +185,13 @@ class Answer:
             output.error = event.error
         logprobs = list(event.logprobs[: len(delta.pieces)])
         if output.logprobs is not None:
-            output.logprobs += [named(found, self.tokenizer) for found in logprobs]
+            output.logprobs += [logprobs_by_token(logprob, self.tokenizer) for logprob in logprobs]
             output.cumulative_logprob = sum(
-                [found.logprob for found in logprobs], output.cumulative_logprob or 0.0
+                [logprob.logprob for logprob in logprobs], output.cumulative_logprob or 0.0
             )
-        accepted = min(event.accepted, len(made))
-        if event.made is not None or event.drafted:
-            self.counts.add(event.drafted, accepted, event.made)
+        accepted = min(event.num_accepted, len(token_ids))
+        if event.num_proposed is not None or event.num_verified:
+            self.draft_counts.add(event.num_verified, accepted, event.num_proposed)
         finished = output.finish_reason is not None
         if finished:
             output.speculation = self.report
@@ -194,11 +199,11 @@ class Answer:
             self.request_id,
             output.index,
             delta.text,
-            made,
+            token_ids,
             output,
             pieces=delta.pieces,
             logprobs=logprobs,
-            drafted=event.drafted,
+            drafted=event.num_verified,
             accepted=accepted,
             finished=finished,
         )
@@ -207,25 +212,28 @@ class Answer:
         start, params = event.start, self.params
         assert start is not None, "an answer's first event says how it began"
         self.method, self.off_reason = start.method, start.off_reason
-        silent = frozenset[int]() if params.include_stop_str_in_output else start.stop_ids
+        silent_ids = frozenset[int]() if params.include_stop_str_in_output else start.stop_ids
         return Detokenizer(
             self.tokenizer,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
             skip_special_tokens=params.skip_special_tokens,
-            silent_ids=silent,
+            silent_ids=silent_ids,
         )
 
 
-def named(found: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
+def logprobs_by_token(logprob: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
     """One token's log probabilities as vLLM gives them: by token id, the token itself first."""
-    best = {
+    by_token = {
         token: Logprob(value, rank, tokenizer.token_text(token))
-        for rank, (token, value) in enumerate(found.top, start=1)
+        for rank, (token, value) in enumerate(logprob.top, start=1)
     }
-    own = Logprob(found.logprob, found.rank, tokenizer.token_text(found.token))
-    return {found.token: own, **{t: entry for t, entry in best.items() if t != found.token}}
+    chosen = Logprob(logprob.logprob, logprob.rank, tokenizer.token_text(logprob.token))
+    return {
+        logprob.token: chosen,
+        **{t: entry for t, entry in by_token.items() if t != logprob.token},
+    }
 
 
 @dataclass(frozen=True)
@@ -247,16 +255,18 @@ class Vector:
 Metric = Counter | Vector
 
 
-def metrics_of(stats: EngineStats) -> list[Metric]:
+def collect_metrics(stats: EngineStats) -> list[Metric]:
     """An engine's counters, under vLLM's names where vLLM has one."""
-    counts = stats.speculation
+    draft_counts = stats.draft_counts
     return [
-        Counter("vllm:spec_decode_num_drafts", counts.steps),
-        Counter("vllm:spec_decode_num_draft_tokens", counts.drafted),
-        Counter("vllm:spec_decode_num_accepted_tokens", counts.accepted),
-        Vector("vllm:spec_decode_num_accepted_tokens_per_pos", list(counts.per_position)),
-        Counter("strobe:spec_decode_drafts_made", counts.made),
-        Counter("strobe:spec_decode_rested_steps", counts.rested),
+        Counter("vllm:spec_decode_num_drafts", draft_counts.steps),
+        Counter("vllm:spec_decode_num_draft_tokens", draft_counts.num_verified),
+        Counter("vllm:spec_decode_num_accepted_tokens", draft_counts.num_accepted),
+        Vector(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", list(draft_counts.accepted_per_position)
+        ),
+        Counter("strobe:spec_decode_drafts_made", draft_counts.num_proposed),
+        Counter("strobe:spec_decode_rested_steps", draft_counts.skipped_steps),
         Counter("vllm:prompt_tokens", stats.prompt_tokens),
         Counter("vllm:generation_tokens", stats.generation_tokens),
         Counter("vllm:num_preemptions", stats.preemptions),

@@ -25,22 +25,23 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Place(NamedTuple):
-    """How a request stands to others. priority: lower ones run first; salt: only requests of the
-    same one find each other's prefixes."""
+class SchedulingOptions(NamedTuple):
+    """How a request stands to others. priority: lower ones run first; cache_salt: only requests of
+    the same one find each other's prefixes."""
 
     priority: int = 0
-    salt: str = ""
+    cache_salt: str = ""
 
 
-USUAL = Place()
+DEFAULT_SCHEDULING = SchedulingOptions()
 
 
 class PageKeys(list[bytes]):
     """Content keys of a sequence's first full pages; root: what the first of them follows."""
 
-    def __init__(self, salt: str = ""):
-        self.root = hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
+    def __init__(self, cache_salt: str = ""):
+        digest = hashlib.blake2b(cache_salt.encode(), digest_size=16).digest()
+        self.root = digest if cache_salt else b""
 
 
 class Status(enum.Enum):
@@ -50,45 +51,52 @@ class Status(enum.Enum):
 
 
 @dataclass
-class SpeculationCount:
-    """Verify steps that carried drafts, and what came of them: drafts verified, those accepted,
-    and the steps that accepted each position of a draft. made: drafts made, verified or not;
-    rows: of the target in all steps that could have drafts; rested: those of them for which
+class DraftCounts:
+    """Verify steps that carried drafts, and what came of them: drafts verified, those accepted, and
+    the steps that accepted each position of a draft. num_proposed: drafts made, verified or not;
+    rows: of the target in all steps that could have drafts; skipped_steps: those of them for which
     nothing was drafted."""
 
     steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    per_position: list[int] = field(default_factory=list[int])
-    made: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
+    accepted_per_position: list[int] = field(default_factory=list[int])
+    num_proposed: int = 0
     rows: int = 0
-    rested: int = 0
+    skipped_steps: int = 0
 
-    def add(self, drafted: int, accepted: int, made: int | None = None) -> None:
-        """Count one step that decoded. made: by default what was verified."""
-        made = drafted if made is None else made
-        self.made += made
-        self.rows += 1 + drafted
-        self.rested += not made
-        self.steps += drafted > 0
-        self.drafted += drafted
-        self.accepted += accepted
-        self.per_position += [0] * (drafted - len(self.per_position))
-        for position in range(accepted):
-            self.per_position[position] += 1
+    def add(self, num_verified: int, num_accepted: int, num_proposed: int | None = None) -> None:
+        """Count one step that decoded. num_proposed: by default what was verified."""
+        num_proposed = num_verified if num_proposed is None else num_proposed
+        self.num_proposed += num_proposed
+        self.rows += 1 + num_verified
+        self.skipped_steps += not num_proposed
+        self.steps += num_verified > 0
+        self.num_verified += num_verified
+        self.num_accepted += num_accepted
+        self.accepted_per_position += [0] * (num_verified - len(self.accepted_per_position))
+        for position in range(num_accepted):
+            self.accepted_per_position[position] += 1
 
-    def merge(self, other: SpeculationCount) -> None:
+    def merge(self, counts: DraftCounts) -> None:
         """Add another's counts."""
-        for name in ("steps", "drafted", "accepted", "made", "rows", "rested"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        positions = zip_longest(self.per_position, other.per_position, fillvalue=0)
-        self.per_position = list(map(sum, positions))
+        for name in (
+            "steps",
+            "num_verified",
+            "num_accepted",
+            "num_proposed",
+            "rows",
+            "skipped_steps",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(counts, name))
+        pairs = self.accepted_per_position, counts.accepted_per_position
+        self.accepted_per_position = list(map(sum, zip_longest(*pairs, fillvalue=0)))
 
     @property
     def acceptance_length(self) -> float | None:
         """1 + accepted / steps, vLLM's formula: tokens per verify step, the target's own included,
         or a little more where an answer ended on a draft. None before the first step."""
-        return 1 + self.accepted / self.steps if self.steps else None
+        return 1 + self.num_accepted / self.steps if self.steps else None
 
 
 class Request:
@@ -107,10 +115,10 @@ class Request:
         num_drafts: int = 0,
         off_reason: str | None = None,
         key: Hashable = None,
-        place: Place = USUAL,
+        scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ):
         """sibling: which of a prompt's n answers; key: what the caller names the prompt by. Of its
-        own, `queued`: seconds until it ran."""
+        own, `queue_time`: seconds until it ran."""
         self.id, self.key = request_id, key
         self.tokens = list(prompt_ids)
         self.num_prompt = len(self.tokens)
@@ -123,16 +131,17 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.stop_reason: int | str | None = None
-        self.speculation = SpeculationCount()
+        self.draft_counts = DraftCounts()
         self.num_preemptions = 0
         self.num_cached: int | None = None
         self.arrived_at = time.monotonic()
-        self.queued = 0.0
+        self.queue_time = 0.0
         self.started = False
         self.failures, self.failed_at = 0, -1
-        self.priority, self.page_keys = place.priority, PageKeys(place.salt)
-        self.scores_prompt = sampling.prompt_logprobs is not None and not sibling
-        self.prompt_logprobs: list[TokenLogprob | None] = [None] if self.scores_prompt else []
+        self.priority, self.page_keys = scheduling.priority, PageKeys(scheduling.cache_salt)
+        self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and not sibling
+        first = [None] if self.wants_prompt_logprobs else []
+        self.prompt_logprobs: list[TokenLogprob | None] = [*first]
 
     @property
     def methods(self) -> list[str]:

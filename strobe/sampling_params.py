@@ -8,41 +8,41 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
-from strobe.checks import MOST, Texts, Token, Tokens, as_tuple, option, settings, shown
+from strobe.checks import MAX_INT, Texts, Token, Tokens, as_tuple, brief, option, settings
 
 Method = Literal["dflash", "ngram", "dflash+ngram", "none"]
 METHODS: tuple[str, ...] = get_args(Method)
 
-MOST_ANSWERS = 16384
+MAX_ANSWERS = 16384
 """The most answers to one prompt, vLLM's own limit."""
 
-MOST_LOGPROBS = 1000
+MAX_LOGPROBS = 1000
 """The most top log probabilities per token."""
 
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
-Count = Annotated[int, Field(ge=0, le=MOST)]
+Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 _TOKENS = "name token ids of the model's vocabulary."
 
 
 def _schema(value: Any) -> Any:
     if value is not None and not isinstance(value, str | Mapping):
-        raise ValueError(f"structured_outputs.json is {shown(value)}, but must be a JSON schema.")
+        raise ValueError(f"structured_outputs.json is {brief(value)}, but must be a JSON schema.")
     return value
 
 
 T = TypeVar("T", "StructuredOutputs", "Speculation")
 
 
-def _read(kind: type[T], value: Any, must: str) -> T:
+def _parse(cls: type[T], value: Any, requirement: str) -> T:
     """A value of that kind from an object with its fields. Raises ValueError."""
-    name, known = kind.prefix.removesuffix("."), [field.name for field in fields(kind)]
+    name, field_names = cls.prefix.removesuffix("."), [field.name for field in fields(cls)]
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name} is {shown(value)}, but must be {must}.")
+        raise ValueError(f"{name} is {brief(value)}, but must be {requirement}.")
     for key in value:
-        if key not in known:
-            raise ValueError(f"{name} has no field {key!r}; it has {', '.join(known)}.")
-    return kind(**value)
+        if key not in field_names:
+            raise ValueError(f"{name} has no field {key!r}; it has {', '.join(field_names)}.")
+    return cls(**value)
 
 
 @settings
@@ -73,11 +73,11 @@ class StructuredOutputs:
 
     @model_validator(mode="after")
     def _check_together(self) -> StructuredOutputs:
-        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            found = f"gives {' and '.join(given)}" if given else "gives none"
+        constraints = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
+        if len(constraints) != 1:
+            mistake = f"gives {' and '.join(constraints)}" if constraints else "gives none"
             raise ValueError(
-                f"structured_outputs {found} of {', '.join(STRUCTURES)}; give exactly one."
+                f"structured_outputs {mistake} of {', '.join(STRUCTURES)}; give exactly one."
             )
         if self.opener is not None and not self.after:
             raise ValueError(
@@ -91,7 +91,7 @@ class StructuredOutputs:
         """Read an object with these fields, or None."""
         if value is None or isinstance(value, StructuredOutputs):
             return value
-        return _read(StructuredOutputs, value, f"an object with one of {', '.join(STRUCTURES)}")
+        return _parse(StructuredOutputs, value, f"an object with one of {', '.join(STRUCTURES)}")
 
 
 @settings
@@ -116,12 +116,12 @@ class Speculation:
             return Speculation()
         if value is False:
             return Speculation(method="none")
-        return _read(Speculation, value, "true, false or an object with method and num_drafts")
+        return _parse(Speculation, value, "true, false or an object with method and num_drafts")
 
 
 Bounded = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Logprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 def _as_texts(value: Any) -> Any:
@@ -143,7 +143,7 @@ class SamplingParams:
     Raises ValueError naming a value out of range.
     """
 
-    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = option(
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = option(
         1, "Answers per prompt, sampled independently even under one seed."
     )
     temperature: Annotated[
@@ -154,7 +154,7 @@ class SamplingParams:
         "Keep the most probable tokens up to this mass; 1 is off.",
         "1 keeps every token, and temperature 0 is greedy.",
     )
-    top_k: Annotated[int, Field(ge=-1, le=MOST)] = option(
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] = option(
         0, "Keep this many most probable tokens; 0 or -1 is off."
     )
     min_p: Share = option(0.0, "Drop tokens less probable than this share of the best; 0 is off.")
@@ -217,8 +217,8 @@ class SamplingParams:
     @property
     def penalizes(self) -> bool:
         """Whether earlier tokens change the logits."""
-        plain = self.presence_penalty == 0 == self.frequency_penalty
-        return not plain or self.repetition_penalty != 1
+        no_penalty = self.presence_penalty == 0 == self.frequency_penalty
+        return not no_penalty or self.repetition_penalty != 1
 
     @property
     def filters(self) -> bool:

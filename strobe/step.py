@@ -29,41 +29,40 @@ class Span(NamedTuple):
     """Append to one sequence.
 
     slot: the request's row in the device's state. start: positions that certainly have K/V when the
-    step runs; `bound` is the most there can be, which differs while results are on their way.
-    tokens: what the host knows of the rows, TAIL for the newest token. drafts: how many of the
+    step runs; `max_start` is the most there can be, which differs while results are on their way.
+    tokens: what the host knows of the rows, TAIL for the newest token. num_drafts: how many of the
     rows, the last ones, are drafts. method: the proposer on the device that makes them; None where
-    they are the last of `tokens`. logits: rows with logits, counted from the end. scored: the
-    prompt tokens that follow the span's first rows and whose log probabilities are asked for,
-    each with the `top_logprobs` most probable ones.
-    """
+    they are the last of `tokens`. num_logits: rows with logits, counted from the end.
+    scored_tokens: the prompt tokens that follow the span's first rows and whose log probabilities
+    are asked for, each with the `top_logprobs` most probable ones."""
 
     slot: int
     start: int
-    bound: int
+    max_start: int
     tokens: tuple[int, ...]
-    drafts: int = 0
+    num_drafts: int = 0
     method: str | None = None
-    logits: int = 0
-    scored: tuple[int, ...] = ()
+    num_logits: int = 0
+    scored_tokens: tuple[int, ...] = ()
     top_logprobs: int = 0
 
     @property
     def num_rows(self) -> int:
-        return len(self.tokens) + (self.drafts if self.method is not None else 0)
+        return len(self.tokens) + (self.num_drafts if self.method is not None else 0)
 
     @property
-    def num_certain(self) -> int:
+    def num_context_rows(self) -> int:
         """Rows that are no drafts."""
-        return self.num_rows - self.drafts
+        return self.num_rows - self.num_drafts
 
 
-def num_rows(spans: Sequence[Span], verified: int | None = None) -> int:
-    """Rows of all spans. verified: drafts that are verified of those that the device makes."""
-    rows, made = 0, 0
+def num_rows(spans: Sequence[Span], num_verified: int | None = None) -> int:
+    """Rows of all spans. num_verified: drafts that are verified of those that the device makes."""
+    rows, num_proposed = 0, 0
     for span in spans:
         rows += span.num_rows
-        made += span.drafts if span.method is not None else 0
-    return rows if verified is None else rows - max(made - verified, 0)
+        num_proposed += span.num_drafts if span.method is not None else 0
+    return rows if num_verified is None else rows - max(num_proposed - num_verified, 0)
 
 
 class PageWrite(NamedTuple):
@@ -90,25 +89,25 @@ class Admission(NamedTuple):
 
 class Plan(NamedTuple):
     """Who runs in a step and how far. pages: page-table entries that the device does not know yet;
-    admitted: requests that are new to it. verified: how many of all the drafts that are made on the
-    device are verified, the most promising ones, which the device chooses; None: all. confidence:
-    by the draft's place, slope and intercept of the logistic function that makes its chance to be
-    right, given those before it, of its evidence."""
+    admitted: requests that are new to it. num_verified: how many of all the drafts that are made on
+    the device are verified, the most promising ones, which the device chooses; None: all.
+    confidence: by the draft's place, slope and intercept of the logistic function that makes its
+    chance to be right, given those before it, of its evidence."""
 
     spans: tuple[Span, ...] = ()
     pages: tuple[PageWrite, ...] = ()
     admitted: tuple[Admission, ...] = ()
-    verified: int | None = None
+    num_verified: int | None = None
     confidence: tuple[tuple[float, float], ...] = ()
 
     @property
     def methods(self) -> dict[str, list[int]]:
         """Spans whose drafts are made on the device, by method."""
-        found: dict[str, list[int]] = {}
+        spans_by_method: dict[str, list[int]] = {}
         for i, span in enumerate(self.spans):
             if span.method is not None:
-                found.setdefault(span.method, []).append(i)
-        return found
+                spans_by_method.setdefault(span.method, []).append(i)
+        return spans_by_method
 
     def check(self, num_slots: int, num_pages: int) -> None:
         """Raises AssertionError for a slot or page that does not exist."""
@@ -123,8 +122,8 @@ class Plan(NamedTuple):
 class StepResult(NamedTuple):
     """What became of a plan's spans, on the host.
 
-    tokens: per span the target's tokens, one more than were accepted; accepted: drafts kept.
-    rows: that the target ran, padding included; seconds: what the step took. drafted: drafts
+    tokens: per span the target's tokens, one more than were accepted; num_accepted: drafts kept.
+    rows: that the target ran, padding included; seconds: what the step took. num_verified: drafts
     verified, where the device chose their number; margins: of every draft that it made, how far its
     logit was above the second largest.
     logprobs, prompt_logprobs: by span, where asked for. errors: by span, a sentence that says why
@@ -132,35 +131,35 @@ class StepResult(NamedTuple):
     """
 
     tokens: list[list[int]]
-    accepted: list[int]
+    num_accepted: list[int]
     rows: int = 0
     seconds: float | None = None
-    drafted: list[int] | None = None
+    num_verified: list[int] | None = None
     margins: list[list[float]] | None = None
     logprobs: dict[int, list[TokenLogprob]] = {}  # noqa: RUF012
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # noqa: RUF012
     errors: dict[int, str] = {}  # noqa: RUF012
 
-    def until(self, ends: Mapping[int, int], spans: Sequence[Span]) -> StepResult:
+    def truncate(self, ends: Mapping[int, int], spans: Sequence[Span]) -> StepResult:
         """As if no draft had been verified behind the ends of answers. ends: by span, how many of
         its tokens belong to its answer."""
-        drafted = list(self.drafted or [span.drafts for span in spans])
-        accepted = list(self.accepted)
+        num_verified = list(self.num_verified or [span.num_drafts for span in spans])
+        num_accepted = list(self.num_accepted)
         for i, end in ends.items():
-            if end <= accepted[i]:
-                drafted[i] = accepted[i] = end
-        return self._replace(accepted=accepted, drafted=drafted) if ends else self
+            if end <= num_accepted[i]:
+                num_verified[i] = num_accepted[i] = end
+        return self._replace(num_accepted=num_accepted, num_verified=num_verified) if ends else self
 
 
 class RequestStart(NamedTuple):
-    """What is known of an answer when its first tokens come. queued: seconds until it ran;
+    """What is known of an answer when its first tokens come. queue_time: seconds until it ran;
     num_cached: positions that came from the prefix cache; off_reason: why it does not speculate;
     stop_ids: tokens that end it, the model's own among them."""
 
     method: str
     off_reason: str | None
     num_cached: int
-    queued: float
+    queue_time: float
     prompt_logprobs: Sequence[TokenLogprob | None]
     stop_ids: frozenset[int]
 
@@ -168,22 +167,22 @@ class RequestStart(NamedTuple):
 class TokenEvent(NamedTuple):
     """What one step made of one answer; it crosses the process border as it is.
 
-    key: what the caller named the prompt by; choice: which of its n answers. tokens: made in this
-    step; finish_reason, stop_reason, error: with the last ones. drafted: drafts verified in this
-    step; accepted: how many of `tokens`, from the first on, were drafts; logprobs: one per token
-    where asked for; context: positions before this step; start: with the answer's first event.
-    made: drafts made for this step, verified or not; None where it could not have any.
-    """
+    key: what the caller named the prompt by; sibling: which of its n answers. tokens: made in this
+    step; finish_reason, stop_reason, error: with the last ones. num_verified: drafts verified in
+    this step; num_accepted: how many of `tokens`, from the first on, were drafts; logprobs: one per
+    token where asked for; num_computed_tokens: positions before this step; start: with the answer's
+    first event. num_proposed: drafts made for this step, verified or not; None where it could not
+    have any."""
 
     key: Hashable
-    choice: int
+    sibling: int
     tokens: Sequence[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    drafted: int = 0
-    accepted: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
     logprobs: Sequence[TokenLogprob] = ()
-    context: int = 0
+    num_computed_tokens: int = 0
     start: RequestStart | None = None
-    made: int | None = None
+    num_proposed: int | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from strobe.attention.base import Batch
 from strobe.attention.mask import LayerMask
 from strobe.attention.recurrent import RecurrentBackend
-from strobe.engine.build import Parts
+from strobe.engine.build import Components
 from strobe.kv.store import KVStore
 from strobe.runner.buckets import Buckets
 from strobe.runner.graphs import Graphs
@@ -50,8 +50,6 @@ class SlowPlan:
 
 
 class SlowBackend:
-    graph_safe = True
-
     def plan(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]) -> SlowPlan:
         return SlowPlan(batch, store, masks)
 
@@ -60,12 +58,12 @@ class Double:
     """Captures by running once and taking all effects back; replays by running again. What other
     graphs wrote is gone then, as in the memory that they share on a GPU."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: Components):
         stores = [store.data for store in parts.stores.values()]
         self.state = [parts.state.cursor, parts.sampling.tables.counts, *stores]
         if parts.states is not None:
-            self.state += [parts.states.length, *parts.states.parts]
-        self.kept = parts.runner.kept
+            self.state += [parts.states.length, *parts.states.tensors]
+        self.kept = parts.runner.output_buffers
         self.captured = self.replayed = 0
         self.results: list[list[Tensor]] = []
 
@@ -99,7 +97,7 @@ def tensors(result: Any) -> list[Tensor]:
     return [tensor for part in result for tensor in tensors(part)]
 
 
-def captured(parts: Parts, max_spans: int, num_drafts: int) -> Double:
+def captured(parts: Components, max_spans: int, num_drafts: int) -> Double:
     """Have an engine's parts pad, capture and replay."""
     pages, state = parts.pool.num_pages, parts.state
     for store in parts.stores.values():  # with one page more, where padding is written, as on a GPU

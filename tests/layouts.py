@@ -20,7 +20,9 @@ def spans_of(rng: random.Random, drafts: int) -> list[Span]:
         else:
             scored = tuple(range(1, 1 + n)) if rng.random() < 0.5 else ()
             tokens = tuple(range(1 + n))
-            found.append(Span(slot, 0, 0, tokens, logits=rng.randint(0, 1), scored=scored))
+            found.append(
+                Span(slot, 0, 0, tokens, num_logits=rng.randint(0, 1), scored_tokens=scored)
+            )
     return found
 
 
@@ -28,7 +30,7 @@ def facts(layout: Layout) -> dict[str, object]:
     """All that a step reads of it; which span of none a padding row belongs to means nothing."""
     used = int(layout.sizes.sum())
     rows = {"span_of_row": used, "offset": None, "tokens": None}
-    spans = ("slots", "certain", "drafts", "sizes", "row_starts", "active", "logits_rows")
+    spans = ("slots", "context_rows", "drafts", "sizes", "row_starts", "active", "logits_rows")
     return {
         "shape": layout.shape,
         "scored_rows": layout.scored and layout.scored_rows.tolist(),

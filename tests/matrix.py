@@ -297,7 +297,7 @@ def engine_for(c: Combination, pair: Pair) -> Engine:
     if c.pool == "tiny":
         pages = -(-LENGTH // c.page_size)
         resolved = resolve(config)
-        groups = kv_groups(resolved.target, resolved.drafts, resolved.choice.kv_dtype).values()
+        groups = kv_groups(resolved.target, resolved.drafts, resolved.backends.kv_dtype).values()
         size = (pages + 1) * sum(group.bytes_per_page(c.page_size) for group in groups)
         config = config.with_(kv_cache_memory=size)
     if c.proposer in SCRIPTS:
@@ -314,12 +314,12 @@ def engine_for(c: Combination, pair: Pair) -> Engine:
 def check_counts(c: Combination, requests: list[Request]) -> None:
     """The oracle's drafts are all kept up to the answer's end, the adversary's never."""
     for request in requests:
-        counts = request.speculation
-        assert 0 <= counts.accepted <= counts.drafted
+        counts = request.draft_counts
+        assert 0 <= counts.num_accepted <= counts.num_verified
         if c.proposer == "adversary":
-            assert counts.accepted == 0
+            assert counts.num_accepted == 0
         if c.proposer == "oracle":
-            assert counts.drafted - counts.accepted <= c.drafts
+            assert counts.num_verified - counts.num_accepted <= c.drafts
             if c.lengths != "random" and not request.num_preemptions and request.num_drafts:
                 assert counts.steps == -(-(request.num_output - 1) // (request.num_drafts + 1))
 
@@ -345,7 +345,7 @@ def compare(c: Combination, pair: Pair, wanted: list[list[int]]) -> Engine:
         check_counts(c, requests)
     assert (engine.stats.preemptions > 0) >= c.preempts
     if c.proposer not in ("none", "per request") and c.lengths == "full":
-        assert engine.stats.speculation.drafted > 0
+        assert engine.stats.draft_counts.num_verified > 0
     if c.proposer == "wavering" and c.lengths == "full":
-        assert 0 < engine.stats.speculation.accepted < engine.stats.speculation.drafted
+        assert 0 < engine.stats.draft_counts.num_accepted < engine.stats.draft_counts.num_verified
     return engine

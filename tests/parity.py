@@ -74,7 +74,7 @@ def layer_outputs(hf: Any, tokens: list[int]) -> tuple[torch.Tensor, torch.Tenso
 
 def record(engine: Engine) -> dict[tuple[Request, int], torch.Tensor]:
     """Let the target's runner capture every layer; by request and position, the last row seen."""
-    runner = engine.parts.runner
+    runner = engine.components.runner
     runner.capture = tuple(range(len(runner.model.layers) + 1))
     seen: dict[tuple[Request, int], torch.Tensor] = {}
     forward = runner.forward
@@ -89,7 +89,7 @@ def record(engine: Engine) -> dict[tuple[Request, int], torch.Tensor]:
             for _ in range(size)
         ]
         for i, key in enumerate(zip(of_row, batch.positions.tolist(), strict=True)):
-            seen[key] = out.hidden[i]
+            seen[key] = out.features[i]
         return out
 
     runner.forward = forwarding
@@ -121,7 +121,7 @@ def check_layers(hf: Any, path: Path, page_size: int, budget: int, *, atol: floa
         found = torch.stack([seen[request, p] for p in range(len(positions))])
         found = found.view(len(positions), *wanted.shape[1:])
         torch.testing.assert_close(found, wanted, atol=atol, rtol=1e-5)
-        head = engine.parts.runner.model.head(found[:, -1])
+        head = engine.components.runner.model.head(found[:, -1])
         torch.testing.assert_close(head, logits, atol=atol, rtol=1e-5)
 
 

@@ -51,13 +51,13 @@ from tiny import (
 from strobe.config import EngineConfig
 from strobe.engine.build import build, kv_groups, resolve
 from strobe.engine.engine import Engine
-from strobe.request import Place, Request, TokenLogprob
-from strobe.sampling.grammar_compiler import GrammarCompiler, source_of
+from strobe.request import Request, SchedulingOptions, TokenLogprob
+from strobe.sampling.grammar_compiler import GrammarCompiler, grammar_source
 from strobe.sampling.noise import noise_key
 from strobe.sampling.sampler import RowParams, sample_rows
 from strobe.sampling_params import SamplingParams
-from strobe.spec.adaptive import AdaptiveBudget
-from strobe.spec.costs import Costs
+from strobe.speculation.adaptive import AdaptiveDraftPolicy
+from strobe.speculation.costs import Costs
 
 LENGTH = 128
 """max_model_len of every engine here."""
@@ -137,7 +137,7 @@ class Ask:
 
     prompt: list[int]
     sampling: SamplingParams
-    place: Place
+    place: SchedulingOptions
     step: int
     abort_after: int | None
 
@@ -232,7 +232,7 @@ def draw_requests(rng: random.Random, count: int) -> list[Ask]:
         if asks and rng.random() < 0.4:
             other = rng.choice(asks).prompt
             prompt = (other[: rng.randint(1, len(other))] + prompt)[:70]
-        place = Place(rng.choice((0, 0, 0, -1, 3)), rng.choice(("", "", "", "a", "b")))
+        place = SchedulingOptions(rng.choice((0, 0, 0, -1, 3)), rng.choice(("", "", "", "a", "b")))
         abort = rng.randint(0, 30) if rng.random() < 0.1 else None
         asks.append(Ask(prompt, draw_sampling(rng), place, rng.choice((0, 0, 3, 11, 25)), abort))
     return asks
@@ -300,7 +300,7 @@ class World:
         if setup.pool is not None:
             pages = -(-LENGTH // setup.page_size) * setup.pool + 2
             resolved = resolve(config)
-            groups = kv_groups(resolved.target, resolved.drafts, resolved.choice.kv_dtype)
+            groups = kv_groups(resolved.target, resolved.drafts, resolved.backends.kv_dtype)
             size = sum(group.bytes_per_page(setup.page_size) for group in groups.values())
             config = config.with_(kv_cache_memory=(pages + 1) * size)
         resolved = resolve(config)
@@ -310,9 +310,9 @@ class World:
         if setup.drafter == "script":
             put(parts, {"ngram": Scripted(parts.state, drafts, wavering)})
         policy = RandomRows(repr(setup)) if setup.policy == "random" else None
-        engine = watched(Engine(resolved, parts=parts, budget=policy))
-        budget = engine.scheduler.budget
-        if isinstance(budget, AdaptiveBudget):
+        engine = watched(Engine(resolved, components=parts, draft_policy=policy))
+        budget = engine.scheduler.draft_policy
+        if isinstance(budget, AdaptiveDraftPolicy):
             budget.costs = Costs({8: 1.0, 64: 1.5}, {1: 10.0, 101: 50.0})
         return engine
 
@@ -327,7 +327,7 @@ class Run:
 
     def step(self) -> None:
         for event in self.engine.step():
-            self.logprobs.setdefault((event.key, event.choice), []).extend(event.logprobs)
+            self.logprobs.setdefault((event.key, event.sibling), []).extend(event.logprobs)
         self.engine.check()
         self.steps += 1
         assert self.steps < 20000, "the engine does not come to an end"
@@ -336,7 +336,7 @@ class Run:
         """Step until the engine is idle."""
         while self.engine.has_work:
             self.step()
-        pool = self.engine.parts.pool
+        pool = self.engine.components.pool
         assert pool.available == pool.capacity, "an idle engine holds pages"
         return [self.answer(request) for request in requests]
 
@@ -355,14 +355,14 @@ class Run:
     ) -> list[Request]:
         """Add each request at its step, abort those that are to be, and go on to the end. alone:
         what plain decoding answers, for a drafter that knows the answers."""
-        script: Any = self.engine.proposers.all.get("ngram")
+        script: Any = self.engine.proposers.by_name.get("ngram")
         answers = script.answers if isinstance(script, Scripted) else {}
         requests: list[list[Request]] = [[] for _ in asks]
         while self.engine.has_work or not all(requests):
             for i, ask in enumerate(asks):
                 if not requests[i] and (self.steps >= ask.step or not self.engine.has_work):
                     asked = ask.sampling.clone(speculation=speculation[i])
-                    requests[i] = self.engine.add_prompt(ask.prompt, asked, place=ask.place)
+                    requests[i] = self.engine.add_prompt(ask.prompt, asked, scheduling=ask.place)
                     for request, answer in zip(requests[i], alone[i], strict=True):
                         answers[request] = ask.prompt + answer.tokens
                 for request in requests[i]:
@@ -398,8 +398,8 @@ def _play_round(world: World, seed: int, findings: Findings, families: Sequence[
         ]
         for request, found, (ask, sibling, plain) in zip(requests, answers, wanted, strict=True):
             compare(world, seed, setup, wave, ask, sibling, found, plain, findings)
-            drafted += request.speculation.drafted
-            accepted += request.speculation.accepted
+            drafted += request.draft_counts.num_verified
+            accepted += request.draft_counts.num_accepted
         findings.add(setup.family, answers=len(answers), tokens=sum(len(a.tokens) for a in answers))
         rng.shuffle(asks_order := list(range(len(asks))))
         asks = [asks[i] for i in asks_order]
@@ -524,7 +524,7 @@ def tie(
 def allowed_by(target: Path, structured: Any, made: Sequence[int]) -> set[int]:
     """What a grammar allows behind an answer's tokens so far, by a matcher of its own."""
     compiler = GrammarCompiler(target / "tokenizer.json", VOCAB, EOS_IDS)
-    matcher = LLMatcher(compiler.tokenizer, source_of(structured), log_level=0)
+    matcher = LLMatcher(compiler.tokenizer, grammar_source(structured), log_level=0)
     after = list(structured.after)
     if after:
         ends = [

@@ -14,13 +14,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen3ForCausalLM
 
 from strobe.config import EngineConfig
-from strobe.engine.build import Parts, build, resolve
+from strobe.engine.build import Components, build, resolve
 from strobe.engine.engine import Engine
 from strobe.request import Request, TokenLogprob
 from strobe.runner.state import DecodeState
 from strobe.sampling_params import SamplingParams
-from strobe.spec.base import Drafts, Proposer, ProposerSet
-from strobe.spec.budget import Allotment, Budget, Candidate, Load
+from strobe.speculation.base import Drafts, Proposer, ProposerSet
+from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import Span, TokenEvent
 
 VOCAB = 61
@@ -253,7 +253,7 @@ def pool_bytes(pages: int, page_size: int, *, drafter_layers: int = 0, width: in
 
 def make_engine(
     config: EngineConfig,
-    replace: Callable[[Parts, str], Proposer] | None = None,
+    replace: Callable[[Components, str], Proposer] | None = None,
     *,
     names: Sequence[str] = (),
     **options: Any,
@@ -263,12 +263,12 @@ def make_engine(
     parts = build(resolved)
     if replace is not None:
         put(parts, {name: replace(parts, name) for name in names})
-    return watched(Engine(resolved, parts=parts, **options))
+    return watched(Engine(resolved, components=parts, **options))
 
 
-def put(parts: Parts, proposers: Mapping[str, Any]) -> None:
+def put(parts: Components, proposers: Mapping[str, Any]) -> None:
     """Let proposers stand in for those of these names."""
-    parts.proposers = ProposerSet({**parts.proposers.all, **proposers}, parts.state.device)
+    parts.proposers = ProposerSet({**parts.proposers.by_name, **proposers}, parts.state.device)
 
 
 def watched(engine: Engine) -> Engine:
@@ -279,34 +279,36 @@ def watched(engine: Engine) -> Engine:
     return engine
 
 
-class Lengths(Budget):
+class Lengths(DraftPolicy):
     """A budget by one request at a time: length(request, most) -> drafts to verify."""
 
     def __init__(self, length: Callable[[Request, int], int]):
         self.length = length
 
-    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
-        return Allotment([self.length(one.request, one.most) for one in candidates])
+    def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
+        return DraftPlan([self.length(one.request, one.max_drafts) for one in candidates])
 
 
-class RandomRows(Budget):
+class RandomRows(DraftPolicy):
     """Another budget in each step: everything, some of each request's drafts, or so many in all, by
     some confidence."""
 
     def __init__(self, seed: str):
         self.rng = random.Random(seed)
 
-    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
+    def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
         rng, kind = self.rng, self.rng.randrange(4)
-        most = [one.most if kind < 2 else rng.randint(0, one.most) for one in candidates]
+        most = [
+            one.max_drafts if kind < 2 else rng.randint(0, one.max_drafts) for one in candidates
+        ]
         chained = [
             bool(one.chain.tokens) and (not one.on_device or rng.random() < 0.5)
             for one in candidates
         ]
         if kind % 2 == 0:
-            return Allotment(most, chained=chained)
+            return DraftPlan(most, use_chain=chained)
         steps = tuple([(rng.uniform(-0.2, 1.0), rng.uniform(-2, 2)) for _ in range(max(most))])
-        return Allotment(most, rng.randint(0, sum(most) + 2), steps, chained)
+        return DraftPlan(most, rng.randint(0, sum(most) + 2), steps, chained)
 
 
 def run(
@@ -346,7 +348,7 @@ def drain(
     steps = 0
     while engine.has_work:
         for event in engine.step():
-            request = made[event.key, event.choice]
+            request = made[event.key, event.sibling]
             assert (event.start is not None) == (not reported[request] and request not in begun)
             begun.add(request)
             assert request not in ended, "an event of a request after its end"
@@ -363,15 +365,15 @@ def drain(
         steps += 1
         assert steps < most_steps, "the engine does not come to an end"
     assert all(request in ended for request in requests)
-    assert engine.parts.pool.available == engine.parts.pool.capacity
+    assert engine.components.pool.available == engine.components.pool.capacity
     return logprobs
 
 
 def check_event(request: Request, event: TokenEvent) -> None:
     """What it says beside the tokens fits them."""
     sampling, tokens = request.sampling, event.tokens
-    assert 0 <= event.accepted <= min(event.drafted, len(tokens))
-    assert event.drafted <= request.num_drafts
+    assert 0 <= event.num_accepted <= min(event.num_verified, len(tokens))
+    assert event.num_verified <= request.num_drafts
     if sampling.logprobs is None:
         assert not event.logprobs
         return

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from strobe.config import Limits
 from strobe.engine.scheduler import Scheduler
 from strobe.kv.pages import PagePool
-from strobe.request import USUAL, Place, Request, Status, TokenLogprob
+from strobe.request import DEFAULT_SCHEDULING, Request, SchedulingOptions, Status, TokenLogprob
 from strobe.sampling_params import SamplingParams
-from strobe.spec.budget import Allotment, Budget, Candidate, Chain, Load
+from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, DraftPlan, DraftPolicy
 from strobe.step import TAIL, Admission, Plan, Span, StepResult, TokenEvent, num_rows
 
 STOP = 5
@@ -113,15 +113,15 @@ class Device:
             owner, slot = self.owner[span.slot], span.slot
             start = self.length[slot]
             known = sequence(owner, start + span.num_rows + 1)
-            if start >= len(owner.tokens) or span.tokens[0] == TAIL or span.drafts:
+            if start >= len(owner.tokens) or span.tokens[0] == TAIL or span.num_drafts:
                 self._check_decode(span, start, known)
             else:
                 self._check_prefill(span, start)
             self._check_scored(span, start)
-            if span.scored:
-                following = range(start + 1, start + 1 + len(span.scored))
+            if span.scored_tokens:
+                following = range(start + 1, start + 1 + len(span.scored_tokens))
                 scores[i] = [score_of(owner, position) for position in following]
-            certain = span.num_certain
+            certain = span.num_context_rows
             offered = min(verified[i], max(0, self.limits.max_model_len - 1 - start))
             if span.method is None:
                 own = span.tokens[certain : certain + offered]
@@ -129,52 +129,52 @@ class Device:
                 kept = next((j for j in range(offered) if own[j] != true[j]), offered)
             else:
                 kept = accept(offered)
-                self._write(slot, start, 0, self.limits.block, known)  # the drafter's scratch
+                self._write(slot, start, 0, self.limits.lookahead, known)  # the drafter's scratch
             self._write(slot, start, certain + kept, verified[i] - kept, known)
             self._read(slot, start, known)
             self.length[slot] = start + certain + kept
             first = start + certain
             made = [truth(owner, p) for p in range(first, first + kept + 1)]
-            tokens.append(made if span.logits else [0])
+            tokens.append(made if span.num_logits else [0])
             accepted.append(kept)
-        drafted = None if plan.verified is None else verified
-        return StepResult(tokens, accepted, drafted=drafted, prompt_logprobs=scores)
+        drafted = None if plan.num_verified is None else verified
+        return StepResult(tokens, accepted, num_verified=drafted, prompt_logprobs=scores)
 
     def _verified(self, plan: Plan) -> list[int]:
         """Drafts of each span that are verified: of those that the device makes, one of each span
         after another, the last ones first, until there are as many as the plan says."""
-        found = [span.drafts if span.method is None else 0 for span in plan.spans]
+        found = [span.num_drafts if span.method is None else 0 for span in plan.spans]
         made = [i for i, span in enumerate(plan.spans) if span.method is not None]
-        left = sum(plan.spans[i].drafts for i in made)
-        left = left if plan.verified is None else min(left, plan.verified)
+        left = sum(plan.spans[i].num_drafts for i in made)
+        left = left if plan.num_verified is None else min(left, plan.num_verified)
         while left:
             for i in reversed(made):
-                if left and found[i] < plan.spans[i].drafts:
+                if left and found[i] < plan.spans[i].num_drafts:
                     found[i], left = found[i] + 1, left - 1
         return found
 
     def _check_prefill(self, span: Span, start: int) -> None:
         owner = self.owner[span.slot]
-        assert span.start == span.bound == start
+        assert span.start == span.max_start == start
         assert span.tokens, "a span without rows"
         assert span.tokens == owner.tokens[start : start + len(span.tokens)]
-        assert (span.drafts, span.method) == (0, None)
-        assert span.logits == int(start + len(span.tokens) == len(owner.tokens))
+        assert (span.num_drafts, span.method) == (0, None)
+        assert span.num_logits == int(start + len(span.tokens) == len(owner.tokens))
         self.prompt_rows += len(span.tokens)
 
     def _check_decode(self, span: Span, start: int, known: list[int]) -> None:
-        assert span.logits == 1 + span.drafts == span.num_rows
-        assert span.num_certain == 1
+        assert span.num_logits == 1 + span.num_drafts == span.num_rows
+        assert span.num_context_rows == 1
         if span.tokens[0] == TAIL:
             assert len(span.tokens) == 1, "nobody knows what follows a token that nobody knows"
-            assert (span.method is not None) == (span.drafts > 0)
-            assert span.start <= start <= span.bound
+            assert (span.method is not None) == (span.num_drafts > 0)
+            assert span.start <= start <= span.max_start
             return
         owner = self.owner[span.slot]
         assert span.method is None
-        assert span.start == start == span.bound, "the host's tokens are late"
+        assert span.start == start == span.max_start, "the host's tokens are late"
         assert span.tokens[0] == known[start], "the newest token is another"
-        drafts = [guess(owner, start + 1 + j) for j in range(span.drafts)]
+        drafts = [guess(owner, start + 1 + j) for j in range(span.num_drafts)]
         assert list(span.tokens[1:]) == drafts, "drafts that the proposer did not make"
 
     def _check_scored(self, span: Span, start: int) -> None:
@@ -182,8 +182,10 @@ class Device:
         each with as many others as were asked for."""
         owner, wanted = self.owner[span.slot], ()
         if scores_prompt(owner):
-            wanted = owner.tokens[start + 1 : min(start + 1 + span.num_certain, owner.num_prompt)]
-        assert span.scored == wanted
+            wanted = owner.tokens[
+                start + 1 : min(start + 1 + span.num_context_rows, owner.num_prompt)
+            ]
+        assert span.scored_tokens == wanted
         assert not wanted or span.top_logprobs == owner.sampling.prompt_logprobs
 
     def _write(self, slot: int, start: int, true: int, rejected: int, known: list[int]) -> None:
@@ -209,24 +211,24 @@ class Guesses:
     def __init__(self) -> None:
         self.asked: list[tuple[Request, int]] = []
 
-    def propose(self, request: Request, count: int) -> Chain:
+    def propose(self, request: Request, count: int) -> DraftChain:
         assert count > 0
         self.asked.append((request, count))
         first = len(request.tokens)
         found = min(count, (request.seed * 3 + first * 5) % 7)
-        return Chain(tuple([guess(request, first + j) for j in range(found)]), 2)
+        return DraftChain(tuple([guess(request, first + j) for j in range(found)]), 2)
 
 
-class Policy(Budget):
+class Policy(DraftPolicy):
     """A budget by the request and what it may verify at most."""
 
     def __init__(self, count: Callable[[Candidate], int]):
         self.count = count
-        self.seen: list[tuple[list[Candidate], Load]] = []
+        self.seen: list[tuple[list[Candidate], BatchLoad]] = []
 
-    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
+    def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
         self.seen.append((list(candidates), load))
-        return Allotment([self.count(candidate) for candidate in candidates])
+        return DraftPlan([self.count(candidate) for candidate in candidates])
 
 
 class World:
@@ -245,7 +247,7 @@ class World:
         depth: int = 1,
         prefix_caching: bool = True,
         accept: Callable[[int], int] = lambda drafts: drafts,
-        policy: Budget | None = None,
+        policy: DraftPolicy | None = None,
         mixed: int | None = None,
     ):
         self.limits = Limits(
@@ -256,9 +258,9 @@ class World:
         self.scheduler = Scheduler(
             self.limits,
             self.pool,
-            host={"ngram": self.guesses},
+            host_proposers={"ngram": self.guesses},
             prefix_caching=prefix_caching,
-            budget=policy,
+            draft_policy=policy,
         )
         self.device = Device(self.limits, self.pool)
         self.depth, self.accept = depth, accept
@@ -280,7 +282,7 @@ class World:
         method: str = "dflash",
         stop: bool = False,
         sibling: int = 0,
-        place: Place = USUAL,
+        place: SchedulingOptions = DEFAULT_SCHEDULING,
         **sampling: object,
     ) -> Request:
         prompt = prompt if isinstance(prompt, list) else [1] * prompt
@@ -296,7 +298,7 @@ class World:
             method=method if drafts else "none",
             num_drafts=drafts,
             key=number,
-            place=place,
+            scheduling=place,
         )
         self.requests.append(request)
         self.scheduler.add(request)
@@ -311,7 +313,7 @@ class World:
 
     def plan(self) -> Plan:
         """The next plan, checked against the requests that it is made of."""
-        before, alone = list(self.scheduler.waiting), self.scheduler._suspects.first()
+        before, alone = list(self.scheduler.waiting), self.scheduler._fault_isolation.solo_request()
         plan = self.scheduler.plan()
         assert plan.spans or self.flying or not self.scheduler.has_work, "nobody moves"
         records = {record.slot: record.request for record in self.scheduler.running}
@@ -331,10 +333,10 @@ class World:
             assert records[span.slot] is request, "a slot serves a request it was not given to"
             if span.method is not None:
                 assert span.method in request.methods
-            if request.method in self.scheduler.host:
+            if request.method in self.scheduler.host_proposers:
                 assert TAIL not in span.tokens
-            assert span.drafts <= min(request.num_drafts, self.limits.num_drafts)
-        used = num_rows(plan.spans, plan.verified)
+            assert span.num_drafts <= min(request.num_drafts, self.limits.num_drafts)
+        used = num_rows(plan.spans, plan.num_verified)
         assert used <= self.limits.max_num_batched_tokens, "the token budget is exceeded"
         if alone is None:
             self._check_overtaken(before, [self.at[one.slot] for one in plan.admitted])
@@ -378,14 +380,14 @@ class World:
         self.check()
         for event in events:
             request = self.requests[event.key]
-            assert event.choice == request.sibling
+            assert event.sibling == request.sibling
             assert request not in self.ended, "an event of a request after its end"
             assert (event.start is None) == (request in self.reported)
             reported = self.reported.setdefault(request, [])
             reported += event.tokens
             assert reported == request.output_ids
-            assert 0 <= event.accepted <= min(event.drafted, len(event.tokens))
-            assert event.drafted <= request.num_drafts
+            assert 0 <= event.num_accepted <= min(event.num_verified, len(event.tokens))
+            assert event.num_verified <= request.num_drafts
             ending = event.finish_reason, event.stop_reason, event.error
             assert ending == (request.finish_reason, request.stop_reason, request.error)
             if event.finish_reason is not None:

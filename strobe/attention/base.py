@@ -70,9 +70,7 @@ class PagedPlan(AttentionPlan, Protocol):
 
 
 class AttentionBackend(Protocol):
-    """graph_safe: it asks nothing of the host, so that a step can be captured."""
-
-    graph_safe: bool
+    """What makes the plan of each forward."""
 
     def plan(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]) -> AttentionPlan:
         """Prepare one forward: what depends on the batch and not on the layer."""

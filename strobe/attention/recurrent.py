@@ -31,7 +31,6 @@ class RecurrentBackend:
     def __init__(self, backend: AttentionBackend, states: StateStore, *, kernels: bool = False):
         """kernels: whether triton's do it, which read rows as they lie."""
         self.backend, self.states, self.kernels = backend, states, kernels
-        self.graph_safe = backend.graph_safe
 
     def plan(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]) -> RecurrentPlan:
         attend = self.backend.plan(batch, store, masks)
@@ -46,7 +45,7 @@ class _Rectangle(NamedTuple):
     slots: Tensor
     sizes: Tensor
     accepted: Tensor
-    fresh: Tensor
+    starts_fresh: Tensor
     rows: Tensor
     valid: Tensor
 
@@ -61,30 +60,30 @@ class RecurrentPlan:
     def __init__(self, attend: AttentionPlan, batch: Batch, states: StateStore):
         self.attend, self.batch, self.states = attend, batch, states
         self.state_slots, start, sizes = batch.slots, batch.starts, batch.sizes
-        self.fresh = start == 0
-        behind = start - states.length.index_select(0, self.state_slots)
-        self.accepted = behind.clamp(0, states.pending).masked_fill(self.fresh, 0)
+        self.starts_fresh = start == 0
+        num_pending = start - states.length.index_select(0, self.state_slots)
+        self.accepted = num_pending.clamp(0, states.pending).masked_fill(self.starts_fresh, 0)
         length = torch.where(sizes > states.pending, start + sizes, start)
         states.length.index_copy_(0, self.state_slots, length)
         self._lay_out()
 
     def _lay_out(self) -> None:
         batch, device = self.batch, self.state_slots.device
-        found = [(torch.arange(len(self.state_slots), device=device), batch.longest)]
+        span_groups = [(torch.arange(len(self.state_slots), device=device), batch.longest)]
         if batch.row_counts:
             groups = groups_of(tuple(batch.row_counts), device)
-            found = [(group.spans, group.rows.shape[1]) for group in groups]
-        self.parts: list[_Rectangle] = []
-        for spans, longest in found:
+            span_groups = [(group.spans, group.rows.shape[1]) for group in groups]
+        self.rectangles: list[_Rectangle] = []
+        for spans, longest in span_groups:
             sizes = batch.sizes[spans]
             offset = torch.arange(longest, device=device)
             rows = batch.row_starts[spans][:, None] + offset
-            self.parts.append(
+            self.rectangles.append(
                 _Rectangle(
                     self.state_slots[spans],
                     sizes,
                     self.accepted[spans],
-                    self.fresh[spans],
+                    self.starts_fresh[spans],
                     rows.clamp_(max=len(batch.positions) - 1),
                     offset < sizes[:, None],
                 )
@@ -101,34 +100,34 @@ class RecurrentPlan:
         (its logarithm) and rate [T, Hv] -> what the layer's states answer [T, Hv, Dv]."""
         spec, (rows, _) = self.states.spec, x.shape
         out = x.new_zeros(rows + 1, spec.heads, spec.value_dim)
-        for part in self.parts:
-            found = self._mix(layer, part, x, torch.stack([decay, rate], 1), weight)
+        for part in self.rectangles:
+            answers = self._mix(layer, part, x, torch.stack([decay, rate], 1), weight)
             # What fills a rectangle up goes to a row behind all others.
             place = torch.where(part.valid, part.rows, rows)
-            out.index_copy_(0, place.flatten(), found.flatten(0, 1).to(out.dtype))
+            out.index_copy_(0, place.flatten(), answers.flatten(0, 1).to(out.dtype))
         return out[:rows]
 
     def _mix(
         self, layer: int, part: _Rectangle, x: Tensor, gates: Tensor, weight: Tensor
     ) -> Tensor:
         store, spec = self.states, self.states.spec
-        held = [every[layer].index_select(0, part.slots) for every in store.parts]
-        state, window, kept, keys, changes = held
+        held = [every[layer].index_select(0, part.slots) for every in store.tensors]
+        state, window, held_gates, keys, changes = held
         # What is not the sequence's own may be anything, and 0 times anything is not always 0.
-        state = state.masked_fill(part.fresh[:, None, None, None], 0.0)
+        state = state.masked_fill(part.starts_fresh[:, None, None, None], 0.0)
         index = torch.arange(window.shape[1], device=x.device)
-        own = (index < spec.kernel - 1 + part.accepted[:, None]) & ~part.fresh[:, None]
-        window = window.where(own[:, :, None], 0.0)
+        is_own = (index < spec.kernel - 1 + part.accepted[:, None]) & ~part.starts_fresh[:, None]
+        window = window.where(is_own[:, :, None], 0.0)
         block = torch.arange(store.pending, device=x.device)
         true = (block < part.accepted[:, None])[:, :, None, None]
-        kept, keys, changes = (rows.where(true, 0.0) for rows in (kept, keys, changes))
-        state = taken_in(state, kept[:, :, 0], _unit(keys), changes)
+        held_gates, keys, changes = (rows.where(true, 0.0) for rows in (held_gates, keys, changes))
+        state = apply_changes(state, held_gates[:, :, 0], _unit(keys), changes)
         before = torch.arange(spec.kernel - 1, device=x.device) + part.accepted[:, None]
         fresh = x[part.rows].where(part.valid[:, :, None], 0.0)
         rows = torch.cat([_take(window, before), fresh], 1)
-        now = gates[part.rows].where(part.valid[:, :, None, None], 0.0)
+        row_gates = gates[part.rows].where(part.valid[:, :, None, None], 0.0)
         q, k, v = split(rows, weight, spec)
-        out, end, change = delta_rule(state, _unit(q) * spec.key_dim**-0.5, _unit(k), v, now)
+        out, end, change = delta_rule(state, _unit(q) * spec.key_dim**-0.5, _unit(k), v, row_gates)
         long = (part.sizes > store.pending)[:, None]
         if part.rows.shape[1] > store.pending:
             state = torch.where(long[..., None, None], end, state)
@@ -136,7 +135,7 @@ class RecurrentPlan:
         store.state[layer].index_copy_(0, part.slots, state)
         store.window[layer].index_copy_(0, part.slots, _take(rows, first + index))
         newest = block.expand(len(rows), -1)
-        for every, new in ((store.gates, now), (store.keys, k), (store.changes, change)):
+        for every, new in ((store.gates, row_gates), (store.keys, k), (store.changes, change)):
             every[layer].index_copy_(0, part.slots, _take(new, newest))
         return out
 
@@ -161,8 +160,8 @@ class KernelPlan(RecurrentPlan):
         from strobe.kernels.recurrent import mix
 
         batch, store = self.batch, self.states
-        spans = self.state_slots, batch.row_starts, batch.sizes, self.accepted, self.fresh
-        held = [every[layer] for every in store.parts]
+        spans = self.state_slots, batch.row_starts, batch.sizes, self.accepted, self.starts_fresh
+        held = [every[layer] for every in store.tensors]
         return mix(x, decay, rate, weight, spans, held, batch.longest, store.spec)
 
 
@@ -196,7 +195,7 @@ def _of_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
-def taken_in(state: Tensor, decay: Tensor, k: Tensor, changes: Tensor) -> Tensor:
+def apply_changes(state: Tensor, decay: Tensor, k: Tensor, changes: Tensor) -> Tensor:
     """The state [G, Hv, Dk, Dv] behind rows whose changes [G, N, Hv, Dv] are known: decay (its
     logarithm) [G, N, Hv], k [G, N, Hk, Dk]. The sums are those of `delta_rule`, in its order."""
     keep, k = decay.exp()[..., None, None], _of_heads(k, state.shape[1])
@@ -252,15 +251,17 @@ def _by_chunks(
     fresh, old = solved.split([v.shape[-1], k.shape[-1]], -1)
     inner, outer = (q @ k.mT) * faded, q * since
     last = total[..., -1:]
-    kept, ahead = last.exp()[..., None], (k * (last - total).exp()[..., None]).mT
+    end_decay, ahead = last.exp()[..., None], (k * (last - total).exp()[..., None]).mT
     answers, changes = list[Tensor](), list[Tensor]()
     for i in range(q.shape[2]):
         change = fresh[:, :, i] - old[:, :, i] @ state
         changes.append(change)
         answers.append(outer[:, :, i] @ state + inner[:, :, i] @ change)
-        state = kept[:, :, i] * state + ahead[:, :, i] @ change
-    found, made = (torch.cat(parts, 2).transpose(1, 2)[:, :count] for parts in (answers, changes))
-    return found, state, made
+        state = end_decay[:, :, i] * state + ahead[:, :, i] @ change
+    outputs, all_changes = (
+        torch.cat(parts, 2).transpose(1, 2)[:, :count] for parts in (answers, changes)
+    )
+    return outputs, state, all_changes
 
 
 def _chunks(x: Tensor) -> Tensor:

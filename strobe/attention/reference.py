@@ -76,8 +76,8 @@ class ReferencePlan:
             if keys.dtype != q.dtype:
                 keys, values = keys.to(q.dtype), values.to(q.dtype)
             spans, longest = group.rows.shape
-            whole = group.flat is None and len(self.groups) == 1
-            part = q if whole else q[group.rows.flatten()]
+            single_group = group.flat is None and len(self.groups) == 1
+            part = q if single_group else q[group.rows.flatten()]
             part = part.view(spans, longest, kv_heads, repeats, width).permute(0, 2, 3, 1, 4)
             part = part.reshape(spans, kv_heads, repeats * longest, width)
             bias = self._bias_of(index, self.masks[layer], q.dtype, repeats)
@@ -88,7 +88,7 @@ class ReferencePlan:
                 result = attend_with_sinks(part, keys, values, bias, column.flatten(1))
             result = result.view(spans, kv_heads, repeats, longest, width).permute(0, 3, 1, 2, 4)
             result = result.reshape(spans * longest, heads * width)
-            if whole:
+            if single_group:
                 return result
             if out is None:
                 out = torch.empty(rows, heads * width, dtype=q.dtype, device=q.device)
@@ -110,8 +110,6 @@ def attend_with_sinks(
 
 class ReferenceBackend:
     """Gathers each span's keys and runs torch's attention with an explicit mask."""
-
-    graph_safe = False
 
     def plan(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]) -> ReferencePlan:
         return ReferencePlan(batch, store, masks)

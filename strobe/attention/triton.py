@@ -18,7 +18,7 @@ HEAD_DIMS = (64, 128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def missing(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def unsupported_reason(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """What the kernel lacks to serve a model of this head size and dtype; None: nothing."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
@@ -83,8 +83,6 @@ class TritonPlan:
 
 class TritonBackend:
     """Reads the paged cache in place; a step of given shapes can be captured in a CUDA graph."""
-
-    graph_safe = True
 
     def __init__(self, device: torch.device, head_dim: int):
         """head_dim: the largest of the models that share this backend and its workspace."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from strobe.engine.build import Resolved
+from strobe.engine.build import ResolvedConfig
 from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
-from strobe.spec.registry import REGISTRY, no_checkpoint
+from strobe.speculation.registry import REGISTRY, no_checkpoint
 
 
-def check_prompt(prompt_ids: Sequence[int], resolved: Resolved) -> None:
+def check_prompt(prompt_ids: Sequence[int], resolved: ResolvedConfig) -> None:
     """Raises ValueError for a prompt that is empty, too long or outside the vocabulary."""
     if not prompt_ids:
         raise ValueError("The prompt is empty; give it at least one token.")
@@ -22,7 +22,7 @@ def check_prompt(prompt_ids: Sequence[int], resolved: Resolved) -> None:
     _check_ids("The prompt", prompt_ids, resolved)
 
 
-def check_sampling(sampling: SamplingParams, resolved: Resolved) -> None:
+def check_sampling(sampling: SamplingParams, resolved: ResolvedConfig) -> None:
     """Raises ValueError for token ids and counts beyond the vocabulary."""
     _check_ids("stop_token_ids", sampling.stop_token_ids, resolved)
     _check_ids("allowed_token_ids", sampling.allowed_token_ids or (), resolved)
@@ -41,28 +41,28 @@ def check_sampling(sampling: SamplingParams, resolved: Resolved) -> None:
             )
 
 
-def _check_ids(name: str, ids: Sequence[int], resolved: Resolved) -> None:
+def _check_ids(name: str, ids: Sequence[int], resolved: ResolvedConfig) -> None:
     size = resolved.target.decoder.vocab_size
     if ids and not 0 <= min(ids) <= max(ids) < size:
-        wrong = next(i for i in ids if not 0 <= i < size)
+        invalid = next(i for i in ids if not 0 <= i < size)
         raise ValueError(
-            f"{name} holds token id {wrong}, but the vocabulary has ids 0 to {size - 1}."
+            f"{name} holds token id {invalid}, but the vocabulary has ids 0 to {size - 1}."
         )
 
 
 def choose_method(
-    asked: Speculation, resolved: Resolved, methods: Collection[str]
+    speculation: Speculation, resolved: ResolvedConfig, methods: Collection[str]
 ) -> tuple[str, int, str | None]:
     """Return a request's drafting method, its drafts per step, and why it has none. methods: those
     that the engine can run. Raises ValueError for what it cannot."""
-    max_drafts, method = resolved.limits.num_drafts, asked.method or resolved.method
-    if asked.num_drafts is not None and asked.num_drafts > max_drafts:
+    max_drafts, method = resolved.limits.num_drafts, speculation.method or resolved.method
+    if speculation.num_drafts is not None and speculation.num_drafts > max_drafts:
         raise ValueError(
-            f"speculation.num_drafts is {asked.num_drafts}, but this engine verifies at most "
+            f"speculation.num_drafts is {speculation.num_drafts}, but this engine verifies at most "
             f"{max_drafts} drafts per step; ask for 0 to {max_drafts}."
         )
-    if method == "none" or asked.num_drafts == 0:
-        if asked.method == "none" or asked.num_drafts == 0:
+    if method == "none" or speculation.num_drafts == 0:
+        if speculation.method == "none" or speculation.num_drafts == 0:
             return "none", 0, "the request turned speculation off"
         if resolved.draft is None:
             return "none", 0, "no drafter is loaded"
@@ -74,4 +74,4 @@ def choose_method(
         raise ValueError(
             f"speculation.method is {method!r}, but this engine cannot draft so; {hint}."
         )
-    return method, max_drafts if asked.num_drafts is None else asked.num_drafts, None
+    return method, max_drafts if speculation.num_drafts is None else speculation.num_drafts, None

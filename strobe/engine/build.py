@@ -12,7 +12,7 @@ import torch
 
 from strobe.attention.recurrent import RecurrentBackend
 from strobe.config import EngineConfig, Limits, resolve_limits
-from strobe.engine.device import Choice, backends, choose
+from strobe.engine.backends import BackendChoice, choose_backends, make_backends
 from strobe.hub.download import fetch_weights
 from strobe.hub.locate import located
 from strobe.kv.pages import PagePool
@@ -32,14 +32,14 @@ from strobe.runner.state import DecodeState
 from strobe.sampling.grammar import GrammarState
 from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling.state import SamplingState
-from strobe.spec.base import ProposerSet
-from strobe.spec.registry import REGISTRY, Context, no_checkpoint
+from strobe.speculation.base import ProposerSet
+from strobe.speculation.registry import REGISTRY, ProposerContext, no_checkpoint
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedConfig:
     """What the settings and the checkpoints' configs come to, before any weight is read. drafts: by
     drafting method; scratch: bytes that steps take on a GPU beside weights and KV cache."""
 
@@ -50,7 +50,7 @@ class Resolved:
     limits: Limits
     device: torch.device
     dtype: torch.dtype
-    choice: Choice
+    backends: BackendChoice
     scratch: int
 
     @property
@@ -60,7 +60,7 @@ class Resolved:
 
 
 @dataclass
-class Parts:
+class Components:
     """The parts that Engine composes."""
 
     runner: ModelRunner
@@ -88,23 +88,21 @@ def choose_device(name: str) -> torch.device:
     return torch.device(kind, index)
 
 
-def resolve(config: EngineConfig) -> Resolved:
+def resolve(config: EngineConfig) -> ResolvedConfig:
     """Read and check configs and tensor headers. Raises ValueError with a hint."""
     config = located(config)
     target_path = Path(config.target)
     target = load_target_config(target_path)
     if target.states is not None and config.enable_prefix_caching:
-        logger.warning(
-            "Prefix caching is off: no page holds the state of the target's recurrent layers."
-        )
+        logger.warning("Prefix caching is off: pages hold no states of recurrent layers.")
         config = config.with_(enable_prefix_caching=False)
     if config.draft is None and config.draft_sample_method == "probabilistic":
         raise ValueError(
             "draft_sample_method is 'probabilistic', but no drafter is loaded; name one with "
             "draft, or leave draft_sample_method out."
         )
-    read = {name: method.read(config, target) for name, method in REGISTRY.items()}
-    drafts = {name: found for name, found in read.items() if found is not None}
+    configs = {name: method.read(config, target) for name, method in REGISTRY.items()}
+    drafts = {name: draft for name, draft in configs.items() if draft is not None}
     draft = next(iter(drafts.values()), None)
     method = config.method or next(iter(drafts), "none")
     device = choose_device(config.device)
@@ -113,23 +111,23 @@ def resolve(config: EngineConfig) -> Resolved:
     model_max = min(model.decoder.max_position for model in (target, *drafts.values()))
     gpu = device.type == "cuda"
     limits = resolve_limits(config, model_max=model_max, method=method, draft=draft, gpu=gpu)
-    own = "float32" if device.type == "cpu" else target.dtype
-    dtype: torch.dtype = getattr(torch, own if config.dtype == "auto" else config.dtype)
-    choice = choose(config, target, draft, device, dtype)
+    native_dtype = "float32" if device.type == "cpu" else target.dtype
+    dtype: torch.dtype = getattr(torch, native_dtype if config.dtype == "auto" else config.dtype)
+    backends = choose_backends(config, target, draft, device, dtype)
     if config.load_format != "dummy":
         fetch_weights(*filter(None, (config.draft, config.target)))
     modules: list[Target | DFlash] = [check_target_tensors(target_path, target, config.load_format)]
-    for name, found in drafts.items():
-        modules.append(REGISTRY[name].check(Path(config.draft or ""), found, config.load_format))
-    groups = list(kv_groups(target, drafts, choice.kv_dtype).values())
+    for name, draft in drafts.items():
+        modules.append(REGISTRY[name].check(Path(config.draft or ""), draft, config.load_format))
+    groups = list(kv_groups(target, drafts, backends.kv_dtype).values())
     scratch = 0
     if device.type == "cuda":
         features = len({layer for draft in drafts.values() for layer in draft.capture})
         scratch = scratch_bytes(limits, target.decoder, features, dtype)
-    weights = sum(weight_bytes(module, dtype, fp8=choice.fp8) for module in modules)
+    weights = sum(weight_bytes(module, dtype, fp8=backends.fp8) for module in modules)
     taken = slot_bytes(target, limits, dtype, device)
     plan_pages(config, limits, groups, device, weights=weights, scratch=scratch, **taken)
-    return Resolved(config, target, drafts, method, limits, device, dtype, choice, scratch)
+    return ResolvedConfig(config, target, drafts, method, limits, device, dtype, backends, scratch)
 
 
 def slot_bytes(
@@ -153,36 +151,35 @@ def kv_groups(
     target: TargetConfig, drafts: Mapping[str, DraftConfig], dtype: torch.dtype
 ) -> dict[str, KVSpec]:
     """What the pages hold: the target's keys and values, and those of each drafting method."""
-    found: dict[str, KVSpec] = {}
+    groups: dict[str, KVSpec] = {}
     for name, config in {"target": target, **drafts}.items():
         shapes = map(config.decoder.shape_of, range(len(config.decoder.masks)))
-        found[name] = KVSpec(tuple((of.num_kv_heads, of.head_dim) for of in shapes), dtype)
-    return found
+        groups[name] = KVSpec(tuple((s.num_kv_heads, s.head_dim) for s in shapes), dtype)
+    return groups
 
 
-def build(resolved: Resolved, target: Target | None = None) -> Parts:
+def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     """Load the weights, size the pool and wire the parts. target: weights loaded elsewhere."""
     config, limits = resolved.config, resolved.limits
     device, dtype = resolved.device, resolved.dtype
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and kernels are the current device's
-    reach = limits.max_model_len + limits.block + 1
-    choice = resolved.choice
-    how: dict[str, Any] = {"max_positions": reach, "dtype": dtype, "device": device}
-    how |= {"load_format": config.load_format, "fp8": choice.fp8}
-    stored = resolved.target.quantization
+    max_positions, backends = limits.max_model_len + limits.lookahead + 1, resolved.backends
+    load_kwargs: dict[str, Any] = {"max_positions": max_positions, "dtype": dtype, "device": device}
+    load_kwargs |= {"load_format": config.load_format, "fp8": backends.fp8}
+    quantization = resolved.target.quantization
     if target is None:
-        target = load_target(Path(config.target), resolved.target, **how)
-        if stored is not None and not choice.fp8:
+        target = load_target(Path(config.target), resolved.target, **load_kwargs)
+        if quantization is not None and not backends.fp8:
             size = sum(parameter.nbytes for parameter in target.parameters())
-            logger.info("Weights in %s are held in %s: %d bytes.", stored.method, dtype, size)
-    groups = kv_groups(resolved.target, resolved.drafts, choice.kv_dtype)
+            logger.info("Weights in %s are held in %s: %d bytes.", quantization.method, dtype, size)
+    groups = kv_groups(resolved.target, resolved.drafts, backends.kv_dtype)
     drafters = {
-        name: REGISTRY[name].load(Path(config.draft or ""), draft, target, **how)
+        name: REGISTRY[name].load(Path(config.draft or ""), draft, target, **load_kwargs)
         for name, draft in resolved.drafts.items()
     }
     ops = TorchOps()
-    if choice.kernels:
+    if backends.kernels:
         from strobe.models.ops.triton_ops import TritonOps
 
         ops = TritonOps(device, dtype)  # models of one stream share a workspace
@@ -190,54 +187,45 @@ def build(resolved: Resolved, target: Target | None = None) -> Parts:
         model.ops = ops
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left over counts as free
-    taken = slot_bytes(resolved.target, limits, dtype, device)
+    reserved_bytes = slot_bytes(resolved.target, limits, dtype, device)
     pages = plan_pages(
-        config, limits, list(groups.values()), device, scratch=resolved.scratch, **taken
+        config, limits, list(groups.values()), device, scratch=resolved.scratch, **reserved_bytes
     )
-    spare = int(choice.graphs)  # one page more, for rows that only fill up a bucket
-    stores = {
-        n: KVStore(spec, pages + spare, limits.page_size, device) for n, spec in groups.items()
-    }
+    spare = int(backends.graphs)  # a page for rows that only fill up a bucket
+    size = pages + spare, limits.page_size, device
+    stores = {name: KVStore(spec, *size) for name, spec in groups.items()}
     states, spec = None, resolved.target.states
     if spec is not None:
         states = StateStore(spec, limits.max_num_seqs, 1 + limits.num_drafts, dtype, device)
     state = DecodeState(
         limits.max_num_seqs,
-        reach,
+        max_positions,
         limits.page_size,
         device,
         limit=limits.max_model_len,
         spare_page=pages * spare,
-        kernels=choice.kernels,
+        kernels=backends.kernels,
     )
     vocab, tokenizer = resolved.target.decoder.vocab_size, Path(config.target) / "tokenizer.json"
-    sampling = SamplingState(limits.max_num_seqs, vocab, device, kernels=choice.kernels)
+    sampling = SamplingState(limits.max_num_seqs, vocab, device, kernels=backends.kernels)
     grammars = GrammarState(GrammarCompiler(tokenizer, vocab, resolved.target.eos_ids))
-    backend, draft_backend = backends(choice, resolved.target, resolved.draft, device)
+    backend, draft_backend = make_backends(backends, resolved.target, resolved.draft, device)
     if states is not None:
-        backend = RecurrentBackend(backend, states, kernels=choice.attention == "triton")
+        backend = RecurrentBackend(backend, states, kernels=backends.attention == "triton")
     buckets, graphs = None, Eager()
-    if choice.graphs:
+    if backends.graphs:
         buckets = Buckets(
-            limits.max_num_seqs, limits.num_drafts, limits.block, narrow=config.adaptive
+            limits.max_num_seqs, limits.num_drafts, limits.lookahead, narrow=config.adaptive
         )
         graphs = Graphs(CUDACapturer())
-    given = Context(config, state, sampling, graphs, buckets, draft_backend, drafters, stores)
-    made = {
-        name: method.make(given)
-        for name, method in REGISTRY.items()
-        if name in drafters or method.read is no_checkpoint
-    }
-    proposers = ProposerSet(made, device)
+    context = ProposerContext(
+        config, state, sampling, graphs, buckets, draft_backend, drafters, stores
+    )
+    usable = [n for n, method in REGISTRY.items() if n in drafters or method.read is no_checkpoint]
+    proposers = ProposerSet({name: REGISTRY[name].make(context) for name in usable}, device)
+    masks, store, capture = resolved.target.decoder.masks, stores["target"], proposers.capture
     runner = ModelRunner(
-        target,
-        resolved.target.decoder.masks,
-        stores["target"],
-        state,
-        sampling,
-        backend,
-        capture=proposers.capture,
-        buckets=buckets,
+        target, masks, store, state, sampling, backend, capture=capture, buckets=buckets
     )
     pool = PagePool(pages, limits.page_size)
-    return Parts(runner, proposers, state, sampling, grammars, graphs, pool, stores, states)
+    return Components(runner, proposers, state, sampling, grammars, graphs, pool, stores, states)

@@ -13,23 +13,23 @@ from torch import Tensor
 
 from strobe.config import EngineConfig
 from strobe.engine.admission import check_prompt, check_sampling, choose_method
-from strobe.engine.build import Parts, Resolved, build, resolve
-from strobe.engine.outcomes import EngineStats
+from strobe.engine.build import Components, ResolvedConfig, build, resolve
+from strobe.engine.result_processor import EngineStats
 from strobe.engine.scheduler import Scheduler
-from strobe.request import USUAL, FinishReason, Place, Request
+from strobe.request import DEFAULT_SCHEDULING, FinishReason, Request, SchedulingOptions
 from strobe.runner.batch import Layout, Shape
 from strobe.runner.buckets import verified_rows
 from strobe.runner.graphs import Eager
-from strobe.runner.pending import PendingStep, Verdict
-from strobe.runner.runner import Output
-from strobe.runner.state import Simulated
+from strobe.runner.pending import PendingStep, VerifyResult
+from strobe.runner.runner import ForwardOutput
+from strobe.runner.state import SimulatedAcceptance
 from strobe.sampling.grammar import GrammarWalk
 from strobe.sampling.state import SamplingMode
 from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
-from strobe.spec.adaptive import AdaptiveBudget
-from strobe.spec.allocate import verified_drafts
-from strobe.spec.budget import Budget
-from strobe.spec.dflash import DFlashProposer
+from strobe.speculation.adaptive import AdaptiveDraftPolicy
+from strobe.speculation.allocate import verified_drafts
+from strobe.speculation.dflash import DFlashProposer
+from strobe.speculation.draft_policy import DraftPolicy
 from strobe.step import Plan, StepResult, TokenEvent
 from strobe.transfer import download, upload
 
@@ -39,47 +39,47 @@ class Engine:
 
     def __init__(
         self,
-        setup: EngineConfig | Resolved,
+        config: EngineConfig | ResolvedConfig,
         *,
-        parts: Parts | None = None,
-        budget: Budget | None = None,
-        simulated_acceptance: Simulated | None = None,
+        components: Components | None = None,
+        draft_policy: DraftPolicy | None = None,
+        simulated_acceptance: SimulatedAcceptance | None = None,
     ):
-        """setup: settings, or what they were resolved to already. parts: made elsewhere (tests swap
-        in a scripted proposer). budget: how many drafts requests verify in a step.
-        simulated_acceptance: what drafting steps shall bring, whatever the target says. Raises
-        ValueError for settings that do not fit.
-        """
-        self.resolved = resolve(setup) if isinstance(setup, EngineConfig) else setup
+        """config: settings, or what they were resolved to already. components: made elsewhere
+        (tests swap in a scripted proposer). draft_policy: how many drafts requests verify in a
+        step. simulated_acceptance: what drafting steps shall bring, whatever the target says.
+        Raises ValueError for settings that do not fit."""
+        self.resolved = resolve(config) if isinstance(config, EngineConfig) else config
         self.config, self.limits = self.resolved.config, self.resolved.limits
-        self.parts = parts or build(self.resolved)
-        self.runner, self.proposers = self.parts.runner, self.parts.proposers
-        self.state, self.sampling = self.parts.state, self.parts.sampling
-        self.graphs, self.grammars = self.parts.graphs, self.parts.grammars
+        self.components = components or build(self.resolved)
+        self.runner, self.proposers = self.components.runner, self.components.proposers
+        self.state, self.sampling = self.components.state, self.components.sampling
+        self.graphs, self.grammars = self.components.graphs, self.components.grammars
         self.scheduler = Scheduler(
             self.limits,
-            self.parts.pool,
-            host=self.proposers.on_host,
+            self.components.pool,
+            host_proposers=self.proposers.on_host,
             prefix_caching=self.config.enable_prefix_caching,
-            budget=budget or self._budget(),
+            draft_policy=draft_policy or self._make_draft_policy(),
         )
-        self.depth = self.resolved.choice.overlap
+        self.max_in_flight = self.resolved.backends.overlap
         self.simulated_acceptance = simulated_acceptance
-        self.mark: Callable[[str], None] = lambda name: None
+        self.on_phase: Callable[[str], None] = lambda name: None
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
         self._pending: deque[PendingStep] = deque()
         self._saved: list[tuple[Tensor, Tensor]] = []
-        self._numbers = itertools.count()
-        self._done = 0.0
+        self._request_numbers = itertools.count()
+        self._last_done = 0.0
 
-    def _budget(self) -> Budget:
+    def _make_draft_policy(self) -> DraftPolicy:
         """An adaptive one where something is drafted on the device."""
-        drafter, most = self.proposers.all.get("dflash"), self.limits.num_drafts
-        if not (self.config.adaptive and most and isinstance(drafter, DFlashProposer)):
-            return Budget()
+        drafter, max_drafts = self.proposers.by_name.get("dflash"), self.limits.num_drafts
+        if not (self.config.adaptive and max_drafts and isinstance(drafter, DFlashProposer)):
+            return DraftPolicy()
         rows = functools.partial(verified_rows, self.runner.buckets)
-        beside = self.limits.max_mixed_tokens or self.limits.max_num_batched_tokens
-        return AdaptiveBudget(*drafter.widths_for(most), rows, beside, self.limits.max_num_seqs)
+        max_mixed = self.limits.max_mixed_tokens or self.limits.max_num_batched_tokens
+        widths = drafter.widths_for(max_drafts)
+        return AdaptiveDraftPolicy(*widths, rows, max_mixed, self.limits.max_num_seqs)
 
     def step(self) -> list[TokenEvent]:
         """Launch the next step, and take in the oldest once `overlap` are in flight."""
@@ -90,7 +90,7 @@ class Engine:
                 self._save_states(plan)
                 self._pending.append(self.launch(plan))
                 launched = True
-            if not self._pending or (plan.spans and len(self._pending) < self.depth):
+            if not self._pending or (plan.spans and len(self._pending) < self.max_in_flight):
                 return []
             result = self._result(self._pending[0])
             events = self.scheduler.commit(self._pending[0].plan, result)
@@ -105,15 +105,15 @@ class Engine:
         """Keep the recurrent states of a request that runs alone: if this step of it fails, too,
         it goes on from them."""
         self._saved = []
-        if self.parts.states is not None and self.scheduler.alone is not None:
-            self._saved = self.parts.states.save(plan.spans[0].slot)
+        if self.components.states is not None and self.scheduler.alone is not None:
+            self._saved = self.components.states.save(plan.spans[0].slot)
 
     def _cancel(self, plan: Plan, launched: bool, error: str) -> list[TokenEvent]:
         """Give up a step that failed: a launch by itself; but all steps in flight where a result
         could not be taken in, or grammars stand where no step has left them."""
-        if self.parts.states is not None:
-            self.parts.states.restore(self._saved)
-        if not launched and all(pending.followed is not None for pending in self._pending):
+        if self.components.states is not None:
+            self.components.states.restore(self._saved)
+        if not launched and all(pending.grammars_advanced is not None for pending in self._pending):
             return self.scheduler.cancel(plan, error)
         self._pending.clear()
         return self.scheduler.cancel_all(error)
@@ -121,79 +121,79 @@ class Engine:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> PendingStep:
         """Run one plan on the device; nothing here waits for a result, unless a grammar must."""
-        began = time.perf_counter()
+        started = time.perf_counter()
         self._admit(plan)
-        self.mark("start")
+        self.on_phase("start")
         slots = [span.slot for span in plan.spans]
-        mode, shape = self.sampling.mode(slots), self.runner.shape_of(plan.spans, plan.verified)
+        mode, shape = self.sampling.mode(slots), self.runner.shape_of(plan.spans, plan.num_verified)
         drafts, margins = self.proposers.propose(plan, shape)
-        self.mark("draft")
-        walk, told = None, None if margins is None else download(margins)
+        self.on_phase("draft")
+        walk, host_margins = None, None if margins is None else download(margins)
         if mode.grammar:
-            plan, drafts, walk = self._constrain(plan, drafts)
+            plan, drafts, walk = self._apply_grammars(plan, drafts)
         layout, bounds = self._lay_out(plan, shape, margins), self.runner.bounds(plan.spans)
-        graphs = self.graphs if self.runner.captured(layout) else Eager()
+        graphs = self.graphs if self.runner.is_captured(layout) else Eager()
 
-        def forward(packed: Tensor, drafts: Tensor | None) -> Output:
-            batch = self.state.place(layout.over(packed), drafts, bounds)
-            return self.runner.keep(self.runner.forward(batch))
+        def forward(packed: Tensor, drafts: Tensor | None) -> ForwardOutput:
+            batch = self.state.make_batch(layout.with_packed(packed), drafts, bounds)
+            return self.runner.copy_output(self.runner.forward(batch))
 
-        def verify(packed: Tensor, *given: Tensor | None) -> Verdict:
-            return self.verify(layout.over(packed), bounds, mode, output, *given)
+        def verify(packed: Tensor, *inputs: Tensor | None) -> VerifyResult:
+            return self.verify(layout.with_packed(packed), bounds, mode, output, *inputs)
 
         output, masks, errors = None, None, dict[int, str]()
         if walk is not None:  # masks are computed while the target runs
             output = graphs.run(("forward", layout.shape), forward, layout.packed, drafts)
             masks, errors = self._masks(walk, layout.shape)
         verdict = graphs.run((mode, layout.shape), verify, layout.packed, drafts, masks)
-        self.mark("verify")
+        self.on_phase("verify")
         tops = self.sampling.top_logprobs(slots) if mode.logprobs is not None else {}
-        return PendingStep(plan, verdict, tops, errors, layout, told, began)
+        return PendingStep(plan, verdict, tops, errors, layout, host_margins, started)
 
     def _admit(self, plan: Plan) -> None:
         """Take over what is new in a plan. Raises AssertionError for one that cannot be run."""
-        plan.check(self.limits.max_num_seqs, self.parts.pool.num_pages)
+        plan.check(self.limits.max_num_seqs, self.components.pool.num_pages)
         self.state.apply(plan)
         self.sampling.admit(plan.admitted)
-        for one in plan.admitted:
-            structured = StructuredOutputs.of(one.sampling.structured_outputs)
-            self.grammars.admit(one.slot, structured, one.tokens[one.num_prompt :])
+        for new in plan.admitted:
+            structured = StructuredOutputs.of(new.sampling.structured_outputs)
+            self.grammars.admit(new.slot, structured, new.tokens[new.num_prompt :])
 
     def verify(
         self,
         layout: Layout,
         bounds: Sequence[int],
         mode: SamplingMode,
-        output: Output | None,
+        output: ForwardOutput | None,
         drafts: Tensor | None,
         masks: Tensor | None,
-    ) -> Verdict:
+    ) -> VerifyResult:
         """The device's part of a step behind the drafts, captured where its shape comes again.
         output: the forward's, where that has run: no input, it lies always in one place."""
-        batch = self.state.place(layout, drafts, bounds)  # ids, positions and K/V slots of all rows
+        batch = self.state.make_batch(layout, drafts, bounds)
         output = self.runner.forward(batch) if output is None else output
         sampled = self.runner.sample(output, layout, batch, mode, masks)
-        tokens = sampled.tokens.view(-1, layout.shape.logits)
+        tokens = sampled.tokens.view(-1, layout.shape.max_logits)
         # Lengths and newest tokens move on by what was kept of the drafts.
         accepted = self.state.accept(layout, batch, tokens, self.simulated_acceptance)
         if mode.processed:
-            self.sampling.count(layout.slots, tokens, accepted, layout.active)
+            self.sampling.count_tokens(layout.slots, tokens, accepted, layout.active)
         scores = self.runner.score_prompt(output, layout)
-        verdict = Verdict(tokens, accepted, sampled.scores, scores)
-        self.proposers.observe(batch, output.hidden, verdict)  # drafters' K/V, on the same pages
+        verdict = VerifyResult(tokens, accepted, sampled.scores, scores)
+        self.proposers.observe(batch, output.features, verdict)  # drafters' K/V, on the same pages
         return verdict
 
     def _lay_out(self, plan: Plan, shape: Shape, margins: Tensor | None) -> Layout:
         """The plan's layout, with the drafts that it verifies; of those that the device makes, the
         most promising ones by their margins [S, K]."""
         layout = self.runner.lay_out(plan.spans, shape)
-        if plan.verified is None or not shape.drafts:
+        if plan.num_verified is None or not shape.max_drafts:
             return layout
-        given = margins, plan.confidence, plan.verified
-        drafts = verified_drafts(layout, *given, kernels=self.state.kernels)
-        return self.runner.narrow(layout, drafts, shape)
+        ranking = margins, plan.confidence, plan.num_verified
+        num_drafts = verified_drafts(layout, *ranking, kernels=self.state.kernels)
+        return self.runner.narrow(layout, num_drafts, shape)
 
-    def _constrain(
+    def _apply_grammars(
         self, plan: Plan, drafts: Tensor | None
     ) -> tuple[Plan, Tensor | None, GrammarWalk]:
         """Walk the grammars along the drafts: the plan and the drafts [S, K] with forced tokens in
@@ -202,29 +202,30 @@ class Engine:
         for pending in self._pending:
             self._result(pending)
         spans = list(plan.spans)
-        made: list[list[int]] = [] if drafts is None else drafts.clamp(min=0).tolist()
-        given = [
-            (made[i][: s.drafts] if s.method is not None else list(s.tokens[1:]))
-            if s.drafts and s.slot in self.grammars
+        draft_tokens: list[list[int]] = [] if drafts is None else drafts.clamp(min=0).tolist()
+        host_drafts = [
+            (draft_tokens[i][: s.num_drafts] if s.method is not None else list(s.tokens[1:]))
+            if s.num_drafts and s.slot in self.grammars
             else []
             for i, s in enumerate(spans)
         ]
         # A chunk in the middle of a prompt gives no token, and its rows stay free.
-        walk = self.grammars.walk([span.slot if span.logits else -1 for span in spans], given)
-        changed = [i for i, tokens in enumerate(walk.drafts) if tokens != given[i]]
+        slots = [span.slot if span.num_logits else -1 for span in spans]
+        walk = self.grammars.walk(slots, host_drafts)
+        changed = [i for i, tokens in enumerate(walk.drafts) if tokens != host_drafts[i]]
         for i in changed:
             if spans[i].method is None:
                 spans[i] = spans[i]._replace(tokens=(spans[i].tokens[0], *walk.drafts[i]))
             else:
-                made[i][: len(given[i])] = walk.drafts[i]
+                draft_tokens[i][: len(host_drafts[i])] = walk.drafts[i]
         if drafts is not None:  # a copy: the forward's graph may use the memory of the drafter's
-            drafts = upload(made, self.state.device) if changed else drafts.clone()
+            drafts = upload(draft_tokens, self.state.device) if changed else drafts.clone()
         return plan._replace(spans=tuple(spans)), drafts, walk
 
     def _masks(self, walk: GrammarWalk, shape: Shape) -> tuple[Tensor, dict[int, str]]:
         """The masks [S * W, words] of all rows, and by span why its request cannot go on. A GPU
         copies them from pinned memory, which torch gives to nobody else until that is done."""
-        size = shape.spans, shape.logits, self.grammars.compiler.words
+        size = shape.spans, shape.max_logits, self.grammars.compiler.words
         pinned = self.state.device.type == "cuda"
         masks = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
         errors = self.grammars.fill(walk, masks.numpy())
@@ -232,13 +233,13 @@ class Engine:
 
     def _result(self, pending: PendingStep) -> StepResult:
         """Wait for a step, and have grammars follow its tokens, once."""
-        result = pending.result(self._done)
-        if not pending.followed:
-            pending.followed, self._done = None, pending.done
+        result = pending.result(self._last_done)
+        if not pending.grammars_advanced:
+            pending.grammars_advanced, self._last_done = None, pending.done_at
             for i, span in enumerate(pending.plan.spans):
-                if span.logits and span.slot in self.grammars and i not in result.errors:
+                if span.num_logits and span.slot in self.grammars and i not in result.errors:
                     self.grammars.advance(span.slot, result.tokens[i])
-            pending.followed = True
+            pending.grammars_advanced = True
         return result
 
     @property
@@ -257,11 +258,11 @@ class Engine:
         key: Hashable = None,
         request_id: str | None = None,
         seed: int | None = None,
-        place: Place = USUAL,
+        scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ) -> list[Request]:
         """Queue all `n` answers to a prompt. key: what their events call the prompt; request_id: in
         the log. Raises ValueError, naming the value, for what cannot run."""
-        add = functools.partial(self.add, prompt_ids, sampling, key=key, place=place)
+        add = functools.partial(self.add, prompt_ids, sampling, key=key, scheduling=scheduling)
         requests: list[Request] = []
         for i in range(sampling.n):
             name = f"{request_id}-{i}" if request_id and sampling.n > 1 else request_id
@@ -278,7 +279,7 @@ class Engine:
         seed: int | None = None,
         request_id: str | None = None,
         key: Hashable = None,
-        place: Place = USUAL,
+        scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ) -> Request:
         """Queue one answer. sibling: which of a prompt's n answers; seed: used where the sampling
         parameters bring none; key: what its events call the prompt, by default the request's
@@ -286,28 +287,28 @@ class Engine:
         check_prompt(prompt_ids, self.resolved)
         check_sampling(sampling, self.resolved)
         asked = Speculation.of(sampling.speculation)
-        method, drafts, off = choose_method(asked, self.resolved, self.proposers.all)
-        number = next(self._numbers)
+        method, num_drafts, off_reason = choose_method(asked, self.resolved, self.proposers.by_name)
+        number = next(self._request_numbers)
         if sampling.seed is not None:
             seed = sampling.seed
         elif seed is None:
             seed = self.config.seed + number
-        ends = () if sampling.ignore_eos else self.resolved.target.eos_ids
+        end_ids = () if sampling.ignore_eos else self.resolved.target.eos_ids
         if sampling.structured_outputs is not None:
             self.compile(sampling)
-            ends = (*ends, *self.grammars.compiler.tokenizer.eos_tokens)
+            end_ids = (*end_ids, *self.grammars.compiler.tokenizer.eos_tokens)
         request = Request(
             request_id or f"request-{number}",
             prompt_ids,
             sampling,
             seed=seed,
             sibling=sibling,
-            stop_ids=frozenset((*ends, *sampling.stop_token_ids)),
+            stop_ids=frozenset((*end_ids, *sampling.stop_token_ids)),
             method=method,
-            num_drafts=drafts,
-            off_reason=off,
+            num_drafts=num_drafts,
+            off_reason=off_reason,
             key=number if key is None else key,
-            place=place,
+            scheduling=scheduling,
         )
         self.scheduler.add(request)
         return request
@@ -322,13 +323,13 @@ class Engine:
         """End a request from outside: its text met a stop string, or nobody waits for it."""
         self.scheduler.finish(request, reason)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Be as if nothing had run: counters, numbers of requests and cached pages. Nothing may be
         running."""
         assert not self.has_work, "requests are running"
-        self._numbers = itertools.count()
-        self.scheduler.outcomes.stats = EngineStats()
-        self.parts.pool.forget()
+        self._request_numbers = itertools.count()
+        self.scheduler.results.stats = EngineStats()
+        self.components.pool.clear_cache()
 
     def check_device(self) -> None:
         """Raises where a GPU can do nothing more, as after an illegal access."""

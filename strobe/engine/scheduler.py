@@ -16,22 +16,23 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping
 from operator import eq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from strobe.config import Limits
-from strobe.engine.outcomes import EngineStats, Outcomes
-from strobe.engine.record import Record
-from strobe.engine.suspects import Suspects
+from strobe.engine.fault_isolation import Advice, FaultIsolation
+from strobe.engine.result_processor import EngineStats, ResultProcessor
+from strobe.engine.running_request import RunningRequest
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
-from strobe.spec.budget import Advice, Allotment, Budget, Candidate, Chain, Load
+from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, DraftPlan, DraftPolicy
 from strobe.step import TAIL, Plan, Span, StepResult, TokenEvent, num_rows
 
 if TYPE_CHECKING:
-    from strobe.spec.base import HostProposer
+    from strobe.speculation.base import HostProposer
 
-_LOOKED_AT = 64
+Scheduled: TypeAlias = "list[tuple[RunningRequest, Span]]"
+_MAX_SCANNED = 64
 """Waiting requests that one plan looks at, at most."""
 
 
@@ -43,33 +44,33 @@ class Scheduler:
         limits: Limits,
         pool: PagePool,
         *,
-        host: Mapping[str, HostProposer] | None = None,
+        host_proposers: Mapping[str, HostProposer] | None = None,
         prefix_caching: bool = True,
-        budget: Budget | None = None,
+        draft_policy: DraftPolicy | None = None,
     ):
-        """host: methods that draft on the host, by what it knows of a request's tokens. budget: how
-        many drafts are verified."""
+        """host_proposers: methods that draft on the host, by what it knows of a request's tokens.
+        draft_policy: how many drafts are verified."""
         self.limits, self.pool = limits, pool
-        self.host = host or {}
+        self.host_proposers = host_proposers or {}
         self.prefix_caching = prefix_caching
-        self.budget = budget or Budget()
-        self.outcomes = Outcomes(limits)
+        self.draft_policy = draft_policy or DraftPolicy()
+        self.results = ResultProcessor(limits)
         self.waiting: deque[Request] = deque()
-        self.running: list[Record] = []
+        self.running: list[RunningRequest] = []
         self.alone: Request | None = None
         """The request that the newest plan runs alone, since a step of it failed."""
-        self._draining: list[Record] = []
+        self._finishing: list[RunningRequest] = []
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._flying: deque[list[Record]] = deque()
-        self._suspects, self._advice = Suspects(), Advice()
+        self._in_flight: deque[list[RunningRequest]] = deque()
+        self._fault_isolation, self._advice = FaultIsolation(), Advice()
 
     @property
     def stats(self) -> EngineStats:
-        return self.outcomes.stats
+        return self.results.stats
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._draining)
+        return bool(self.waiting or self.running or self._finishing)
 
     def add(self, request: Request) -> None:
         """Queue a request; the caller has checked that it fits the context."""
@@ -84,54 +85,54 @@ class Scheduler:
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         request.status, request.finish_reason = Status.FINISHED, reason
-        for record in [r for r in self.running + self._draining if r.request is request]:
-            self._leave(record)
+        for record in [r for r in self.running + self._finishing if r.request is request]:
+            self._retire(record)
 
     def plan(self) -> Plan:
         """Choose this step's spans and reserve their pages, all or nothing."""
-        self.alone = alone = self._suspects.first()
-        if alone is not None and self._flying:
+        self.alone = solo = self._fault_isolation.solo_request()
+        if solo is not None and self._in_flight:
             return Plan()  # a failed step of its own must be the only one in flight
-        for record in [record for record in self._draining if not record.draining]:
-            self._draining.remove(record)
+        for record in [record for record in self._finishing if not record.finishing]:
+            self._finishing.remove(record)
             self.waiting.remove(record.request)
             self.running.append(record)
-            record.request.status, record.sent = Status.RUNNING, 0
-        running = [r for r in self.running if alone is None or r.request is alone]
+            record.request.status, record.pages_sent = Status.RUNNING, 0
+        running = [r for r in self.running if solo is None or r.request is solo]
         # Who is drafted for on the host waits for its tokens.
-        ready = [r for r in running if r.decoding and not (r.in_flight and r.host)]
-        chosen, allotted = self._decode_spans(ready)
-        taken = num_rows([span for _, span in chosen], allotted.verified)
-        budget = self.limits.max_num_batched_tokens - taken
-        most = self.limits.max_mixed_tokens
-        if most is not None and any(record.decoding for record in running):
-            budget = min(budget, max(most - taken, most // 2))
-        for record in [r for r in running if not r.decoding]:
-            if budget <= 0:
+        ready = [r for r in running if r.is_decoding and not (r.in_flight and r.host_proposer)]
+        chosen, draft_plan = self._decode_spans(ready)
+        decode_rows = num_rows([span for _, span in chosen], draft_plan.num_verified)
+        token_budget = self.limits.max_num_batched_tokens - decode_rows
+        max_mixed = self.limits.max_mixed_tokens
+        if max_mixed is not None and any(record.is_decoding for record in running):
+            token_budget = min(token_budget, max(max_mixed - decode_rows, max_mixed // 2))
+        for record in [r for r in running if not r.is_decoding]:
+            if token_budget <= 0:
                 break
-            span = self._prefill_span(record, budget)
+            span = self._prefill_span(record, token_budget)
             chosen.append((record, span))
-            budget -= span.num_rows
+            token_budget -= span.num_rows
         fitting = self._reserve(chosen)
-        crowded, chosen = len(fitting) < len(chosen), fitting
-        chosen += [] if crowded else self._admit_waiting(alone, budget)
-        if alone is not None and not chosen and not self._flying:
-            self._suspects.clear()  # it finds no room beside the others
+        out_of_pages, chosen = len(fitting) < len(chosen), fitting
+        chosen += [] if out_of_pages else self._admit_waiting(solo, token_budget)
+        if solo is not None and not chosen and not self._in_flight:
+            self._fault_isolation.clear()  # it finds no room beside the others
             return self.plan()
         for record, span in chosen:
             record.in_flight += 1
-            record.start += span.num_certain
+            record.start += span.num_context_rows
         if chosen:
-            self._flying.append([record for record, _ in chosen])
+            self._in_flight.append([record for record, _ in chosen])
         spans = tuple([span for _, span in chosen])
-        admissions = tuple([r.admission(span.start) for r, span in chosen if not r.sent])
+        admissions = tuple([r.admission(span.start) for r, span in chosen if not r.pages_sent])
         pages = tuple([write for record, _ in chosen if (write := record.page_write())])
-        return Plan(spans, pages, admissions, allotted.verified, allotted.confidence)
+        return Plan(spans, pages, admissions, draft_plan.num_verified, draft_plan.confidence)
 
     def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
         """Take in the oldest step in flight: advance leases, apply stop rules, make the events. All
         of it or, where anything raises, nothing; then `cancel_all` must follow."""
-        records = [record for record in self._flying[0] if not record.draining]
+        records = [record for record in self._in_flight[0] if not record.finishing]
         before = [(len(r.request.tokens), r.request.started, r.lease.length) for r in records]
         try:
             events, ended = self._commit(plan, result)
@@ -140,42 +141,44 @@ class Scheduler:
                 if self.prefix_caching and record.request.error is None:
                     record.lease.publish(record.request.tokens)
             for record in ended:
-                self._leave(record)
+                self._retire(record)
         except BaseException:
             for record, (count, started, length) in zip(records, before, strict=True):
                 record.rewind(count, started, length)
             raise
-        self._flying.popleft()
+        self._in_flight.popleft()
         return events
 
-    def _commit(self, plan: Plan, result: StepResult) -> tuple[list[TokenEvent], list[Record]]:
+    def _commit(
+        self, plan: Plan, result: StepResult
+    ) -> tuple[list[TokenEvent], list[RunningRequest]]:
         taken, ends = list[tuple[Request, TokenEvent]](), dict[int, int]()
-        for i, (record, span) in enumerate(zip(self._flying[0], plan.spans, strict=True)):
+        for i, (record, span) in enumerate(zip(self._in_flight[0], plan.spans, strict=True)):
             request, start = record.request, record.lease.length
             record.in_flight -= 1
-            record.lease.commit(span.num_certain + result.accepted[i])
-            record.start += result.accepted[i]
-            if record.draining:
+            record.lease.commit(span.num_context_rows + result.num_accepted[i])
+            record.start += result.num_accepted[i]
+            if record.finishing:
                 ends[i] = 0
                 continue
-            self._suspects.passed(request, record.lease.length)
-            if span.scored and i not in result.errors:
+            self._fault_isolation.succeeded(request, record.lease.length)
+            if span.scored_tokens and i not in result.errors:
                 request.prompt_logprobs[span.start + 1 :] = result.prompt_logprobs[i]
-            if span.logits or i in result.errors:
-                drafted = span.drafts if result.drafted is None else result.drafted[i]
+            if span.num_logits or i in result.errors:
+                drafted = span.num_drafts if result.num_verified is None else result.num_verified[i]
                 drafted = max(0, min(drafted, self.limits.max_model_len - 1 - start))
-                may = request.num_drafts and start >= record.goal
-                made = span.drafts if may else None
-                event = self.outcomes.take(request, start, made, drafted, i, result)
+                may = request.num_drafts and start >= record.prefill_end
+                made = span.num_drafts if may else None
+                event = self.results.apply(request, start, made, drafted, i, result)
                 taken.append((request, event))
                 if event.finish_reason is not None:
                     ends[i] = len(event.tokens)
-        seen = result.until(ends, plan.spans)
-        self._advice.of("The draft policy", lambda: self.budget.observe(plan, seen), None)
+        seen = result.truncate(ends, plan.spans)
+        self._advice.of("The draft policy", lambda: self.draft_policy.observe(plan, seen), None)
         self.stats.steps += 1
         for request, event in taken:
-            self.outcomes.count(request, event)
-        return [event for _, event in taken], [self._flying[0][i] for i in ends]
+            self.results.count(request, event)
+        return [event for _, event in taken], [self._in_flight[0][i] for i in ends]
 
     def cancel(self, plan: Plan, error: str = "") -> list[TokenEvent]:
         """Give up the newest plan, whose step failed: its requests wait again, since part of the
@@ -183,192 +186,192 @@ class Scheduler:
         failing though it is alone ends with the error, which the event returned says."""
         if not plan.spans:
             return []
-        records = self._flying.pop()
+        records = self._in_flight.pop()
         for record, span in zip(records, plan.spans, strict=True):
             record.in_flight -= 1
             record.lease.rollback()
-            record.start -= span.num_certain
+            record.start -= span.num_context_rows
         return self._start_over(records, error)
 
     def cancel_all(self, error: str) -> list[TokenEvent]:
         """Give up all steps in flight, as `cancel` does, since the oldest one's result could not be
         taken in, and the others were launched on top of it."""
-        records = list(dict.fromkeys(itertools.chain(*self._flying)))
-        self._flying.clear()
+        records = list(dict.fromkeys(itertools.chain(*self._in_flight)))
+        self._in_flight.clear()
         for record in records:
             record.in_flight, record.start = 0, record.lease.length
             while record.lease.reserved:
                 record.lease.rollback()
         return self._start_over(records, error)
 
-    def _start_over(self, records: list[Record], error: str) -> list[TokenEvent]:
-        back = [record.request for record in records if not record.draining]
+    def _start_over(self, records: list[RunningRequest], error: str) -> list[TokenEvent]:
+        back = [record.request for record in records if not record.finishing]
         for record in reversed(records):
-            if record.draining:
-                self._leave(record)
+            if record.finishing:
+                self._retire(record)
                 continue
             if record.start > record.request.failed_at:
                 record.request.failures = 0
             record.request.failed_at = record.start
-            self._wait_again(record, keep=record.request is self.alone and not record.in_flight)
-        request = self._suspects.failed(back)
+            self._requeue(record, keep=record.request is self.alone and not record.in_flight)
+        request = self._fault_isolation.failed(back)
         if request is None:
             return []
         request.error = f"The step failed {request.failures} times with this request alone: {error}"
         self.finish(request, "error")
-        return [self.outcomes.event(request, [])]
+        return [self.results.make_event(request, [])]
 
     def check(self) -> None:
         """Raises AssertionError where bookkeeping disagrees with itself."""
         self.pool.check()
-        held = [*self.running, *self._draining]
+        held = [*self.running, *self._finishing]
         assert len({r.slot for r in held}) == len(held), "a slot is used twice"
         assert len(held) + len(self._slots) == self.limits.max_num_seqs, "a slot is lost"
         if not held:
             assert self.pool.available == self.pool.capacity, "an idle engine holds pages"
         for record in held:
             assert len(record.lease.reserved) == record.in_flight
-            if record.decoding and not record.in_flight and not record.draining:
+            if record.is_decoding and not record.in_flight and not record.finishing:
                 assert record.lease.length == record.start == len(record.request.tokens) - 1
 
-    def _decode_spans(self, records: list[Record]) -> tuple[list[tuple[Record, Span]], Allotment]:
+    def _decode_spans(self, records: list[RunningRequest]) -> tuple[Scheduled, DraftPlan]:
         """Each record's newest token, and the drafts that it verifies."""
         if not records:
-            return [], Allotment([])
-        most = self.limits.num_drafts
-        prompt_rows = sum([r.goal - r.start for r in self.running if not r.decoding])
+            return [], DraftPlan([])
+        max_drafts = self.limits.num_drafts
+        prompt_rows = sum([r.prefill_end - r.start for r in self.running if not r.is_decoding])
         context = sum([record.start for record in records])
-        load = Load(len(records), prompt_rows, len(self.waiting), context)
-        asked = [self._candidate(r, min(r.request.num_drafts, most)) for r in records]
-        every = Budget().allot(asked, load)
-        found = self._advice.of("The draft policy", lambda: self.budget.allot(asked, load), every)
-        chained = found.chained or [bool(one.chain.tokens) for one in asked]
-        chains = [one.chain if own else None for one, own in zip(asked, chained, strict=True)]
-        spans = map(self._decode_span, records, found.most, chains)
-        return list(zip(records, spans, strict=True)), found
+        load = BatchLoad(len(records), prompt_rows, len(self.waiting), context)
+        candidates = [self._candidate(r, min(r.request.num_drafts, max_drafts)) for r in records]
+        policy, default = self.draft_policy, DraftPolicy().plan(candidates, load)
+        plan = self._advice.of("The draft policy", lambda: policy.plan(candidates, load), default)
+        use_chain = plan.use_chain or [bool(c.chain.tokens) for c in candidates]
+        chains = [c.chain if used else None for c, used in zip(candidates, use_chain, strict=True)]
+        spans = map(self._decode_span, records, plan.max_drafts, chains)
+        return list(zip(records, spans, strict=True)), plan
 
-    def _candidate(self, record: Record, most: int) -> Candidate:
-        request, host, chain = record.request, record.host, Chain()
-        if most and host is not None:
-            chain = self._advice.of("Drafting", lambda: host.propose(request, most), chain)
-        on_device = most > 0 and record.device is not None
-        most = most if on_device else len(chain.tokens)
-        return Candidate(request, most, on_device, record.slot, chain)
+    def _candidate(self, record: RunningRequest, max_drafts: int) -> Candidate:
+        request, host, chain = record.request, record.host_proposer, DraftChain()
+        if max_drafts and host is not None:
+            chain = self._advice.of("Drafting", lambda: host.propose(request, max_drafts), chain)
+        on_device = max_drafts > 0 and record.device_method is not None
+        max_drafts = max_drafts if on_device else len(chain.tokens)
+        return Candidate(request, max_drafts, on_device, record.slot, chain)
 
-    def _decode_span(self, record: Record, count: int, chain: Chain | None) -> Span:
-        slot, start, bound = record.slot, record.start, record.lease.length + record.lease.open
-        if chain is not None or record.device is None:
+    def _decode_span(self, record: RunningRequest, count: int, chain: DraftChain | None) -> Span:
+        slot, start, max_start = record.slot, record.start, record.lease.length + record.lease.open
+        if chain is not None or record.device_method is None:
             drafts = () if chain is None else chain.tokens[:count]
-            tokens = (TAIL if record.host is None else record.request.tokens[-1], *drafts)
-            return Span(slot, start, bound, tokens, len(drafts), None, len(tokens))
-        method = record.device if count else None
-        return Span(slot, start, bound, (TAIL,), count, method, 1 + count)
+            tokens = (TAIL if record.host_proposer is None else record.request.tokens[-1], *drafts)
+            return Span(slot, start, max_start, tokens, len(drafts), None, len(tokens))
+        method = record.device_method if count else None
+        return Span(slot, start, max_start, (TAIL,), count, method, 1 + count)
 
-    def _prefill_span(self, record: Record, budget: int) -> Span:
+    def _prefill_span(self, record: RunningRequest, token_budget: int) -> Span:
         request, start = record.request, record.start
-        end = min(record.goal, start + budget)
-        scored, top = (), 0
-        if request.scores_prompt:
-            scored = tuple(request.tokens[start + 1 : min(end + 1, request.num_prompt)])
-            top = request.sampling.prompt_logprobs or 0
-        tokens, logits = tuple(request.tokens[start:end]), int(end == record.goal)
-        return Span(record.slot, start, start, tokens, 0, None, logits, scored, top)
+        end = min(record.prefill_end, start + token_budget)
+        scored_tokens, top_logprobs = (), 0
+        if request.wants_prompt_logprobs:
+            scored_tokens = tuple(request.tokens[start + 1 : min(end + 1, request.num_prompt)])
+            top_logprobs = request.sampling.prompt_logprobs or 0
+        tokens, logits = tuple(request.tokens[start:end]), int(end == record.prefill_end)
+        return Span(record.slot, start, start, tokens, 0, None, logits, scored_tokens, top_logprobs)
 
-    def _positions(self, record: Record, span: Span) -> int:
+    def _positions_to_reserve(self, record: RunningRequest, span: Span) -> int:
         """Positions to reserve: a drafting request always gets the whole block."""
-        drafting = record.decoding and record.request.num_drafts
-        return self.limits.block if drafting else span.num_rows
+        drafting = record.is_decoding and record.request.num_drafts
+        return self.limits.lookahead if drafting else span.num_rows
 
-    def _reserve(self, chosen: list[tuple[Record, Span]]) -> list[tuple[Record, Span]]:
+    def _reserve(self, chosen: Scheduled) -> Scheduled:
         """Reserve for all of them. Where pages run out the newest running request of the lowest
         priority makes room, and while a leaving one's pages are still on their way the newest
         chosen ones sit this step out."""
-        while not reserve_all([(r.lease, self._positions(r, s)) for r, s in chosen]):
-            if self._draining:
+        while not reserve_all([(r.lease, self._positions_to_reserve(r, s)) for r, s in chosen]):
+            if self._finishing:
                 chosen = chosen[:-1]
                 continue
             victim = max(reversed(self.running), key=lambda record: record.request.priority)
             victim.request.num_preemptions += 1
             self.stats.preemptions += 1
-            self._wait_again(victim)
+            self._requeue(victim)
             chosen = [(r, s) for r, s in chosen if r is not victim]
         return chosen
 
-    def _admit_waiting(self, alone: Request | None, budget: int) -> list[tuple[Record, Span]]:
+    def _admit_waiting(self, solo: Request | None, token_budget: int) -> Scheduled:
         """Start waiting requests, in their order, as far as slots, pages and rows go. Who would
         compute what another is computing waits for that."""
-        admitted: list[tuple[Record, Span]] = []
-        first = itertools.islice(self.waiting, _LOOKED_AT)
-        for request in [alone] if alone is not None else list(first):
-            if budget <= 0 or not self._slots or request.status is not Status.WAITING:
+        admitted: Scheduled = []
+        scanned = itertools.islice(self.waiting, _MAX_SCANNED)
+        for request in [solo] if solo is not None else list(scanned):
+            if token_budget <= 0 or not self._slots or request.status is not Status.WAITING:
                 break
-            if self._computed_elsewhere(request):
+            if self._is_prefix_in_progress(request):
                 continue
-            admission = self._admit(request, budget)
+            admission = self._admit(request, token_budget)
             if admission is None:
                 break
             self.waiting.remove(request)
             admitted.append(admission)
-            budget -= admission[1].num_rows
+            token_budget -= admission[1].num_rows
         return admitted
 
-    def _admit(self, request: Request, budget: int) -> tuple[Record, Span] | None:
+    def _admit(self, request: Request, token_budget: int) -> tuple[RunningRequest, Span] | None:
         """Start a waiting request if all its known tokens and a block more find pages."""
         lease, start = Lease(self.pool, self.limits.max_model_len, request.page_keys), 0
         if self.prefix_caching:
             self.pool.extend(request.page_keys, request.tokens)
-            start = 0 if request.scores_prompt else lease.adopt(request.tokens)
-        record = Record(request, self._slots[-1], lease, start, len(request.tokens))
+            start = 0 if request.wants_prompt_logprobs else lease.adopt(request.tokens)
+        record = RunningRequest(request, self._slots[-1], lease, start, len(request.tokens))
         for method in request.methods if request.num_drafts else ():
-            if method in self.host:
-                record.host = self.host[method]
+            if method in self.host_proposers:
+                record.host_proposer = self.host_proposers[method]
             else:
-                record.device = method
-        span = self._prefill_span(record, budget)
-        rest = record.goal - start + self.limits.block
-        if lease.pages_for(rest) > self.pool.available:
+                record.device_method = method
+        span = self._prefill_span(record, token_budget)
+        num_positions = record.prefill_end - start + self.limits.lookahead
+        if lease.pages_for(num_positions) > self.pool.available:
             lease.release()
             return None
-        reserved = reserve_all([(lease, self._positions(record, span))])
+        reserved = reserve_all([(lease, self._positions_to_reserve(record, span))])
         assert reserved, "pages that were available are not"
         self._slots.pop()
         if request.num_cached is None:
-            request.num_cached, request.queued = start, time.monotonic() - request.arrived_at
+            request.num_cached, request.queue_time = start, time.monotonic() - request.arrived_at
             self.stats.prefix_queries += len(request.tokens)
             self.stats.prefix_hits += start
         request.status = Status.RUNNING
         self.running.append(record)
         return record, span
 
-    def _computed_elsewhere(self, request: Request) -> bool:
+    def _is_prefix_in_progress(self, request: Request) -> bool:
         """Whether a running request is computing at least half of what it would have to."""
-        computing = [record for record in self.running if record.lease.length < record.goal]
-        if not computing or not self.prefix_caching or request.scores_prompt:
+        computing = [record for record in self.running if record.lease.length < record.prefill_end]
+        if not computing or not self.prefix_caching or request.wants_prompt_logprobs:
             return False
         keys, size = self.pool.extend(request.page_keys, request.tokens), self.pool.page_size
-        others = [r.request.page_keys[: (r.goal - 1) // size] for r in computing]
-        done = next((i for i, k in enumerate(keys) if self.pool.lookup(k) is None), len(keys))
+        other_keys = [r.request.page_keys[: (r.prefill_end - 1) // size] for r in computing]
+        num_cached = next((i for i, k in enumerate(keys) if self.pool.lookup(k) is None), len(keys))
         # A key stands for all the tokens up to its page's end: equal ones are a common prefix's.
-        coming = max([sum(map(eq, keys, other)) for other in others]) - done
-        return 2 * size * coming >= len(request.tokens) - done * size
+        num_shared = max([sum(map(eq, keys, theirs)) for theirs in other_keys]) - num_cached
+        return 2 * size * num_shared >= len(request.tokens) - num_cached * size
 
-    def _wait_again(self, record: Record, *, keep: bool = False) -> None:
+    def _requeue(self, record: RunningRequest, *, keep: bool = False) -> None:
         """Take a running request's pages; it starts over from the tokens it has, first in line of
         its priority. keep: leave it the pages, and the next plan goes on from there."""
         request = record.request
         request.status = Status.WAITING
-        self._leave(record, keep=keep)
+        self._retire(record, keep=keep)
         self.waiting.insert(bisect_left(self.waiting, request.priority, key=_priority), request)
 
-    def _leave(self, record: Record, *, keep: bool = False) -> None:
+    def _retire(self, record: RunningRequest, *, keep: bool = False) -> None:
         """Have a record give back its slot and pages, once no step of it is in flight."""
         if record in self.running:
             self.running.remove(record)
-            self._draining.append(record)
-        record.draining = not keep
-        if record.draining and not record.in_flight and record in self._draining:
+            self._finishing.append(record)
+        record.finishing = not keep
+        if record.finishing and not record.in_flight and record in self._finishing:
             record.lease.release()
-            self._draining.remove(record)
+            self._finishing.remove(record)
             self._slots.append(record.slot)
 
 

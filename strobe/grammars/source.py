@@ -20,17 +20,17 @@ STACK_BYTES = 1 << 28
 """llguidance walks rules that lead to one another by recursion, and a few thousand of them on a
 usual stack of 8 MiB would end the process."""
 
-_WORK = 50_000
-_LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=_WORK)
+_MAX_WORK = 50_000
+_LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=_MAX_WORK)
 """Of llguidance's work on a mask: some 0.1 s before the first token, and less behind others."""
 
-_SAID = {
+_MESSAGES = {
     "NoExtensionBias": "the model's tokens can write nothing that it allows",
-    "lexer error: too many expressions": f"it takes more work at a token than the limit, {_WORK:,} "
-    "expressions; shorten what repeats, such as x{1000}",
+    "lexer error: too many expressions": "it takes more work at a token than the limit, "
+    f"{_MAX_WORK:,} expressions; shorten what repeats, such as x{{1000}}",
 }
 
-_WHITE = {"whitespace_pattern": "\\n[ \\t]{0,40}| ?"}
+_WHITESPACE = {"whitespace_pattern": "\\n[ \\t]{0,40}| ?"}
 """Between the parts of JSON: a line break and an indent, or a space. A model that is made to write
 what it would not can otherwise go on with white space for ever."""
 
@@ -59,29 +59,29 @@ def check_length(text: str) -> None:
         )
 
 
-def source_of(wanted: StructuredOutputs) -> str:
+def grammar_source(structured: StructuredOutputs) -> str:
     """Return the grammar in llguidance's form. Raises ValueError for text that is none."""
-    answer = _part(wanted)
+    answer = _part(structured)
     parts = [{**answer, "name": "answer"}]
-    if wanted.lead or wanted.instead is not None:
-        lead = f"({json.dumps(wanted.lead)})? " if wanted.lead else ""
-        other = "" if wanted.instead is None else " | @instead"
-        parts.insert(0, {"lark_grammar": f"start: {lead}(@answer{other})"})
-    if wanted.instead is not None:
-        parts.append({"name": "instead", "lark_grammar": wanted.instead})
+    if structured.lead or structured.instead is not None:
+        prefix = f"({json.dumps(structured.lead)})? " if structured.lead else ""
+        alternative = "" if structured.instead is None else " | @instead"
+        parts.insert(0, {"lark_grammar": f"start: {prefix}(@answer{alternative})"})
+    if structured.instead is not None:
+        parts.append({"name": "instead", "lark_grammar": structured.instead})
     schema = answer.get("json_schema")
-    own_white = isinstance(schema, Mapping) and schema.get("x-guidance") != _WHITE
-    if wanted.grammar is not None or wanted.instead is not None or own_white:
+    has_own_whitespace = isinstance(schema, Mapping) and schema.get("x-guidance") != _WHITESPACE
+    if structured.grammar is not None or structured.instead is not None or has_own_whitespace:
         parts.append(_UNFORCED)
     return json.dumps({"grammars": parts})
 
 
-def matcher_of(tokenizer: LLTokenizer, source: str) -> LLMatcher:
+def make_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
     """Build a matcher; call it on a thread with STACK_BYTES of stack."""
     return LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
 
 
-def tried(matcher: LLMatcher) -> LLMatcher:
+def after_trial(matcher: LLMatcher) -> LLMatcher:
     """Return the matcher, or a copy that failed on its way to the second token: what takes too much
     work shows there."""
     trial = matcher.deep_copy()
@@ -97,36 +97,39 @@ def one_line(text: str) -> str:
     """What llguidance says, on one line that is not too long: it may quote the whole grammar, and
     what it was at."""
     line = " ".join(text.partition("<state>")[0].split()).rstrip(".")
-    for known, said in _SAID.items():
-        line = said if line.startswith(known) else line
+    for marker, message in _MESSAGES.items():
+        line = message if line.startswith(marker) else line
     return f"{line}." if len(line) <= 300 else f"{line[:300]}..."
 
 
-def _part(wanted: StructuredOutputs) -> dict[str, Any]:
-    if wanted.json is not None:
-        return {"json_schema": _schema(wanted.json)}
-    if wanted.json_object:
-        return {"json_schema": {"type": "object", "x-guidance": _WHITE}}
-    if wanted.regex is not None:
-        return json.loads(LLMatcher.grammar_from_regex(wanted.regex))["grammars"][0]
-    if wanted.choice is not None:
-        return {"lark_grammar": f"start: {' | '.join(map(json.dumps, wanted.choice))}"}
-    return {"lark_grammar": grammar_from("grammar", wanted.grammar or "")}
+def _part(structured: StructuredOutputs) -> dict[str, Any]:
+    if structured.json is not None:
+        return {"json_schema": _with_whitespace(structured.json)}
+    if structured.json_object:
+        return {"json_schema": {"type": "object", "x-guidance": _WHITESPACE}}
+    if structured.regex is not None:
+        return json.loads(LLMatcher.grammar_from_regex(structured.regex))["grammars"][0]
+    if structured.choice is not None:
+        return {"lark_grammar": f"start: {' | '.join(map(json.dumps, structured.choice))}"}
+    return {"lark_grammar": grammar_from("grammar", structured.grammar or "")}
 
 
-def _schema(given: Any) -> Any:
-    levels = json_depth(given if isinstance(given, str) else json.dumps(given))
+def _with_whitespace(schema: Any) -> Any:
+    levels = json_depth(schema if isinstance(schema, str) else json.dumps(schema))
     if levels > _MAX_DEPTH:
         raise ValueError(
             f"the JSON schema is nested too deeply: {levels} levels, at most {_MAX_DEPTH} are "
             "read; define parts of it under $defs"
         )
-    if isinstance(given, str):
+    if isinstance(schema, str):
         try:
-            given = json.loads(given)
+            schema = json.loads(schema)
         except ValueError as error:
             raise ValueError(f"the JSON schema is no JSON ({error})") from None
-    if not isinstance(given, Mapping):
-        return given
-    own = given.get("x-guidance", {})
-    return {**given, "x-guidance": {**_WHITE, **own} if isinstance(own, Mapping) else own}
+    if not isinstance(schema, Mapping):
+        return schema
+    options = schema.get("x-guidance", {})
+    return {
+        **schema,
+        "x-guidance": {**_WHITESPACE, **options} if isinstance(options, Mapping) else options,
+    }

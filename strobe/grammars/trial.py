@@ -22,10 +22,10 @@ from strobe.grammars.trial_process import READY
 if TYPE_CHECKING:
     from strobe.sampling_params import StructuredOutputs
 
-SECONDS = 5.0
+TIMEOUT_SECONDS = 5.0
 MEMORY_BYTES = 1 << 30
 
-_KEPT = 4096
+_MAX_CACHED = 4096
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 """Or each thread of the process reserves 64 MiB, which count as used."""
 _FIELDS = ("json", "json_object", "regex", "choice", "grammar", "lead", "instead")
@@ -50,17 +50,17 @@ class GrammarTrial:
                 "memory": MEMORY_BYTES,
             }
         )
-        self.seconds = SECONDS
+        self.seconds = TIMEOUT_SECONDS
         self._faults: OrderedDict[bytes, str] = OrderedDict()
         self._process: subprocess.Popen[str] | None = None
         self._ready = False
         self._lock = threading.Lock()
 
-    def check(self, wanted: StructuredOutputs) -> bytes:
+    def check(self, structured: StructuredOutputs) -> bytes:
         """Return a key for the grammar. Raises ValueError for one that does not compile, or not
         within the limits, and GrammarsUnavailable."""
         try:
-            question = json.dumps({name: getattr(wanted, name) for name in _FIELDS})
+            question = json.dumps({name: getattr(structured, name) for name in _FIELDS})
         except (ValueError, TypeError, RecursionError) as error:
             raise GrammarError(str(error)) from None
         check_length(question)
@@ -71,7 +71,7 @@ class GrammarTrial:
                 self._start()
                 fault = self._faults[key] = self._ask(question)
             self._faults.move_to_end(key)
-            if len(self._faults) > _KEPT:
+            if len(self._faults) > _MAX_CACHED:
                 self._faults.popitem(last=False)
         if fault:
             raise ValueError(fault)
@@ -86,7 +86,7 @@ class GrammarTrial:
         """End the process; the next grammar starts another."""
         with self._lock:
             if self._process is not None:
-                self._reap()
+                self._wait()
 
     def start(self) -> None:
         """Have the process ready. Raises GrammarsUnavailable."""
@@ -95,13 +95,13 @@ class GrammarTrial:
 
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is not None:
-            self._reap()  # it was ended from outside
+            self._wait()  # it was ended from outside
         if self._process is None:
             self._spawn()
         if not self._ready:
             self._ready = self._read() == READY
         if not self._ready:
-            self._reap()
+            self._wait()
             raise GrammarsUnavailable(
                 "Structured output is unavailable: the process that tries grammars out does not "
                 "start; the log may say why."
@@ -134,7 +134,7 @@ class GrammarTrial:
             self._process.stdin.flush()
         if answer := self._read():
             return json.loads(answer)
-        late = self._reap() == -signal.SIGALRM
+        late = self._wait() == -signal.SIGALRM
         self._spawn()  # so that the next grammar need not wait for it
         limit = f"{self.seconds:g} seconds" if late else f"{MEMORY_BYTES >> 20} MiB of memory"
         return str(GrammarError(f"it takes more than {limit}; simplify it"))
@@ -144,7 +144,7 @@ class GrammarTrial:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
-    def _reap(self) -> int:
+    def _wait(self) -> int:
         """End the process; its exit status."""
         assert self._process is not None
         process, self._process, self._ready = self._process, None, False

@@ -22,10 +22,10 @@ from strobe.grammars.heap import trim_heap
 from strobe.grammars.source import (
     STACK_BYTES,
     GrammarError,
+    after_trial,
     check_length,
-    matcher_of,
-    source_of,
-    tried,
+    grammar_source,
+    make_matcher,
 )
 
 READY = "ready"
@@ -50,35 +50,35 @@ def _serve(settings: dict[str, Any]) -> None:
     for number, line in enumerate(sys.stdin, 1):
         seconds, _, question = line.partition(" ")
         signal.setitimer(signal.ITIMER_REAL, float(seconds))
-        answer = json.dumps(_fault(tokenizer, question))
+        answer = json.dumps(_error(tokenizer, question))
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(answer, flush=True)
         if number % _TRIM_EVERY == 0:
             trim_heap()
 
 
-def _fault(tokenizer: LLTokenizer, question: str) -> str:
+def _error(tokenizer: LLTokenizer, question: str) -> str:
     """What keeps a grammar from compiling; empty for nothing."""
     try:
-        source = source_of(SimpleNamespace(**json.loads(question)))  # pyright: ignore[reportArgumentType]
+        source = grammar_source(SimpleNamespace(**json.loads(question)))  # pyright: ignore[reportArgumentType]
     except (ValueError, TypeError, RecursionError) as error:
         return str(GrammarError(str(error)))
     try:
         check_length(source)
     except ValueError as error:
         return str(error)
-    matcher = matcher_of(tokenizer, source)
-    if matcher.is_error() or (matcher := tried(matcher)).is_error():
+    matcher = make_matcher(tokenizer, source)
+    if matcher.is_error() or (matcher := after_trial(matcher)).is_error():
         return str(GrammarError(matcher.get_error()))
     return ""
 
 
-def _limit_memory(more: int) -> None:
+def _limit_memory(extra_bytes: int) -> None:
     """Allow so many bytes beyond what the process has now."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     statm = Path("/proc/self/statm")
     if statm.exists():
-        limit = int(statm.read_text().split()[0]) * resource.getpagesize() + more
+        limit = int(statm.read_text().split()[0]) * resource.getpagesize() + extra_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strobe.kernels.attention_table import Config, config_of
-from strobe.kernels.dependent import dependent, follow
+from strobe.kernels.attention_table import AttentionConfig, config_of
+from strobe.kernels.pdl import pdl_wait, supports_pdl
 
 if TYPE_CHECKING:
     from strobe.attention.mask import LayerMask
@@ -164,7 +164,7 @@ def _attention(
     row = first_row + pairs // G
     cells = (head * G + pairs % G)[:, None] * D + tl.arange(0, D)[None, :]
     # Geometry and tables come from kernels before the one before, which are done by now.
-    follow(PDL)
+    pdl_wait(PDL)
     q = queries + row[:, None] * stride + cells
     q = tl.load(q, mask=(pairs < size * G)[:, None], other=0.0)
     if UPCAST:
@@ -238,7 +238,7 @@ def _add_up(
     _, pieces = _pieces(begin, end, splits, BLOCK_N, PIECE)
     first_part = unit * splits
     used = (pairs < size * G)[:, None]
-    follow(PDL)  # first: were there nothing to add up, the next kernel must still find all done
+    pdl_wait(PDL)  # first: were there nothing to add up, the next kernel must still find all done
     if pieces == 1 or block * BLOCK_M + tl.program_id(2) * SOME >= size * G:
         return
     acc = tl.zeros([SOME, D], tl.float32)
@@ -312,7 +312,7 @@ def paged_attention(
     limit: int | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
-    config: Config | None = None,
+    config: AttentionConfig | None = None,
 ) -> Tensor:
     """q [T, Hq, D], kv [slots, 2, Hkv, D] (keys, values) -> [T, Hq * D].
 
@@ -334,16 +334,16 @@ def paged_attention(
         sort = q.dtype, kv.dtype, workspace.programs
         config = config_of(dim, longest * group, sizes.shape[0], kv_heads, *sort)
     columns = tables.shape[1]
-    most = columns * page_size
+    max_keys = columns * page_size
     if mask.window is not None:
-        most = min(most, mask.window * (1 if mask.causal else 2) + longest)
+        max_keys = min(max_keys, mask.window * (1 if mask.causal else 2) + longest)
     blocks = -(-longest * group // config.pairs)
     units = sizes.shape[0] * blocks * kv_heads
     room = workspace.programs * _PAIRS // max(_PAIRS, config.pairs)
-    splits = max(1, min(room // units, -(-most // PIECE_KEYS), _MOST_PIECES))
+    splits = max(1, min(room // units, -(-max_keys // PIECE_KEYS), _MOST_PIECES))
     assert dim <= workspace.head_dim
     assert starts.is_contiguous()
-    pdl = dependent(q.device)
+    pdl = supports_pdl(q.device)
     out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
     limit = columns * page_size if limit is None else min(limit, columns * page_size)
     limits = limit, blocks, splits, mask.window or _NO_WINDOW
@@ -359,11 +359,11 @@ def paged_attention(
     )  # fmt: skip
     if splits > 1:
         fan_in = min(int(triton.next_power_of_2(splits)), FAN_IN)
-        some = min(ADDED // dim, config.pairs)
-        _add_up[(units, 1, -(-config.pairs // some))](
+        heads_added = min(ADDED // dim, config.pairs)
+        _add_up[(units, 1, -(-config.pairs // heads_added))](
             out, starts, sizes, row_starts, logits,
             workspace.partials, workspace.stats, *limits, *kinds,
-            config.pairs, config.keys, PIECE_KEYS, fan_in, some, pdl,
+            config.pairs, config.keys, PIECE_KEYS, fan_in, heads_added, pdl,
             num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
     return out

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 
-class Config(NamedTuple):
+class AttentionConfig(NamedTuple):
     """How a block is computed.
 
     pairs: of (row, head) in a block, 16 or more. keys: per iteration, a divisor of PIECE_KEYS.
@@ -24,61 +24,61 @@ class Config(NamedTuple):
 
 # By head size, pairs of the longest span (16, 32, 64, or 128 for more) and bytes of a stored
 # number; 4 for models in float32, which no tensor core takes and which run out of registers first.
-CONFIGS: dict[tuple[int, int, int], Config] = {
-    (64, 16, 1): Config(16, 128, 4, 4, False),
-    (64, 32, 1): Config(32, 128, 4, 4, False),
-    (64, 64, 1): Config(64, 64, 4, 4, False),
-    (64, 128, 1): Config(128, 64, 8, 3, True),
-    (64, 16, 2): Config(16, 128, 4, 3, False),
-    (64, 32, 2): Config(32, 128, 4, 3, False),
-    (64, 64, 2): Config(64, 64, 4, 4, False),
-    (64, 128, 2): Config(128, 128, 8, 3, True),
-    (64, 16, 4): Config(16, 32, 4, 2, False),
-    (64, 32, 4): Config(32, 32, 8, 2, False),
-    (64, 64, 4): Config(64, 32, 8, 2, False),
-    (64, 128, 4): Config(64, 32, 8, 2, False),
-    (128, 16, 1): Config(16, 128, 4, 3, False),
-    (128, 32, 1): Config(32, 128, 4, 3, False),
-    (128, 64, 1): Config(64, 64, 4, 4, False),
-    (128, 128, 1): Config(128, 64, 8, 3, True),
-    (128, 16, 2): Config(16, 32, 4, 4, False),
-    (128, 32, 2): Config(32, 64, 4, 3, False),
-    (128, 64, 2): Config(64, 64, 4, 3, False),
-    (128, 128, 2): Config(128, 128, 8, 3, False),
-    (128, 16, 4): Config(16, 16, 4, 2, False),
-    (128, 32, 4): Config(32, 16, 8, 2, False),
-    (128, 64, 4): Config(32, 16, 8, 2, False),
-    (128, 128, 4): Config(32, 16, 8, 2, False),
-    (256, 16, 1): Config(16, 32, 4, 4, False),
-    (256, 32, 1): Config(32, 32, 4, 4, False),
-    (256, 64, 1): Config(64, 32, 8, 4, False),
-    (256, 128, 1): Config(64, 32, 8, 3, True),
-    (256, 16, 2): Config(16, 32, 4, 4, False),
-    (256, 32, 2): Config(32, 32, 4, 3, False),
-    (256, 64, 2): Config(64, 32, 8, 4, False),
-    (256, 128, 2): Config(128, 32, 8, 3, True),
-    (256, 16, 4): Config(16, 16, 4, 2, False),
-    (256, 32, 4): Config(16, 16, 4, 2, False),
-    (256, 64, 4): Config(16, 16, 4, 2, False),
-    (256, 128, 4): Config(16, 16, 4, 2, False),
-    (512, 16, 1): Config(16, 64, 8, 2, False),
-    (512, 32, 1): Config(32, 32, 8, 2, False),
-    (512, 64, 1): Config(64, 64, 8, 1, False),
-    (512, 128, 1): Config(64, 64, 8, 1, False),
-    (512, 16, 2): Config(16, 32, 4, 3, False),
-    (512, 32, 2): Config(32, 32, 4, 2, False),
-    (512, 64, 2): Config(64, 32, 8, 2, False),
-    (512, 128, 2): Config(64, 32, 8, 2, False),
-    (512, 16, 4): Config(16, 16, 8, 2, False),
-    (512, 32, 4): Config(16, 16, 8, 2, False),
-    (512, 64, 4): Config(16, 16, 8, 2, False),
-    (512, 128, 4): Config(16, 16, 8, 2, False),
+CONFIGS: dict[tuple[int, int, int], AttentionConfig] = {
+    (64, 16, 1): AttentionConfig(16, 128, 4, 4, False),
+    (64, 32, 1): AttentionConfig(32, 128, 4, 4, False),
+    (64, 64, 1): AttentionConfig(64, 64, 4, 4, False),
+    (64, 128, 1): AttentionConfig(128, 64, 8, 3, True),
+    (64, 16, 2): AttentionConfig(16, 128, 4, 3, False),
+    (64, 32, 2): AttentionConfig(32, 128, 4, 3, False),
+    (64, 64, 2): AttentionConfig(64, 64, 4, 4, False),
+    (64, 128, 2): AttentionConfig(128, 128, 8, 3, True),
+    (64, 16, 4): AttentionConfig(16, 32, 4, 2, False),
+    (64, 32, 4): AttentionConfig(32, 32, 8, 2, False),
+    (64, 64, 4): AttentionConfig(64, 32, 8, 2, False),
+    (64, 128, 4): AttentionConfig(64, 32, 8, 2, False),
+    (128, 16, 1): AttentionConfig(16, 128, 4, 3, False),
+    (128, 32, 1): AttentionConfig(32, 128, 4, 3, False),
+    (128, 64, 1): AttentionConfig(64, 64, 4, 4, False),
+    (128, 128, 1): AttentionConfig(128, 64, 8, 3, True),
+    (128, 16, 2): AttentionConfig(16, 32, 4, 4, False),
+    (128, 32, 2): AttentionConfig(32, 64, 4, 3, False),
+    (128, 64, 2): AttentionConfig(64, 64, 4, 3, False),
+    (128, 128, 2): AttentionConfig(128, 128, 8, 3, False),
+    (128, 16, 4): AttentionConfig(16, 16, 4, 2, False),
+    (128, 32, 4): AttentionConfig(32, 16, 8, 2, False),
+    (128, 64, 4): AttentionConfig(32, 16, 8, 2, False),
+    (128, 128, 4): AttentionConfig(32, 16, 8, 2, False),
+    (256, 16, 1): AttentionConfig(16, 32, 4, 4, False),
+    (256, 32, 1): AttentionConfig(32, 32, 4, 4, False),
+    (256, 64, 1): AttentionConfig(64, 32, 8, 4, False),
+    (256, 128, 1): AttentionConfig(64, 32, 8, 3, True),
+    (256, 16, 2): AttentionConfig(16, 32, 4, 4, False),
+    (256, 32, 2): AttentionConfig(32, 32, 4, 3, False),
+    (256, 64, 2): AttentionConfig(64, 32, 8, 4, False),
+    (256, 128, 2): AttentionConfig(128, 32, 8, 3, True),
+    (256, 16, 4): AttentionConfig(16, 16, 4, 2, False),
+    (256, 32, 4): AttentionConfig(16, 16, 4, 2, False),
+    (256, 64, 4): AttentionConfig(16, 16, 4, 2, False),
+    (256, 128, 4): AttentionConfig(16, 16, 4, 2, False),
+    (512, 16, 1): AttentionConfig(16, 64, 8, 2, False),
+    (512, 32, 1): AttentionConfig(32, 32, 8, 2, False),
+    (512, 64, 1): AttentionConfig(64, 64, 8, 1, False),
+    (512, 128, 1): AttentionConfig(64, 64, 8, 1, False),
+    (512, 16, 2): AttentionConfig(16, 32, 4, 3, False),
+    (512, 32, 2): AttentionConfig(32, 32, 4, 2, False),
+    (512, 64, 2): AttentionConfig(64, 32, 8, 2, False),
+    (512, 128, 2): AttentionConfig(64, 32, 8, 2, False),
+    (512, 16, 4): AttentionConfig(16, 16, 8, 2, False),
+    (512, 32, 4): AttentionConfig(16, 16, 8, 2, False),
+    (512, 64, 4): AttentionConfig(16, 16, 8, 2, False),
+    (512, 128, 4): AttentionConfig(16, 16, 8, 2, False),
 }
 
 # The same where a multiprocessor has one program at most, which may take its all.
-FEW: dict[tuple[int, int, int], Config] = {
-    (128, 16, 2): Config(16, 128, 4, 3, False),
-    (128, 128, 2): Config(128, 64, 8, 3, False),
+FEW: dict[tuple[int, int, int], AttentionConfig] = {
+    (128, 16, 2): AttentionConfig(16, 128, 4, 3, False),
+    (128, 128, 2): AttentionConfig(128, 64, 8, 3, False),
 }
 
 
@@ -90,10 +90,10 @@ def config_of(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     programs: int,
-) -> Config:
+) -> AttentionConfig:
     """The configuration for a model of `dtype` whose longest span has so many pairs. programs: that
     a launch with divided blocks aims at. What was measured: `python benchmarks/attention.py`."""
     block = next((size for size in (16, 32, 64) if pairs <= size), 128)
     key = head_dim, block, 4 if dtype == torch.float32 else kv_dtype.itemsize
-    few = spans * kv_heads * -(-pairs // block) <= programs
-    return FEW.get(key, CONFIGS[key]) if few else CONFIGS[key]
+    fits_at_once = spans * kv_heads * -(-pairs // block) <= programs
+    return FEW.get(key, CONFIGS[key]) if fits_at_once else CONFIGS[key]

@@ -21,10 +21,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from strobe.kernels.dependent import dependent
+from strobe.kernels.gemm_table import GROUP, Gemm, GemmConfig, Weight, block_m, bucket_of
+from strobe.kernels.pdl import supports_pdl
 from strobe.kernels.rowwise import gated, round_to
-from strobe.kernels.table import GROUP, Config, Gemm, Weight, block_m, bucket_of
-from strobe.kernels.workspace import LEAST, MOST_MARGIN, Scaled, Workspace
+from strobe.kernels.workspace import LEAST, MAX_MARGIN, Scaled, Workspace
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter keeps bf16 and fp8 as integers: it truncates, and cannot multiply them."""
@@ -150,9 +150,9 @@ def _gemm(
     stored = live[:, None] & (columns < N)[None, :]
     if EARLY:
         if sums is not None:
-            some = tl.arange(0, WIDTH)
-            places = sums + ms[:, None] * PARTS + some[None, :]
-            found = tl.load(places, mask=live[:, None] & (some < PARTS)[None, :], other=0.0)
+            ids = tl.arange(0, WIDTH)
+            places = sums + ms[:, None] * PARTS + ids[None, :]
+            words = tl.load(places, mask=live[:, None] & (ids < PARTS)[None, :], other=0.0)
         if residual is not None:
             lines = residual + ms[:, None] * residual_stride + columns[None, :]
             before = tl.load(lines, mask=stored, other=0.0)
@@ -233,14 +233,14 @@ def _gemm(
                     )
         if sums is not None:
             if EARLY:
-                squares = tl.sum(found, axis=1)
+                squares = tl.sum(words, axis=1)
             else:
                 squares = tl.zeros([BLOCK_M], tl.float32)
                 slots = tl.arange(0, 16)
                 for part in tl.static_range(0, PARTS, 16):  # unrolled: all in flight together
                     places = sums + ms[:, None] * PARTS + part + slots[None, :]
-                    there = live[:, None] & (part + slots < PARTS)[None, :]
-                    squares += tl.sum(tl.load(places, mask=there, other=0.0), axis=1)
+                    in_range = live[:, None] & (part + slots < PARTS)[None, :]
+                    squares += tl.sum(tl.load(places, mask=in_range, other=0.0), axis=1)
         if NORM or sums is not None:
             total *= (1.0 / tl.sqrt_rn(squares / K + eps))[None, :]
         if FP8:
@@ -256,8 +256,8 @@ def _gemm(
             before = tl.atomic_max(best + ms, first_key, mask=live, sem="relaxed")
             if margins is not None:
                 # Of every two largest ones that meet, the smaller one may be the second of all.
-                others = (ns < N)[:, None] & (keys != first_key[None, :])
-                second = tl.max(tl.where(others, logits.to(tl.float32), float("-inf")), axis=0)
+                is_other = (ns < N)[:, None] & (keys != first_key[None, :])
+                second = tl.max(tl.where(is_other, logits.to(tl.float32), float("-inf")), axis=0)
                 rest = _keys(second, tl.zeros([BLOCK_M], tl.int32))
                 rest = tl.maximum(rest, tl.minimum(before, first_key))
                 tl.atomic_max(best + BLOCK_M + ms, rest, mask=live, sem="relaxed")
@@ -270,7 +270,7 @@ def _gemm(
                     rest = tl.load(best + BLOCK_M + ms, mask=live, other=0, cache_modifier=".cg")
                     margin = _logit(key) - _logit(rest)
                     margin = tl.where(margin == margin, margin, 0.0)
-                    tl.store(margins + ms, tl.minimum(margin, MOST_MARGIN), mask=live)
+                    tl.store(margins + ms, tl.minimum(margin, MAX_MARGIN), mask=live)
                 tl.debug_barrier()  # threads that hold the same row have all read it
                 tl.store(best + ms, tl.full([BLOCK_M], LEAST, tl.int64))
                 if margins is not None:
@@ -300,7 +300,7 @@ def _gemm(
 
 
 def launch(
-    config: Config,
+    config: GemmConfig,
     gemm: Gemm,
     workspace: Workspace,
     x: Tensor,
@@ -310,7 +310,7 @@ def launch(
     norm: tuple[Tensor, float] | None = None,
     scaled: Scaled | None = None,
     residual: Tensor | None = None,
-    then: Tensor | None = None,
+    next_norm: Tensor | None = None,
     x_scale: Tensor | None = None,
     bias: Tensor | None = None,
     gelu: bool = False,
@@ -319,7 +319,7 @@ def launch(
 ) -> Scaled | None:
     """The kernel with `config`, which must be one of triton's; `warmup` compiles it only.
 
-    scaled: x as the GEMM before left it. then: the weight of the norm behind, for which the
+    scaled: x as the GEMM before left it. next_norm: the weight of the norm behind, for which the
     result is left. gelu: a gate's activation is gelu in its tanh form, not silu. margins [M]: of an
     argmax, to be filled.
     """
@@ -343,9 +343,9 @@ def launch(
     blocks = -(-gemm.k // config.block_k)
     room = (gemm.k - (split - 1) * blocks // split * config.block_k) * gemm.item
     prefetch = min(config.prefetch, room) // 16 * 16 if gemm.k * gemm.item % 16 == 0 else 0
-    pdl = dependent(x.device)
+    pdl = supports_pdl(x.device)
     left = None
-    if then is not None:
+    if next_norm is not None:
         sums = torch.empty(x.shape[0], tiles, dtype=torch.float32, device=out.device)
         left = Scaled(torch.empty(out.shape, dtype=out.dtype, device=out.device), sums)
     eps = 0.0 if norm is None else norm[1]
@@ -365,7 +365,7 @@ def launch(
         None if scaled is None else scaled.sums,
         residual,
         out,
-        then,
+        next_norm,
         None if left is None else left.data,
         None if left is None else left.sums,
         workspace.partials,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from strobe.kernels.gemm import Scaled, Workspace, launch
+from strobe.kernels.gemm_table import BUCKETS, Gemm, GemmConfig, GemmTable, Weight, bucket_of
 from strobe.kernels.rowwise import quantize_rows, rms_norm, silu_mul
 from strobe.kernels.sampling import argmax
-from strobe.kernels.table import BUCKETS, Config, Gemm, Table, Weight, bucket_of
 
 __all__ = ["Gemms", "Scaled", "Weight"]
 
@@ -23,7 +23,7 @@ __all__ = ["Gemms", "Scaled", "Weight"]
 class Chooser(Protocol):
     """`Table`, or what a test or the tuner puts in its place."""
 
-    def choose(self, gemm: Gemm, bucket: int) -> Config: ...
+    def choose(self, gemm: Gemm, bucket: int) -> GemmConfig: ...
 
 
 class Gemms:
@@ -44,10 +44,10 @@ class Gemms:
     ) -> None:
         assert max_rows <= BUCKETS[-1]
         self.dtype = dtype
-        self.table = Table.of(device) if table is None else table
+        self.table = GemmTable.of(device) if table is None else table
         self.max_rows = max_rows
         self.workspace = Workspace(device)
-        self.chosen: dict[tuple[object, ...], tuple[Config, Gemm]] = {}
+        self.chosen: dict[tuple[object, ...], tuple[GemmConfig, Gemm]] = {}
 
     def linear(
         self,
@@ -86,11 +86,12 @@ class Gemms:
         weight: Weight,
         residual: Tensor,
         *,
-        then: Tensor,
+        next_norm: Tensor,
         bias: Tensor | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Scaled | None]:
-        """residual + x Wᵀ + bias [M, N], and that again as the norm of weight `then` [N] wants it.
+        """residual + x Wᵀ + bias [M, N], and that again as the norm of weight `next_norm` [N] wants
+        it.
 
         The latter costs nothing here and saves the next GEMM its norm: hand it on as `scaled`
         with the result as x. None where that is not to be had: then the next GEMM does it all.
@@ -101,9 +102,9 @@ class Gemms:
         if out is None:
             out = x.new_empty(x.shape[0], gemm.outputs)
         # fp16 has no room for a row that is not yet divided by its root mean square.
-        wanted = None if self.dtype == torch.float16 else then
+        fused_norm = None if self.dtype == torch.float16 else next_norm
         return out, self._launch(
-            config, gemm, x, weight, None, residual, out, then=wanted, bias=bias
+            config, gemm, x, weight, None, residual, out, next_norm=fused_norm, bias=bias
         )
 
     def head_argmax(
@@ -137,7 +138,7 @@ class Gemms:
         gated: bool = False,
         residual: bool = False,
         argmax: bool = False,
-    ) -> tuple[Config, Gemm]:
+    ) -> tuple[GemmConfig, Gemm]:
         rows, fp8 = x.shape[0], weight.scale is not None
         bucket = bucket_of(rows) if rows <= self.max_rows else 0
         key = weight.data.shape, fp8, norm is not None, gated, residual, argmax, bucket
@@ -145,13 +146,13 @@ class Gemms:
         if choice is None:
             n, k = weight.data.shape
             gemm = Gemm(n, k, self.dtype, fp8, norm is not None, gated, residual, argmax)
-            config = self.table.choose(gemm, bucket) if bucket else Config("cublas")
+            config = self.table.choose(gemm, bucket) if bucket else GemmConfig("cublas")
             choice = self.chosen[key] = config, gemm
         return choice
 
     def _launch(
         self,
-        config: Config,
+        config: GemmConfig,
         gemm: Gemm,
         x: Tensor,
         weight: Weight,
@@ -160,7 +161,7 @@ class Gemms:
         out: Tensor,
         *,
         scaled: Scaled | None = None,
-        then: Tensor | None = None,
+        next_norm: Tensor | None = None,
         bias: Tensor | None = None,
         gelu: bool = False,
         margins: Tensor | None = None,
@@ -185,7 +186,7 @@ class Gemms:
             norm=norm,
             scaled=scaled,
             residual=residual,
-            then=then,
+            next_norm=next_norm,
             x_scale=x_scale,
             bias=bias,
             gelu=gelu,

@@ -6,7 +6,7 @@
     _narrow_kernel     blocks of rows: where each row of the narrower layout stands
 
 Legend: S spans, K drafts per span, T rows, W rows of a span with logits. The torch twins are
-`strobe.spec.allocate` and `Layout.narrow`.
+`strobe.speculation.allocate` and `Layout.narrow`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _CELLS = 8192
 def _chances_kernel(margins, weights, most, chances, stride, K: tl.constexpr, SIZE: tl.constexpr):
     span, place = tl.program_id(0), tl.arange(0, SIZE)
     real = place < K
-    made = tl.load(most + span)
+    limit = tl.load(most + span)
     margin = tl.load(margins + span * stride + place, real, 0.0)
-    mean = tl.sum(tl.where(place < made, margin, 0.0), 0) / tl.maximum(made, 1).to(tl.float32)
+    mean = tl.sum(tl.where(place < limit, margin, 0.0), 0) / tl.maximum(limit, 1).to(tl.float32)
     slope = tl.load(weights + 2 * place, real, 0.0)
     level = tl.load(weights + 2 * place + 1, real, 0.0)
     evidence = (margin + mean) / 2
-    found = tl.cumprod(1.0 / (1.0 + tl.exp(-(slope * evidence + level))), 0)
-    found = tl.where(place < made, found, -1.0)
-    tl.store(chances + span * K + place, found, real)
+    chance = tl.cumprod(1.0 / (1.0 + tl.exp(-(slope * evidence + level))), 0)
+    chance = tl.where(place < limit, chance, -1.0)
+    tl.store(chances + span * K + place, chance, real)
 
 
 @triton.jit(do_not_specialize=["spans", "count"])
@@ -46,20 +46,22 @@ def _choose_kernel(
     """out: the span's other drafts, and those of `most` whose rank is below `count`."""
     span, place = tl.program_id(0), tl.arange(0, SIZE)
     limit = tl.load(most + span)
-    own = tl.load(chances + span * K + place, place < K, -1.0)
+    own_chance = tl.load(chances + span * K + place, place < K, -1.0)
     order = place * spans + span  # among equal chances earlier places come first
     rank = tl.zeros([SIZE], tl.int32)
     for first in range(0, spans * K, CHUNK):
-        at = first + tl.arange(0, CHUNK)
-        other = tl.load(chances + at, at < spans * K, -2.0)
-        others = (at % K) * spans + at // K
-        before = (other[None, :] == own[:, None]) & (others[None, :] < order[:, None])
-        rank += tl.sum(((other[None, :] > own[:, None]) | before).to(tl.int32), 1)
-    taken = tl.sum(((rank < count) & (place < limit)).to(tl.int64), 0)
-    tl.store(out + span, tl.load(drafts + span) - limit + taken)
+        cells = first + tl.arange(0, CHUNK)
+        chance = tl.load(chances + cells, cells < spans * K, -2.0)
+        cell_order = (cells % K) * spans + cells // K
+        before = (chance[None, :] == own_chance[:, None]) & (cell_order[None, :] < order[:, None])
+        rank += tl.sum(((chance[None, :] > own_chance[:, None]) | before).to(tl.int32), 1)
+    num_chosen = tl.sum(((rank < count) & (place < limit)).to(tl.int64), 0)
+    tl.store(out + span, tl.load(drafts + span) - limit + num_chosen)
 
 
-def choose(margins: Tensor, weights: Tensor, made: Tensor, drafts: Tensor, count: int) -> Tensor:
+def choose(
+    margins: Tensor, weights: Tensor, device_drafts: Tensor, drafts: Tensor, count: int
+) -> Tensor:
     """margins [S, K], weights [K, 2] float32, made, drafts [S] int64 -> the drafts to verify [S]:
     of a span's drafts those that are not made on the device, and of those that are the ones among
     the `count` most promising of all."""
@@ -67,11 +69,11 @@ def choose(margins: Tensor, weights: Tensor, made: Tensor, drafts: Tensor, count
     chances = torch.empty(spans, width, dtype=torch.float32, device=margins.device)
     size = triton.next_power_of_2(width)
     _chances_kernel[(spans,)](
-        margins, weights, made, chances, margins.stride(0), K=width, SIZE=size, num_warps=1
+        margins, weights, device_drafts, chances, margins.stride(0), K=width, SIZE=size, num_warps=1
     )
     out = torch.empty(spans, dtype=torch.int64, device=margins.device)
     _choose_kernel[(spans,)](
-        chances, made, drafts, out, spans, count, K=width, SIZE=size,
+        chances, device_drafts, drafts, out, spans, count, K=width, SIZE=size,
         CHUNK=min(_CHUNK, triton.next_power_of_2(spans * width)), num_warps=4,
     )  # fmt: skip
     return out
@@ -85,19 +87,19 @@ def _narrow_kernel(
     span = tl.arange(0, SPANS)
     real = span < spans
     sure = tl.load(certain + span, real, 0)
-    some = tl.load(drafts + span, real, 0)
-    sizes = sure + some
+    num_drafts = tl.load(drafts + span, real, 0)
+    sizes = sure + num_drafts
     ends = tl.cumsum(sizes, 0)
     begins = ends - sizes
     if tl.program_id(0) == 0:
         tl.store(out + span, tl.load(slots + span, real, 0), real)
         tl.store(out + spans + span, sure, real)
-        tl.store(out + 2 * spans + span, some, real)
+        tl.store(out + 2 * spans + span, num_drafts, real)
         tl.store(out + 3 * spans + span, sizes, real)
         tl.store(out + 4 * spans + span, begins, real)
         tl.store(out + 5 * spans + span, tl.load(active + span, real, 0), real)
         for column in tl.static_range(W):
-            row = ends - tl.maximum(1 + some - column, 1)
+            row = ends - tl.maximum(1 + num_drafts - column, 1)
             row = tl.where(sizes > 0, tl.maximum(row, 0), rows - 1)
             tl.store(out + 6 * spans + 3 * rows + span * W + column, row, real)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -119,13 +121,13 @@ def _narrow_kernel(
 def narrow(layout: Any, drafts: Tensor, shape: Any) -> Tensor:
     """A layout of S spans, drafts [S] of theirs, and the shape of the narrower one -> its parts,
     packed."""
-    size = 6 * shape.spans + 3 * shape.rows + shape.spans * shape.logits
+    size = 6 * shape.spans + 3 * shape.rows + shape.spans * shape.max_logits
     packed = torch.empty(size, dtype=torch.int64, device=drafts.device)
     spans = triton.next_power_of_2(shape.spans)
     block = min(_BLOCK, max(_CELLS // spans, 16))  # each row is compared with each span
     _narrow_kernel[(triton.cdiv(shape.rows, block),)](
-        layout.slots, layout.certain, drafts, layout.active, layout.row_starts, layout.tokens,
+        layout.slots, layout.context_rows, drafts, layout.active, layout.row_starts, layout.tokens,
         packed, shape.spans, shape.rows, layout.tokens.shape[0],
-        W=shape.logits, SPANS=spans, BLOCK=block, num_warps=4,
+        W=shape.max_logits, SPANS=spans, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return packed

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strobe.kernels.dependent import dependent, follow
+from strobe.kernels.pdl import pdl_wait, supports_pdl
 
 if TYPE_CHECKING:
     from strobe.kv.states import StateSpec
@@ -44,7 +44,7 @@ def _convolve_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SiLU of the convolution of the span's rows."""
-    follow(PDL)
+    pdl_wait(PDL)
     span = tl.program_id(0)
     lanes = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < C
@@ -125,7 +125,7 @@ def _delta_kernel(
 ):  # fmt: skip
     """A part of one head's state: what was accepted is taken in, then the span's rows answer, 16 at
     once, or one by one where spans are SINGLE rows."""
-    follow(PDL)
+    pdl_wait(PDL)
     span, head = tl.program_id(0), tl.program_id(1)
     keys = tl.arange(0, KEYS)
     values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
@@ -200,7 +200,7 @@ def _keep_kernel(
     """What the next forward needs of the span's rows: the convolution's inputs, the gates, and the
     KEYS channels of its keys, which stand behind those of the queries. A program reads what it
     needs of the window before it overwrites it: its rows move forward."""
-    follow(PDL)
+    pdl_wait(PDL)
     span = tl.program_id(0)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < C
@@ -255,18 +255,18 @@ def mix(
     rows, block = x.shape[0], gates.shape[1]
     x, weight, decay, rate = (part.contiguous() for part in (x, weight, decay, rate))
     count = spans[0].shape[0]
-    found = torch.empty(rows, spec.channels, dtype=torch.float32, device=x.device)
+    convolved = torch.empty(rows, spec.channels, dtype=torch.float32, device=x.device)
     out = torch.zeros(rows, spec.heads, spec.value_dim, dtype=x.dtype, device=x.device)
-    pdl = dependent(x.device)
+    pdl = supports_pdl(x.device)
     shared = {"P": block, "C": spec.channels, "PDL": pdl, "launch_pdl": pdl}
     wide = triton.cdiv(spec.channels, _CHANNELS)
     _convolve_kernel[(count, triton.cdiv(longest, _ROWS), wide)](
-        x, weight, window, *spans, found,
+        x, weight, window, *spans, convolved,
         KERNEL=spec.kernel, ROWS=_ROWS, BLOCK=_CHANNELS, num_warps=2, **shared,
     )  # fmt: skip
     values = values_of(count)
     _delta_kernel[(count, spec.heads, triton.cdiv(spec.value_dim, values))](
-        found, decay, rate, state, gates, keys, changes, *spans, out,
+        convolved, decay, rate, state, gates, keys, changes, *spans, out,
         HK=spec.key_heads, HV=spec.heads, DK=spec.key_dim, DV=spec.value_dim,
         KEYS=max(16, triton.next_power_of_2(spec.key_dim)), VALUES=values,
         SINGLE=longest == 1,
@@ -274,7 +274,7 @@ def mix(
         num_warps=_WARPS, num_stages=1, **shared,
     )  # fmt: skip
     _keep_kernel[(count, wide)](
-        x, found, decay, rate, window, gates, keys, *spans,
+        x, convolved, decay, rate, window, gates, keys, *spans,
         KERNEL=spec.kernel, HV=spec.heads, KEYS=spec.key_heads * spec.key_dim,
         TAPS=triton.next_power_of_2(spec.kernel - 1), HEADS=triton.next_power_of_2(spec.heads),
         BLOCK=_CHANNELS, num_warps=2, **shared,

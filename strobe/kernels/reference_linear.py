@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strobe.kernels.gemm_table import GROUP, Weight
 from strobe.kernels.reference_rowwise import rms_norm, silu_mul
-from strobe.kernels.table import GROUP, Weight
 
 
 def _quantized(x: Tensor) -> Tensor:

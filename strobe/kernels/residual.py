@@ -29,13 +29,14 @@ class FusedResidual:
         if 0 in self._places:
             self._places[0].copy_(value)
         self._place: Tensor | None = None  # of the feature that the layer ends with
-        self._then: Tensor | None = None  # the weight of the norm that reads behind the layer
+        self._next_norm: Tensor | None = None  # the weight of the norm that reads behind the layer
         self._kept: Tensor | None = None  # the last feature, which must stay as it is
         self._left: tuple[Tensor, Tensor, Scaled] | None = None
 
-    def begin(self, done: int, then: Tensor | None) -> None:
-        """Before the layer with which `done` are done. then: the weight of the norm behind it."""
-        self._place, self._then = self._places.get(done), then
+    def begin(self, done: int, next_norm: Tensor | None) -> None:
+        """Before the layer with which `done` are done. next_norm: the weight of the norm behind
+        it."""
+        self._place, self._next_norm = self._places.get(done), next_norm
 
     def end(self, done: int) -> None:
         """After that layer."""
@@ -51,21 +52,22 @@ class FusedResidual:
         x: Tensor,
         weight: Weight,
         bias: Tensor | None,
-        then: Tensor | None,
+        next_norm: Tensor | None,
     ) -> None:
-        """Add x Wᵀ + bias. then: the weight of the norm that reads next; None at a layer's end."""
+        """Add x Wᵀ + bias. next_norm: the weight of the norm that reads next; None at a layer's
+        end."""
         out = self.value
-        if then is None and self._place is not None:
+        if next_norm is None and self._place is not None:
             out = self._kept = self._place
         elif out is self._kept:
             out = torch.empty_like(out, memory_format=torch.contiguous_format)
-        then, scaled = self._then if then is None else then, None
-        if then is None:
+        next_norm, scaled = self._next_norm if next_norm is None else next_norm, None
+        if next_norm is None:
             gemms.linear(x, weight, bias=bias, residual=self.value, out=out)
         else:
-            _, scaled = gemms.add(x, weight, self.value, bias=bias, then=then, out=out)
+            _, scaled = gemms.add(x, weight, self.value, bias=bias, next_norm=next_norm, out=out)
         self.value = out
-        self._left = None if scaled is None or then is None else (out, then, scaled)
+        self._left = None if scaled is None or next_norm is None else (out, next_norm, scaled)
 
     def scaled(self, norm: Tensor) -> Scaled | None:
         """The stream as the norm of this weight wants it, where the sum before left it so."""

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from strobe.kernels.dependent import dependent, follow
+from strobe.kernels.pdl import pdl_wait, supports_pdl
 
 FEW_ROWS = 64
 """Up to here rows are cut into small programs, so that 16 rows already reach every SM."""
@@ -68,7 +68,7 @@ def _norm_kernel(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    follow(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < H
@@ -115,7 +115,9 @@ def _qk_kernel(
     slot = tl.load(slot_ptr + row).to(tl.int64)
     position = tl.load(position_ptr + row)
     cos, sin = _angle(cos_ptr, sin_ptr, position, cos_stride, sin_stride, WIDTH, D)
-    follow(PDL)  # places and angles come from kernels before the one before, which are done by now
+    pdl_wait(
+        PDL
+    )  # places and angles come from kernels before the one before, which are done by now
     # The heads of q, k and v lie in one line, and so do a slot's keys and values.
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     is_q, is_v = (head < Q_HEADS)[:, None], (head >= Q_HEADS + KV_HEADS)[:, None]
@@ -161,7 +163,7 @@ def _context_kernel(
     slot = tl.load(slot_ptr + row).to(tl.int64)
     position = tl.load(position_ptr + row)
     cos, sin = _angle(cos_ptr, sin_ptr, position, cos_stride, sin_stride, WIDTH, D)
-    follow(PDL)
+    pdl_wait(PDL)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     is_v = (head >= KV_HEADS)[:, None]
     half = tl.arange(0, D // 2)
@@ -187,7 +189,7 @@ def _silu_mul_kernel(
     x_ptr, out_ptr, x_stride,
     SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    follow(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
@@ -201,7 +203,7 @@ def _silu_mul_kernel(
 def _quantize_kernel(
     x_ptr, out_ptr, scale_ptr, x_stride, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    follow(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < K
@@ -217,7 +219,7 @@ def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, add: b
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
-    pdl = dependent(x.device)
+    pdl = supports_pdl(x.device)
     _norm_kernel[(rows,)](
         x,
         residual,
@@ -273,9 +275,9 @@ def qk_norm_rope_store(
     before writes.
     """
     rows, width = qkv.shape[0], kv.shape[-1]
-    few = rows <= FEW_ROWS
-    group = max((512 if few else 2048) // width, 1)
-    pdl = dependent(qkv.device)
+    few_rows = rows <= FEW_ROWS
+    group = max((512 if few_rows else 2048) // width, 1)
+    pdl = supports_pdl(qkv.device)
     _qk_kernel[(rows, triton.cdiv(q_heads + 2 * kv_heads, group))](
         qkv,
         qkv if q_weight is None else q_weight,
@@ -298,7 +300,7 @@ def qk_norm_rope_store(
         NORM_V=value_norm,
         OWN_V=own_values,
         GROUP=group,
-        num_warps=1 if few else 4,
+        num_warps=1 if few_rows else 4,
         PDL=pdl,
         launch_pdl=pdl,
     )
@@ -322,9 +324,9 @@ def context_store(
     contiguous.
     """
     rows, (layers, _, _, kv_heads, width) = kv_rows.shape[0], data.shape
-    few = rows <= FEW_ROWS
-    group = max((512 if few else 2048) // width, 1)
-    pdl = dependent(kv_rows.device)
+    few_rows = rows <= FEW_ROWS
+    group = max((512 if few_rows else 2048) // width, 1)
+    pdl = supports_pdl(kv_rows.device)
     _context_kernel[(rows, triton.cdiv(2 * kv_heads, group), layers)](
         kv_rows,
         kv_rows if k_weight is None else k_weight,
@@ -343,7 +345,7 @@ def context_store(
         WIDTH=sin.shape[1],
         NORM=k_weight is not None,
         GROUP=group,
-        num_warps=1 if few else 4,
+        num_warps=1 if few_rows else 4,
         PDL=pdl,
         launch_pdl=pdl,
     )
@@ -355,7 +357,7 @@ def silu_mul(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024 if rows <= FEW_ROWS else 4096, triton.next_power_of_2(size))
-    pdl = dependent(gate_up.device)
+    pdl = supports_pdl(gate_up.device)
     _silu_mul_kernel[(rows, triton.cdiv(size, block))](
         gate_up,
         out,
@@ -380,7 +382,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     out = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(size)
-    pdl = dependent(x.device)
+    pdl = supports_pdl(x.device)
     _quantize_kernel[(rows,)](
         x,
         out,

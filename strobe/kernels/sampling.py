@@ -1,9 +1,9 @@
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 """Logits to tokens: the first maximum, and a race behind top-k, top-p and min-p.
 
-`sample_rows` finds each row's maximum and the least logit that its filters keep (`kernels.edge`);
-then `kernels.race` has many programs a row. Legend: R rows, V vocabulary.
-"""
+`sample_rows` finds each row's maximum and the least logit that its filters keep
+(`kernels.top_p_threshold`); then `kernels.gumbel_argmax` has many programs a row. Legend: R rows, V
+vocabulary."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strobe.kernels.edge import SEGMENTS, WIDTH, exchange, ids_of, least_kept
-from strobe.kernels.race import (
+from strobe.kernels.gumbel_argmax import (
     LOG2E,
     NAN_KEY,
     NO_TOKEN,
     NO_WORD,
+    gumbel_argmax,
     key_of,
-    race,
     read,
     take_best,
     token_of,
     word_of,
 )
-from strobe.kernels.workspace import MOST_MARGIN
+from strobe.kernels.top_p_threshold import SEGMENTS, WIDTH, exchange, ids_of, threshold_key
+from strobe.kernels.workspace import MAX_MARGIN
 
-MOST_PARTS = 8
+MAX_PARTS = 8
 ARGMAX_BLOCK = 8192
 
 LEAST = tl.constexpr(-3.4028234663852886e38)
@@ -80,7 +80,7 @@ def _sample_kernel(
         k = tl.where((k > 0) & (k < V), k, V).to(tl.int32)
         edge = tl.full([], float("-inf"), tl.float32)
         if (k < V) | (top_p < 1.0):
-            edge = least_kept(
+            edge = threshold_key(
                 row, room, lanes, top, scale, top_p, k, V, SEGMENT, VECTOR, SHIFT, PARTS
             )
         tl.store(facts, top)
@@ -128,13 +128,13 @@ def _margin_kernel(words_ptr, rests_ptr, out_ptr, margins_ptr, parts, SIZE: tl.c
     words = tl.load(words_ptr + index * parts + at, at < parts, other=NO_WORD)
     rests = tl.load(rests_ptr + index * parts + at, at < parts, other=-NAN_KEY)
     best = tl.max(words, 0)
-    others = tl.where((words == best) | (at >= parts), -NAN_KEY, (words >> 32).to(tl.int32))
-    rest = tl.max(tl.maximum(others, rests), 0)
+    other_keys = tl.where((words == best) | (at >= parts), -NAN_KEY, (words >> 32).to(tl.int32))
+    rest = tl.max(tl.maximum(other_keys, rests), 0)
     top = key_of((best >> 32).to(tl.int32).to(tl.float32, bitcast=True))
     margin = top.to(tl.float32, bitcast=True)
     margin -= key_of(rest.to(tl.float32, bitcast=True)).to(tl.float32, bitcast=True)
     margin = tl.where(margin == margin, margin, 0.0)
-    tl.store(margins_ptr + index, tl.minimum(margin, MOST_MARGIN))
+    tl.store(margins_ptr + index, tl.minimum(margin, MAX_MARGIN))
     tl.store(out_ptr + index, token_of(best))
 
 
@@ -165,8 +165,8 @@ def parts_of(rows: int, device: torch.device) -> int:
     them at once, for they wait for one another."""
     if device.type != "cuda":
         return 1
-    most = torch.cuda.get_device_properties(device).multi_processor_count // max(rows, 1)
-    return 1 << (min(max(most, 1), MOST_PARTS).bit_length() - 1)
+    max_parts = torch.cuda.get_device_properties(device).multi_processor_count // max(rows, 1)
+    return 1 << (min(max(max_parts, 1), MAX_PARTS).bit_length() - 1)
 
 
 def sample_rows(
@@ -210,5 +210,5 @@ def sample_rows(
         PARTS=parts,
         num_warps=32,
     )
-    race(logits, facts, key, position, out)
+    gumbel_argmax(logits, facts, key, position, out)
     return out

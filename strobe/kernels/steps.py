@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strobe.kernels.dependent import dependent, follow
+from strobe.kernels.pdl import pdl_wait, supports_pdl
 
 _BLOCK = 128
 
@@ -44,7 +44,7 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    follow(PDL)
+    pdl_wait(PDL)
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # Per span: where it starts, and how many of its drafts lie before the context's end.
     real = lanes < spans
@@ -79,11 +79,11 @@ def place(
     -1 for the span's newest token, or -2 - j for its draft j.
     """
     size, count = layout.slots.shape[0], layout.tokens.shape[0]
-    given = layout.tokens[:, None] if drafts is None else drafts
+    device_tokens = layout.tokens[:, None] if drafts is None else drafts
     width = 0 if drafts is None else drafts.shape[1]
-    found = torch.empty(2 * size + 3 * count, dtype=torch.int64, device=cursor.device)
-    start, lengths, positions, places, ids = found.split([size, size, count, count, count])
-    pdl = dependent(cursor.device)
+    buffer = torch.empty(2 * size + 3 * count, dtype=torch.int64, device=cursor.device)
+    start, lengths, positions, places, ids = buffer.split([size, size, count, count, count])
+    pdl = supports_pdl(cursor.device)
     _place_kernel[(triton.cdiv(max(size, count), _BLOCK),)](
         cursor,
         table,
@@ -91,7 +91,7 @@ def place(
         layout.span_of_row,
         layout.offset,
         layout.tokens,
-        given,
+        device_tokens,
         layout.drafts,
         start,
         lengths,
@@ -102,7 +102,7 @@ def place(
         count,
         table.shape[1],
         limit,
-        given.stride(0),
+        device_tokens.stride(0),
         K=width,
         PAGE=page_size,
         BLOCK=_BLOCK,
@@ -132,11 +132,11 @@ def _accept_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    follow(PDL)
+    pdl_wait(PDL)
     span = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     tokens += span * W
-    kept = tl.zeros([], tl.int64)
+    num_accepted = tl.zeros([], tl.int64)
     begin = tl.load(start + span)
     sure = tl.load(certain + span)
     if K:
@@ -145,16 +145,16 @@ def _accept_kernel(
         token = tl.load(tokens + lanes, inside, 0)
         first = tl.load(row_starts + span) + sure
         draft = tl.load(ids + first + lanes, inside & (first + lanes < rows), 0)
-        kept = tl.min(tl.where(inside & (token == draft), BLOCK, lanes), 0).to(tl.int64)
+        num_accepted = tl.min(tl.where(inside & (token == draft), BLOCK, lanes), 0).to(tl.int64)
         if SIMULATED:
             share = begin.to(tl.float32) * 0.6180339887498949
-            whole = tl.floor(simulated - 1.0)
-            more = share - tl.floor(share) < simulated - 1.0 - whole
-            kept = tl.minimum((whole + tl.where(more, 1.0, 0.0)).to(tl.int64), length)
-    tl.store(accepted + span, kept)
+            base = tl.floor(simulated - 1.0)
+            one_more = share - tl.floor(share) < simulated - 1.0 - base
+            num_accepted = tl.minimum((base + tl.where(one_more, 1.0, 0.0)).to(tl.int64), length)
+    tl.store(accepted + span, num_accepted)
     slot = tl.load(slots + span)
-    tl.store(cursor + 2 * slot, begin + sure + kept)
-    tl.store(cursor + 2 * slot + 1, tl.load(tokens + kept))
+    tl.store(cursor + 2 * slot, begin + sure + num_accepted)
+    tl.store(cursor + 2 * slot + 1, tl.load(tokens + num_accepted))
 
 
 def accept(
@@ -168,20 +168,20 @@ def accept(
     """
     size, width = tokens.shape
     accepted = torch.empty(size, dtype=torch.int64, device=tokens.device)
-    pdl = dependent(tokens.device)
+    pdl = supports_pdl(tokens.device)
     _accept_kernel[(size,)](
         tokens,
         batch.ids,
         batch.draft_lengths,
         batch.starts,
         layout.row_starts,
-        layout.certain,
+        layout.context_rows,
         layout.slots,
         cursor,
         accepted,
         simulated or 1.0,
         batch.ids.shape[0],
-        K=layout.shape.drafts,
+        K=layout.shape.max_drafts,
         W=width,
         SIMULATED=simulated is not None,
         BLOCK=max(triton.next_power_of_2(width), 2),
@@ -196,7 +196,7 @@ def accept(
 def _gather_kernel(
     table, index, out, stride, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    follow(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(index + row) * stride
@@ -209,7 +209,7 @@ def gather_rows(table: Tensor, index: Tensor) -> Tensor:
     size = table.shape[1]
     out = torch.empty(index.shape[0], size, dtype=table.dtype, device=table.device)
     block = min(triton.next_power_of_2(size), 1024)
-    pdl = dependent(table.device)
+    pdl = supports_pdl(table.device)
     _gather_kernel[(index.shape[0], triton.cdiv(size, block))](
         table,
         index,

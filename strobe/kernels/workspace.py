@@ -11,7 +11,7 @@ from torch import Tensor
 LEAST = tl.constexpr(-(2**63))
 """Below every key of an argmax."""
 
-MOST_MARGIN = tl.constexpr(40.0)
+MAX_MARGIN = tl.constexpr(40.0)
 """As `strobe.sampling.sampler` has it."""
 
 

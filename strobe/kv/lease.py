@@ -101,18 +101,18 @@ class Lease:
             raise LeaseError(f"{call}() needs an open reservation")
 
 
-def reserve_all(wants: Sequence[tuple[Lease, int]]) -> bool:
+def reserve_all(requests: Sequence[tuple[Lease, int]]) -> bool:
     """Reserve for every lease or for none; at most one want per lease. False changes nothing."""
-    if not wants:
+    if not requests:
         return True
-    pool = wants[0][0].pool
-    for lease, count in wants:
+    pool = requests[0][0].pool
+    for lease, count in requests:
         if lease.released or count < 0:
             raise LeaseError(f"reserve({count}) on a lease that is released, or below zero")
-    needed = [lease.pages_for(count) for lease, count in wants]
-    if sum(needed) > pool.available:
+    page_counts = [lease.pages_for(count) for lease, count in requests]
+    if sum(page_counts) > pool.available:
         return False
-    for (lease, count), pages in zip(wants, needed, strict=True):
+    for (lease, count), pages in zip(requests, page_counts, strict=True):
         lease.pages += pool.allocate(pages)
         lease.reserved.append(count)
     return True

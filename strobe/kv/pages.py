@@ -101,7 +101,7 @@ class PagePool:
         """The page with this content, if it is still there."""
         return self._page_of.get(key)
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Free what is cached: no later request finds it."""
         for page, key in self._cached.items():
             del self._page_of[key], self._key_of[page]

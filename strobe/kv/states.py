@@ -78,11 +78,11 @@ class StateStore:
         changes = (*slots, pending, spec.heads, spec.value_dim)
         self.changes = torch.zeros(changes, dtype=torch.float32, device=device)
         self.length = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self.parts = self.state, self.window, self.gates, self.keys, self.changes
+        self.tensors = self.state, self.window, self.gates, self.keys, self.changes
 
     def save(self, slot: int) -> list[tuple[Tensor, Tensor]]:
         """Return a slot's states and copies of them, for `restore`."""
-        views = [self.length[slot], *[part[:, slot] for part in self.parts]]
+        views = [self.length[slot], *[part[:, slot] for part in self.tensors]]
         return [(view, view.clone()) for view in views]
 
     def restore(self, saved: Sequence[tuple[Tensor, Tensor]]) -> None:

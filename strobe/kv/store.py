@@ -42,10 +42,10 @@ class KVStore:
             self.data = self.data.view(len(shapes), *shapes[0])
         self._largest = torch.finfo(spec.dtype).max if spec.dtype.itemsize == 1 else None
         # torch has few operations on FP8: there rows are moved as bytes.
-        plain = [self._bytes(layer) for layer in self.layers]
-        self._plain = self._bytes(self.data)
-        self._flat = [layer.flatten(1) for layer in plain]
-        self._keys, self._values = zip(*(layer.unbind(1) for layer in plain), strict=True)
+        layer_bytes = [self._bytes(layer) for layer in self.layers]
+        self._data_bytes = self._bytes(self.data)
+        self._flat = [layer.flatten(1) for layer in layer_bytes]
+        self._keys, self._values = zip(*(layer.unbind(1) for layer in layer_bytes), strict=True)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """keys, values [T, Hkv, D] to slots [T]."""
@@ -55,7 +55,7 @@ class KVStore:
     def write_all(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """keys, values [T, L, Hkv, D] of every layer, all alike, to slots [T]."""
         rows = torch.stack([keys, values], 2).transpose(0, 1)
-        self._plain.index_copy_(1, slots, self._stored(rows))
+        self._data_bytes.index_copy_(1, slots, self._stored(rows))
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """slots [G, N] -> keys, values [G, Hkv, N, D] as views of one gathered copy."""

@@ -81,15 +81,16 @@ class Checkpoint:
             file = _File(directory / name)
             header, first = file.header()
             for key, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                own = own_name(key)
-                if own in self._places:
+                tensor_name = own_name(key)
+                if tensor_name in self._places:
                     raise ValueError(
                         f"{directory / name}: tensor {key} is there twice; download or save the "
                         "checkpoint again."
                     )
-                self.shapes[own], self.dtypes[own] = tuple(value["shape"]), value["dtype"]
+                self.shapes[tensor_name] = tuple(value["shape"])
+                self.dtypes[tensor_name] = value["dtype"]
                 start, end = value["data_offsets"]
-                self._places[own] = file, first + start, first + end
+                self._places[tensor_name] = file, first + start, first + end
 
     def bytes_of(self, name: str) -> int:
         _, start, end = self._places[name]
@@ -116,7 +117,7 @@ class Checkpoint:
             return
         ((file, start, _),), (stored,) = places, tensors
         count = max(AT_ONCE // stored[:1].nbytes, 1)
-        for into, some in zip(out.split(count), stored.split(count), strict=True):
-            copy(into, some)
-            file.release(start, start + some.nbytes)
-            start += some.nbytes
+        for into, values in zip(out.split(count), stored.split(count), strict=True):
+            copy(into, values)
+            file.release(start, start + values.nbytes)
+            start += values.nbytes

@@ -118,7 +118,7 @@ class DraftConfig:
     anchor_first: the first slot, which holds the newest token, predicts too. embedding_scale: None
     is the target's own. target_hidden_size: of the captured features, where it is another than the
     drafter's. draft_vocab_size: rows of a head of its own over a part of the vocabulary.
-    num_drafts: what the checkpoint recommends to draft. format: of its config.json.
+    recommended_drafts: what the checkpoint recommends to draft. format: of its config.json.
     """
 
     decoder: DecoderConfig
@@ -134,16 +134,16 @@ class DraftConfig:
     anchor_first: bool = False
     target_hidden_size: int | None = None
     draft_vocab_size: int | None = None
-    num_drafts: int | None = None
+    recommended_drafts: int | None = None
     format: str = "z-lab"
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        """The captured layers as config.json names them, under `ids_name`."""
+    def capture_ids(self) -> tuple[int, ...]:
+        """The captured layers as config.json names them, under `capture_ids_key`."""
         return tuple(k - (self.format != "speculators") for k in self.capture)
 
     @property
-    def ids_name(self) -> str:
+    def capture_ids_key(self) -> str:
         ours = self.format == "speculators"
         return "aux_hidden_state_layer_ids" if ours else "target_layer_ids"
 
@@ -153,6 +153,6 @@ class DraftConfig:
         return self.draft_vocab_size or self.decoder.vocab_size
 
     @property
-    def drafts(self) -> int:
+    def block_drafts(self) -> int:
         """Tokens that a block proposes."""
         return self.block_size - (not self.anchor_first)

@@ -14,7 +14,7 @@ from strobe.kv.store import KVStore
 from strobe.models.config import DraftConfig
 from strobe.models.layers import Decoder, DecoderLayer, softcapped
 from strobe.models.modules import RMSNorm, scale_of
-from strobe.models.ops.torch_ops import Attend, ContextWeights, Rows
+from strobe.models.ops.torch_ops import Attend, ContextWeights, ForwardRows
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 from strobe.sampling.sampler import argmax, best_two
 
@@ -33,10 +33,10 @@ class DFlash(Decoder):
         embedding: Tensor,
         head_weight: Tensor,
         max_positions: int,
-        own: Collection[str] = (),
+        own_tensors: Collection[str] = (),
     ):
-        """embedding, head_weight: the target's. own: which of "embed_tokens" and "lm_head" the
-        drafter has itself."""
+        """embedding, head_weight: the target's. own_tensors: which of "embed_tokens" and "lm_head"
+        the drafter has itself."""
         decoder = config.decoder
         layers = [DecoderLayer(decoder, i) for i in range(decoder.num_layers)]
         super().__init__(decoder, layers, max_positions)
@@ -47,9 +47,11 @@ class DFlash(Decoder):
         self.hidden_norm = RMSNorm(hidden, decoder.rms_norm_eps)
         self._attentions = [layer.self_attn for layer in layers]
         self.embed_tokens = (
-            nn.Embedding(decoder.vocab_size, hidden) if "embed_tokens" in own else None
+            nn.Embedding(decoder.vocab_size, hidden) if "embed_tokens" in own_tensors else None
         )
-        self.lm_head = nn.Linear(hidden, config.head_rows, bias=False) if "lm_head" in own else None
+        self.lm_head = (
+            nn.Linear(hidden, config.head_rows, bias=False) if "lm_head" in own_tensors else None
+        )
         self.target_ids: Tensor | None = None
         self._shared = (embedding, head_weight)  # in a tuple, or they would count as our own
         self.fp8_head: tuple[Tensor, Tensor] | None = None
@@ -77,9 +79,9 @@ class DFlash(Decoder):
     def fold(self) -> None:
         """After loading: give up an own embedding or head that is the same as the target's, and
         keep the context weights of all layers as one."""
-        for name, theirs in zip(("embed_tokens", "lm_head"), self._shared, strict=True):
-            own = getattr(self, name)
-            if own is not None and torch.equal(own.weight, theirs):
+        for name, shared in zip(("embed_tokens", "lm_head"), self._shared, strict=True):
+            module = getattr(self, name)
+            if module is not None and torch.equal(module.weight, shared):
                 setattr(self, name, None)
         self._context = self._context_weights()
 
@@ -107,14 +109,14 @@ class DFlash(Decoder):
 
     def context_kv(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """features [T, n * H], positions [T] -> keys, values [T, L, Hkv, D] of all layers."""
-        rows = Rows(positions, None, self.tables)
+        rows = ForwardRows(positions, None, self.tables)
         return self.ops.context_kv(*self._context_rows(features), rows)
 
     def write_context(
         self, features: Tensor, positions: Tensor, slots: Tensor, store: KVStore
     ) -> None:
         """features [T, n * H] of the tokens at positions [T] -> their context K/V in slots [T]."""
-        rows = Rows(positions, None, self.tables)
+        rows = ForwardRows(positions, None, self.tables)
         self.ops.store_context(*self._context_rows(features), rows, slots, store)
 
     def forward(

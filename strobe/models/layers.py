@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from strobe.models.config import DecoderConfig
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
-from strobe.models.ops.torch_ops import Attend, Residual, Rows, TorchOps
+from strobe.models.ops.torch_ops import Attend, ForwardRows, Residual, TorchOps
 from strobe.models.weight_mapping import WeightMapping, stacked
 
 
@@ -48,11 +48,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(*norm)
         self.mlp = mlp or MLP(config)
 
-    def forward(self, ops: TorchOps, x: Residual, rows: Rows) -> None:
+    def forward(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
         attention = self.self_attn
         qkv = ops.norm_linear(x, self.input_layernorm, attention.qkv_proj)
         mixed = ops.attention(qkv, attention, rows)
-        ops.add_linear(x, mixed, attention.o_proj, then=self.post_attention_layernorm)
+        ops.add_linear(x, mixed, attention.o_proj, next_norm=self.post_attention_layernorm)
         self.mlp(ops, x, self.post_attention_layernorm)
 
 
@@ -89,7 +89,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Embedded rows x [T, H] through all layers."""
         ops, stream = self.ops, self.ops.residual(x, capture)
-        rows = Rows(positions, attend, self.tables)
+        rows = ForwardRows(positions, attend, self.tables)
         pairs = zip(self.layers, self._next_norms, strict=True)
         for done, (layer, norm) in enumerate(pairs, start=1):
             stream.begin(done, None if norm is None else norm.weight)

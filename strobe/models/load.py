@@ -31,42 +31,42 @@ HARMLESS = ("rotary_emb.inv_freq",)
 Model = TypeVar("Model", Target, DFlash)
 
 
-def _check(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMapping:
+def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMapping:
     """What the module's parameters are made of. Raises ValueError for a tensor that is missing, of
     another shape or dtype, or that nothing is made of."""
-    shapes, dtypes, where = checkpoint.shapes, checkpoint.dtypes, checkpoint.directory
+    shapes, dtypes, path = checkpoint.shapes, checkpoint.dtypes, checkpoint.directory
     mapping = with_scales(module, mapping_of(module, shapes), dtypes, module.config.quantization)
     used = set[str]()
     for part in chain.from_iterable(mapping.values()):
         for name, shape in part.sources.items():
             if name not in shapes:
                 raise ValueError(
-                    f"{where}: tensor {name} is missing; download or save the checkpoint again."
+                    f"{path}: tensor {name} is missing; download or save the checkpoint again."
                 )
             if shapes[name] != shape:
                 raise ValueError(
-                    f"{where}: tensor {name} has shape {list(shapes[name])}, config.json asks for "
+                    f"{path}: tensor {name} has shape {list(shapes[name])}, config.json asks for "
                     f"{list(shape)}; weights and config.json must come from one checkpoint."
                 )
             if dtypes[name] not in part.dtypes:
                 raise ValueError(
-                    f"{where}: tensor {name} holds {dtypes[name]} values, but only "
+                    f"{path}: tensor {name} holds {dtypes[name]} values, but only "
                     f"{', '.join(part.dtypes)} are supported; use an unquantized checkpoint."
                 )
             if name in used:
                 raise RuntimeError(f"{name} would be used twice; this is an error in Strobe.")
             used.add(name)
-    passed = (*module.skipped, *(n for n in shapes if n.endswith(HARMLESS)))
-    extra = sorted(n for n in shapes if n not in used and not n.startswith(passed))
+    ignored = (*module.skipped, *(n for n in shapes if n.endswith(HARMLESS)))
+    extra = sorted(n for n in shapes if n not in used and not n.startswith(ignored))
     if extra:
         raise ValueError(
-            f"{where}: tensor {extra[0]} is not part of this architecture ({len(extra)} such "
+            f"{path}: tensor {extra[0]} is not part of this architecture ({len(extra)} such "
             "tensors); loading without it would change the model's mathematics."
         )
     return mapping
 
 
-class Place(TypedDict):
+class LoadOptions(TypedDict):
     """Where and how weights are held. load_format: "dummy" for random ones; fp8: linear
     layers in FP8."""
 
@@ -87,44 +87,47 @@ def _memory(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -
 
 
 def _fill(
-    module: nn.Module, names: Iterable[str], make: Callable[[str, Tensor], None], place: Place
+    module: nn.Module,
+    names: Iterable[str],
+    write: Callable[[str, Tensor], None],
+    options: LoadOptions,
 ) -> None:
     """Give the parameters of a module made on the meta device their weights, one after another;
-    linear layers that are to be in FP8 are converted before the next is read. make: writes a
+    linear layers that are to be in FP8 are converted before the next is read. write: writes a
     parameter's values to its memory."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
-        value = _memory(owner.get_parameter(leaf), place["dtype"], place["device"])
-        make(name, value)
-        if place.get("fp8") and in_fp8(path, owner):
+        value = _memory(owner.get_parameter(leaf), options["dtype"], options["device"])
+        write(name, value)
+        if options.get("fp8") and in_fp8(path, owner):
             value, scale = fp8_rows(value)
             owner.register_buffer("scale", scale, persistent=False)
         setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
 
 
-def _fill_at_random(module: nn.Module, place: Place) -> None:
+def _fill_at_random(module: nn.Module, options: LoadOptions) -> None:
     """Weights that only speed can be measured with: normal, or 1 for norms; the same each time."""
-    generator = torch.Generator(place["device"]).manual_seed(0)
+    generator = torch.Generator(options["device"]).manual_seed(0)
 
-    def make(name: str, value: Tensor) -> None:
+    def write(name: str, value: Tensor) -> None:
         if value.ndim == 1 or not value.is_floating_point():
             value.fill_(1)
         else:
             value.normal_(0.0, 0.02, generator=generator)
 
-    _fill(module, mapping_of(module), make, place)
+    _fill(module, mapping_of(module), write, options)
 
 
-def _read(module: Target | DFlash, checkpoint: Checkpoint, place: Place) -> None:
+def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: LoadOptions) -> None:
     """The checkpoint's tensors, in their files' order. How far it is: a bar on stderr, if that is a
     terminal, unless the log tells of it or TQDM_DISABLE is set."""
     from tqdm.auto import tqdm
 
-    mapping = _check(module, checkpoint)
-    at = {name: i for i, name in enumerate(checkpoint.shapes)}
-    order = sorted(mapping, key=lambda name: at[next(iter(mapping[name][0].sources))])
-    total, began = sum(map(checkpoint.bytes_of, at)), time.perf_counter()
+    mapping = _check_tensors(module, checkpoint)
+    order_of = {name: i for i, name in enumerate(checkpoint.shapes)}
+    order = sorted(mapping, key=lambda name: order_of[next(iter(mapping[name][0].sources))])
+    total, started = sum(map(checkpoint.bytes_of, order_of)), time.perf_counter()
     with tqdm(
         total=total,
         desc=f"Loading {checkpoint.directory.name}",
@@ -136,15 +139,15 @@ def _read(module: Target | DFlash, checkpoint: Checkpoint, place: Place) -> None
         disable=logger.isEnabledFor(logging.INFO) or None,
     ) as bar:
 
-        def make(name: str, value: Tensor) -> None:
+        def write(name: str, value: Tensor) -> None:
             for part in mapping[name]:
                 checkpoint.fill(value[part.at], part)
                 bar.update(sum(map(checkpoint.bytes_of, part.sources)))
 
-        _fill(module, order, make, place)
-    seconds, size = max(time.perf_counter() - began, 1e-3), total / 1e9
-    said = "loaded %.2f GB from %s in %.1f s, %.2f GB/s"
-    logger.info(said, size, checkpoint.directory, seconds, size / seconds)
+        _fill(module, order, write, options)
+    seconds, size = max(time.perf_counter() - started, 1e-3), total / 1e9
+    message = "loaded %.2f GB from %s in %.1f s, %.2f GB/s"
+    logger.info(message, size, checkpoint.directory, seconds, size / seconds)
 
 
 def _meta_target(config: TargetConfig, max_positions: int) -> Target:
@@ -160,9 +163,9 @@ def _meta_draft(
     load_format: str = "auto",
 ) -> DFlash:
     shapes = None if load_format == "dummy" else Checkpoint(directory).shapes
-    own, skipped = draft_parts(shapes, config, directory)
+    own_tensors, skipped = draft_parts(shapes, config, directory)
     with torch.device("meta"):
-        module = DFlash(config, *shared, max_positions, own)
+        module = DFlash(config, *shared, max_positions, own_tensors)
     module.skipped = skipped
     return module
 
@@ -184,16 +187,16 @@ def check_draft_tensors(directory: Path, config: DraftConfig, load_format: str =
 
 def _checked(module: Model, directory: Path, load_format: str) -> Model:
     if load_format != "dummy":
-        _check(module, Checkpoint(directory))
+        _check_tensors(module, Checkpoint(directory))
     return module
 
 
 def load_target(
-    directory: Path, config: TargetConfig, *, max_positions: int, **place: Unpack[Place]
+    directory: Path, config: TargetConfig, *, max_positions: int, **options: Unpack[LoadOptions]
 ) -> Target:
     """The target in `directory`, or one of its shape with random weights. Raises ValueError naming
     a tensor that is not as it should be."""
-    return _load(_meta_target(config, max_positions), directory, place)
+    return _load(_meta_target(config, max_positions), directory, options)
 
 
 def load_draft(
@@ -202,17 +205,18 @@ def load_draft(
     target: Target,
     *,
     max_positions: int,
-    **place: Unpack[Place],
+    **options: Unpack[LoadOptions],
 ) -> DFlash:
     """The drafter in `directory`, or one of its shape, reading the target's embedding and head
     where it has none of its own."""
     if config.embedding_scale is None:
         config = replace(config, embedding_scale=target.config.embedding_scale)
-    shared, load_format = (target.embed_tokens.weight, target.head_weight), place.get("load_format")
+    shared = target.embed_tokens.weight, target.head_weight
+    load_format = options.get("load_format")
     module = _meta_draft(directory, config, max_positions, shared, load_format or "auto")
-    module = _load(module, directory, place)
+    module = _load(module, directory, options)
     module.fold()
-    if place.get("fp8") and module.head_in_fp8:
+    if options.get("fp8") and module.head_in_fp8:
         module.fp8_head = fp8_rows(module.head_weight)
     if config.draft_vocab_size is not None:
         ids = torch.arange(config.draft_vocab_size)
@@ -220,21 +224,21 @@ def load_draft(
             checkpoint = Checkpoint(directory)
             t2d = checkpoint.read("t2d") if "t2d" in checkpoint.shapes else None
             ids = read_target_ids(checkpoint.read("d2t"), t2d, config, directory)
-        module.target_ids = ids.to(place["device"])
+        module.target_ids = ids.to(options["device"])
     return module
 
 
-def _load(module: Model, directory: Path, place: Place) -> Model:
+def _load(module: Model, directory: Path, options: LoadOptions) -> Model:
     """Fill the module, fold what is computed once, and freeze."""
-    if place.get("load_format") == "dummy":
-        _fill_at_random(module, place)
+    if options.get("load_format") == "dummy":
+        _fill_at_random(module, options)
     else:
-        _read(module, Checkpoint(directory), place)
-    module.to(place["device"])
+        _read_tensors(module, Checkpoint(directory), options)
+    module.to(options["device"])
     module.requires_grad_(False)
     for part in module.modules():
         if isinstance(part, RotaryTable):
-            part.dtype = place["dtype"]
+            part.dtype = options["dtype"]
         if isinstance(part, RMSNorm | Attention):
             part.fold()
     return module

@@ -146,11 +146,11 @@ class Attention(nn.Module):
                 moved[heads] = moved[heads, self.order]
             if self.value_scale != 1.0 and (scale is None or value is not weight):
                 rows[heads.stop :] *= self.value_scale
-        for norm, by in ((self.q_norm, self.query_scale), (self.k_norm, 1.0)):
+        for norm, factor in ((self.q_norm, self.query_scale), (self.k_norm, 1.0)):
             if norm is not None:
                 if self.order is not None:
                     norm.weight.data = norm.weight.data[self.order]
-                norm.fold(by)
+                norm.fold(factor)
         self.folded = self.norms()
 
     def norms(self) -> tuple[Tensor, Tensor | None] | None:

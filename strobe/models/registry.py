@@ -49,7 +49,7 @@ def load_target_config(directory: Path) -> TargetConfig:
         )
     names, kind = config.get("architectures"), config.get("model_type")
     if not names:
-        names = [name for name, (known, _) in FAMILIES.items() if known == kind]
+        names = [name for name, (model_type, _) in FAMILIES.items() if model_type == kind]
     family = FAMILIES.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
     if family is None or family[0] != kind:
         raise ValueError(

@@ -49,14 +49,14 @@ relative to that module; a parameter that no module maps is the one tensor of it
 def stacked(name: str, linear: nn.Linear, rows: Mapping[str, int]) -> WeightMapping:
     """A linear layer `name` whose rows are those of several in the checkpoint, one after another:
     their names, and how many each has."""
-    found: WeightMapping = {}
+    mapping: WeightMapping = {}
     for leaf, parameter in linear.named_parameters():
-        start, parts = 0, found.setdefault(f"{name}.{leaf}", [])
+        start, parts = 0, mapping.setdefault(f"{name}.{leaf}", [])
         for source, count in rows.items():
             shape = (count, *parameter.shape[1:])
             parts.append(WeightPart({f"{source}.{leaf}": shape}, (slice(start, start + count),)))
             start += count
-    return found
+    return mapping
 
 
 def mapping_of(module: nn.Module, names: Collection[str] = ()) -> WeightMapping:
@@ -65,13 +65,13 @@ def mapping_of(module: nn.Module, names: Collection[str] = ()) -> WeightMapping:
     mapped: WeightMapping = {}
     for path, submodule in module.named_modules():
         prefix = f"{path}." if path else ""
-        own: Callable[[], WeightMapping] = getattr(submodule, "weight_mapping", dict)
-        for name, parts in own().items():
+        submodule_mapping: Callable[[], WeightMapping] = getattr(submodule, "weight_mapping", dict)
+        for name, parts in submodule_mapping().items():
             mapped.setdefault(prefix + name, [part.under(prefix) for part in parts])
-    found: WeightMapping = {}
+    mapping: WeightMapping = {}
     for name, parameter in module.named_parameters():
-        whole = [WeightPart({name: tuple(parameter.shape)})]
-        parts = mapped.get(name, whole)
+        plain_parts = [WeightPart({name: tuple(parameter.shape)})]
+        parts = mapped.get(name, plain_parts)
         stacked_there = name in names and not any(name in part.sources for part in parts)
-        found[name] = whole if stacked_there else parts
-    return found
+        mapping[name] = plain_parts if stacked_there else parts
+    return mapping

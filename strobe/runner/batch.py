@@ -26,23 +26,23 @@ from strobe.step import TAIL, Span
 from strobe.transfer import upload
 
 FIELDS = (
-    ("slots", "certain", "drafts", "sizes", "row_starts", "active"),
+    ("slots", "context_rows", "drafts", "sizes", "row_starts", "active"),
     ("span_of_row", "offset", "tokens"),
 )
 """The parts of a packed layout, those per span and those per row; `logits_rows` follow."""
 
 
 class Shape(NamedTuple):
-    """Spans S, rows T, K and W of a batch; longest: no span has more rows."""
+    """Spans S, rows T, K and W of a batch; max_rows: no span has more rows."""
 
     spans: int
     rows: int
-    longest: int
-    drafts: int
-    logits: int
+    max_rows: int
+    max_drafts: int
+    max_logits: int
 
 
-class Scored(NamedTuple):
+class ScoredRows(NamedTuple):
     """Rows whose next prompt token is scored, as spans [A] and offsets [A] within them, which stay
     the same when a layout is narrowed; tokens [A]: the next ones; top: the number of most probable
     tokens to report for each."""
@@ -67,10 +67,10 @@ class Layout:
     shape: Shape
     spans: tuple[Span, ...]
     padded: bool
-    scored: Scored | None
+    scored: ScoredRows | None
     packed: Tensor
     slots: Any
-    certain: Any
+    context_rows: Any
     drafts: Any
     sizes: Any
     row_starts: Any
@@ -80,7 +80,7 @@ class Layout:
     tokens: Any
     logits_rows: Any
 
-    def over(self, packed: Tensor) -> Layout:
+    def with_packed(self, packed: Tensor) -> Layout:
         """The same layout read from elsewhere, where others of its shape will be."""
         if packed is self.packed:
             return self
@@ -97,13 +97,13 @@ class Layout:
         return replace(self, **unpack(self.packed.numpy(), self.shape))
 
     @functools.cached_property
-    def source(self) -> Any:
+    def token_source(self) -> Any:
         """[T], of `arrays`: where a row's token stands among the spans' newest ones, the host's and
         the device's drafts, one behind the other."""
         host = self.shape.spans + np.arange(self.shape.rows)
-        drafts = host[-1] + 1 + self.span_of_row * self.shape.drafts + self.draft_of_row
-        given = np.where(self.tokens == TAIL, self.span_of_row, host)
-        return np.where(self.tokens < TAIL, drafts, given)
+        drafts = host[-1] + 1 + self.span_of_row * self.shape.max_drafts + self.draft_of_row
+        host_source = np.where(self.tokens == TAIL, self.span_of_row, host)
+        return np.where(self.tokens < TAIL, drafts, host_source)
 
     @functools.cached_property
     def slot_of_row(self) -> Any:
@@ -118,16 +118,16 @@ class Layout:
     @functools.cached_property
     def draft_rows(self) -> Tensor:
         """[S, K]: the rows behind each span's certain ones, its drafts and whatever follows."""
-        steps = torch.arange(self.shape.drafts, device=self.slots.device)
-        first = self.row_starts + self.certain
+        steps = torch.arange(self.shape.max_drafts, device=self.slots.device)
+        first = self.row_starts + self.context_rows
         return (first[:, None] + steps).clip(max=self.shape.rows - 1)
 
     @property
-    def whole(self) -> bool:
+    def logits_for_all_rows(self) -> bool:
         """Whether it has fewer rows than places for rows with logits: where spans differ in
         length, every row is one, or takes less to compute than to leave out."""
         shape = self.shape
-        return self.logits_rows is not None and shape.rows <= shape.spans * shape.logits
+        return self.logits_rows is not None and shape.rows <= shape.spans * shape.max_logits
 
     @property
     def scored_rows(self) -> Tensor:
@@ -140,9 +140,9 @@ class Layout:
         return x if self.logits_rows is None else x.index_select(0, self.logits_rows)
 
     @functools.cached_property
-    def made_drafts(self) -> Tensor:
+    def device_drafts(self) -> Tensor:
         """[S]: of each span's drafts those that the device makes, which are all or none."""
-        first = (self.row_starts + self.certain).clip(max=self.shape.rows - 1)
+        first = (self.row_starts + self.context_rows).clip(max=self.shape.rows - 1)
         return self.drafts * (self.tokens[first] < TAIL)
 
     def narrow(self, drafts: Tensor, shape: Shape, *, kernels: bool = False) -> Layout:
@@ -152,7 +152,7 @@ class Layout:
 
             packed = narrow(self, drafts, shape)
             return replace(self, shape=shape, packed=packed, **unpack(packed, shape))
-        sizes = self.certain + drafts
+        sizes = self.context_rows + drafts
         ends = sizes.cumsum(0)
         row_starts = ends - sizes
         rows = torch.arange(shape.rows, device=drafts.device)
@@ -162,78 +162,83 @@ class Layout:
         offset = torch.where(used, rows - row_starts[span_of_row], 0)
         source = (self.row_starts[span_of_row] + offset).clip(max=self.shape.rows - 1)
         tokens = torch.where(used, self.tokens[source], 0)
-        back = (1 + drafts)[:, None] - torch.arange(shape.logits, device=drafts.device)
-        logits_rows = (ends[:, None] - back.clip(min=1)).clip(0, shape.rows - 1)
+        from_end = (1 + drafts)[:, None] - torch.arange(shape.max_logits, device=drafts.device)
+        logits_rows = (ends[:, None] - from_end.clip(min=1)).clip(0, shape.rows - 1)
         logits_rows = torch.where(sizes[:, None] > 0, logits_rows, shape.rows - 1)
-        spans = [self.slots, self.certain, drafts, sizes, row_starts, self.active]
+        spans = [self.slots, self.context_rows, drafts, sizes, row_starts, self.active]
         packed = torch.cat([*spans, span_of_row, offset, tokens, logits_rows.flatten()])
         return replace(self, shape=shape, packed=packed, **unpack(packed, shape))
 
 
 def unpack(packed: Any, shape: Shape) -> dict[str, Any]:
     """The parts of a packed layout, as views."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     first = 0
     for names, count in zip(FIELDS, (shape.spans, shape.rows), strict=True):
         for name in names:
-            found[name] = packed[first : first + count]
+            fields[name] = packed[first : first + count]
             first += count
-    found["logits_rows"] = packed[first:] if len(packed) > first else None
-    return found
+    fields["logits_rows"] = packed[first:] if len(packed) > first else None
+    return fields
 
 
-def own_shape(spans: Sequence[Span]) -> Shape:
+def exact_shape(spans: Sequence[Span]) -> Shape:
     """The spans' shape without any padding."""
     counts = [span.num_rows for span in spans]
-    drafts, logits = max([span.drafts for span in spans]), max([span.logits for span in spans])
+    drafts = max([span.num_drafts for span in spans])
+    logits = max([span.num_logits for span in spans])
     return Shape(len(spans), sum(counts), max(counts), drafts, max(logits, 1))
 
 
 def lay_out(
-    spans: Sequence[Span], device: torch.device, shape: Shape, padded: bool, spare: int
+    spans: Sequence[Span], device: torch.device, shape: Shape, padded: bool, spare_slot: int
 ) -> Layout:
-    """spare: the slot of what pads the spans to the shape; where they have more rows than it, it is
-    all of theirs, to be narrowed."""
+    """spare_slot: the slot of what pads the spans to the shape; where they have more rows than it,
+    it is all of theirs, to be narrowed."""
     counts = [span.num_rows for span in spans]
     shape = shape._replace(rows=max(shape.rows, sum(counts)))
-    index = padded or any(s.num_rows != shape.logits or s.logits != s.num_rows for s in spans)
-    packed = upload(_pack(spans, counts, shape, spare, index=index), device)
-    scored = _scored(spans, device) if any(span.scored for span in spans) else None
+    width = shape.max_logits
+    has_logits_rows = padded or any(not s.num_rows == s.num_logits == width for s in spans)
+    packed = upload(_pack(spans, counts, shape, spare_slot, index=has_logits_rows), device)
+    scored = _scored_rows(spans, device) if any(span.scored_tokens for span in spans) else None
     parts = unpack(packed, shape)
     return Layout(shape, tuple(spans), padded, scored, packed, **parts)
 
 
 def _pack(
-    spans: Sequence[Span], counts: list[int], shape: Shape, spare: int, *, index: bool
+    spans: Sequence[Span], counts: list[int], shape: Shape, spare_slot: int, *, index: bool
 ) -> np.ndarray:
     """index: whether logits_rows are part of it."""
     fill = shape.spans - len(spans)
     ends = np.cumsum(counts)
     firsts, used = ends - counts, int(ends[-1])
-    rest = shape.rows - used
-    assert not rest or fill, "rows of no span need a padding span"
-    found = [(s.slot, s.num_certain, s.drafts, s.logits, len(s.tokens)) for s in spans]
-    slots, certain, drafts, logits, given = np.array(found, dtype=np.int64).T
+    num_padding = shape.rows - used
+    assert not num_padding or fill, "rows of no span need a padding span"
+    slots, context, drafts, logits, known = np.array(
+        [(s.slot, s.num_context_rows, s.num_drafts, s.num_logits, len(s.tokens)) for s in spans],
+        dtype=np.int64,
+    ).T
     per_span = [
-        (slots, spare), (certain, 0), (drafts, 0), (counts, 0), (firsts, used), (logits > 0, 0),
+        (slots, spare_slot), (context, 0), (drafts, 0), (counts, 0), (firsts, used),
+        (logits > 0, 0),
     ]  # fmt: skip
     offset = np.arange(used) - np.repeat(firsts, counts)
-    tokens = TAIL - 1 - offset + np.repeat(given, counts)
+    tokens = TAIL - 1 - offset + np.repeat(known, counts)
     for span, first in zip(spans, firsts.tolist(), strict=True):
         if span.tokens != (TAIL,):
             tokens[first : first + len(span.tokens)] = span.tokens
     per_row = [(np.repeat(np.arange(len(spans)), counts), len(spans)), (offset, 0), (tokens, 0)]
     parts = [np.append(part, np.full(fill, filler)) for part, filler in per_span]
-    parts += [np.append(part, np.full(rest, filler)) for part, filler in per_row]
+    parts += [np.append(part, np.full(num_padding, filler)) for part, filler in per_row]
     if index:
-        back = (logits[:, None] - np.arange(shape.logits)).clip(1)
-        parts.append((ends[:, None] - back).clip(0).ravel())
-        parts.append(np.full(fill * shape.logits, shape.rows - 1))
+        from_end = (logits[:, None] - np.arange(shape.max_logits)).clip(1)
+        parts.append((ends[:, None] - from_end).clip(0).ravel())
+        parts.append(np.full(fill * shape.max_logits, shape.rows - 1))
     return np.concatenate(parts).astype(np.int64)
 
 
-def _scored(spans: Sequence[Span], device: torch.device) -> Scored:
-    rows = [(i, j, token) for i, s in enumerate(spans) for j, token in enumerate(s.scored)]
+def _scored_rows(spans: Sequence[Span], device: torch.device) -> ScoredRows:
+    rows = [(i, j, token) for i, s in enumerate(spans) for j, token in enumerate(s.scored_tokens)]
     top = max([span.top_logprobs for span in spans])
     owners, offsets, tokens = upload(rows, device).unbind(1)
-    return Scored(owners, offsets, tokens, top)
+    return ScoredRows(owners, offsets, tokens, top)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from strobe.runner.batch import Shape
 from strobe.step import TAIL, Span, num_rows
 
-REPLAYED_ROWS = 512  # most rows of a step that is captured where its spans differ in length
+MAX_CAPTURED_ROWS = 512  # most rows of a step that is captured where its spans differ in length
 NARROW_DRAFTS = (3, 7)  # most drafts of a span, beside all there are, where some are chosen
 
 
@@ -17,62 +17,64 @@ class Buckets:
 
     def __init__(self, max_spans: int, num_drafts: int, block: int = 0, *, narrow: bool = True):
         """max_spans: most requests at once; num_drafts: the longest draft there is; block: rows of
-        a drafter's block; narrow: whether requests often differ in their drafts. most_rows: no step
+        a drafter's block; narrow: whether requests often differ in their drafts. max_rows: no step
         of more is captured."""
         self.max_spans, self.num_drafts, self.narrow = max_spans, num_drafts, narrow
         self.block = max(1 + num_drafts, block)
-        self.most_rows = max(REPLAYED_ROWS, max_spans * self.block)
+        self.max_rows = max(MAX_CAPTURED_ROWS, max_spans * self.block)
         steps = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_spans, 32)]
         self.spans = [*[s for s in steps if s < max_spans], max_spans]
         # Few where spans differ in length, for there the rows vary too; and one span more than
         # there are requests, for rows that belong to none.
         self.mixed_spans = [*[s for s in (4, 16, 64, 256) if s < max_spans], max_spans + 1]
-        self.rows = [16, 32, 64, 128, 192, 256, 384, REPLAYED_ROWS]
-        more = [*range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, self.most_rows, 512)]
-        self.narrow_rows = [*self.rows, *[n for n in more if n < self.most_rows], self.most_rows]
+        self.rows = [16, 32, 64, 128, 192, 256, 384, MAX_CAPTURED_ROWS]
+        more = [*range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, self.max_rows, 512)]
+        self.narrow_rows = [*self.rows, *[n for n in more if n < self.max_rows], self.max_rows]
         self.narrow_drafts = [*[n for n in NARROW_DRAFTS if n < num_drafts], num_drafts]
 
-    def of(self, spans: Sequence[Span], verified: int | None = None) -> Shape:
+    def shape_of(self, spans: Sequence[Span], num_verified: int | None = None) -> Shape:
         """The shape for these spans: of its own for a block, where all decode with equally many
-        rows. verified: how many of the drafts that the device makes are verified; None: all."""
+        rows. num_verified: how many of the drafts that the device makes are verified; None: all."""
         count, longest = len(spans), max([span.num_rows for span in spans])
-        rows, drafts = num_rows(spans, verified), max([s.drafts for s in spans])
+        rows, drafts = num_rows(spans, num_verified), max([s.num_drafts for s in spans])
         decoding = all(span.tokens[0] == TAIL for span in spans)
         if decoding and rows == count * longest:
-            room, logits = _at_least(self.spans, count), max([span.logits for span in spans])
-            return Shape(room, room * longest, longest, drafts, logits)
-        if ((decoding and self.narrow) or verified is not None) and longest <= self.block:
-            padded = _at_least(self.narrow_rows, rows)
-            room = _at_least(self.mixed_spans, count + (padded > rows))
-            drafts = _at_least(self.narrow_drafts, drafts)
-            return Shape(room, padded, max(longest, 1 + drafts), drafts, 1 + drafts)
-        if rows > REPLAYED_ROWS:
+            num_spans = _round_up(self.spans, count)
+            logits = max([span.num_logits for span in spans])
+            return Shape(num_spans, num_spans * longest, longest, drafts, logits)
+        if ((decoding and self.narrow) or num_verified is not None) and longest <= self.block:
+            padded = _round_up(self.narrow_rows, rows)
+            num_spans = _round_up(self.mixed_spans, count + (padded > rows))
+            drafts = _round_up(self.narrow_drafts, drafts)
+            return Shape(num_spans, padded, max(longest, 1 + drafts), drafts, 1 + drafts)
+        if rows > MAX_CAPTURED_ROWS:
             drafts = self.num_drafts if drafts else 0
-            return Shape(_at_least(self.spans, count), rows, rows, drafts, 1 + drafts)
-        padded, block = _at_least(self.rows, rows), 1 + self.num_drafts
-        room = _at_least(self.mixed_spans, count + (padded > rows))
-        return Shape(room, padded, block if longest <= block else padded, block - 1, block)
+            return Shape(_round_up(self.spans, count), rows, rows, drafts, 1 + drafts)
+        padded, block = _round_up(self.rows, rows), 1 + self.num_drafts
+        num_spans = _round_up(self.mixed_spans, count + (padded > rows))
+        return Shape(num_spans, padded, block if longest <= block else padded, block - 1, block)
 
-    def captured(self, shape: Shape) -> bool:
+    def is_captured(self, shape: Shape) -> bool:
         """Whether batches of that shape come again and again: decoding, and small mixed steps."""
-        return shape.rows <= REPLAYED_ROWS or shape.longest <= self.block
+        return shape.rows <= MAX_CAPTURED_ROWS or shape.max_rows <= self.block
 
 
 def verified_rows(
-    buckets: Buckets | None, count: int, drafting: int, most: int
+    buckets: Buckets | None, count: int, drafting: int, max_drafts: int
 ) -> list[tuple[int, int]]:
-    """The steps of so many requests in which some verify `most` drafts each at most: the drafts of
-    all together, and the rows; at the end all of them. Without buckets, eighths of them."""
-    whole = drafting * most
+    """The steps of so many requests in which some verify `max_drafts` drafts each at most: the
+    drafts of all together, and the rows; at the end all of them. Without buckets, eighths of
+    them."""
+    all_drafts = drafting * max_drafts
     if buckets is None:
-        found = sorted({-(-whole * i // 8) for i in range(1, 9)})
-        return [(drafts, count + drafts) for drafts in found]
-    rows = [rows for rows in buckets.narrow_rows if count < rows < count + whole]
-    padded = _at_least(buckets.spans, count) * (1 + most)
+        counts = sorted({-(-all_drafts * i // 8) for i in range(1, 9)})
+        return [(drafts, count + drafts) for drafts in counts]
+    rows = [rows for rows in buckets.narrow_rows if count < rows < count + all_drafts]
+    padded = _round_up(buckets.spans, count) * (1 + max_drafts)
     if drafting < count:
-        padded = _at_least(buckets.narrow_rows, count + whole)
-    return [*[(n - count, n) for n in rows], (whole, padded)]
+        padded = _round_up(buckets.narrow_rows, count + all_drafts)
+    return [*[(n - count, n) for n in rows], (all_drafts, padded)]
 
 
-def _at_least(sizes: Sequence[int], least: int) -> int:
-    return sizes[bisect_left(sizes, least)]
+def _round_up(sizes: Sequence[int], size: int) -> int:
+    return sizes[bisect_left(sizes, size)]

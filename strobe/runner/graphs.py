@@ -39,12 +39,12 @@ class CUDACapturer:
 
 
 class _Graph(NamedTuple):
-    """replay: does the body again; own: the tensors it reads; held: whose values they hold; result:
-    the tensors it writes."""
+    """replay: does the body again; inputs: the tensors it reads; input_sources: whose values they
+    hold; result: the tensors it writes."""
 
     replay: Callable[[], None]
-    own: tuple[Tensor | None, ...]
-    held: list[Tensor | None]
+    inputs: tuple[Tensor | None, ...]
+    input_sources: list[Tensor | None]
     result: Any
 
 
@@ -60,7 +60,7 @@ class Graphs:
     def __init__(self, capturer: CUDACapturer):
         self.capturer = capturer
         self._graphs: dict[Hashable, _Graph] = {}
-        self._refused: set[Hashable] = set()
+        self._uncapturable: set[Hashable] = set()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -74,15 +74,15 @@ class Graphs:
         graph = self._graphs.get(key)
         if graph is None:
             result = body(packed, *inputs)
-            if key not in self._refused:
+            if key not in self._uncapturable:
                 self._capture(key, body, (packed, *inputs))
             return result
-        if graph.held[0] is not packed:
-            graph.own[0].copy_(packed)  # pyright: ignore[reportOptionalMemberAccess]
-            graph.held[0] = packed
-        for own, now in zip(graph.own[1:], inputs, strict=True):
-            if own is not None and now is not None:
-                own.copy_(now)
+        if graph.input_sources[0] is not packed:
+            graph.inputs[0].copy_(packed)  # pyright: ignore[reportOptionalMemberAccess]
+            graph.input_sources[0] = packed
+        for graph_input, value in zip(graph.inputs[1:], inputs, strict=True):
+            if graph_input is not None and value is not None:
+                graph_input.copy_(value)
         graph.replay()
         return graph.result
 
@@ -90,13 +90,13 @@ class Graphs:
         """Capture the body, which has just run: where there is no memory for that, it goes on
         running as it is."""
         try:
-            own = tuple([None if tensor is None else tensor.clone() for tensor in inputs])
-            replay, result = self.capturer.capture(lambda: body(*own))
+            graph_inputs = tuple([None if tensor is None else tensor.clone() for tensor in inputs])
+            replay, result = self.capturer.capture(lambda: body(*graph_inputs))
         except RuntimeError as error:
             logger.warning("A step runs without a graph (%s): %s", key, error)
-            self._refused.add(key)
+            self._uncapturable.add(key)
         else:
-            self._graphs[key] = _Graph(replay, own, [inputs[0]], result)
+            self._graphs[key] = _Graph(replay, graph_inputs, [inputs[0]], result)
 
 
 class Eager:

@@ -10,7 +10,7 @@ from strobe.config import EngineConfig, Limits, parse_bytes
 from strobe.free_memory import free_memory
 from strobe.kv.store import KVSpec
 from strobe.models.config import DecoderConfig
-from strobe.runner.buckets import REPLAYED_ROWS
+from strobe.runner.buckets import MAX_CAPTURED_ROWS
 from strobe.sampling.state import SamplingState
 
 _CPU_DEFAULT = 1 << 30
@@ -35,20 +35,20 @@ def plan_pages(
     Raises ValueError when what is asked for does not fit, or holds less than one full context.
     """
     per_page = sum(group.bytes_per_page(limits.page_size) for group in groups)
-    useful = limits.max_num_seqs * limits.max_pages + 1
-    least = limits.max_pages + 1
-    need = least * per_page
+    max_useful = limits.max_num_seqs * limits.max_pages + 1
+    min_pages = limits.max_pages + 1
+    min_bytes = min_pages * per_page
     free = free_memory(device)
     seqs, rows = f"max_num_seqs is {limits.max_num_seqs}, whose", limits.max_num_batched_tokens
     smaller = "use a smaller model, dtype bfloat16 or another device"
     lower = "lower max_num_batched_tokens or max_num_seqs"
-    for what, size, hint in (
+    for subject, size, hint in (
         ("The weights take", weights, smaller),
         (f"{seqs} states of recurrent layers take", states, "ask for fewer"),
         (f"A step of {rows} rows takes, beside the weights,", scratch, lower),
     ):
         if size >= free:
-            raise ValueError(f"{what} {size} bytes, but {device} has {free} bytes free; {hint}.")
+            raise ValueError(f"{subject} {size} bytes, but {device} has {free} bytes free; {hint}.")
         free -= size
     tables = limits.max_num_seqs * limits.max_pages * 8
     if tables > free // 2:
@@ -56,7 +56,7 @@ def plan_pages(
             f"{seqs} page tables take {tables} bytes, but {device} has {free} bytes free; ask for "
             "fewer."
         )
-    more = f"kv_cache_memory to {need} bytes"
+    setting = f"kv_cache_memory to {min_bytes} bytes"
     if config.kv_cache_memory is not None:
         budget = parse_bytes(config.kv_cache_memory)
         if budget > free:
@@ -65,15 +65,15 @@ def plan_pages(
                 f"{free} bytes free; ask for less."
             )
     elif device.type == "cuda" and config.gpu_memory_utilization is not None:
-        budget = free - _beyond(config.gpu_memory_utilization, free, device)
-        more = "gpu_memory_utilization"
+        budget = free - _bytes_to_leave_free(config.gpu_memory_utilization, free, device)
+        setting = "gpu_memory_utilization"
     elif device.type == "cuda":
         budget = int(free * _GPU_SHARE)
     else:
-        budget = min(max(_CPU_DEFAULT, need), free // 2)
-    pages = min(budget // per_page, useful)
-    if pages < least:
-        hint = f"raise {more} or " if need <= free else ""
+        budget = min(max(_CPU_DEFAULT, min_bytes), free // 2)
+    pages = min(budget // per_page, max_useful)
+    if pages < min_pages:
+        hint = f"raise {setting} or " if min_bytes <= free else ""
         raise ValueError(
             f"{budget} bytes of KV cache hold {max(pages - 1, 0) * limits.page_size} tokens in "
             f"pages of {limits.page_size}, but max_model_len is {limits.max_model_len}; {hint}"
@@ -88,18 +88,18 @@ def plan_pages(
     return pages
 
 
-def _beyond(share: float, free: int, device: torch.device) -> int:
+def _bytes_to_leave_free(share: float, free: int, device: torch.device) -> int:
     """Bytes of a GPU that stay free when `share` of its memory is in use. free: what the KV cache
     could have. Raises ValueError where so much is in use already."""
-    whole = torch.cuda.mem_get_info(device)[1]
-    kept = whole - int(share * whole)
-    if kept >= free:
-        least = 1 - free / whole
+    total = torch.cuda.mem_get_info(device)[1]
+    reserved = total - int(share * total)
+    if reserved >= free:
+        used_share = 1 - free / total
         raise ValueError(
             f"gpu_memory_utilization is {share}, but weights, a step's tensors and what others use "
-            f"take {least:.2f} of {device} without any KV cache; raise it, or free memory."
+            f"take {used_share:.2f} of {device} without any KV cache; raise it, or free memory."
         )
-    return kept
+    return reserved
 
 
 def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: torch.dtype) -> int:
@@ -121,6 +121,7 @@ def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: 
     per_row = (3 + features) * decoder.hidden_size + inner
     logits = logits_rows * decoder.vocab_size * (dtype.itemsize + 4)
     tables = SamplingState.num_bytes(limits.max_num_seqs, decoder.vocab_size)
-    kept = max(limits.max_num_seqs * limits.block, REPLAYED_ROWS) * (1 + features)
-    values = (rows + max(logits_rows, REPLAYED_ROWS)) * per_row + kept * decoder.hidden_size
+    output_rows = max(limits.max_num_seqs * limits.lookahead, MAX_CAPTURED_ROWS) * (1 + features)
+    values = (rows + max(logits_rows, MAX_CAPTURED_ROWS)) * per_row
+    values += output_rows * decoder.hidden_size
     return values * dtype.itemsize + 2 * logits + tables

@@ -18,7 +18,7 @@ from strobe.transfer import download
 NAN_ERROR = "The model's logits are NaN; try another dtype, or check the checkpoint's weights."
 
 
-class Verdict(NamedTuple):
+class VerifyResult(NamedTuple):
     """What the target decided, on the device: tokens [S, W], of which accepted [S] + 1 count.
 
     scores: of all rows with logits, where asked for; prompt_scores: of prompt tokens, in the spans'
@@ -26,7 +26,7 @@ class Verdict(NamedTuple):
     """
 
     tokens: Tensor
-    accepted: Tensor
+    num_accepted: Tensor
     scores: Scores | None = None
     prompt_scores: Scores | None = None
 
@@ -36,73 +36,76 @@ class PendingStep:
 
     top_logprobs: by span, how many of the most probable tokens its request wants named beside each
     token. errors: by span, why its request cannot go on. margins [S, K]: of the drafts that the
-    device made, on their way to the host already. began, done: the host's clock in seconds.
-    followed: grammars know its tokens; None: some of them may.
+    device made, on their way to the host already. started_at, done_at: the host's clock in seconds.
+    grammars_advanced: grammars know its tokens; None: some of them may.
     """
 
     def __init__(
         self,
         plan: Plan,
-        verdict: Verdict,
+        verdict: VerifyResult,
         top_logprobs: Mapping[int, int] = {},
         errors: Mapping[int, str] = {},
         layout: Layout | None = None,
         margins: Tensor | None = None,
-        began: float = 0.0,
+        started_at: float = 0.0,
     ):
-        self.rows, self.began, self.done = 0, began, 0.0
-        self.drafted, self.margins = None, margins
+        self.rows, self.started_at, self.done_at = 0, started_at, 0.0
+        self.num_verified, self.margins = None, margins
         if layout is not None:
             self.rows = layout.shape.rows
-            self.drafted = None if plan.verified is None else download(layout.drafts)
+            self.num_verified = None if plan.num_verified is None else download(layout.drafts)
         self.plan, self.top_logprobs, self.errors = plan, top_logprobs, errors
         scores = [part and Scores(*map(download, part)) for part in verdict[2:]]
-        self._verdict = Verdict(download(verdict.tokens), download(verdict.accepted), *scores)
-        self.followed: bool | None = False
+        tokens, num_accepted = download(verdict.tokens), download(verdict.num_accepted)
+        self._verified = VerifyResult(tokens, num_accepted, *scores)
+        self.grammars_advanced: bool | None = False
         self._result: StepResult | None = None
         self._event = None
         if verdict.tokens.device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def result(self, before: float = 0.0) -> StepResult:
-        """Wait for the step, and give what became of it. before: when the one before was done."""
+    def result(self, previous_done_at: float = 0.0) -> StepResult:
+        """Wait for the step, and give what became of it. previous_done_at: when the one before was
+        done."""
         if self._result is None:
             if self._event is not None:
                 self._event.synchronize()
-            self.done = time.perf_counter()
-            self._result = self._to_host(self.done - max(self.began, before))
+            self.done_at = time.perf_counter()
+            self._result = self._to_host(self.done_at - max(self.started_at, previous_done_at))
         return self._result
 
     def _to_host(self, seconds: float) -> StepResult:
-        spans, verdict = self.plan.spans, self._verdict
-        accepted: list[int] = verdict.accepted.tolist()[: len(spans)]
+        spans, verdict = self.plan.spans, self._verified
+        num_accepted: list[int] = verdict.num_accepted.tolist()[: len(spans)]
         tokens: list[list[int]] = verdict.tokens.tolist()
-        kept = [row[: count + 1] for row, count in zip(tokens, accepted, strict=False)]
+        token_ids = [row[: count + 1] for row, count in zip(tokens, num_accepted, strict=False)]
         logprobs: dict[int, list[TokenLogprob]] = {}
         prompt: dict[int, list[TokenLogprob]] = {}
         if verdict.scores is not None:
-            scores, width = _Lists(verdict.scores), verdict.tokens.shape[1]
+            scores, width = _ScoreLists(verdict.scores), verdict.tokens.shape[1]
             for i, top in self.top_logprobs.items():
-                logprobs[i] = scores.take(i * width, kept[i], top)
+                logprobs[i] = scores.token_logprobs(i * width, token_ids[i], top)
         if verdict.prompt_scores is not None:
-            scores, first = _Lists(verdict.prompt_scores), 0
+            scores, first = _ScoreLists(verdict.prompt_scores), 0
             for i, span in enumerate(spans):
-                if span.scored:
-                    prompt[i] = scores.take(first, span.scored, span.top_logprobs)
-                    first += len(span.scored)
+                if span.scored_tokens:
+                    prompt[i] = scores.token_logprobs(first, span.scored_tokens, span.top_logprobs)
+                    first += len(span.scored_tokens)
         errors = dict(self.errors)
-        for i, row in enumerate(kept):
+        for i, row in enumerate(token_ids):
             scored = *prompt.get(i, ()), *logprobs.get(i, ())
             if min(row) < 0 or any(one.logprob != one.logprob for one in scored):
                 errors.setdefault(i, NAN_ERROR)
-        drafted = None if self.drafted is None else self.drafted.tolist()[: len(spans)]
+        on_device = self.num_verified
+        num_verified = None if on_device is None else on_device.tolist()[: len(spans)]
         margins = None if self.margins is None else self.margins.tolist()[: len(spans)]
-        news = self.rows, seconds, drafted, margins, logprobs, prompt, errors
-        return StepResult(kept, accepted, *news)
+        fields = self.rows, seconds, num_verified, margins, logprobs, prompt, errors
+        return StepResult(token_ids, num_accepted, *fields)
 
 
-class _Lists:
+class _ScoreLists:
     """Scores as lists."""
 
     def __init__(self, scores: Scores):
@@ -111,7 +114,7 @@ class _Lists:
         self.best: list[list[float]] = scores.top_values.tolist()
         self.ids: list[list[int]] = scores.top_ids.tolist()
 
-    def take(self, first: int, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    def token_logprobs(self, first: int, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
         """Those of `tokens`, which stand at the rows from `first` on."""
         rows = slice(first, first + len(tokens))
         pairs = zip(self.ids[rows], self.best[rows], strict=True)

@@ -15,7 +15,7 @@ from strobe.runner.batch import Layout
 from strobe.step import TAIL, Plan
 from strobe.transfer import upload
 
-Simulated: TypeAlias = float | Callable[[Layout, Batch], Tensor]
+SimulatedAcceptance: TypeAlias = float | Callable[[Layout, Batch], Tensor]
 """What to keep of drafts whatever the target says, for measurements of speed: so many tokens a step
 on average, or [S] drafts of each span."""
 
@@ -33,7 +33,7 @@ class DecodeState:
     def __init__(
         self,
         num_slots: int,
-        reach: int,
+        max_positions: int,
         page_size: int,
         device: torch.device,
         *,
@@ -41,13 +41,14 @@ class DecodeState:
         spare_page: int = 0,
         kernels: bool = False,
     ):
-        """reach: one more than the highest position a row can take. limit: the context's end;
-        drafts beyond it do not count. spare_page: where rows of the spare slot go, whose values
-        mean nothing. kernels: one of triton's kernels in place of several small operations."""
+        """max_positions: one more than the highest position a row can take. limit: the context's
+        end; drafts beyond it do not count. spare_page: where rows of the spare slot go, whose
+        values mean nothing. kernels: one of triton's kernels in place of several small
+        operations."""
         self.kernels, self.limit = kernels, limit
-        self.device, self.page_size, self.spare = device, page_size, num_slots
-        columns = -(-reach // page_size)
-        self.reach = columns * page_size
+        self.device, self.page_size, self.spare_slot = device, page_size, num_slots
+        columns = -(-max_positions // page_size)
+        self.max_positions = columns * page_size
         self.cursor = torch.zeros(num_slots + 1, 2, dtype=torch.int64, device=device)
         unmapped = torch.arange(0, -columns, -1, dtype=torch.int64, device=device) * page_size
         self.table = unmapped.repeat(num_slots + 1, 1)
@@ -57,7 +58,7 @@ class DecodeState:
     def apply(self, plan: Plan) -> None:
         """Take over the plan's admissions and page-table entries."""
         if plan.admitted:
-            slots = upload([one.slot for one in plan.admitted], self.device)
+            slots = upload([admission.slot for admission in plan.admitted], self.device)
             ends = upload([(a.length, a.tokens[a.length]) for a in plan.admitted], self.device)
             self.cursor.index_copy_(0, slots, ends)
         if plan.pages:
@@ -70,17 +71,19 @@ class DecodeState:
             places, entries = upload(cells, self.device).unbind(1)
             self.table.view(-1).index_copy_(0, places, entries)
 
-    def place(self, layout: Layout, drafts: Tensor | None, bounds: Sequence[int] = ()) -> Batch:
+    def make_batch(
+        self, layout: Layout, drafts: Tensor | None, bounds: Sequence[int] = ()
+    ) -> Batch:
         """The batch of a layout as its spans stand now. drafts [S, K]: those made on the device."""
         if self._in_numpy(layout):
-            found = self._place_in_numpy(layout, drafts)
+            columns = self._make_batch_in_numpy(layout, drafts)
         elif self.kernels and layout.padded:
             from strobe.kernels.steps import place
 
-            found = place(self.cursor, self.table, layout, drafts, self.limit, self.page_size)
+            columns = place(self.cursor, self.table, layout, drafts, self.limit, self.page_size)
         else:
-            found = self._place(layout, drafts)
-        ids, positions, kv_slots, starts, draft_lengths = found
+            columns = self._make_batch(layout, drafts)
+        ids, positions, kv_slots, starts, draft_lengths = columns
         return Batch(
             ids=ids,
             positions=positions,
@@ -89,7 +92,7 @@ class DecodeState:
             starts=starts,
             sizes=layout.sizes,
             row_starts=layout.row_starts,
-            longest=layout.shape.longest,
+            longest=layout.shape.max_rows,
             draft_lengths=draft_lengths,
             tables=self.table,
             page_size=self.page_size,
@@ -98,41 +101,43 @@ class DecodeState:
             bounds=bounds,
         )
 
-    def _place(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
+    def _make_batch(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
         slot_of_row, (lengths, newest) = layout.slot_of_row, self.cursor.unbind(1)
         starts = lengths[layout.slots]
         positions = lengths[slot_of_row] + layout.offset
         kv_slots = self.table[slot_of_row, positions // self.page_size] + positions
         ids = torch.where(layout.tokens == TAIL, newest[slot_of_row], layout.tokens)
         if drafts is not None and drafts.shape[1]:
-            made = drafts[layout.span_of_row, layout.draft_of_row]
-            ids = torch.where(layout.tokens < TAIL, made, ids)
+            device_tokens = drafts[layout.span_of_row, layout.draft_of_row]
+            ids = torch.where(layout.tokens < TAIL, device_tokens, ids)
         ids = ids.clamp_(min=0)  # NO_TOKEN, of rows with NaN
-        room = (self.limit - 1 - starts).clamp_(min=0)
-        return [ids, positions, kv_slots, starts, torch.minimum(layout.drafts, room)]
+        max_drafts = (self.limit - 1 - starts).clamp_(min=0)
+        return [ids, positions, kv_slots, starts, torch.minimum(layout.drafts, max_drafts)]
 
     def _in_numpy(self, layout: Layout) -> bool:
-        """Whether NumPy does the work of `place` and `accept`: on a CPU, where a forward has just
-        swept the caches, each of the first small operations takes 20 to 50 us, torch's longest."""
+        """Whether NumPy does the work of `make_batch` and `accept`: on a CPU, where a forward has
+        just swept the caches, each of the first small operations takes 20 to 50 us, torch's
+        longest."""
         return self.device.type == "cpu" and not layout.padded
 
-    def _place_in_numpy(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
-        at, (cursor, table) = layout.arrays, self.arrays
-        current = cursor[at.slots]
+    def _make_batch_in_numpy(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
+        arrays, (cursor, table) = layout.arrays, self.arrays
+        current = cursor[arrays.slots]
         starts = current[:, 0]
-        positions = starts.take(at.span_of_row)
-        positions += at.offset
-        kv_slots = table[at.slot_of_row, positions // self.page_size]
+        positions = starts.take(arrays.span_of_row)
+        positions += arrays.offset
+        kv_slots = table[arrays.slot_of_row, positions // self.page_size]
         kv_slots += positions
-        made, lengths = () if drafts is None else (drafts.numpy().ravel(),), at.drafts
-        if layout.shape.drafts:
+        device_tokens, lengths = () if drafts is None else (drafts.numpy().ravel(),), arrays.drafts
+        if layout.shape.max_drafts:
             lengths = np.minimum(lengths, np.maximum(self.limit - 1 - starts, 0))
-        ids = np.concatenate((current[:, 1], at.tokens, *made)).take(at.source)
+        ids = np.concatenate((current[:, 1], arrays.tokens, *device_tokens))
+        ids = ids.take(arrays.token_source)
         np.maximum(ids, 0, out=ids)  # NO_TOKEN, of rows with NaN
         return list(map(torch.from_numpy, (ids, positions, kv_slots, starts, lengths)))
 
     def accept(
-        self, layout: Layout, batch: Batch, tokens: Tensor, simulated: Simulated | None = None
+        self, layout: Layout, batch: Batch, tokens: Tensor, simulated: SimulatedAcceptance | None
     ) -> Tensor:
         """tokens [S, W], the target's at every row -> accepted [S]: drafts are kept while they
         equal the target's own token at their row, and lengths and newest tokens move on by what
@@ -148,39 +153,40 @@ class DecodeState:
             return accept(tokens, batch, layout, self.cursor, simulated)
         starts, lengths = batch.starts, batch.draft_lengths
         accepted = torch.zeros_like(lengths)
-        if width := layout.shape.drafts:
+        if width := layout.shape.max_drafts:
             matched = batch.ids[layout.draft_rows] == tokens[:, :width]
             accepted = torch.minimum(matched.cumprod(1).sum(1), lengths)
         if simulated is not None:
             accepted = torch.minimum(_simulated(layout, batch, simulated), lengths)
         newest = tokens.gather(1, accepted[:, None])[:, 0]
-        self.cursor[layout.slots] = torch.stack([starts + layout.certain + accepted, newest], 1)
+        ends = starts + layout.context_rows + accepted
+        self.cursor[layout.slots] = torch.stack([ends, newest], 1)
         return accepted
 
     def _accept_in_numpy(
-        self, layout: Layout, batch: Batch, tokens: Tensor, simulated: Simulated | None
+        self, layout: Layout, batch: Batch, tokens: Tensor, simulated: SimulatedAcceptance | None
     ) -> Tensor:
-        at, sampled = layout.arrays, tokens.numpy()
+        arrays, sampled = layout.arrays, tokens.numpy()
         starts, accepted = batch.starts.numpy(), batch.draft_lengths.numpy()
-        if width := layout.shape.drafts:
+        if width := layout.shape.max_drafts:
             matched = np.zeros((len(starts), width + 1), dtype=np.bool_)
             drafts = batch.ids.numpy().take(layout.draft_rows.numpy())
             np.equal(drafts, sampled[:, :width], matched[:, :width])
-            kept = matched.argmin(1)
+            num_matched = matched.argmin(1)
             if simulated is not None:
-                kept = _simulated(layout, batch, simulated).numpy()
-            accepted = np.minimum(kept, accepted)
-        now = np.empty((len(starts), 2), dtype=np.int64)
-        np.add(starts + at.certain, accepted, now[:, 0])
-        now[:, 1] = sampled[np.arange(len(starts)), accepted]
-        self.arrays[0][at.slots] = now
+                num_matched = _simulated(layout, batch, simulated).numpy()
+            accepted = np.minimum(num_matched, accepted)
+        new_cursor = np.empty((len(starts), 2), dtype=np.int64)
+        np.add(starts + arrays.context_rows, accepted, new_cursor[:, 0])
+        new_cursor[:, 1] = sampled[np.arange(len(starts)), accepted]
+        self.arrays[0][arrays.slots] = new_cursor
         return torch.from_numpy(accepted)
 
 
-def _simulated(layout: Layout, batch: Batch, simulated: Simulated) -> Tensor:
+def _simulated(layout: Layout, batch: Batch, simulated: SimulatedAcceptance) -> Tensor:
     """Drafts to keep of each span. Of an average: as many more than its whole part as a
     low-discrepancy sequence says."""
     if callable(simulated):
         return simulated(layout, batch)
-    whole = int(simulated - 1)
-    return ((batch.starts * 0.6180339887498949) % 1 < simulated - 1 - whole) + whole
+    base = int(simulated - 1)
+    return ((batch.starts * 0.6180339887498949) % 1 < simulated - 1 - base) + base

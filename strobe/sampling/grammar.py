@@ -31,7 +31,7 @@ MAX_BEGINNINGS = 32
 Masks = NDArray[np.int32]
 
 
-class Job(NamedTuple):
+class MaskJob(NamedTuple):
     """Masks from `row` of a span on, one more than there are tokens: of where the matcher stands,
     and behind each of the tokens; None: behind the grammar's end, where only the end may come."""
 
@@ -45,29 +45,29 @@ class GrammarWalk(NamedTuple):
     drafts; rows of no job are free."""
 
     drafts: list[list[int]]
-    jobs: dict[int, tuple[Follower, list[Job]]]
+    jobs: dict[int, tuple[GrammarCursor, list[MaskJob]]]
 
 
-class Follower:
+class GrammarCursor:
     """One request's place in its grammar."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, structured: StructuredOutputs):
         self.matcher, self.tokenizer = matcher, tokenizer
-        self.ends = frozenset(tokenizer.eos_tokens)
+        self.end_ids = frozenset(tokenizer.eos_tokens)
         self.unforced = structured.grammar is not None or structured.instead is not None
-        self.after, self.opener = tuple(structured.after), structured.opener
-        self.free = bool(self.after) and self.opener is None
-        self.made: list[int] = []
+        self.think_end, self.think_start = tuple(structured.after), structured.opener
+        self.unconstrained = bool(self.think_end) and self.think_start is None
+        self.output_ids: list[int] = []
         self.error: str | None = None
 
     def advance(self, tokens: Sequence[int]) -> str | None:
         """Take in committed tokens; returns what went wrong, now or earlier."""
         for token in tokens:
-            self.made.append(token)
-            if self._opens(self.made):
-                self.free = True
-            elif self.free:
-                self.free = not self._begins(self.made)
+            self.output_ids.append(token)
+            if self._starts_thinking(self.output_ids):
+                self.unconstrained = True
+            elif self.unconstrained:
+                self.unconstrained = not self._ends_thinking(self.output_ids)
             elif self.error is None and not self.matcher.consume_token(token):
                 self.fail()
         return self.error
@@ -76,27 +76,28 @@ class Follower:
         reason = one_line(self.matcher.get_error())
         self.error = f"structured_outputs: the grammar cannot be followed further: {reason}"
 
-    def walk(self, drafts: list[int]) -> list[Job]:
+    def walk(self, drafts: list[int]) -> list[MaskJob]:
         """Put forced tokens among the drafts, and give the masks to compute."""
-        matcher, free, taken, jobs = self.matcher, self.free, 0, list[Job]()
-        known = self.made[-max(len(self.after), 1) :]
+        matcher, unconstrained, num_consumed = self.matcher, self.unconstrained, 0
+        jobs = list[MaskJob]()
+        recent = self.output_ids[-max(len(self.think_end), 1) :]
         for row in range(len(drafts) + 1):
-            stopped = not free and matcher.is_stopped()
-            if not free:
-                now = None if stopped else matcher
-                if not jobs or jobs[-1].matcher is not now:
-                    jobs.append(Job(now, row, []))
+            is_stopped = not unconstrained and matcher.is_stopped()
+            if not unconstrained:
+                active = None if is_stopped else matcher
+                if not jobs or jobs[-1].matcher is not active:
+                    jobs.append(MaskJob(active, row, []))
                 else:
                     jobs[-1].tokens.append(drafts[row - 1])
             if row == len(drafts):
                 break
-            known.append(drafts[row])
-            if self._opens(known):
-                jobs, free = [Job(matcher.deep_copy(), 0, [])], True
-            elif free:
-                free = not self._begins(known)
-            elif stopped:
-                if drafts[row] not in self.ends:  # behind the end comes only the end
+            recent.append(drafts[row])
+            if self._starts_thinking(recent):
+                jobs, unconstrained = [MaskJob(matcher.deep_copy(), 0, [])], True
+            elif unconstrained:
+                unconstrained = not self._ends_thinking(recent)
+            elif is_stopped:
+                if drafts[row] not in self.end_ids:  # behind the end comes only the end
                     break
             else:
                 if not matcher.try_consume_tokens([drafts[row]]):
@@ -104,10 +105,10 @@ class Follower:
                     drafts[row:] = [*forced, *drafts[row + len(forced) :]][: len(drafts) - row]
                     if not forced or not matcher.try_consume_tokens([drafts[row]]):
                         break
-                    known[-1] = drafts[row]
-                taken += 1
-        if taken:
-            matcher.rollback(taken)
+                    recent[-1] = drafts[row]
+                num_consumed += 1
+        if num_consumed:
+            matcher.rollback(num_consumed)
         return jobs
 
     def _forced(self) -> list[int]:
@@ -123,12 +124,12 @@ class Follower:
         longest = max(texts, key=len)
         return [texts[longest]] if all(longest.startswith(text) for text in texts) else []
 
-    def _opens(self, tokens: Sequence[int]) -> bool:
+    def _starts_thinking(self, tokens: Sequence[int]) -> bool:
         """Whether the newest token is the answer's first and begins thinking."""
-        return len(tokens) == 1 and tokens[0] == self.opener
+        return len(tokens) == 1 and tokens[0] == self.think_start
 
-    def _begins(self, tokens: Sequence[int]) -> bool:
-        return tuple(tokens[-len(self.after) :]) == self.after
+    def _ends_thinking(self, tokens: Sequence[int]) -> bool:
+        return tuple(tokens[-len(self.think_end) :]) == self.think_end
 
 
 class GrammarState:
@@ -136,69 +137,70 @@ class GrammarState:
 
     def __init__(self, compiler: GrammarCompiler):
         self.compiler = compiler
-        self._followers: dict[int, Follower] = {}
+        self._cursors: dict[int, GrammarCursor] = {}
 
     def __contains__(self, slot: int) -> bool:
-        return slot in self._followers
+        return slot in self._cursors
 
     def admit(
         self, slot: int, structured: StructuredOutputs | None, output_tokens: Sequence[int] = ()
     ) -> None:
         """Follow a request that has made some tokens already, None for one without a grammar; what
         the slot held before is gone. Raises ValueError for a grammar that does not compile."""
-        self._followers.pop(slot, None)
+        self._cursors.pop(slot, None)
         if structured is None:
             return
         matcher = self.compiler.compile(structured, slot % LANES)
-        self._followers[slot] = follower = Follower(matcher, self.compiler.tokenizer, structured)
-        follower.advance(output_tokens)
+        self._cursors[slot] = cursor = GrammarCursor(matcher, self.compiler.tokenizer, structured)
+        cursor.advance(output_tokens)
 
     def advance(self, slot: int, tokens: Sequence[int]) -> str | None:
         """Take in the tokens that a step committed; returns what went wrong, which every later
         walk says, too. A slot that follows no grammar takes in nothing."""
-        follower = self._followers.get(slot)
-        return None if follower is None else follower.advance(tokens)
+        cursor = self._cursors.get(slot)
+        return None if cursor is None else cursor.advance(tokens)
 
     def walk(self, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> GrammarWalk:
         """Walk along the drafts of n slots; one that follows no grammar has no part in it."""
-        found, jobs = [list(tokens) for tokens in drafts], dict[int, tuple[Follower, list[Job]]]()
+        walked = [list(tokens) for tokens in drafts]
+        jobs = dict[int, tuple[GrammarCursor, list[MaskJob]]]()
         for i, slot in enumerate(slots):
-            if (follower := self._followers.get(slot)) is not None:
-                made = [] if follower.error is not None else follower.walk(found[i])
-                jobs[i] = follower, made
-        return GrammarWalk(found, jobs)
+            if (cursor := self._cursors.get(slot)) is not None:
+                cursor_jobs = [] if cursor.error is not None else cursor.walk(walked[i])
+                jobs[i] = cursor, cursor_jobs
+        return GrammarWalk(walked, jobs)
 
     def fill(self, walk: GrammarWalk, masks: Masks) -> dict[int, str]:
         """Write the masks [n or more, K + 1 or more, words] of a walk, before its slots advance;
         those of slots that follow no grammar are left as they are. Returns what ails a request's
         grammar, by its place among the n; its rows are free."""
         width = masks.shape[1]
-        paths, places = list[tuple[LLMatcher, int, list[int]]](), list[tuple[LLMatcher, int]]()
+        paths, single_rows = list[tuple[LLMatcher, int, list[int]]](), list[tuple[LLMatcher, int]]()
         for i, (_, jobs) in walk.jobs.items():
             free = np.ones(width, dtype=np.bool_)
             for matcher, row, tokens in jobs:
                 rows = slice(row, row + len(tokens) + 1)
                 free[rows] = False
                 if matcher is None:
-                    masks[i, rows] = self._ended
+                    masks[i, rows] = self._end_mask
                 elif tokens:
                     paths.append((matcher, i * width + row, tokens))
                 else:
-                    places.append((matcher, i * width + row))
+                    single_rows.append((matcher, i * width + row))
             masks[i, free] = -1
-        where = masks.ctypes.data, masks.strides[1], masks.shape[0] * width
+        buffer = masks.ctypes.data, masks.strides[1], masks.shape[0] * width
         if paths:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(paths, *where)
-        if places:
-            self._executor.unsafe_compute_mask_ptr(places, *where)
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(paths, *buffer)
+        if single_rows:
+            self._executor.unsafe_compute_mask_ptr(single_rows, *buffer)
         errors: dict[int, str] = {}
-        for i, (follower, _) in walk.jobs.items():
-            if follower.matcher.is_error() and follower.error is None:
-                follower.fail()
-            if follower.error is not None:
-                errors[i], masks[i] = follower.error, -1
-            elif follower.opener is not None and not follower.made:
-                masks[i, 0] |= _bits([follower.opener], self.compiler.words)
+        for i, (cursor, _) in walk.jobs.items():
+            if cursor.matcher.is_error() and cursor.error is None:
+                cursor.fail()
+            if cursor.error is not None:
+                errors[i], masks[i] = cursor.error, -1
+            elif cursor.think_start is not None and not cursor.output_ids:
+                masks[i, 0] |= _bits([cursor.think_start], self.compiler.words)
         return errors
 
     @cached_property
@@ -206,7 +208,7 @@ class GrammarState:
         return LLExecutor()
 
     @cached_property
-    def _ended(self) -> NDArray[np.int32]:
+    def _end_mask(self) -> NDArray[np.int32]:
         return _bits(self.compiler.tokenizer.eos_tokens, self.compiler.words)
 
 

@@ -23,15 +23,15 @@ def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:
 
     Equal log probabilities share the better rank; among them the lower id is named first.
     """
-    found = logits.float().log_softmax(-1)
-    values = found.gather(1, tokens[:, None])
-    ranks = (found > values).sum(-1) + 1
-    ids = found.topk(top, -1).indices.sort(-1).values
-    best = found.gather(1, ids)
-    order = best.sort(dim=-1, descending=True, stable=True).indices
-    return Scores(values[:, 0], ranks, best.gather(1, order), ids.gather(1, order))
+    log_probs = logits.float().log_softmax(-1)
+    values = log_probs.gather(1, tokens[:, None])
+    ranks = (log_probs > values).sum(-1) + 1
+    ids = log_probs.topk(top, -1).indices.sort(-1).values
+    top_values = log_probs.gather(1, ids)
+    order = top_values.sort(dim=-1, descending=True, stable=True).indices
+    return Scores(values[:, 0], ranks, top_values.gather(1, order), ids.gather(1, order))
 
 
-def joined(parts: list[Scores]) -> Scores:
+def concat(parts: list[Scores]) -> Scores:
     """Several, one behind the other; all with the same number of top ones."""
     return parts[0] if len(parts) == 1 else Scores(*map(torch.cat, zip(*parts, strict=True)))

@@ -36,7 +36,7 @@ UNIT = 2.0**-32 * (1 - 2.0**-23)
 """What takes hash + 1/2 to v: so little below 2^-32 that v, rounded to float32, stays below 1. All
 tokens' v are scaled alike, which changes no race."""
 
-GREATEST = 22.88
+MAX_NOISE = 22.88
 """More than any noise: -log(-log(1 - UNIT / 2)) is 22.873."""
 
 NEAR = 6.0
@@ -83,7 +83,7 @@ def gumbel(keys: Tensor, positions: Tensor, size: int) -> Tensor:
     words = row_words(keys, positions)
     if keys.device.type != "cpu":
         return gumbel_by_torch(words, size)
-    return torch.from_numpy(Gumbel(size).of(words.numpy()))
+    return torch.from_numpy(Gumbel(size).noise(words.numpy()))
 
 
 class Gumbel:
@@ -93,17 +93,17 @@ class Gumbel:
         ids = np.arange(size, dtype=np.uint32)
         self.ids = ids ^ (ids >> _ROUNDS[0][0])  # the first shift of an xor is that of its parts
         self.rows = max(_CHUNK // max(size, 1), 1)
-        self._room = np.empty((2, self.rows * min(size, _CHUNK)), dtype=np.uint32)
+        self._scratch = np.empty((2, self.rows * min(size, _CHUNK)), dtype=np.uint32)
 
-    def of(self, words: NDArray[np.int64]) -> NDArray[np.float32]:
+    def noise(self, words: NDArray[np.int64]) -> NDArray[np.float32]:
         """words [R] -> [R, V]."""
         out = np.empty((len(words), len(self.ids)), dtype=np.float32)
         low, high = _halves(words)[:, :, None]
         for row in range(0, len(words), self.rows):
-            some = slice(row, row + self.rows)
+            rows = slice(row, row + self.rows)
             for first in range(0, len(self.ids), _CHUNK):
-                part = slice(first, first + _CHUNK)
-                self._fill(self.ids[part], low[some], high[some], out[some, part])
+                columns = slice(first, first + _CHUNK)
+                self._fill(self.ids[columns], low[rows], high[rows], out[rows, columns])
         return out
 
     def at(self, words: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -114,22 +114,22 @@ class Gumbel:
         return out
 
     def race(
-        self, scores: NDArray[np.float32], words: NDArray[np.int64], least: NDArray[np.float32]
+        self, scores: NDArray[np.float32], words: NDArray[np.int64], min_sums: NDArray[np.float32]
     ) -> NDArray[np.int64]:
         """scores [R, V], words [R] -> the first maximum of scores plus noise [R], which is at least
-        `least` [R]. Mostly few tokens come near that with the greatest noise there is, or have a
+        `min_sums` [R]. Mostly few tokens come near that with the greatest noise there is, or have a
         score that needs less than NEAR or a hash that gives more; only theirs is computed."""
-        near = scores >= (least - GREATEST)[:, None]
+        near = scores >= (min_sums - MAX_NOISE)[:, None]
         if _crowded(near):
             low, high = _halves(words)[:, :, None]
             near = self._hashes(self.ids, low, high)[0] < NEAR_HASH
-            near |= scores >= (least - NEAR)[:, None]
+            near |= scores >= (min_sums - NEAR)[:, None]
         if _crowded(near):
-            return (self.of(words) + scores).argmax(-1)
+            return (self.noise(words) + scores).argmax(-1)
         row, token = np.divmod(np.flatnonzero(near), scores.shape[1])
         sums, rows = scores[row, token] + self.at(words[row], token), np.arange(len(scores))
-        won = np.flatnonzero(sums == np.maximum.reduceat(sums, np.searchsorted(row, rows))[row])
-        return token[won[np.searchsorted(row[won], rows)]]
+        winners = np.flatnonzero(sums == np.maximum.reduceat(sums, np.searchsorted(row, rows))[row])
+        return token[winners[np.searchsorted(row[winners], rows)]]
 
     def _hashes(
         self, ids: NDArray[Any], low: NDArray[Any], high: NDArray[Any]
@@ -137,28 +137,28 @@ class Gumbel:
         """The hashes, and as much room again, both only until the next call."""
         shape = np.broadcast_shapes(ids.shape, low.shape)
         size = math.prod(shape)
-        if size > self._room.shape[1]:
-            self._room = np.empty((2, size), dtype=np.uint32)
-        hashed, other = (room[:size].reshape(shape) for room in self._room)
+        if size > self._scratch.shape[1]:
+            self._scratch = np.empty((2, size), dtype=np.uint32)
+        hashed, scratch = (room[:size].reshape(shape) for room in self._scratch)
         np.bitwise_xor(ids, low, out=hashed)
         hashed *= np.uint32(_ROUNDS[0][1])
         hashed ^= high
         for shift, factor in _ROUNDS[1:]:
-            hashed ^= np.right_shift(hashed, shift, out=other)
+            hashed ^= np.right_shift(hashed, shift, out=scratch)
             hashed *= np.uint32(factor)
-        hashed ^= np.right_shift(hashed, _LAST, out=other)
-        return hashed, other
+        hashed ^= np.right_shift(hashed, _LAST, out=scratch)
+        return hashed, scratch
 
     def _fill(
         self, ids: NDArray[Any], low: NDArray[Any], high: NDArray[Any], out: NDArray[Any]
     ) -> None:
-        hashed, other = self._hashes(ids, low, high)
+        hashed, scratch = self._hashes(ids, low, high)
         np.copyto(out, hashed, casting="unsafe")
         out += np.float32(0.5)
         out *= np.float32(UNIT)
         # E = (v - (1 - u)) - log(u) with u = 1 - v rounded: FreeBSD's log1p (s_log1p.c), whose
         # correction is divided by u; where it is not 0, that is far below E's rounding.
-        u, rounded = hashed.view(np.float32), other.view(np.float32)
+        u, rounded = hashed.view(np.float32), scratch.view(np.float32)
         np.subtract(np.float32(1), out, out=u)
         out -= np.subtract(np.float32(1), u, out=rounded)
         out -= np.log(u, out=u)

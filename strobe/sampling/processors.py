@@ -50,7 +50,7 @@ class Tables(NamedTuple):
     kinds [N] int32: PROCESSED and STRUCTURED; a slot's other entries count only where it is
     PROCESSED. bias [N, V] float32. counts [N, V] int32: how often the answer has each token, the
     newest included. flags [N, V] uint8: IN_PROMPT and ENDS. strengths [N, 3] float32: presence,
-    frequency, repetition. earliest [N] int64: the first position at which ENDS may stand.
+    frequency, repetition. min_end_position [N] int64: the first position at which ENDS may stand.
     """
 
     kinds: Tensor
@@ -58,7 +58,7 @@ class Tables(NamedTuple):
     counts: Tensor
     flags: Tensor
     strengths: Tensor
-    earliest: Tensor
+    min_end_position: Tensor
 
     @staticmethod
     def make(num_slots: int, vocab_size: int, device: torch.device) -> Tables:
@@ -71,7 +71,7 @@ class Tables(NamedTuple):
             counts=zeros((vocab_size,), torch.int32),
             flags=zeros((vocab_size,), torch.uint8),
             strengths=zeros((3,), torch.float32),
-            earliest=zeros((), torch.int64),
+            min_end_position=zeros((), torch.int64),
         )
 
 
@@ -89,12 +89,12 @@ def process(
     if logits.device.type == "cpu":
         index = torch.from_numpy(np.flatnonzero(kinds.numpy()))
         if len(index) < len(kinds):
-            some = LogitRows(rows.slots[index], rows.positions[index], rows.drafts)
+            subset = LogitRows(rows.slots[index], rows.positions[index], rows.drafts)
             if rows.span is not None and rows.rank is not None:
-                some = some._replace(span=rows.span[index], rank=rows.rank[index])
-            part = None if masks is None else masks[index]
-            found = process(logits[index], tables, some, part, processed=processed)
-            return logits.float().index_copy(0, index, found)
+                subset = subset._replace(span=rows.span[index], rank=rows.rank[index])
+            subset_masks = None if masks is None else masks[index]
+            result = process(logits[index], tables, subset, subset_masks, processed=processed)
+            return logits.float().index_copy(0, index, result)
     x, kinds = logits.float(), kinds[:, None]
     if processed:
         x = torch.where(kinds & PROCESSED > 0, _processed(x, tables, rows), x)
@@ -119,7 +119,7 @@ def _processed(x: Tensor, tables: Tables, rows: LogitRows) -> Tensor:
     scaled = torch.where(x > 0, x / repetition, x * repetition)
     x = torch.where(seen | (flags & IN_PROMPT > 0), scaled, x)
     x = x - counts * frequency - seen * presence
-    early = rows.positions < tables.earliest.index_select(0, slots)
+    early = rows.positions < tables.min_end_position.index_select(0, slots)
     return x.masked_fill_((flags & ENDS > 0) & early[:, None], float("-inf"))
 
 

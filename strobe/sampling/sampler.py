@@ -17,13 +17,13 @@ from strobe.sampling.noise import Gumbel, gumbel, row_words
 NO_TOKEN = -1
 """The token of a row whose largest logit is NaN: its request ends with an error."""
 
-COLDEST = 1e-30
+MIN_TEMPERATURE = 1e-30
 """The least temperature that is divided by, so that its reciprocal is a float32."""
 
-MOST_MARGIN = 40.0
+MAX_MARGIN = 40.0
 """Of a token: beyond it a chance is as good as certain."""
 
-SLACK = 1e-4
+ROUNDING_TOLERANCE = 1e-4
 """More than the rounding of any sum of weights, as a share of it."""
 
 
@@ -65,21 +65,21 @@ def best_two(logits: Tensor) -> tuple[Tensor, Tensor]:
         at = ids.clamp(min=0)[:, None]
         second = logits.scatter(1, at, float("-inf")).amax(-1)
         margins = logits.gather(1, at)[:, 0].float() - second.float()
-    return ids, margins.nan_to_num_(0.0).clamp_(0.0, MOST_MARGIN)
+    return ids, margins.nan_to_num_(0.0).clamp_(0.0, MAX_MARGIN)
 
 
-def descending(values: Tensor, sizes: Tensor) -> Tensor:
+def sort_descending(values: Tensor, sizes: Tensor) -> Tensor:
     """Each row of [R, V] from the largest on; on a CPU no more of them than the largest of sizes.
     NumPy sorts ten times as fast as torch there (512 x 2,048: 9 against 90 ms)."""
     if values.device.type != "cpu":
         return values.sort(-1, descending=True).values
-    found, most = (-values).numpy(), int(sizes.amax())
-    if most < values.shape[1]:
-        found = np.partition(found, most, -1)[:, :most]
-    return -torch.from_numpy(np.sort(found, -1))
+    negated, max_size = (-values).numpy(), int(sizes.amax())
+    if max_size < values.shape[1]:
+        negated = np.partition(negated, max_size, -1)[:, :max_size]
+    return -torch.from_numpy(np.sort(negated, -1))
 
 
-def kept(weights: Tensor, rows: RowParams) -> Tensor:
+def filter_mask(weights: Tensor, rows: RowParams) -> Tensor:
     """Unnormalised probabilities [R, V] float32 -> [R, V] bool, what top-k, top-p and min-p leave
     of them; ties at the edge stay.
 
@@ -87,7 +87,7 @@ def kept(weights: Tensor, rows: RowParams) -> Tensor:
     relative to the most probable token.
     """
     size = torch.where(rows.top_k > 0, rows.top_k, weights.shape[1])[:, None]
-    ordered = descending(weights, size)
+    ordered = sort_descending(weights, size)
     inside = ordered * (torch.arange(ordered.shape[1], device=weights.device) < size)
     reached = inside.cumsum(-1)
     nucleus = torch.where(rows.top_p < 1, rows.top_p * reached[:, -1], float("inf"))[:, None]
@@ -104,58 +104,60 @@ def sample_rows(logits: Tensor, rows: RowParams, *, filtered: bool = True) -> Te
     probabilities. Rows without probabilities (+inf, or nothing but -inf) give their first maximum,
     too, and rows with a NaN NO_TOKEN. The twin of `strobe.kernels.sampling.sample_rows`.
     """
-    form = by_numpy if logits.device.type == "cpu" else by_torch
-    return form(logits.float(), rows, filtered)
+    sample = sample_rows_numpy if logits.device.type == "cpu" else sample_rows_torch
+    return sample(logits.float(), rows, filtered)
 
 
-def by_torch(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
+def sample_rows_torch(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
     """sample_rows by operations that a graph can capture; logits in float32."""
     tokens = argmax(logits)
     top = logits.gather(1, tokens.clamp(min=0)[:, None])
-    temperature = torch.where(rows.temperature > 0, rows.temperature.clamp_min(COLDEST), 1.0)
+    clamped = rows.temperature.clamp_min(MIN_TEMPERATURE)
+    temperature = torch.where(rows.temperature > 0, clamped, 1.0)
     scores = (logits - top).mul_(temperature.reciprocal_()[:, None])
     if filtered:
-        scores.masked_fill_(kept(scores.exp(), rows).logical_not_(), float("-inf"))
+        scores.masked_fill_(filter_mask(scores.exp(), rows).logical_not_(), float("-inf"))
     scores += gumbel(rows.key, rows.position, logits.shape[1])
     return torch.where(top[:, 0].isfinite() & (rows.temperature > 0), argmax(scores), tokens)
 
 
 @np.errstate(over="ignore")
-def by_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
+def sample_rows_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
     """sample_rows for a CPU, a few rows at a time, in its cache; rows that are not sampled cost no
     more than their maximum. The token that wins the race of all is mostly one that the filters
     keep, and then wins theirs, too: only other rows are sorted, and race again."""
-    given, words = logits.numpy(), row_words(rows.key, rows.position).numpy()
+    values, words = logits.numpy(), row_words(rows.key, rows.position).numpy()
     top_p, min_p, top_k = rows.top_p.numpy(), rows.min_p.numpy(), rows.top_k.numpy()
-    best = given.argmax(-1) if len(given) else np.empty(0, dtype=np.int64)
-    tokens, top = best.copy(), given[np.arange(len(best)), best][:, None]
+    best = values.argmax(-1) if len(values) else np.empty(0, dtype=np.int64)
+    tokens, top = best.copy(), values[np.arange(len(best)), best][:, None]
     tokens[np.isnan(top[:, 0])] = NO_TOKEN
     temperature = rows.temperature.numpy()[:, None]
-    scale, noise = 1 / np.maximum(temperature, np.float32(COLDEST)), Gumbel(logits.shape[1])
-    least = noise.at(words, best)  # what the best token comes to, whose score is 0
+    scale, noise = 1 / np.maximum(temperature, np.float32(MIN_TEMPERATURE)), Gumbel(logits.shape[1])
+    min_sums = noise.at(words, best)  # what the best token comes to, whose score is 0
     racing = np.flatnonzero(np.isfinite(top) & (temperature > 0))
     ranked = (top_k[racing] > 0) & filtered
     doubtful = [racing[ranked]]
-    for sort in (False, True):
-        index = np.concatenate(doubtful) if sort else racing[~ranked]
+    for exact in (False, True):
+        index = np.concatenate(doubtful) if exact else racing[~ranked]
         for first in range(0, len(index), noise.rows):
             places = index[first : first + noise.rows]
-            scores: Any = (given[places] - top[places]) * scale[places]
-            if sort:
+            scores: Any = (values[places] - top[places]) * scale[places]
+            if exact:
                 part = RowParams(*[column[torch.from_numpy(places)] for column in rows])
-                scores[~kept(torch.from_numpy(scores).exp(), part).numpy()] = -np.inf
-            tokens[places] = won = noise.race(scores, words[places], least[places])
-            if filtered and not sort:
-                own = scores[np.arange(len(won)), won]
-                less, some = own < 0, places[own < 0]
-                sure = _surely_kept(scores[less], own[less], top_p[some], min_p[some])
-                doubtful.append(some[~sure])
+                scores[~filter_mask(torch.from_numpy(scores).exp(), part).numpy()] = -np.inf
+            tokens[places] = winners = noise.race(scores, words[places], min_sums[places])
+            if filtered and not exact:
+                winner_scores = scores[np.arange(len(winners)), winners]
+                below_top, below_places = winner_scores < 0, places[winner_scores < 0]
+                limits = top_p[below_places], min_p[below_places]
+                passed = _passes_filters(scores[below_top], winner_scores[below_top], *limits)
+                doubtful.append(below_places[~passed])
     return torch.from_numpy(tokens)
 
 
-def _surely_kept(scores: Any, own: Any, top_p: Any, min_p: Any) -> NDArray[np.bool_]:
+def _passes_filters(scores: Any, winner_scores: Any, top_p: Any, min_p: Any) -> NDArray[np.bool_]:
     """[R, V] -> [R], whether top-p and min-p keep scores own [R], however `kept` rounds."""
-    weights, weight = np.exp(scores), np.exp(own)
-    above = (weights * (scores > own[:, None] - SLACK)).sum(-1) - weight
-    nucleus = np.where(top_p < 1, top_p - SLACK, 2) * weights.sum(-1)
-    return (above < nucleus) & (weight * (1 - SLACK) >= min_p)
+    weights, weight = np.exp(scores), np.exp(winner_scores)
+    above = (weights * (scores > winner_scores[:, None] - ROUNDING_TOLERANCE)).sum(-1) - weight
+    nucleus = np.where(top_p < 1, top_p - ROUNDING_TOLERANCE, 2) * weights.sum(-1)
+    return (above < nucleus) & (weight * (1 - ROUNDING_TOLERANCE) >= min_p)

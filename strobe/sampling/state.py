@@ -141,42 +141,43 @@ class SamplingState:
         flags.index_copy_(0, ends, flags[ends] | ENDS)
         strengths = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
         tables.strengths[slot] = upload(strengths, self.device, torch.float32)
-        tables.earliest[slot] = admission.num_prompt + s.min_tokens if s.min_tokens else 0
+        tables.min_end_position[slot] = admission.num_prompt + s.min_tokens if s.min_tokens else 0
 
     def mode(self, slots: Sequence[int]) -> SamplingMode:
         """How the rows of some slots are sampled together."""
-        found = {self._modes[slot] for slot in slots}
-        if not found or found == {GREEDY}:
+        modes = {self._modes[slot] for slot in slots}
+        if not modes or modes == {GREEDY}:
             return GREEDY
-        sampled = any(mode.sampled for mode in found)
-        tops = [mode.logprobs for mode in found if mode.logprobs is not None]
+        sampled = any(mode.sampled for mode in modes)
+        tops = [mode.logprobs for mode in modes if mode.logprobs is not None]
         return SamplingMode(
             sampled=sampled,
             # The kernel samples any mixture in one way: one graph serves them all.
-            filtered=sampled and (self.kernels or any(mode.filtered for mode in found)),
-            processed=any(mode.processed for mode in found),
-            grammar=any(mode.grammar for mode in found),
+            filtered=sampled and (self.kernels or any(mode.filtered for mode in modes)),
+            processed=any(mode.processed for mode in modes),
+            grammar=any(mode.grammar for mode in modes),
             logprobs=next((n for n in TOP_SIZES if n >= max(tops)), max(tops)) if tops else None,
         )
 
     def top_logprobs(self, slots: Sequence[int]) -> dict[int, int]:
         """How many top log probabilities each of some slots wants, by place, of those that do."""
-        found = [self._modes[slot].logprobs for slot in slots]
-        return {i: top for i, top in enumerate(found) if top is not None}
+        counts = [self._modes[slot].logprobs for slot in slots]
+        return {i: top for i, top in enumerate(counts) if top is not None}
 
     def sample(
         self, logits: Tensor, rows: LogitRows, mode: SamplingMode, masks: Tensor | None = None
     ) -> Sampled:
         """logits [R, V] -> the tokens of R rows. masks [R, ceil(V / 32)] int32: what grammars
         allow, where the mode has them; rows of other slots are not read."""
-        changed = logits
+        processed = logits
         if mode.processed or mode.grammar:
-            given = masks if mode.grammar else None
-            changed = self._process(logits, self.tables, rows, given, processed=mode.processed)
-        tokens = self._race(changed, rows, mode) if mode.sampled else self._argmax(changed)
-        found = None if mode.logprobs is None else score(logits, tokens.clamp(min=0), mode.logprobs)
+            masks = masks if mode.grammar else None
+            processed = self._process(logits, self.tables, rows, masks, processed=mode.processed)
+        tokens = self._race(processed, rows, mode) if mode.sampled else self._argmax(processed)
+        top = mode.logprobs
+        scores = None if top is None else score(logits, tokens.clamp(min=0), top)
         margins = best_two(logits)[1] if mode.margins else None
-        return Sampled(tokens, found, margins)
+        return Sampled(tokens, scores, margins)
 
     def _race(self, logits: Tensor, rows: LogitRows, mode: SamplingMode) -> Tensor:
         temperature, top_p, min_p = self.floats.index_select(1, rows.slots).unbind()
@@ -188,7 +189,7 @@ class SamplingState:
             return by_kernel(logits, *params)
         return sample_rows(logits, params, filtered=mode.filtered)
 
-    def count(self, slots: Tensor, tokens: Tensor, accepted: Tensor, active: Tensor) -> None:
+    def count_tokens(self, slots: Tensor, tokens: Tensor, accepted: Tensor, active: Tensor) -> None:
         """Add the tokens that a step kept to the answers' counts: of tokens [S, K + 1] the first
         accepted [S] + 1 of spans that are active [S], bool or 0 and 1; one that gave no logits is
         not. Not needed where the mode is not processed."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jinja2
 import jinja2.meta
 
-from strobe.request import USUAL, Place
+from strobe.request import DEFAULT_SCHEDULING, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.messages import Ready
@@ -174,7 +174,11 @@ class Serving:
         return await asyncio.get_running_loop().run_in_executor(self._texts, work)
 
     def submit(
-        self, prompt_ids: list[int], params: SamplingParams, request_id: str, place: Place = USUAL
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        place: SchedulingOptions = DEFAULT_SCHEDULING,
     ) -> Generation:
         """Hand a prompt to the engine. Raises Unserved where the queue is full."""
         self.check_room(params.n)

@@ -15,12 +15,12 @@ from tokenizers import Tokenizer as FastTokenizer
 Message = Mapping[str, Any]
 
 
-OTHERS = "user", "tool"
+UNTRUSTED_ROLES = "user", "tool"
 """Roles that write neither for the model nor for its operator: special tokens that they spell are
 text."""
 
 
-class Rendered(NamedTuple):
+class RenderedChat(NamedTuple):
     """A conversation behind the chat template. text: as it reads; marked: with one character in the
     place of each special token that a message of OTHERS spells; spelled: these, by character."""
 
@@ -48,7 +48,7 @@ class Tokenizer:
             self.fast.no_padding()
         except Exception as error:
             raise ValueError(
-                f"{directory} has no tokenizer that can be read ({_line(error)}); {hint}"
+                f"{directory} has no tokenizer that can be read ({_one_line(error)}); {hint}"
             ) from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -93,7 +93,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         **template_options: Any,
-    ) -> Rendered:
+    ) -> RenderedChat:
         """A conversation as the model reads it, ready for the assistant to answer.
 
         Raises ValueError for messages or tools that are none, and when there is no template or it
@@ -106,7 +106,7 @@ class Tokenizer:
         conversation, functions = _conversation(messages), _tools(tools)
         if chat_template is None and self.hf.chat_template is None:
             raise ValueError("The checkpoint has no chat template; give one as chat_template.")
-        shielded, spelled = self._shielded(conversation)
+        shielded, spelled = self._escape_special_tokens(conversation)
         try:
             marked: str = self.hf.apply_chat_template(
                 shielded,
@@ -116,12 +116,11 @@ class Tokenizer:
                 **template_options,
             )
         except Exception as error:
-            raise ValueError(
-                f"The chat template refuses these messages: {_line(error)}."
-            ) from error
-        return Rendered(marked.translate(str.maketrans(dict(spelled))), marked, spelled)
+            reason = _one_line(error)
+            raise ValueError(f"The chat template rejects these messages: {reason}.") from error
+        return RenderedChat(marked.translate(str.maketrans(dict(spelled))), marked, spelled)
 
-    def encode_chat(self, chat: Rendered, *, add_special_tokens: bool = False) -> list[int]:
+    def encode_chat(self, chat: RenderedChat, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a rendered conversation. Raises ValueError."""
         if not chat.spelled:
             return self.encode(chat.text, add_special_tokens=add_special_tokens)
@@ -131,7 +130,7 @@ class Tokenizer:
             ids += (
                 self.encode(part, add_special_tokens=False)
                 if spelled is None
-                else self._plain.encode(spelled, add_special_tokens=False).ids
+                else self._plain_tokenizer.encode(spelled, add_special_tokens=False).ids
             )
         return ids
 
@@ -140,41 +139,42 @@ class Tokenizer:
         return self.encode_chat(self.render(messages, **options))
 
     @functools.cached_property
-    def _plain(self) -> FastTokenizer:
+    def _plain_tokenizer(self) -> FastTokenizer:
         """The same tokenizer, to which special tokens are text."""
         plain = FastTokenizer.from_str(self.fast.to_str())
         plain.encode_special_tokens = True
         return plain
 
     @functools.cached_property
-    def _special(self) -> re.Pattern[str]:
+    def _special_pattern(self) -> re.Pattern[str]:
         tokens = self.fast.get_added_tokens_decoder().values()
         texts = sorted([token.content for token in tokens if token.special], key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
-    def _shielded(
+    def _escape_special_tokens(
         self, conversation: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """The messages with characters that stand nowhere in them in the place of special tokens
         that OTHERS spell, and what each of these characters stands for."""
-        theirs = [m["content"] for m in conversation if m["role"] in OTHERS and m["content"]]
-        found = sorted({token for text in theirs for token in self._special.findall(text)})
-        if not found:
+        untrusted = [m["content"] for m in conversation if m["role"] in UNTRUSTED_ROLES]
+        matches = [self._special_pattern.findall(text) for text in untrusted if text]
+        special_tokens = sorted({token for tokens in matches for token in tokens})
+        if not special_tokens:
             return conversation, {}
         used = set(json.dumps(conversation, ensure_ascii=False, default=str))
         free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
-        marks = dict(zip(found, free, strict=False))
+        marks = dict(zip(special_tokens, free, strict=False))
 
         def shield(message: dict[str, Any]) -> dict[str, Any]:
-            if message["role"] not in OTHERS or not message["content"]:
+            if message["role"] not in UNTRUSTED_ROLES or not message["content"]:
                 return message
-            text = self._special.sub(lambda token: marks[token[0]], message["content"])
+            text = self._special_pattern.sub(lambda token: marks[token[0]], message["content"])
             return {**message, "content": text}
 
         return list(map(shield, conversation)), {mark: token for token, mark in marks.items()}
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """What a library says, on one line."""
     return " ".join(str(error).split()).rstrip(".")
 

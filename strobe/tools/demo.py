@@ -147,7 +147,7 @@ def run_demo(
     config = located(config)
     with Progress("Loading the models, and warming up"):
         drafting = LLM(**_options(config))
-        plain = LLM(**_options(config.plain()))
+        plain = LLM(**_options(config.without_draft()))
     asked = prompts_of(drafting, examples)
     if not as_json:
         _stream(drafting, examples[0], asked[0], params)

@@ -69,7 +69,7 @@ def _draft_facts(path: Path, target: Path | None = None) -> dict[str, Any]:
         "format": config.format,
         **_decoder_facts(path, config.decoder),
         "block_size": config.block_size,
-        "drafts_per_block": f"{config.drafts}, the first slot "
+        "drafts_per_block": f"{config.block_drafts}, the first slot "
         + ("predicts too" if config.anchor_first else "holds the newest token"),
         "draft_vocabulary": config.head_rows,
         "mask_token_id": config.mask_token_id,

@@ -22,9 +22,9 @@ import torch
 from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
-from strobe.spec.adaptive import AdaptiveBudget, Choice
-from strobe.spec.costs import Costs, Work
-from strobe.warmup.forced import Forced
+from strobe.speculation.adaptive import AdaptiveDraftPolicy, Choice
+from strobe.speculation.costs import Costs, Work
+from strobe.warmup.fixed_policy import FixedDraftPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ _ENDLESS = SamplingParams(
 def adapt(engine: Engine) -> None:
     """Let an adaptive budget know its costs: those of an earlier start where they fit, else as
     measured now. The engine is left as if nothing had run."""
-    budget = engine.scheduler.budget
-    if not isinstance(budget, AdaptiveBudget):
+    budget = engine.scheduler.draft_policy
+    if not isinstance(budget, AdaptiveDraftPolicy):
         return
     path, device = _path(engine), _device(engine)
     costs = None if path is None else _read(path, device)
@@ -84,7 +84,7 @@ def _path(engine: Engine) -> Path | None:
         "versions": [version("strobe"), torch.__version__],
         "target": repr(resolved.target.decoder),
         "draft": repr(resolved.draft),
-        "choice": repr(resolved.choice),
+        "choice": repr(resolved.backends),
         "dtype": str(resolved.dtype),
         "limits": asdict(resolved.limits),
     }
@@ -160,26 +160,26 @@ def _write(path: Path, costs: Costs, device: str) -> None:
 class _Survey:
     """Steps of every kind, timed by what is queued for drafting and for verifying."""
 
-    def __init__(self, engine: Engine, budget: AdaptiveBudget):
-        self.engine, self.budget, self.forced = engine, budget, Forced()
+    def __init__(self, engine: Engine, budget: AdaptiveDraftPolicy):
+        self.engine, self.budget, self.forced = engine, budget, FixedDraftPolicy()
         self.requests: list[Request] = []
         self.marks: list[tuple[str, Any]] = []
         self.cuda = engine.resolved.device.type == "cuda"
 
     def __enter__(self) -> _Survey:
-        self.engine.scheduler.budget = self.forced
+        self.engine.scheduler.draft_policy = self.forced
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
         while self.engine.has_work:
             self.engine.step()
-        self.engine.forget()
-        self.engine.scheduler.budget = self.budget
+        self.engine.reset()
+        self.engine.scheduler.draft_policy = self.budget
 
     def fill(self, count: int) -> None:
         """Step until so many requests decode, which have room for a few more steps."""
-        room = self.engine.limits.max_model_len - 4 * self.engine.limits.block
+        room = self.engine.limits.max_model_len - 4 * self.engine.limits.lookahead
         for request in [r for r in self.requests if len(r.tokens) > room]:
             self.engine.finish(request, "abort")
         self.requests = [r for r in self.requests if r.finish_reason is None]
@@ -190,7 +190,7 @@ class _Survey:
         # At least so many of a prompt go into a step, beside others that decode already.
         least = (limits.max_mixed_tokens or limits.max_num_batched_tokens) // 2
         for _ in range(4 + 4 * count + rows // least):
-            if not scheduler.waiting and all(record.decoding for record in scheduler.running):
+            if not scheduler.waiting and all(record.is_decoding for record in scheduler.running):
                 return
             self.engine.step()
 
@@ -202,12 +202,12 @@ class _Survey:
             self.fill(count)
             self.engine.step()
         self.fill(count)
-        for _ in range(self.engine.depth + self.cuda):
+        for _ in range(self.engine.max_in_flight + self.cuda):
             self.engine.step()
-        self.marks, self.engine.mark = [], self._mark
+        self.marks, self.engine.on_phase = [], self._mark
         for _ in range(REPEATS):
             self.engine.step()
-        self.engine.mark = lambda name: None
+        self.engine.on_phase = lambda name: None
         if self.cuda:
             torch.cuda.synchronize()
         at = {
@@ -218,11 +218,11 @@ class _Survey:
 
     def context(self, whole: Choice) -> tuple[float, float]:
         """Milliseconds for each position of a long context, and for it with each further row."""
-        engine, pool = self.engine, self.engine.parts.pool
+        engine, pool = self.engine, self.engine.components.pool
         positions = (pool.capacity - 1) * engine.limits.page_size
         room = min(engine.limits.max_model_len, positions)
         # `fill` gives up what is close to the end, and steps before those that are timed add to it.
-        size = min(LONG, room - (64 if self.cuda else 12) * engine.limits.block)
+        size = min(LONG, room - (64 if self.cuda else 12) * engine.limits.lookahead)
         if size < LONG // 4:
             return 0.0, 0.0
         count = READERS if self.cuda else 1
@@ -254,7 +254,7 @@ class _Survey:
         return begin.elapsed_time(end) if self.cuda else 1e3 * (end - begin)
 
 
-def _kinds(budget: AdaptiveBudget, count: int, graphs: bool) -> list[Choice]:
+def _kinds(budget: AdaptiveDraftPolicy, count: int, graphs: bool) -> list[Choice]:
     """Plain steps, each width's longest drafts, and, where steps are padded to few numbers of rows,
     of the widest those between half and all."""
     found = [Choice(), *[Choice(width, most) for width, most in enumerate(budget.widths)]]
@@ -269,23 +269,23 @@ def _kinds(budget: AdaptiveBudget, count: int, graphs: bool) -> list[Choice]:
 
 def _counts(engine: Engine) -> list[int]:
     """Numbers of requests to measure with: what there are slots and pages for."""
-    limits, pool = engine.limits, engine.parts.pool
-    pages = -(-(2 + 4 * limits.block) // limits.page_size)
+    limits, pool = engine.limits, engine.components.pool
+    pages = -(-(2 + 4 * limits.lookahead) // limits.page_size)
     most = min(limits.max_num_seqs, max((pool.capacity - 1) // pages, 1))
     powers = [2**i for i in range(most.bit_length()) if 2**i < most]
-    return [*powers[:: 1 if engine.resolved.choice.graphs else 2], most]
+    return [*powers[:: 1 if engine.resolved.backends.graphs else 2], most]
 
 
-def _measure(engine: Engine, budget: AdaptiveBudget) -> Costs | None:
+def _measure(engine: Engine, budget: AdaptiveDraftPolicy) -> Costs | None:
     """None where even one request has no room."""
     deadline = time.perf_counter() + SECONDS[engine.resolved.device.type]
     drafts, verifies = dict[int, list[float]](), list[tuple[int, int, float]]()
-    if engine.limits.max_model_len <= 5 * engine.limits.block:
+    if engine.limits.max_model_len <= 5 * engine.limits.lookahead:
         return None
     with _Survey(engine, budget) as survey:
         context = survey.context(Choice(len(budget.widths) - 1, budget.widths[-1]))
         for count in _counts(engine):
-            for choice in _kinds(budget, count, engine.resolved.choice.graphs):
+            for choice in _kinds(budget, count, engine.resolved.backends.graphs):
                 if time.perf_counter() > deadline and len({rows for rows, _, _ in verifies}) > 4:
                     break
                 draft, verify, rows = survey.time(count, choice)
@@ -313,7 +313,7 @@ def _by_rows(found: Sequence[tuple[int, int, float]]) -> tuple[dict[int, float],
     return {int(n): float(np.median(rest[rows == n])) for n in sizes}, request
 
 
-def _fits(engine: Engine, budget: AdaptiveBudget, costs: Costs) -> bool:
+def _fits(engine: Engine, budget: AdaptiveDraftPolicy, costs: Costs) -> bool:
     """Whether a request's plain steps and those of a whole block take what the costs say, or both
     as many times as long, as on a busy machine; the pace is that many times."""
     found: list[float] = []

@@ -14,7 +14,7 @@ from full import FULL
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "strobe"
-CORE = ("engine", "spec", "runner", "models", "kv", "sampling", "text")
+CORE = ("engine", "speculation", "runner", "models", "kv", "sampling", "text")
 CORE_FILES = (
     "step.py",
     "request.py",
@@ -152,7 +152,7 @@ def test_the_engine_does_not_know_what_is_built_around_it(graph: grimp.ImportGra
 def test_the_engine_runs_without_the_rooms_around_it():
     loaded = loaded_by("import strobe.engine.engine")
     rooms = {name.split(".")[1] for name in loaded if name.startswith("strobe.")}
-    assert rooms >= {"engine", "spec", "runner", "models", "kv", "sampling"}
+    assert rooms >= {"engine", "speculation", "runner", "models", "kv", "sampling"}
     assert not rooms & {"tools", "demo_models", "cli", "server", "llm", "text"}
     assert "transformers" not in loaded
 
@@ -164,7 +164,7 @@ def test_drafting_methods_are_named_only_where_they_are_made_or_chosen():
     for path in core_files():
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         words = {node.value for node in nodes if isinstance(node, ast.Constant)}
-        if words & {"dflash", "ngram"} and path.parent.name != "spec":
+        if words & {"dflash", "ngram"} and path.parent.name != "speculation":
             named.add(path.relative_to(PACKAGE).as_posix())
     assert named
     assert named <= chosen

@@ -33,7 +33,7 @@ def finish(engine: Engine, asked: Sequence[Request]) -> list[list[int]]:
 
 def keys_and_values(engine: Engine) -> list[Tensor]:
     """What is left of them, without the first and the last slots, where padding is written."""
-    stores = engine.parts.stores.values()
+    stores = engine.components.stores.values()
     return [layer[16:-16].clone() for store in stores for layer in store.layers]
 
 

@@ -94,10 +94,10 @@ def test_steady_steps_neither_wait_nor_allocate(texts: list[list[int]]):
     asked = [one.add(text, params) for text in texts]
     with steady(one, asked, after=40):
         before = torch.cuda.memory_stats()["segment.all.allocated"]
-        captured = len(one.parts.graphs)
+        captured = len(one.components.graphs)
         for _ in range(20):
             one.step()
-        assert len(one.parts.graphs) == captured
+        assert len(one.components.graphs) == captured
         assert torch.cuda.memory_stats()["segment.all.allocated"] == before
 
 
@@ -178,7 +178,7 @@ def test_capture_survives_the_collection_of_another_engine(texts: list[list[int]
     finally:
         gc.set_threshold(*before)
     assert len(one.graphs) > 0
-    assert not one.graphs._refused  # type: ignore[union-attr]
+    assert not one.graphs._uncapturable  # type: ignore[union-attr]
 
 
 def test_a_failed_capture_does_not_end_those_after_it():

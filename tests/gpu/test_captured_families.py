@@ -43,7 +43,7 @@ def engine(pair: Pair, **options: Any) -> Engine:
 
 
 def answers(one: Engine) -> list[list[int]]:
-    assert one.resolved.choice.attention == "triton"
+    assert one.resolved.backends.attention == "triton"
     return finish(one, [one.add(prompt, GREEDY) for prompt in PROMPTS])
 
 

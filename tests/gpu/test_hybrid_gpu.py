@@ -33,7 +33,7 @@ def plain(pair: Pair) -> PlainAnswers:
 @pytest.mark.parametrize("c", OF_FAMILIES, ids=str)
 def test_outputs_equal_plain_decoding(c: Any, pair: Pair, plain: PlainAnswers):
     engine = compare(c, pair, plain(c.workload))
-    assert engine.resolved.choice.attention == "triton"
+    assert engine.resolved.backends.attention == "triton"
     assert len(engine.graphs) > 0 or c.workload == "stops"  # whose steps may all have processors
 
 
@@ -47,7 +47,7 @@ def engine(pair: Pair, **options: Any) -> Engine:
 
 
 def states_left(one: Engine) -> list[torch.Tensor]:
-    states = one.parts.states
+    states = one.components.states
     assert states is not None
     return [states.state[:, :-1].clone(), states.window[:, :-1].clone()]
 

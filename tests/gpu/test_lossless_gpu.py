@@ -38,7 +38,7 @@ def plain(pair: Pair) -> PlainAnswers:
 @pytest.mark.parametrize("c", COMBINATIONS, ids=str)
 def test_outputs_equal_plain_decoding(c: Combination, pair: Pair, plain: PlainAnswers):
     engine = compare(c, pair, plain(c.workload))
-    choice = engine.resolved.choice
+    choice = engine.resolved.backends
     assert choice.kernels
     assert choice.attention == choice.draft_attention == "triton"
     assert len(engine.graphs) > 0
@@ -59,9 +59,9 @@ def test_a_drafters_sinks_are_the_same_to_the_kernels_and_to_plain_torch(
     for off in ({}, {"attention_backend": "reference"}):
         config = EngineConfig(target=str(pair.target), draft=str(path), **given, **off)
         engine = make_engine(config)
-        assert engine.resolved.choice.kernels is not bool(off)
+        assert engine.resolved.backends.kernels is not bool(off)
         run(engine, prompts(), params)
-        left.append(engine.parts.stores["dflash"].data[:, 16:].float())
+        left.append(engine.components.stores["dflash"].data[:, 16:].float())
     size = min(store.shape[1] for store in left)  # graphs have one page more, for padding
     ours, theirs = (store[:, :size] for store in left)
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)

@@ -39,7 +39,7 @@ def test_nan_in_rows_beyond_the_context_changes_no_other_request(
     plain = engine_of(pair.target, method="none")
     wanted = finish(plain, [plain.add(prompt, COLD) for prompt in prompts])
     engine = engine_of(pair.target, draft=str(pair.draft), num_drafts=7, adaptive=False, **options)
-    assert engine.resolved.choice.attention == "triton"
+    assert engine.resolved.backends.attention == "triton"
     for _ in range(3):
         requests = [engine.add(prompt, COLD) for prompt in prompts]
         bad = engine.add(prompts[1], COLD.clone(logit_bias={BAD: 100.0}))

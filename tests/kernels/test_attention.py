@@ -16,11 +16,11 @@ from strobe.attention.base import Batch
 from strobe.attention.groups import groups_of
 from strobe.attention.mask import LayerMask
 from strobe.attention.reference import ReferenceBackend
-from strobe.attention.triton import TritonBackend, missing
+from strobe.attention.triton import TritonBackend, unsupported_reason
 from strobe.kernels.attention import (
     PIECE_KEYS,
+    AttentionConfig,
     AttentionWorkspace,
-    Config,
     config_of,
     paged_attention,
 )
@@ -126,7 +126,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def check(case: Case, workspace: AttentionWorkspace, config: Config | None = None) -> Tensor:
+def check(
+    case: Case, workspace: AttentionWorkspace, config: AttentionConfig | None = None
+) -> Tensor:
     synchronize(case.q.device)
     out = paged_attention(case.q, case.kv, **case.args, workspace=workspace, config=config)
     assert out.shape == case.want.shape
@@ -201,7 +203,7 @@ def test_windows(
     """45: the whole of a span; 16: from the edge of a page on."""
     spans = [(0, 45), (80, 16), (47, 1), (100, 33)]
     case = make_case(device, spans, mask=LayerMask(causal, window), dtype=dtype)
-    check(case, one, Config(64, 32, 4, 2, apart))
+    check(case, one, AttentionConfig(64, 32, 4, 2, apart))
 
 
 @pytest.mark.parametrize("mask", [FULL, BLOCK, LayerMask(False, 20)])
@@ -211,7 +213,7 @@ def test_long_spans(
     """More rows than a block has, with a loop that needs no mask and without."""
     case = make_case(device, [(0, 70), (30, 40), (200, 9)], mask=mask, dtype=dtype)
     for apart in (False, True):
-        check(case, one, Config(32, 32, 4, 2, apart))
+        check(case, one, AttentionConfig(32, 32, 4, 2, apart))
 
 
 DIVIDED = [(2400, 3), (0, 0), (255, 1), (700, 7), (256, 2)]
@@ -233,7 +235,7 @@ def test_divided_blocks(
     """Up to ten pieces, so sums in one round and in two; twice, over what the first run left."""
     many = AttentionWorkspace(device, 64, programs=50)
     case = make_case(device, DIVIDED, mask=mask, dtype=dtype)
-    config = Config(16, 128, 4, 2, apart)
+    config = AttentionConfig(16, 128, 4, 2, apart)
     first = check(case, many, config)
     many.partials.fill_(float("nan"))
     many.stats.fill_(float("nan"))
@@ -248,7 +250,7 @@ def test_divided_blocks_of_every_size(
     workspace = AttentionWorkspace(device, dim, programs=48)
     spans = [(300, 9)] if dim == 512 else [(900, 17), (300, 20)]
     case = make_case(device, spans, dim=dim, group=3, dtype=dtype)
-    check(case, workspace, Config(pairs, 32 if dim == 512 else 128, 8, 2, True))
+    check(case, workspace, AttentionConfig(pairs, 32 if dim == 512 else 128, 8, 2, True))
 
 
 def test_one_workspace_serves_every_shape(device: torch.device, many: AttentionWorkspace) -> None:
@@ -469,14 +471,14 @@ def test_spans_are_grouped_with_those_of_like_length_and_each_row_has_one_place(
 
 def test_missing_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    assert "CUDA device" in str(missing(128, torch.bfloat16, torch.device("cpu")))
+    assert "CUDA device" in str(unsupported_reason(128, torch.bfloat16, torch.device("cpu")))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert missing(128, torch.bfloat16, cuda) is None
-    assert "head size 96" in str(missing(96, torch.bfloat16, cuda))
-    assert "float64" in str(missing(128, torch.float64, cuda))
+    assert unsupported_reason(128, torch.bfloat16, cuda) is None
+    assert "head size 96" in str(unsupported_reason(96, torch.bfloat16, cuda))
+    assert "float64" in str(unsupported_reason(128, torch.float64, cuda))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "9.0 and 10.x, the device has 7.5" in str(missing(128, torch.bfloat16, cuda))
+    assert "9.0 and 10.x, the device has 7.5" in str(unsupported_reason(128, torch.bfloat16, cuda))
 
 
 def test_many_spans_beside_a_long_one_fit_the_grid(device: torch.device) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from strobe.kernels import gemm_table as tables
 from strobe.kernels import reference_linear as reference
-from strobe.kernels import table as tables
+from strobe.kernels.gemm_table import Gemm, GemmConfig, GemmTable, bucket_of, guess, record
 from strobe.kernels.linear import Gemms, Weight
-from strobe.kernels.table import Config, Gemm, Table, bucket_of, guess, record
 from strobe.sampling.sampler import best_two
 
 BF16 = torch.bfloat16
@@ -37,9 +37,9 @@ def gpu(device: torch.device) -> torch.device:
 class Fixed:
     """A table with one entry."""
 
-    config: Config
+    config: GemmConfig
 
-    def choose(self, gemm: Gemm, bucket: int) -> Config:
+    def choose(self, gemm: Gemm, bucket: int) -> GemmConfig:
         return self.config
 
 
@@ -70,7 +70,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def gemms(device: torch.device, dtype: torch.dtype, **fields: object) -> Gemms:
-    config = Config(**{"block_n": 64, "block_k": 32, "stages": 2, **fields})  # type: ignore[arg-type]
+    config = GemmConfig(**{"block_n": 64, "block_k": 32, "stages": 2, **fields})  # type: ignore[arg-type]
     return Gemms(device, dtype, table=Fixed(config))
 
 
@@ -135,7 +135,7 @@ def test_a_sum_has_a_bias_and_is_left_for_the_next_norm(device: torch.device) ->
     want = reference.linear(x, weight, bias=bias, residual=residual)
     for config in ({}, {"kernel": "cublas"}):
         fused = gemms(device, torch.float32, **config)
-        got, scaled = fused.add(x, weight, residual, then=gain, bias=bias)
+        got, scaled = fused.add(x, weight, residual, next_norm=gain, bias=bias)
         assert error(got, want) < BOUNDS[torch.float32]
         assert (scaled is None) is bool(config)
         norm = gain, 1e-6
@@ -409,17 +409,17 @@ def test_buckets() -> None:
 
 def test_the_table_holds_what_was_measured() -> None:
     gemm = Gemm(6144, 4096, BF16, norm=True)
-    config = Config(block_n=32, split_k=2, prefetch=512)
+    config = GemmConfig(block_n=32, split_k=2, prefetch=512)
     data: dict[str, object] = {}
     record(data, "NVIDIA H200", "9.0", gemm, 16, config)
-    assert Table(data, "NVIDIA H200", "9.0").choose(gemm, 16) == config
-    assert Table(data, "NVIDIA H100", "9.0").choose(gemm, 16) == config
-    for other in (Table(data, "NVIDIA B200", "10.0"), Table({})):
+    assert GemmTable(data, "NVIDIA H200", "9.0").choose(gemm, 16) == config
+    assert GemmTable(data, "NVIDIA H100", "9.0").choose(gemm, 16) == config
+    for other in (GemmTable(data, "NVIDIA B200", "10.0"), GemmTable({})):
         assert other.choose(gemm, 16) == guess(gemm, 16)
-    assert Table(data, "NVIDIA H200", "9.0").choose(gemm, 32) == guess(gemm, 32)
+    assert GemmTable(data, "NVIDIA H200", "9.0").choose(gemm, 32) == guess(gemm, 32)
     near, far = replace(gemm, norm=False, residual=True), replace(gemm, gated=True)
-    assert Table(data, "NVIDIA H200", "9.0").choose(near, 16) == config
-    assert Table(data, "NVIDIA H200", "9.0").choose(far, 16) == guess(far, 16)
+    assert GemmTable(data, "NVIDIA H200", "9.0").choose(near, 16) == config
+    assert GemmTable(data, "NVIDIA H200", "9.0").choose(far, 16) == guess(far, 16)
 
 
 def test_the_persisted_table_is_read_and_written_alike(tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_the_persisted_table_is_read_and_written_alike(tmp_path: Path) -> None:
             for buckets in sizes.values():
                 for bucket, fields in buckets.items():
                     assert int(bucket) in tables.BUCKETS
-                    Config(**fields)
+                    GemmConfig(**fields)
 
 
 @pytest.mark.parametrize("bucket", tables.BUCKETS)

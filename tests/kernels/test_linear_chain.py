@@ -35,7 +35,7 @@ class Layer:
         return y, reference.linear(y, self.up, norm=self.norm, gated=self.gated)
 
     def run(self, first: Gemms, second: Gemms) -> tuple[Tensor, Tensor, Scaled | None]:
-        y, scaled = first.add(self.x, self.down, self.residual, then=self.norm[0])
+        y, scaled = first.add(self.x, self.down, self.residual, next_norm=self.norm[0])
         z = second.linear(y, self.up, norm=self.norm, scaled=scaled, gated=self.gated)
         return y, z, scaled
 
@@ -103,7 +103,7 @@ def test_in_place_into_the_residual(device: torch.device) -> None:
     layer = Layer(3, device)
     (want, want_behind), residual = layer.want(), layer.residual
     fused = gemms(device, BF16, split_k=2)
-    y, scaled = fused.add(layer.x, layer.down, residual, then=layer.norm[0], out=residual)
+    y, scaled = fused.add(layer.x, layer.down, residual, next_norm=layer.norm[0], out=residual)
     assert y is residual
     assert error(y, want) < BOUNDS[BF16]
     z = fused.linear(y, layer.up, norm=layer.norm, scaled=scaled)
@@ -113,7 +113,7 @@ def test_in_place_into_the_residual(device: torch.device) -> None:
 def test_head_argmax_behind(device: torch.device) -> None:
     layer = Layer(3, device)
     fused = gemms(device, BF16)
-    y, scaled = fused.add(layer.x, layer.down, layer.residual, then=layer.norm[0])
+    y, scaled = fused.add(layer.x, layer.down, layer.residual, next_norm=layer.norm[0])
     got = fused.head_argmax(y, layer.up, norm=layer.norm, scaled=scaled)
     logits = layer.want()[1].float()
     won = logits.gather(1, got[:, None])[:, 0]

@@ -11,7 +11,7 @@ from layouts import facts, spans_of
 from strobe.kernels import narrow as kernels
 from strobe.runner.batch import lay_out, unpack
 from strobe.runner.buckets import Buckets
-from strobe.spec.allocate import most_promising
+from strobe.speculation.allocate import most_promising
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -40,18 +40,18 @@ def test_equal_chances_go_to_earlier_places_first(device: torch.device) -> None:
 def test_a_narrowed_layout(device: torch.device, seed: int) -> None:
     rng = random.Random(seed)
     spans = spans_of(rng, 7)
-    made = [span.drafts if span.method is not None else 0 for span in spans]
+    made = [span.num_drafts if span.method is not None else 0 for span in spans]
     counts = [rng.randint(0, n) for n in made]
     most = rng.choice([8, 300])
-    shape = Buckets(most, 7, 8).of(spans, sum(counts))
+    shape = Buckets(most, 7, 8).shape_of(spans, sum(counts))
     if rng.random() < 0.3:
         shape = shape._replace(spans=most + 1)
-    wide = lay_out(spans, device, shape, padded=True, spare=most)
-    kept = [span.drafts - n + k for span, n, k in zip(spans, made, counts, strict=True)]
+    wide = lay_out(spans, device, shape, padded=True, spare_slot=most)
+    kept = [span.num_drafts - n + k for span, n, k in zip(spans, made, counts, strict=True)]
     drafts = torch.tensor(kept + [0] * (shape.spans - len(spans)), device=device)
     wanted = wide.narrow(drafts, shape)
     packed = kernels.narrow(wide, drafts, shape)
     assert packed.shape == wanted.packed.shape
-    found = wanted.over(packed)
+    found = wanted.with_packed(packed)
     assert unpack(packed, shape).keys() == unpack(wanted.packed, shape).keys()
     assert facts(found) == facts(wanted)

@@ -277,7 +277,7 @@ class Launches(TorchDispatchMode):
         self.inside = False
         for name in ("gather_rows", "rms_norm", "qk_norm_rope_store", "context_store"):
             monkeypatch.setattr(triton_ops, name, self.named(name, getattr(triton_ops, name)))
-        monkeypatch.setattr(attend, "over", self.named("attention", attend.over))
+        monkeypatch.setattr(attend, "with_packed", self.named("attention", attend.over))
         monkeypatch.setattr(linear, "launch", self.linear(linear.launch))
 
     def named(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -59,7 +59,7 @@ def stores(spec: StateSpec, pending: int, dtype: torch.dtype, device: torch.devi
     """Two alike, with what whoever had the slots before left."""
     pair = [StateStore(spec, SLOTS, pending, dtype, device) for _ in range(2)]
     for held in pair:
-        for part in held.parts:
+        for part in held.tensors:
             part.fill_(float("nan"))
     return pair
 

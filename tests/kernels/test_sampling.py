@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strobe.kernels import race, sampling
+from strobe.kernels import gumbel_argmax, sampling
 from strobe.sampling.noise import gumbel
 from strobe.sampling.sampler import RowParams, best_two, sample_rows
 
@@ -153,8 +153,8 @@ def test_the_noise_is_the_samplers(device) -> None:
 @pytest.fixture(params=[(16, 128), (16, 1), (256, 1)], ids=["block", "blocks", "large"])
 def parts(request, monkeypatch) -> None:
     """Races of 40 parts of a block, of 5 parts of several, the last not full, and of one part."""
-    monkeypatch.setattr(race, "BLOCK", request.param[0])
-    monkeypatch.setattr(race, "MANY_ROWS", request.param[1])
+    monkeypatch.setattr(gumbel_argmax, "BLOCK", request.param[0])
+    monkeypatch.setattr(gumbel_argmax, "MANY_ROWS", request.param[1])
 
 
 @pytest.mark.usefixtures("parts")

@@ -25,7 +25,7 @@ def known(slot: int, *tokens: int) -> Span:
 
 
 def chunk(slot: int, count: int, logits: int) -> Span:
-    return Span(slot, 0, 0, tuple(range(10, 10 + count)), logits=logits)
+    return Span(slot, 0, 0, tuple(range(10, 10 + count)), num_logits=logits)
 
 
 def state(device: torch.device, *, kernels: bool) -> DecodeState:
@@ -56,7 +56,7 @@ def laid_out(name: str, device: torch.device) -> tuple[Layout, Tensor | None]:
     """A layout, and the drafts of the device, of which spans that have none have some too."""
     spans, shape = BATCHES[name]
     drafts = (100 + torch.arange(shape.spans * 8, device=device)).view(shape.spans, 8)
-    drafts = drafts[:, : shape.drafts] if shape.drafts else None
+    drafts = drafts[:, : shape.max_drafts] if shape.max_drafts else None
     return lay_out(spans, device, shape, True, SLOTS), drafts
 
 
@@ -64,7 +64,7 @@ def pair(name: str, device: torch.device) -> tuple[list[DecodeState], Layout, li
     """Two states, by torch and by kernels, and the batch as each of them places it."""
     layout, drafts = laid_out(name, device)
     states = [state(device, kernels=kernels) for kernels in (False, True)]
-    return states, layout, [one.place(layout, drafts) for one in states]
+    return states, layout, [one.make_batch(layout, drafts) for one in states]
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -86,7 +86,7 @@ def test_rows_after_a_row_with_nan_hold_token_0(name: str, device: torch.device)
     for kernels in (False, True):
         placed = state(device, kernels=kernels)
         placed.cursor[:, 1] = -1
-        ids = placed.place(layout, drafts).ids
+        ids = placed.make_batch(layout, drafts).ids
         assert torch.equal(ids, layout.tokens.clamp(min=0))
 
 
@@ -97,7 +97,7 @@ def test_without_drafts_of_the_device_rows_are_placed_all_the_same(name: str, de
     if not spans:
         return
     layout = lay_out(spans, device, shape, True, SLOTS)
-    true, found = (state(device, kernels=k).place(layout, None) for k in (False, True))
+    true, found = (state(device, kernels=k).make_batch(layout, None) for k in (False, True))
     assert torch.equal(found.ids, true.ids)
     assert torch.equal(found.draft_lengths, true.draft_lengths)
 
@@ -111,12 +111,14 @@ def test_drafts_are_accepted_and_the_cursor_moves_as_in_torch(
     """Where the target agrees with so many of each span's drafts, the later ones among them."""
     states, layout, batches = pair(name, device)
     shape = layout.shape
-    tokens = (1000 + torch.arange(shape.spans * shape.logits, device=device)).view(shape.spans, -1)
+    tokens = (1000 + torch.arange(shape.spans * shape.max_logits, device=device)).view(
+        shape.spans, -1
+    )
     for span in range(shape.spans):
-        first = int(layout.row_starts[span]) + int(layout.certain[span])
-        drafts = batches[0].ids[first : first + shape.drafts]
+        first = int(layout.row_starts[span]) + int(layout.context_rows[span])
+        drafts = batches[0].ids[first : first + shape.max_drafts]
         tokens[span, : len(drafts)] = drafts
-        if right < shape.logits:
+        if right < shape.max_logits:
             tokens[span, right] = 999
     found = [
         one.accept(layout, batch, tokens, simulated)
@@ -128,7 +130,7 @@ def test_drafts_are_accepted_and_the_cursor_moves_as_in_torch(
         kept = [min(right, n) for n in batches[0].draft_lengths.tolist()]
         assert found[1].tolist() == kept
     real = len(BATCHES[name][0])
-    moved = batches[0].starts + layout.certain + found[1]
+    moved = batches[0].starts + layout.context_rows + found[1]
     assert torch.equal(states[1].cursor[layout.slots[:real], 0], moved[:real])
 
 

@@ -18,10 +18,10 @@ from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.runner.buckets import verified_rows
-from strobe.spec.adaptive import AdaptiveBudget
-from strobe.spec.base import Drafts
-from strobe.spec.budget import Allotment, Candidate, Load
-from strobe.spec.costs import Costs, Work
+from strobe.speculation.adaptive import AdaptiveDraftPolicy
+from strobe.speculation.base import Drafts
+from strobe.speculation.costs import Costs, Work
+from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan
 from strobe.step import Span
 
 PROMPTS = [[7, 3, 9] * n + [n] for n in (1, 5, 2, 4)]
@@ -58,16 +58,16 @@ def mangle(request: Request, start: int, drafts: list[int]) -> list[int]:
     return [(token + 1) % VOCAB for token in drafts] if phase_of(request) == 1 else drafts
 
 
-class Watched(AdaptiveBudget):
+class Watched(AdaptiveDraftPolicy):
     """made: by phase, of every step in which all requests are in it, the drafts of all."""
 
     made: dict[int, list[int]]
 
-    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
-        found = super().allot(candidates, load)
+    def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
+        found = super().plan(candidates, load)
         phases = {phase_of(one.request) for one in candidates}
         if len(phases) == 1:
-            self.made.setdefault(phases.pop(), []).append(sum(found.most))
+            self.made.setdefault(phases.pop(), []).append(sum(found.max_drafts))
         return found
 
 
@@ -89,7 +89,7 @@ def test_drafting_rests_where_the_drafter_turns_bad_in_an_answer_and_wakes_with_
     put(parts, {"dflash": script})
     budget = Watched((3, 7), (4, 8), partial(verified_rows, None), 512, 4)
     budget.made, budget.costs = {}, Known()
-    engine = watched(Engine(resolved, parts=parts, budget=budget))
+    engine = watched(Engine(resolved, components=parts, draft_policy=budget))
     requests = [engine.add(prompt, GREEDY) for prompt in prompts]
     for request, prompt, answer in zip(requests, prompts, plain, strict=True):
         script.answers[request] = prompt + answer
@@ -105,7 +105,7 @@ def test_drafting_rests_where_the_drafter_turns_bad_in_an_answer_and_wakes_with_
     assert whole in third
     assert sum(third[-5:]) >= 5 * whole / 2
     for request in requests:
-        assert 40 < request.speculation.rested < PHASES[2]
+        assert 40 < request.draft_counts.skipped_steps < PHASES[2]
 
 
 @pytest.mark.parametrize("overlap", [1, 2])

@@ -16,11 +16,11 @@ from strobe import EngineConfig, SamplingParams
 from strobe.config import DEMO_MODELS
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
-from strobe.engine.outcomes import EngineStats
+from strobe.engine.result_processor import EngineStats
 from strobe.runner.batch import Shape
 from strobe.runner.buckets import Buckets
-from strobe.spec.adaptive import AdaptiveBudget
-from strobe.spec.budget import Allotment, Budget, Candidate, Load
+from strobe.speculation.adaptive import AdaptiveDraftPolicy
+from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import TAIL, Span
 from strobe.text.tokenizer import Tokenizer
 from strobe.warmup.steps import warm_up
@@ -59,7 +59,7 @@ def test_replayed_steps_give_what_plain_steps_give(
     resolved = resolve(config(target, draft(), overlap=overlap, max_num_batched_tokens=budget))
     parts = build(resolved)
     double = captured(parts, 5, resolved.limits.num_drafts)
-    engine = watched(Engine(resolved, parts=parts))
+    engine = watched(Engine(resolved, components=parts))
     assert run(engine, PROMPTS, ASKED) == plain
     assert double.captured == len(parts.graphs) > 3
     assert double.replayed > 3 * double.captured
@@ -80,7 +80,7 @@ def test_replayed_and_plain_steps_choose_the_same_drafts(
         parts = build(resolved)
         double = captured(parts, 5, resolved.limits.num_drafts) if graphs else None
         put(parts, {"dflash": Scripted(parts.state, resolved.limits.num_drafts, wavering)})
-        engine = watched(Engine(resolved, parts=parts, budget=RandomRows("5")))
+        engine = watched(Engine(resolved, components=parts, draft_policy=RandomRows("5")))
         script: Any = engine.proposers["dflash"]
         requests: list[Any] = []
         for prompt, asked, answer in zip(PROMPTS * 2, ASKED * 2, plain * 2, strict=True):
@@ -107,7 +107,7 @@ def test_prompt_logprobs_are_of_their_own_rows_when_fewer_drafts_are_verified(
     for drafting in (False, True):
         parts = build(resolved)
         captured(parts, 5, resolved.limits.num_drafts)
-        engine = Engine(resolved, parts=parts, budget=RandomRows("1"))
+        engine = Engine(resolved, components=parts, draft_policy=RandomRows("1"))
         asked = scored.clone(speculation=None if drafting else False)
         for prompt in PROMPTS[:3]:
             engine.add(prompt, COLD.clone(max_tokens=60, speculation=None if drafting else False))
@@ -134,7 +134,7 @@ def test_accepted_drafts_move_replayed_steps_on(target: Any):
     script = Scripted(parts.state, 6, wavering)
     put(parts, {"ngram": script})
     double = captured(parts, 5, 6)
-    engine = watched(Engine(resolved, parts=parts))
+    engine = watched(Engine(resolved, components=parts))
     requests = [engine.add(prompt, COLD) for prompt in PROMPTS]
     for request, prompt, answer in zip(requests, PROMPTS, plain, strict=True):
         script.answers[request] = prompt + answer
@@ -143,7 +143,7 @@ def test_accepted_drafts_move_replayed_steps_on(target: Any):
         engine.check()
     assert [request.output_ids for request in requests] == plain
     assert double.replayed > double.captured
-    assert sum(request.speculation.accepted for request in requests) > 50
+    assert sum(request.draft_counts.num_accepted for request in requests) > 50
 
 
 def test_drafts_outlive_the_forward_that_runs_before_a_grammars_masks():
@@ -162,13 +162,13 @@ def test_drafts_outlive_the_forward_that_runs_before_a_grammars_masks():
         parts = build(resolved)
         if graphs:
             double = captured(parts, 2, resolved.limits.num_drafts)
-        engine = Engine(resolved, parts=parts)
+        engine = Engine(resolved, components=parts)
         answers: list[tuple[list[int], int]] = []
         for sampling in asked:
             request = engine.add(prompt, sampling)
             while engine.has_work:
                 engine.step()
-            answers.append((request.output_ids, request.speculation.accepted))
+            answers.append((request.output_ids, request.draft_counts.num_accepted))
         found.append(answers)
     assert found[1] == found[0]
     assert all(accepted for _, accepted in found[0])
@@ -182,30 +182,30 @@ def decoding(count: int, drafts: int) -> list[Span]:
 
 def prompts_of(count: int, rows: int) -> list[Span]:
     """So many rows together, the first span the longest."""
-    first = Span(0, 0, 0, (1,) * (rows - count + 1), logits=1)
-    return [first, *[Span(i, 0, 0, (1,), logits=1) for i in range(1, count)]]
+    first = Span(0, 0, 0, (1,) * (rows - count + 1), num_logits=1)
+    return [first, *[Span(i, 0, 0, (1,), num_logits=1) for i in range(1, count)]]
 
 
 def test_buckets_have_room_and_a_span_for_rows_of_none():
     buckets = Buckets(20, 7)
-    assert buckets.of(decoding(3, 7)) == Shape(4, 32, 8, 7, 8)
-    assert buckets.of(decoding(4, 7)) == Shape(4, 32, 8, 7, 8)
-    assert buckets.of(decoding(20, 7)) == Shape(20, 160, 8, 7, 8)
-    assert buckets.of(decoding(2, 0)) == Shape(2, 2, 1, 0, 1)
-    assert buckets.of(prompts_of(4, 32)) == Shape(4, 32, 32, 7, 8)
-    assert buckets.of(prompts_of(4, 11)) == Shape(16, 16, 8, 7, 8)
-    assert buckets.of(prompts_of(4, 31)) == Shape(16, 32, 32, 7, 8)
-    assert buckets.of(prompts_of(16, 90)) == Shape(21, 128, 128, 7, 8)
+    assert buckets.shape_of(decoding(3, 7)) == Shape(4, 32, 8, 7, 8)
+    assert buckets.shape_of(decoding(4, 7)) == Shape(4, 32, 8, 7, 8)
+    assert buckets.shape_of(decoding(20, 7)) == Shape(20, 160, 8, 7, 8)
+    assert buckets.shape_of(decoding(2, 0)) == Shape(2, 2, 1, 0, 1)
+    assert buckets.shape_of(prompts_of(4, 32)) == Shape(4, 32, 32, 7, 8)
+    assert buckets.shape_of(prompts_of(4, 11)) == Shape(16, 16, 8, 7, 8)
+    assert buckets.shape_of(prompts_of(4, 31)) == Shape(16, 32, 32, 7, 8)
+    assert buckets.shape_of(prompts_of(16, 90)) == Shape(21, 128, 128, 7, 8)
     for spans in range(1, 21):
         for rows in range(spans, 700, 3):
-            shape = buckets.of(prompts_of(spans, rows))
-            assert shape.drafts == (7 if rows <= 512 else 0)
-            assert shape.logits == shape.drafts + 1
+            shape = buckets.shape_of(prompts_of(spans, rows))
+            assert shape.max_drafts == (7 if rows <= 512 else 0)
+            assert shape.max_logits == shape.max_drafts + 1
             assert shape.spans >= spans
             assert shape.rows >= rows
-            assert shape.longest >= rows - spans + 1
+            assert shape.max_rows >= rows - spans + 1
             assert shape.rows == rows or shape.spans > spans
-            assert buckets.captured(shape) == (rows <= 512)
+            assert buckets.is_captured(shape) == (rows <= 512)
 
 
 def test_what_rows_are_sampled_by_lies_close_together(target: Any):
@@ -236,7 +236,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(target: Any):
         raise RuntimeError("out of memory")
 
     double.capture = refusing
-    assert run(Engine(resolved, parts=parts), PROMPTS, COLD) == plain
+    assert run(Engine(resolved, components=parts), PROMPTS, COLD) == plain
     assert len(parts.graphs) == 0
     assert 0 < len(asked) < 12, "each shape is tried once"
 
@@ -266,14 +266,16 @@ def test_a_cache_in_fp8_is_as_lossless_as_another(target: Any, draft: Callable[.
     plain = run(make_engine(config(target, kv_cache_dtype="fp8")), PROMPTS, COLD)
     engine = make_engine(config(target, draft(), kv_cache_dtype="fp8"))
     assert run(engine, PROMPTS, COLD) == plain
-    assert {store.data.dtype for store in engine.parts.stores.values()} == {torch.float8_e4m3fn}
+    assert {store.data.dtype for store in engine.components.stores.values()} == {
+        torch.float8_e4m3fn
+    }
 
 
 def warmed(target: Any, drafter: Path, **options: Any) -> Engine:
     resolved = resolve(config(target, drafter, **options))
     parts = build(resolved)
     captured(parts, resolved.limits.max_num_seqs, resolved.limits.num_drafts)
-    engine = watched(Engine(resolved, parts=parts))
+    engine = watched(Engine(resolved, components=parts))
     warm_up(engine)
     return engine
 
@@ -294,21 +296,21 @@ def test_after_the_warm_up_nothing_is_captured(
     assert again == found[:3], "requests without a seed draw by their number"
 
 
-class AnyChoice(Budget):
+class AnyChoice(DraftPolicy):
     """Some width, some of the requests, and some number of drafts there are steps for."""
 
-    def __init__(self, budget: AdaptiveBudget):
+    def __init__(self, budget: AdaptiveDraftPolicy):
         self.budget, self.rng = budget, random.Random(1)
 
-    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
+    def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
         rng, count = self.rng, len(candidates)
         some, most = rng.randint(0, count), rng.choice(self.budget.widths)
         if not some:
-            return Allotment([0] * count)
+            return DraftPlan([0] * count)
         drafts, _ = rng.choice(self.budget.rows(count, some, most))
         chosen = set(rng.sample(range(count), some))
-        given = [min(one.most, most) * (i in chosen) for i, one in enumerate(candidates)]
-        return Allotment(given, drafts if drafts < sum(given) else None)
+        given = [min(one.max_drafts, most) * (i in chosen) for i, one in enumerate(candidates)]
+        return DraftPlan(given, drafts if drafts < sum(given) else None)
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -316,9 +318,9 @@ def test_after_the_warm_up_no_choice_of_an_adaptive_budget_is_captured(
     overlap: int, target: Any, draft: Callable[..., Path]
 ):
     engine = warmed(target, draft(), overlap=overlap)
-    budget, before = engine.scheduler.budget, set(engine.graphs._graphs)
-    assert isinstance(budget, AdaptiveBudget)
-    engine.scheduler.budget = AnyChoice(budget)
+    budget, before = engine.scheduler.draft_policy, set(engine.graphs._graphs)
+    assert isinstance(budget, AdaptiveDraftPolicy)
+    engine.scheduler.draft_policy = AnyChoice(budget)
     drawn = COLD.clone(temperature=1.0, top_p=0.9)
     found = [run(engine, PROMPTS, asked) for asked in (drawn, COLD)]
     assert {0, 3, 7} == {key[-1].drafts for key in before if key[0] != "draft"}
@@ -329,15 +331,15 @@ def test_after_the_warm_up_no_choice_of_an_adaptive_budget_is_captured(
 
 def test_the_warm_up_leaves_no_trace(target: Any, draft: Callable[..., Path]):
     engine = warmed(target, draft())
-    pool = engine.parts.pool
+    pool = engine.components.pool
     pool.check()
     assert not engine.has_work
     assert engine.stats == EngineStats()
     assert pool.available == pool.capacity
     assert pool.lookup(pool.key(b"", [0] * 4)) is None
     assert engine.add([1], COLD).id == "request-0"
-    policy = engine.scheduler.budget
-    assert isinstance(policy, AdaptiveBudget)
+    policy = engine.scheduler.draft_policy
+    assert isinstance(policy, AdaptiveDraftPolicy)
     assert policy.clock == 0
     assert all(not track.seen and not track.blocks for track in policy.tracks)
 

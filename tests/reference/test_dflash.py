@@ -217,7 +217,7 @@ def reference(request: pytest.FixtureRequest, draft: Any, target: Any, texts: An
 
 def context_checker(engine: Engine, reference: Reference, whole: dict[Request, list[int]]) -> Any:
     """After a step: the drafter's store holds every running request's committed context."""
-    store, size = engine.parts.stores["dflash"].data, engine.limits.page_size
+    store, size = engine.components.stores["dflash"].data, engine.limits.page_size
 
     def check(requests: list[Request]) -> None:
         for record in engine.scheduler.running:
@@ -295,8 +295,8 @@ def test_drafts_and_context_equal_the_transcription_at_every_step(
         play(engine, watched, wanted, texts)
     assert (engine.stats.preemptions > 0) == scene.preempts
     assert any(hits) >= scene.hits
-    accepted = engine.stats.speculation.accepted
-    assert 0 < accepted < engine.stats.speculation.drafted
+    accepted = engine.stats.draft_counts.num_accepted
+    assert 0 < accepted < engine.stats.draft_counts.num_verified
     assert len(watched.true_drafts()) >= 5 * 3 * scene.rounds
     check_drafts(watched, wanted)
 

@@ -192,7 +192,11 @@ def test_blocks_whose_first_slot_predicts_are_taken_whole_where_they_are_right(
         watched.answers[request] = prompt + answer
     drain(engine, requests)
     assert [r.tokens[r.num_prompt :] for r in requests] == answers
-    assert engine.stats.speculation.accepted == engine.stats.speculation.drafted == 2 * 3 * 7
+    assert (
+        engine.stats.draft_counts.num_accepted
+        == engine.stats.draft_counts.num_verified
+        == 2 * 3 * 7
+    )
     assert watched.drafted[0].logits.shape == (7, VOCAB)
     check_drafts(engine, path, target)
 

@@ -123,7 +123,7 @@ def test_prompt_lookup_that_finds_nothing_verifies_nothing(
         engine.step()
     pairs = list(itertools.pairwise(none.tokens[:-1]))
     assert len(set(pairs)) == len(pairs), "or there would be something to find"
-    assert none.speculation.drafted == 0
+    assert none.draft_counts.num_verified == 0
     assert rows == [6, 1, 1, 1]
 
 
@@ -256,7 +256,7 @@ def test_aborted_requests_give_their_pages_back_and_others_go_on(
     assert requests[3].output_ids == []
     for i in (1, 2):
         assert requests[i].output_ids == alone(target, texts[i], COLD)
-    assert engine.parts.pool.available == engine.parts.pool.capacity
+    assert engine.components.pool.available == engine.components.pool.capacity
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -290,7 +290,7 @@ def test_an_engine_whose_step_failed_goes_on_as_if_it_had_not(
     assert not engine.has_work
     assert failures > 3
     assert [r.output_ids for r in requests] == [alone(target, p, COLD) for p in texts]
-    assert engine.parts.pool.available == engine.parts.pool.capacity
+    assert engine.components.pool.available == engine.components.pool.capacity
 
 
 def test_check_notices_when_host_and_device_disagree(target: Any):
@@ -317,7 +317,7 @@ def test_check_notices_a_lost_page(target: Any):
 
 def test_the_pool_is_as_large_as_the_memory_asked_for(target: Any, draft: Callable[..., Path]):
     asked = config(target, max_num_seqs=50, kv_cache_memory=pool_bytes(40, 4))
-    assert make_engine(asked).parts.pool.capacity == 40
+    assert make_engine(asked).components.pool.capacity == 40
     asked = config(
         target,
         draft=str(draft()),
@@ -325,8 +325,8 @@ def test_the_pool_is_as_large_as_the_memory_asked_for(target: Any, draft: Callab
         kv_cache_memory=pool_bytes(40, 4, drafter_layers=2) + 17,
     )
     engine = make_engine(asked)
-    assert engine.parts.pool.capacity == 40
-    slots = {name: store.data.shape[1] for name, store in engine.parts.stores.items()}
+    assert engine.components.pool.capacity == 40
+    slots = {name: store.data.shape[1] for name, store in engine.components.stores.items()}
     assert slots == {"target": 41 * 4, "dflash": 41 * 4}
 
 
@@ -355,7 +355,9 @@ def test_half_precision_runs_on_a_cpu_and_samples_near_the_targets_best(
     dtype: str, target: Any, draft: Callable[..., Path]
 ):
     engine = make_engine(config(target, draft=str(draft()), dtype=dtype))
-    assert {store.data.dtype for store in engine.parts.stores.values()} == {getattr(torch, dtype)}
+    assert {store.data.dtype for store in engine.components.stores.values()} == {
+        getattr(torch, dtype)
+    }
     texts = prompts(5, 17)
     for prompt, made in zip(texts, run(engine, texts, COLD), strict=True):
         with torch.no_grad():

@@ -71,7 +71,7 @@ def finished(engine: Engine, requests: list[Request]) -> int:
     assert not engine.has_work, "the engine hangs"
     assert reported == {request.key: request.output_ids for request in requests}
     assert sorted(starts) == sorted(reported)
-    assert engine.parts.pool.available == engine.parts.pool.capacity
+    assert engine.components.pool.available == engine.components.pool.capacity
     return failures
 
 
@@ -163,7 +163,7 @@ def test_advice_that_raises_costs_no_token_and_is_logged_once(
     def failing(*args: Any) -> Any:
         raise RuntimeError("no advice")
 
-    owner = engine.proposers["ngram"] if part == "propose" else engine.scheduler.budget
+    owner = engine.proposers["ngram"] if part == "propose" else engine.scheduler.draft_policy
     setattr(owner, part, failing)
     assert run(engine, TEXTS, PARAMS) == wanted
     (record,) = [one for one in caplog.records if one.levelno == logging.ERROR]

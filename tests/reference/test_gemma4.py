@@ -222,7 +222,7 @@ def test_outputs_equal_plain_decoding_with_experts(c: Any, sparse: PlainAnswers)
 
 def test_the_layers_hold_keys_and_values_of_their_own_shapes(plain: PlainAnswers):
     engine = make_engine(EngineConfig(target=str(plain.pair.target), max_model_len=64))
-    store = engine.parts.stores["target"]
+    store = engine.components.stores["target"]
     assert [tuple(layer.shape[2:]) for layer in store.layers] == [
         (2, 16), (2, 16), (1, 32), (2, 16), (1, 32)
     ]  # fmt: skip
@@ -258,7 +258,7 @@ def test_half_precision_rounds_the_embedding_scale_as_transformers_does(tmp_path
     hf.save_pretrained(tmp_path)
     engine = make_engine(EngineConfig(target=str(tmp_path), dtype="bfloat16", max_model_len=64))
     engine.add([3, 1, 4], SamplingParams(temperature=0, max_tokens=2))
-    model, seen = engine.parts.runner.model, list[torch.Tensor]()
+    model, seen = engine.components.runner.model, list[torch.Tensor]()
     model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1].value))
     engine.step()
     ids = torch.tensor([3, 1, 4])

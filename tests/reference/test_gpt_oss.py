@@ -152,7 +152,7 @@ def test_what_is_packed_counts_as_it_is_held(tmp_path: Path):
     sizes: list[int] = []
     for name in ("whole", "packed"):
         engine = make_engine(EngineConfig(target=str(tmp_path / name), max_model_len=64))
-        model: Any = engine.parts.runner.model
+        model: Any = engine.components.runner.model
         sizes.append(sum(p.nbytes for p in model.parameters()))
     assert sizes[0] == sizes[1]
     facts = [describe(tmp_path / name) for name in ("whole", "packed")]

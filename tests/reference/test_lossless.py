@@ -104,11 +104,11 @@ def test_the_oracle_divides_the_steps_by_its_block(target: Any, drafts: int, ove
     drain(engine, [request])
     assert request.output_ids == answer
     blocks = -(-40 // (drafts + 1))
-    assert request.speculation.steps == blocks
+    assert request.draft_counts.steps == blocks
     assert engine.stats.steps == 1 + blocks + (overlap - 1)
-    assert request.speculation.drafted == blocks * drafts
+    assert request.draft_counts.num_verified == blocks * drafts
     short = blocks * (drafts + 1) - 40
-    assert request.speculation.accepted >= blocks * drafts - short
+    assert request.draft_counts.num_accepted >= blocks * drafts - short
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -135,4 +135,4 @@ def test_the_end_of_the_context_cuts_a_draft_and_not_the_answer(overlap: int, ta
         drain(engine, [request])
         assert request.output_ids == answer[: length - len(prompt)]
         assert request.finish_reason == "length"
-        assert request.speculation.accepted == request.speculation.drafted
+        assert request.draft_counts.num_accepted == request.draft_counts.num_verified

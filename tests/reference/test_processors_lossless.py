@@ -45,7 +45,7 @@ from torch import Tensor
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.request import Request, TokenLogprob
-from strobe.sampling.grammar_compiler import GrammarCompiler, source_of
+from strobe.sampling.grammar_compiler import GrammarCompiler, grammar_source
 from strobe.sampling.noise import noise_key
 from strobe.sampling_params import SamplingParams
 
@@ -256,7 +256,7 @@ class Reading:
 
     def __init__(self, grammars: GrammarCompiler, wanted: Any):
         self.wanted = wanted
-        self.matcher = LLMatcher(grammars.tokenizer, source_of(wanted), log_level=0)
+        self.matcher = LLMatcher(grammars.tokenizer, grammar_source(wanted), log_level=0)
 
     def allowed(self, output: Sequence[int]) -> set[int]:
         """After the whole output, which is one token longer than at the call before."""
@@ -483,11 +483,11 @@ def check_counts(c: Combination, requests: Sequence[Request]) -> None:
     """The oracle's drafts are all kept up to the answer's end, the adversary's never, but where a
     grammar forces others."""
     for request in requests:
-        counts = request.speculation
+        counts = request.draft_counts
         if c.proposer == "adversary" and request.sampling.structured_outputs is None:
-            assert counts.accepted == 0
+            assert counts.num_accepted == 0
         if c.proposer == "oracle":
-            assert counts.drafted - counts.accepted <= c.drafts
+            assert counts.num_verified - counts.num_accepted <= c.drafts
             if not request.num_preemptions and request.num_output:
                 assert counts.steps == -(-(request.num_output - 1) // (c.drafts + 1))
 
@@ -514,9 +514,9 @@ def test_speculation_changes_no_token_and_no_log_probability(
         check_all_logprobs(reader, c.feature, answers)
         check_counts(c, requests)
     assert (engine.stats.preemptions > 0) >= c.preempts
-    assert engine.stats.speculation.drafted > 0
+    assert engine.stats.draft_counts.num_verified > 0
     if c.proposer == "wavering" and c.drafts > 1:
-        assert 0 < engine.stats.speculation.accepted < engine.stats.speculation.drafted
+        assert 0 < engine.stats.draft_counts.num_accepted < engine.stats.draft_counts.num_verified
 
 
 def scripted(reader: Reader, drafts: int, **options: Any) -> tuple[Engine, dict[Request, Any]]:
@@ -542,11 +542,11 @@ def test_true_drafts_are_all_accepted_under_every_feature(
     drain(engine, requests)
     assert engine.stats.preemptions == 0
     for request in requests:
-        counts, behind = request.speculation, max(request.num_output - 1, 0)
+        counts, behind = request.draft_counts, max(request.num_output - 1, 0)
         assert counts.steps == -(-behind // (drafts + 1))
-        assert counts.drafted == counts.steps * drafts
+        assert counts.num_verified == counts.steps * drafts
         short = counts.steps * (drafts + 1) - behind  # what the last step was asked for in vain
-        assert counts.accepted >= counts.drafted - short
+        assert counts.num_accepted >= counts.num_verified - short
 
 
 # where it could go wrong
@@ -677,7 +677,7 @@ def test_a_grammar_has_taken_in_all_tokens_before_it_walks(
         for slot in [slot for slot in slots if slot in engine.grammars]:
             length = int(engine.state.cursor[slot, 0])
             (record,) = [r for r in engine.scheduler.running if r.slot == slot]
-            made = len(engine.grammars._followers[slot].made)
+            made = len(engine.grammars._cursors[slot].output_ids)
             assert made == max(0, length + 1 - record.request.num_prompt) or not made
         return walk(slots, drafts)
 

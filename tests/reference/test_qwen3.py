@@ -114,7 +114,7 @@ def test_half_precision_weights_run_in_single_precision_on_a_cpu(tmp_path: Path)
     hf.save_pretrained(tmp_path)
     engine = make_engine(EngineConfig(target=str(tmp_path), max_model_len=64))
     assert engine.resolved.target.dtype == "bfloat16"
-    weight = engine.parts.runner.model.embed_tokens.weight
+    weight = engine.components.runner.model.embed_tokens.weight
     assert weight.dtype == torch.float32
     assert torch.equal(weight, hf.model.embed_tokens.weight.float())
     seen = record(engine)

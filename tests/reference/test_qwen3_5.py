@@ -201,7 +201,7 @@ def test_replayed_steps_give_what_plain_steps_give(
         if method == "ngram":
             put(parts, {"ngram": script})
         double = captured(parts, 5, 7)
-        engine = watched(Engine(resolved, parts=parts))
+        engine = watched(Engine(resolved, components=parts))
         requests = [engine.add(prompt, cold) for prompt in texts]
         script.answers = dict(zip(requests, map(list.__add__, texts, wanted), strict=True))
         while engine.has_work:
@@ -211,7 +211,7 @@ def test_replayed_steps_give_what_plain_steps_give(
         assert double.captured > 1
         assert double.replayed > 1
         if method == "ngram":
-            assert sum(request.speculation.accepted for request in requests) > 20
+            assert sum(request.draft_counts.num_accepted for request in requests) > 20
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -259,7 +259,7 @@ def test_every_second_step_failing_still_ends_every_answer(
     assert failures > 10
     assert [request.finish_reason for request in requests] == ["length"] * 3
     assert [request.output_ids for request in requests] == wanted
-    assert engine.parts.pool.available == engine.parts.pool.capacity
+    assert engine.components.pool.available == engine.components.pool.capacity
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -300,11 +300,11 @@ def test_pages_hold_the_layers_with_attention_and_no_prefix_is_looked_for(
 ):
     with caplog.at_level(logging.WARNING):
         engine = make_engine(config(hybrid[1]))
-    assert "Prefix caching is off: no page holds the state" in caplog.text
-    assert len(engine.parts.stores["target"].layers) == 2
-    states = engine.parts.states
+    assert "Prefix caching is off: pages hold no states" in caplog.text
+    assert len(engine.components.stores["target"].layers) == 2
+    states = engine.components.states
     assert states is not None
-    held = (*states.parts, states.length)
+    held = (*states.tensors, states.length)
     per_slot = states.spec.bytes_per_slot(states.pending, torch.float32)
     assert sum(part.nbytes for part in held) == 6 * per_slot
     for _ in range(2):

@@ -149,7 +149,7 @@ def test_answers_follow_the_targets_distribution(
     assert (None if known is None else known.tolist()) == (KNOWN if reduced else None)
     check_counts(answers(engine, ASKED[name], PROMPT), expected_answers(hf, ASKED[name]))
     stats = engine.stats
-    assert 0.1 < stats.speculation.accepted / stats.speculation.drafted < 0.9
+    assert 0.1 < stats.draft_counts.num_accepted / stats.draft_counts.num_verified < 0.9
 
 
 HOT = WARM.clone(temperature=3.0)
@@ -190,7 +190,7 @@ def test_sampled_drafts_change_no_token_of_plain_decoding(
     for _ in range(2):  # the second time over what the first left in the cache
         assert run(engine, PROMPTS, SEVERAL) == wanted
     assert run(engine, PROMPTS[::-1], SEVERAL[::-1])[-1] == wanted[0]
-    assert 0 < engine.stats.speculation.accepted < engine.stats.speculation.drafted
+    assert 0 < engine.stats.draft_counts.num_accepted < engine.stats.draft_counts.num_verified
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -207,7 +207,7 @@ def test_replayed_steps_draw_what_plain_steps_draw(
     resolved = resolve(given)
     parts = build(resolved)
     double = captured(parts, 5, resolved.limits.num_drafts)
-    engine = Engine(resolved, parts=parts)
+    engine = Engine(resolved, components=parts)
     assert run(engine, PROMPTS, SEVERAL) == plain(target, draft)
     assert double.captured == len(parts.graphs) > 4
     assert double.replayed > double.captured
@@ -250,7 +250,7 @@ def test_after_the_warm_up_no_step_that_decodes_is_captured(small: tuple[Any, Pa
     resolved = resolve(config(target, draft, max_num_seqs=4))
     parts = build(resolved)
     captured(parts, 4, resolved.limits.num_drafts)
-    engine = Engine(resolved, parts=parts)
+    engine = Engine(resolved, components=parts)
     warm_up(engine)
     before = len(engine.graphs)
     run(engine, [[1, 2]] * 4, WARM.clone(top_p=0.9, max_tokens=12))

@@ -106,7 +106,7 @@ def block_logits(model: DFlash, about: Recorded, anchor: int, *, trained: bool) 
         return out.transpose(0, 1).flatten(1)
 
     x, _ = model(ids, positions, attend)
-    return known(model, model.head(x[-config.drafts :]))
+    return known(model, model.head(x[-config.block_drafts :]))
 
 
 @pytest.mark.parametrize("name", MASKS)

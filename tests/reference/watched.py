@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from tiny import Scripted, cursor
 from torch import Tensor
 
-from strobe.engine.build import Parts
+from strobe.engine.build import Components
 from strobe.request import Request
 from strobe.sampling.sampler import best_two
 from strobe.sampling.state import Sampled
-from strobe.spec.base import Drafts
+from strobe.speculation.base import Drafts
 from strobe.step import Span
 
 
@@ -32,7 +32,7 @@ class Watched(Scripted):
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Components,
         mangle: Callable[[Request, int, list[int]], list[int]] | None = None,
     ):
         self.inner: Any = parts.proposers["dflash"]
@@ -46,7 +46,7 @@ class Watched(Scripted):
 
     def _keeping(self, output: Any, layout: Any, batch: Any, mode: Any, **ahead: int) -> Sampled:
         assert mode.greedy, "drafts are the most probable tokens"
-        self._last: Tensor = self.inner.model.head(layout.select(output.x))
+        self._last: Tensor = self.inner.model.head(layout.select(output.residual))
         tokens, margins = best_two(self._last)
         return Sampled(tokens, margins=margins)
 

@@ -51,7 +51,7 @@ def serving(tokenizer: Tokenizer | None = None, **settings: Any) -> Serving:
 
 
 def event(tokens: Sequence[int], choice: int = 0, **more: Any) -> TokenEvent:
-    return TokenEvent(0, choice, list(tokens), context=5)._replace(**more)
+    return TokenEvent(0, choice, list(tokens), num_computed_tokens=5)._replace(**more)
 
 
 def samples(metrics: ServerMetrics, name: str) -> list[Any]:

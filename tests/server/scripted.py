@@ -11,7 +11,7 @@ from typing import Any
 from asgi import Answer, call
 
 from strobe import demo_models
-from strobe.request import FinishReason, Place, TokenLogprob
+from strobe.request import FinishReason, SchedulingOptions, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
 from strobe.server.engine_process.client import Generation
@@ -60,7 +60,11 @@ class Script:
         self.asked: list[SamplingParams] = []
 
     def submit(
-        self, prompt_ids: list[int], params: SamplingParams, request_id: str, place: Place
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        place: SchedulingOptions,
     ) -> Generation:
         self.asked.append(params)
         generation = Steps(self, 0, 1)  # pyright: ignore[reportArgumentType]

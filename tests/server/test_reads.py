@@ -10,7 +10,7 @@ from asgi import call
 from engineless import Said, serving
 
 from strobe.config import DEMO_MODELS
-from strobe.request import Place
+from strobe.request import SchedulingOptions
 from strobe.server.app import make_app
 from strobe.server.engine_process.messages import Forget, Submit
 from strobe.server.serving import Serving
@@ -125,4 +125,4 @@ def test_priority_and_salt_reach_the_engine(tokenizer: Tokenizer, path: str, ask
     body = json.dumps({**asked, "priority": -3, "cache_salt": "tenant"}).encode()
     call(make_app(served), path, body=[body], gone=True)
     (submit,) = [message for message in served.client.said if isinstance(message, Submit)]
-    assert submit.place == Place(-3, "tenant")
+    assert submit.place == SchedulingOptions(-3, "tenant")

@@ -254,7 +254,7 @@ def test_the_access_log_tells_what_became_of_the_answers(
 ):
     def answers(generation: Generation) -> None:
         generation.take([event([300], start=START)])
-        drafted = {"drafted": 15, "accepted": 2, "context": 9}
+        drafted = {"num_verified": 15, "num_accepted": 2, "num_computed_tokens": 9}
         generation.take([event([301, 302, 303], finish_reason="stop", **drafted)])
 
     served = serving(tokenizer)

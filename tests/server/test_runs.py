@@ -42,7 +42,7 @@ def test_events_behind_a_stop_string_are_dropped(tokenizer: Tokenizer):
         generation: Generation = run._generation
         generation.take([event(first, start=START)])
         for tokens in others:
-            generation.take([event(tokens, drafted=15, accepted=0)])
+            generation.take([event(tokens, num_verified=15, num_accepted=0)])
         generation.take([event([7], finish_reason="length")])
         return [p async for steps in run.steps() for p in steps], run, served
 

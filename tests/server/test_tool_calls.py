@@ -16,7 +16,7 @@ from guided import allowed, vocabulary
 from llguidance import LLMatcher
 
 from strobe.config import DEMO_MODELS
-from strobe.sampling.grammar_compiler import source_of
+from strobe.sampling.grammar_compiler import grammar_source
 from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
 from strobe.server.openai.protocol.errors import BadField
@@ -182,7 +182,10 @@ def test_a_call_that_is_forced_by_name_follows_the_schema(tokenizer: Tokenizer):
 
     def engine(params: SamplingParams) -> list[int]:
         assert params.structured_outputs is not None
-        matcher, ids = LLMatcher(words.guide, source_of(params.structured_outputs)), list[int]()
+        matcher, ids = (
+            LLMatcher(words.guide, grammar_source(params.structured_outputs)),
+            list[int](),
+        )
         while not matcher.is_accepting():
             ids.append(choose.choice([int(token) for token in np.flatnonzero(allowed(matcher))]))
             assert matcher.consume_token(ids[-1])

@@ -118,15 +118,15 @@ class Desk:
         until(listen, what)
 
     def tokens(self, key: int, choice: int = 0) -> list[int]:
-        return [t for e in self.events if (e.key, e.choice) == (key, choice) for t in e.tokens]
+        return [t for e in self.events if (e.key, e.sibling) == (key, choice) for t in e.tokens]
 
     def reasons(self, key: int) -> dict[int, str]:
-        return {e.choice: e.finish_reason for e in self.events if e.key == key and e.finish_reason}
+        return {e.sibling: e.finish_reason for e in self.events if e.key == key and e.finish_reason}
 
     @property
     def free(self) -> bool:
         """Whether every page is back."""
-        return self.engine.parts.pool.available == self.engine.parts.pool.capacity
+        return self.engine.components.pool.available == self.engine.components.pool.capacity
 
 
 @contextmanager
@@ -234,7 +234,7 @@ def test_events_add_up_to_what_the_engine_alone_makes(pair: Pair):
         assert [desk.tokens(7, choice) for choice in range(3)] == alone
         assert len({tuple(answer) for answer in alone}) == 3
         for key, choice in ((7, 0), (7, 1), (7, 2), (8, 0)):
-            own = [event for event in desk.events if (event.key, event.choice) == (key, choice)]
+            own = [event for event in desk.events if (event.key, event.sibling) == (key, choice)]
             assert own[0].start is not None
             assert all(event.start is None for event in own[1:])
             assert [e.finish_reason for e in own] == [None] * (len(own) - 1) + ["length"]

@@ -12,9 +12,9 @@ import pytest
 from strobe.request import Request
 from strobe.runner.buckets import Buckets, verified_rows
 from strobe.sampling_params import SamplingParams
-from strobe.spec.adaptive import AdaptiveBudget, stretch
-from strobe.spec.budget import Allotment, Candidate, Chain, Load
-from strobe.spec.costs import Costs, Work
+from strobe.speculation.adaptive import AdaptiveDraftPolicy, stretch
+from strobe.speculation.costs import Costs, Work
+from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, DraftPlan
 from strobe.step import TAIL, Plan, Span, StepResult, num_rows
 
 WIDTHS, SLOTS = (3, 7, 15), (4, 8, 16)
@@ -39,7 +39,7 @@ class Life:
         buckets: Buckets | None = None,
     ):
         rows = functools.partial(verified_rows, buckets)
-        self.budget = AdaptiveBudget(WIDTHS, SLOTS, rows, 512, count)
+        self.budget = AdaptiveDraftPolicy(WIDTHS, SLOTS, rows, 512, count)
         drafting = {4: 0.8, 16: 0.9, 512: 3.0, 4096: 20.0}
         self.budget.costs, self.true = Costs(drafting, verify), Costs(drafting, verify)
         self.true.pace, self.told = pace, told
@@ -47,17 +47,17 @@ class Life:
         request = Request("r", [1], SamplingParams(), seed=0)
         self.candidates = [Candidate(request, 15, slot=i) for i in range(count)]
         self.took = self.tokens = 0.0
-        self.allotted: list[Allotment] = []
+        self.allotted: list[DraftPlan] = []
 
     def step(self, chance: Callable[[int], float]) -> None:
         """chance(place) of a draft to be right, in the middle of what the margins tell."""
         count = len(self.candidates)
-        found = self.budget.allot(self.candidates, Load(count, 0, 0))
+        found = self.budget.plan(self.candidates, BatchLoad(count, 0, 0))
         self.allotted.append(found)
-        most = max(found.most)
+        most = max(found.max_drafts)
         spans = [
             Span(i, 9, 9, (TAIL,), n, "dflash" if n else None, 1 + n)
-            for i, n in enumerate(found.most)
+            for i, n in enumerate(found.max_drafts)
         ]
         width = next((w for w in WIDTHS if w >= most), 0) if most else 0
         logits = np.array([[np.log(chance(k) / (1 - chance(k))) for k in range(width)]] * count)
@@ -69,9 +69,9 @@ class Life:
         verified = self.verified(found, margins)
         run = np.where(right.all(1), width, right.argmin(1)) if width else np.zeros(count, int)
         accepted = np.minimum(run, verified)
-        plan = Plan(tuple(spans), (), (), found.verified, found.confidence)
-        rows = num_rows(spans, found.verified)
-        drafting = sum(n > 0 for n in found.most)
+        plan = Plan(tuple(spans), (), (), found.num_verified, found.confidence)
+        rows = num_rows(spans, found.num_verified)
+        drafting = sum(n > 0 for n in found.max_drafts)
         draft = drafting * SLOTS[WIDTHS.index(width)] if width else 0
         ms = float(self.true.ms(Work(draft, rows, count)))
         self.took += ms
@@ -80,14 +80,14 @@ class Life:
         result = StepResult([], accepted.tolist(), rows, ms / 1e3, verified.tolist(), told)
         self.budget.observe(plan, result)
 
-    def verified(self, found: Allotment, margins: Any) -> Any:
-        most = np.array(found.most)
-        if found.verified is None:
+    def verified(self, found: DraftPlan, margins: Any) -> Any:
+        most = np.array(found.max_drafts)
+        if found.num_verified is None:
             return most
         weights = np.array(found.confidence)[: margins.shape[1]]
         chances = np.cumprod(1 / (1 + np.exp(-margins * weights[:, 0] - weights[:, 1])), 1)
         chances[np.arange(margins.shape[1]) >= most[:, None]] = -1
-        best = np.argsort(-chances, axis=None, kind="stable")[: found.verified]
+        best = np.argsort(-chances, axis=None, kind="stable")[: found.num_verified]
         return np.bincount(best // margins.shape[1], minlength=len(most))
 
     def rate(self, steps: int, chance: Callable[[int], float]) -> float:
@@ -129,7 +129,7 @@ def test_margins_that_tell_easy_from_hard_bring_more_than_any_fixed_number(count
     life = Life(count, GPU, buckets=Buckets(256, 15, 16))
     life.rate(300, lambda place: 0.8)
     assert life.rate(300, lambda place: 0.8) > 1.05 * best_fixed(life, 0.8)
-    assert any(found.verified is not None for found in life.allotted[300:])
+    assert any(found.num_verified is not None for found in life.allotted[300:])
 
 
 def test_a_drafter_that_is_never_right_is_hardly_ever_asked():
@@ -137,7 +137,7 @@ def test_a_drafter_that_is_never_right_is_hardly_ever_asked():
     plain = 64 / float(life.true.ms(Work(0, 64, 64)))
     life.rate(300, lambda place: 0.01)
     assert life.rate(1000, lambda place: 0.01) > 0.99 * plain
-    asked = [found for found in life.allotted[300:] if any(found.most)]
+    asked = [found for found in life.allotted[300:] if any(found.max_drafts)]
     assert 0 < len(asked) < 40
 
 
@@ -177,7 +177,7 @@ def test_requests_that_begin_easy_and_go_on_hard_draft_at_their_beginning_only(c
         )
     whole /= 58 * float(life.true.ms(Work(count * 16, count * 16, count)))
     assert rate > 1.1 * max(plain, whole)
-    drafting = [max(found.most) > 0 for found in life.allotted[begun:]]
+    drafting = [max(found.max_drafts) > 0 for found in life.allotted[begun:]]
     first = [drafting[58 * i + j] for i in range(20) for j in range(8)]
     last = [drafting[58 * i + j] for i in range(20) for j in range(20, 58)]
     assert sum(first) > 0.9 * len(first)
@@ -187,7 +187,7 @@ def test_requests_that_begin_easy_and_go_on_hard_draft_at_their_beginning_only(c
 def test_few_that_may_draft_do_not_hold_up_the_many_that_may_not():
     life = Life(64, GPU)
     for i in range(4, 64):
-        life.candidates[i] = life.candidates[i]._replace(most=0, on_device=False)
+        life.candidates[i] = life.candidates[i]._replace(max_drafts=0, on_device=False)
     for _ in range(200):
         life.step(lambda place: 0.4)
     life.took = life.tokens = 0.0
@@ -207,16 +207,18 @@ def test_a_machine_that_is_slower_than_was_measured_changes_nothing():
 def test_the_graph_of_a_whole_block_runs_where_that_is_best():
     life = Life(1, GPU, told=False)
     life.rate(300, lambda place: 0.97)
-    assert sum(found == Allotment([15]) for found in life.allotted[64:]) > 0.95 * (300 - 64)
+    assert sum(found == DraftPlan([15]) for found in life.allotted[64:]) > 0.95 * (300 - 64)
 
 
 def test_without_costs_or_blocks_seen_every_request_drafts_what_it_may():
     life = Life(3, GPU)
-    candidates = [one._replace(most=n) for one, n in zip(life.candidates, (15, 2, 0), strict=True)]
-    assert life.budget.allot(candidates, Load(3, 0, 0)) == Allotment([15, 2, 0])
+    candidates = [
+        one._replace(max_drafts=n) for one, n in zip(life.candidates, (15, 2, 0), strict=True)
+    ]
+    assert life.budget.plan(candidates, BatchLoad(3, 0, 0)) == DraftPlan([15, 2, 0])
     life.budget.costs = None
     life.rate(100, lambda place: 0.01)
-    assert set(map(str, life.allotted)) == {str(Allotment([15] * 3))}
+    assert set(map(str, life.allotted)) == {str(DraftPlan([15] * 3))}
 
 
 def test_a_limit_of_a_request_is_kept_and_chains_share_the_rows():
@@ -224,18 +226,18 @@ def test_a_limit_of_a_request_is_kept_and_chains_share_the_rows():
     life.rate(100, lambda place: 0.9)
     mixed = [
         life.candidates[0],
-        life.candidates[0]._replace(most=2),
-        life.candidates[0]._replace(most=9, on_device=False, chain=Chain((5,) * 9, 4)),
-        life.candidates[0]._replace(most=0, on_device=False),
+        life.candidates[0]._replace(max_drafts=2),
+        life.candidates[0]._replace(max_drafts=9, on_device=False, chain=DraftChain((5,) * 9, 4)),
+        life.candidates[0]._replace(max_drafts=0, on_device=False),
     ]
     for _ in range(50):
-        found = life.budget.allot(mixed, Load(4, 300, 1))
-        assert found.most[0] <= 15
-        assert found.most[1] <= 2
-        assert 0 < found.most[2] <= 9
-        assert found.most[3] == 0
-        assert found.verified is None or found.verified < sum(found.most[:2])
-        assert found.chained == [False, False, True, False]
+        found = life.budget.plan(mixed, BatchLoad(4, 300, 1))
+        assert found.max_drafts[0] <= 15
+        assert found.max_drafts[1] <= 2
+        assert 0 < found.max_drafts[2] <= 9
+        assert found.max_drafts[3] == 0
+        assert found.num_verified is None or found.num_verified < sum(found.max_drafts[:2])
+        assert found.use_chain == [False, False, True, False]
 
 
 def test_stretched_chances_go_on_as_they_ended():
@@ -263,6 +265,6 @@ def test_the_steps_there_are_end_with_all_drafts(
         ]
         if buckets is not None:
             every = drafts == drafting * most
-            assert buckets.of(spans, None if every else drafts).rows == rows
+            assert buckets.shape_of(spans, None if every else drafts).rows == rows
         else:
             assert rows == count + drafts

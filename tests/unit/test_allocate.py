@@ -11,10 +11,10 @@ import pytest
 import torch
 from layouts import facts, spans_of
 
-from strobe.runner.batch import Shape, lay_out, own_shape
+from strobe.runner.batch import Shape, exact_shape, lay_out
 from strobe.runner.buckets import Buckets
-from strobe.spec.allocate import chances, most_promising, verified_drafts
-from strobe.spec.confidence import Confidence, evidence
+from strobe.speculation.allocate import chances, most_promising, verified_drafts
+from strobe.speculation.confidence import Confidence, evidence
 from strobe.step import TAIL, Span, num_rows
 
 CPU = torch.device("cpu")
@@ -69,8 +69,8 @@ def test_no_other_choice_of_as_many_drafts_promises_more(seed: int):
 def test_without_margins_every_request_gets_as_many(padded: bool):
     spans = [Span(i, 5, 5, (TAIL,), n, "dflash", 1 + n) for i, n in enumerate((3, 3, 1, 3))]
     spans.append(Span(4, 5, 5, (7, 8, 9), 2, None, 3))  # the host's, which are left alone
-    shape = Buckets(8, 3, 4).of(spans) if padded else own_shape(spans)
-    layout = lay_out(spans, CPU, shape, padded, spare=8)
+    shape = Buckets(8, 3, 4).shape_of(spans) if padded else exact_shape(spans)
+    layout = lay_out(spans, CPU, shape, padded, spare_slot=8)
     for count, wanted in ((7, [2, 2, 1, 2]), (5, [2, 1, 1, 1]), (0, [0] * 4), (99, [3, 3, 1, 3])):
         found = verified_drafts(layout, None, (), count).tolist()
         assert found[:5] == [*wanted, 2]
@@ -81,30 +81,30 @@ def test_without_margins_every_request_gets_as_many(padded: bool):
 def test_a_narrowed_layout_is_that_of_the_drafts_that_are_left(seed: int):
     rng = random.Random(seed)
     spans = spans_of(rng, 7)
-    made = [span.drafts if span.method is not None else 0 for span in spans]
+    made = [span.num_drafts if span.method is not None else 0 for span in spans]
     counts = [rng.randint(0, n) for n in made]
-    shape = Buckets(8, 7, 8).of(spans, sum(counts))
+    shape = Buckets(8, 7, 8).shape_of(spans, sum(counts))
     assert shape.rows >= num_rows(spans, sum(counts))
-    wide = lay_out(spans, CPU, shape, padded=True, spare=8)
+    wide = lay_out(spans, CPU, shape, padded=True, spare_slot=8)
     padding = [0] * (shape.spans - len(spans))
-    assert wide.made_drafts.tolist() == made + padding
-    host = [span.drafts - n for span, n in zip(spans, made, strict=True)]
+    assert wide.device_drafts.tolist() == made + padding
+    host = [span.num_drafts - n for span, n in zip(spans, made, strict=True)]
     drafts = torch.tensor([n + h for n, h in zip(counts, host, strict=True)] + padding)
     found = wide.narrow(drafts, shape)
     left = [
-        span if span.method is None else span._replace(drafts=n, logits=1 + n)
+        span if span.method is None else span._replace(num_drafts=n, num_logits=1 + n)
         for span, n in zip(spans, counts, strict=True)
     ]
-    wanted = lay_out(left, CPU, shape, padded=True, spare=8)
+    wanted = lay_out(left, CPU, shape, padded=True, spare_slot=8)
     assert facts(found) == facts(wanted)
 
 
 def test_a_narrowed_step_takes_the_smallest_bucket_that_has_room():
     buckets = Buckets(20, 7, 8)
     spans = [Span(i, 5, 5, (TAIL,), 7, "dflash", 8) for i in range(20)]
-    assert buckets.of(spans) == Shape(20, 160, 8, 7, 8)
-    assert buckets.of(spans, 44) == Shape(20 + 1, 64, 8, 7, 8)
-    assert buckets.of(spans, 45) == Shape(20 + 1, 128, 8, 7, 8)
-    short = [span._replace(drafts=2, logits=3) for span in spans]
-    assert buckets.of(short, 12) == Shape(20 + 1, 32, 4, 3, 4)
-    assert own_shape(spans).rows == 160
+    assert buckets.shape_of(spans) == Shape(20, 160, 8, 7, 8)
+    assert buckets.shape_of(spans, 44) == Shape(20 + 1, 64, 8, 7, 8)
+    assert buckets.shape_of(spans, 45) == Shape(20 + 1, 128, 8, 7, 8)
+    short = [span._replace(num_drafts=2, num_logits=3) for span in spans]
+    assert buckets.shape_of(short, 12) == Shape(20 + 1, 32, 4, 3, 4)
+    assert exact_shape(spans).rows == 160

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from strobe.outputs import Answer, StreamDelta, named
+from strobe.outputs import AnswerBuilder, StreamDelta, logprobs_by_token
 from strobe.request import TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.step import RequestStart, TokenEvent
@@ -53,17 +53,19 @@ def events(
         yield kind(
             made,
             reason if place == len(tokens) else None,
-            drafted=7,
-            accepted=rng.randint(0, len(made)),
+            num_verified=7,
+            num_accepted=rng.randint(0, len(made)),
             logprobs=scores_of(made) if params.logprobs is not None else (),
         )
 
 
-def answer_of(tokenizer: Tokenizer, params: SamplingParams) -> Answer:
-    return Answer(tokenizer, params, request_id="r", index=3)
+def answer_of(tokenizer: Tokenizer, params: SamplingParams) -> AnswerBuilder:
+    return AnswerBuilder(tokenizer, params, request_id="r", index=3)
 
 
-def play(answer: Answer, reported: Iterator[TokenEvent]) -> list[tuple[TokenEvent, StreamDelta]]:
+def play(
+    answer: AnswerBuilder, reported: Iterator[TokenEvent]
+) -> list[tuple[TokenEvent, StreamDelta]]:
     """What becomes of the events, up to the answer's end."""
     pairs = []
     for one in reported:
@@ -108,7 +110,7 @@ def test_all_is_cut_at_a_stop_string_in_whatever_steps_it_comes(
         assert (output.finish_reason, output.stop_reason) == reason
         found = [one for _, delta in deltas for one in delta.logprobs]
         assert found == scores_of(tokens[:count])
-        assert output.logprobs == [named(one, tokenizer) for one in found]
+        assert output.logprobs == [logprobs_by_token(one, tokenizer) for one in found]
         total = sum(one.logprob for one in found)
         assert math.isclose(output.cumulative_logprob or 0.0, total, abs_tol=1e-9)
         assert [delta.finished for _, delta in deltas] == [False] * (len(deltas) - 1) + [True]
@@ -144,7 +146,7 @@ def test_accepted_is_never_more_than_the_tokens_kept(tokenizer: Tokenizer):
         sizes.add(kept)
         for accepted in range(len(tokens) + 1):
             answer = answer_of(tokenizer, params)
-            delta = answer.push(event(tokens, drafted=20, accepted=accepted))
+            delta = answer.push(event(tokens, num_verified=20, num_accepted=accepted))
             assert (delta.drafted, delta.accepted) == (20, min(accepted, kept))
     assert len(sizes) == 3
 
@@ -228,15 +230,17 @@ def test_a_named_token_stands_first_with_its_own_rank_and_the_best_behind_it(
     tokenizer: Tokenizer,
 ):
     top = ((300, -0.1), (301, -2.5), (302, -3.0))
-    far = named(TokenLogprob(400, -9.0, 77, top), tokenizer)
+    far = logprobs_by_token(TokenLogprob(400, -9.0, 77, top), tokenizer)
     assert list(far) == [400, 300, 301, 302]
     assert far[400] == (-9.0, 77, tokenizer.decode([400]))
     assert [far[t].rank for t in (300, 301, 302)] == [1, 2, 3]
     assert far[301].logprob == -2.5
-    near = named(TokenLogprob(301, -2.5, 2, top), tokenizer)
+    near = logprobs_by_token(TokenLogprob(301, -2.5, 2, top), tokenizer)
     assert list(near) == [301, 300, 302]
     assert near[301] == (-2.5, 2, tokenizer.decode([301]))
-    assert named(TokenLogprob(END, -1.0, 1), tokenizer)[END].decoded_token == "<|im_end|>"
+    assert (
+        logprobs_by_token(TokenLogprob(END, -1.0, 1), tokenizer)[END].decoded_token == "<|im_end|>"
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 99])
@@ -258,8 +262,8 @@ def test_an_answer_counts_the_drafts_of_its_events_up_to_its_stop_string(tokeniz
     answer = answer_of(tokenizer, SamplingParams(stop="three"))
     answer.push(event(tokens[:1]))
     assert answer.report.used is False
-    answer.push(later(tokens[1:2], drafted=3, accepted=0))
-    delta = answer.push(later(tokens[2:], drafted=7, accepted=len(tokens) - 2))
+    answer.push(later(tokens[1:2], num_verified=3, num_accepted=0))
+    delta = answer.push(later(tokens[2:], num_verified=7, num_accepted=len(tokens) - 2))
     assert (delta.drafted, delta.accepted) == (7, kept - 2)
     report = answer.output.speculation
     assert report is not None
@@ -287,11 +291,11 @@ def test_an_answer_that_never_began_cannot_go_on(tokenizer: Tokenizer):
 
 
 def test_the_report_says_how_many_steps_drafted_nothing_and_why(tokenizer: Tokenizer):
-    answer = Answer(tokenizer, SamplingParams(), request_id="r")
-    answer.push(event([7], made=None))
+    answer = AnswerBuilder(tokenizer, SamplingParams(), request_id="r")
+    answer.push(event([7], num_proposed=None))
     for made, drafted, accepted in ((15, 4, 2), (0, 0, 0), (7, 0, 0), (0, 0, 0)):
         tokens = [7] * (1 + accepted)
-        answer.push(later(tokens, made=made, drafted=drafted, accepted=accepted))
+        answer.push(later(tokens, num_proposed=made, num_verified=drafted, num_accepted=accepted))
     report = answer.report
     assert (report.steps, report.drafted, report.accepted) == (1, 4, 2)
     assert report.drafts_made == 22

@@ -253,12 +253,12 @@ def test_a_window_leaves_the_engine_as_it_was(pair: Pair):
     assert made == step.random_prompts(engine, 3, 20)
     assert len({tuple(prompt) for prompt in made}) == 3
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
-    mark = engine.mark
+    mark = engine.on_phase
     line = timeline.Timeline(CPU)
     window = step.decode(engine, made, params, 2, 5, line)
     assert len(line) == 5 + 1
     assert window.tokens >= 5 * 3
-    assert engine.mark == mark
+    assert engine.on_phase == mark
     assert not engine.has_work
     engine.check()
     short = replace(params, max_tokens=4)

@@ -15,7 +15,7 @@ import pytest
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
-from strobe.spec.budget import Budget
+from strobe.speculation.draft_policy import DraftPolicy
 from strobe.step import Plan, StepResult
 from strobe.tools.bench import load
 from strobe.tools.bench.driver import Driver, Job, Life, Turn
@@ -54,7 +54,7 @@ def easy_then_hard() -> Traces:
     return Traces(WIDTHS, np.array([30, 30]), right, margins, {})
 
 
-class Watching(Budget):
+class Watching(DraftPolicy):
     """Keeps what a budget is told."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ def test_a_trace_says_how_many_steps_the_pair_takes(traces: Traces, width: int):
     while engine.has_work:
         engine.step()
     assert traces.lengths.tolist() == [39] * 3
-    found = [request.speculation.steps for request in requests]
+    found = [request.draft_counts.steps for request in requests]
     assert found == [len(steps_of(traces, i, width)) for i in range(3)]
     assert traces.acceptance_length(width) == pytest.approx(3 * 39 / sum(found))
     assert max(found) < 39
@@ -141,7 +141,7 @@ def test_an_acceptance_rate_makes_traces_that_bring_what_it_promises(chance: flo
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_a_replay_keeps_what_the_traces_say(traces: Traces, width: int, overlap: int):
     engine = ReplayEngine(resolve(config(load_format="dummy", overlap=overlap)), traces)
-    engine.scheduler.budget = watching = Watching()
+    engine.scheduler.draft_policy = watching = Watching()
     params = SamplingParams(max_tokens=40, ignore_eos=True, speculation={"num_drafts": width})
     requests = [
         engine.add([1] * (4 + i), params, seed=int(start)) for i, start in enumerate(traces.starts)
@@ -149,7 +149,7 @@ def test_a_replay_keeps_what_the_traces_say(traces: Traces, width: int, overlap:
     while engine.has_work:
         engine.step()
     for i, request in enumerate(requests):
-        assert request.speculation.steps == len(steps_of(traces, i, width))
+        assert request.draft_counts.steps == len(steps_of(traces, i, width))
     slots = {0: 0, 1: 1, 2: 2}  # slots are given in the requests' order
     at = dict.fromkeys(slots, 0)
     for plan, result in watching.seen:
@@ -158,13 +158,13 @@ def test_a_replay_keeps_what_the_traces_say(traces: Traces, width: int, overlap:
                 continue
             place = (traces.starts[slots[span.slot]] + at[span.slot]) % len(traces.right)
             left = max(39 - at[span.slot], 0)  # what lies behind the answer's end is not told
-            assert result.accepted[i] == min(traces.right[place, WIDTHS.index(width)], left)
+            assert result.num_accepted[i] == min(traces.right[place, WIDTHS.index(width)], left)
             if not left:
                 continue
             assert result.margins is not None
             row = traces.margins[WIDTHS.index(width)][place]
             assert result.margins[i][:width] == row.tolist()
-            at[span.slot] += 1 + result.accepted[i]
+            at[span.slot] += 1 + result.num_accepted[i]
 
 
 def test_requests_walk_through_a_mix_of_easy_and_hard_places(easy_then_hard: Traces):
@@ -173,7 +173,7 @@ def test_requests_walk_through_a_mix_of_easy_and_hard_places(easy_then_hard: Tra
     request = engine.add([1, 2, 3], params, seed=0)
     kept: list[int] = []
     while engine.has_work:
-        kept += [event.accepted for event in engine.step() if event.made]
+        kept += [event.num_accepted for event in engine.step() if event.num_proposed]
     assert kept[:2] == [15, 15]
     assert set(kept[2:]) == {0}
     assert request.num_output == 61

@@ -11,10 +11,10 @@ from world import Guesses, Policy, World
 
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
-from strobe.spec.budget import Allotment, Budget, Candidate, Load
+from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import num_rows
 
-LOAD = Load(decoding=3, prompt_rows=40, waiting=2)
+LOAD = BatchLoad(num_decoding=3, prompt_rows=40, num_waiting=2)
 
 
 def candidate(most: int) -> Candidate:
@@ -22,8 +22,8 @@ def candidate(most: int) -> Candidate:
 
 
 def test_with_a_full_budget_every_request_verifies_as_much_as_it_may():
-    assert Budget().allot([candidate(n) for n in (7, 0, 3)], LOAD) == Allotment([7, 0, 3])
-    assert Budget().allot([], LOAD) == Allotment([])
+    assert DraftPolicy().plan([candidate(n) for n in (7, 0, 3)], LOAD) == DraftPlan([7, 0, 3])
+    assert DraftPolicy().plan([], LOAD) == DraftPlan([])
 
 
 def traffic(world: World) -> list[tuple[int, ...]]:
@@ -45,7 +45,7 @@ def traffic(world: World) -> list[tuple[int, ...]]:
     return [tuple(request.output_ids) for request in world.requests]
 
 
-def world_with(policy: Budget | None, depth: int) -> World:
+def world_with(policy: DraftPolicy | None, depth: int) -> World:
     rng = random.Random(3)
     return World(
         pages=40, depth=depth, num_drafts=5, policy=policy, accept=lambda n: rng.randint(0, n)
@@ -56,9 +56,9 @@ def world_with(policy: Budget | None, depth: int) -> World:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_random_budget_in_every_step_changes_no_token(seed: int, depth: int):
     rng = random.Random(seed)
-    policy = Policy(lambda one: rng.randint(0, one.most))
+    policy = Policy(lambda one: rng.randint(0, one.max_drafts))
     assert traffic(world_with(policy, depth)) == traffic(world_with(None, depth))
-    asked = {one.most for candidates, _ in policy.seen for one in candidates}
+    asked = {one.max_drafts for candidates, _ in policy.seen for one in candidates}
     assert {0, 2, 5} <= asked <= {*range(6)}
 
 
@@ -67,23 +67,23 @@ def test_a_random_budget_in_every_step_changes_no_token(seed: int, depth: int):
 def test_a_random_number_of_drafts_in_every_step_changes_no_token(seed: int, depth: int):
     world = world_with(RandomRows(str(seed)), depth)
     assert traffic(world) == traffic(world_with(None, depth))
-    assert world.scheduler.stats.speculation.drafted > 0
+    assert world.scheduler.stats.draft_counts.num_verified > 0
 
 
 def test_drafts_that_the_device_leaves_out_are_not_counted():
-    class Three(Budget):
-        def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
-            return Allotment([one.most for one in candidates], 3)
+    class Three(DraftPolicy):
+        def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
+            return DraftPlan([one.max_drafts for one in candidates], 3)
 
     world = World(num_drafts=5, policy=Three())
     for i in range(2):
         world.add([i] * 4, max_tokens=7)
     world.step()
     plan = world.launch()
-    assert plan.verified == 3
-    assert num_rows(plan.spans, plan.verified) == 2 + 3
+    assert plan.num_verified == 3
+    assert num_rows(plan.spans, plan.num_verified) == 2 + 3
     world.collect()
-    assert world.scheduler.stats.speculation.drafted == 3
+    assert world.scheduler.stats.draft_counts.num_verified == 3
     world.drain()
     world.check_answers()
 
@@ -92,20 +92,20 @@ def test_a_request_that_may_not_draft_is_not_one_whose_drafting_rests():
     world = World(num_drafts=3, policy=Policy(lambda one: 0))
     plain, resting = world.add([1] * 4, num_drafts=0), world.add([2] * 4)
     world.drain()
-    assert (plain.speculation.rested, plain.speculation.rows) == (0, 0)
-    assert resting.speculation.rested == resting.speculation.rows == 8 - 1
+    assert (plain.draft_counts.skipped_steps, plain.draft_counts.rows) == (0, 0)
+    assert resting.draft_counts.skipped_steps == resting.draft_counts.rows == 8 - 1
 
 
 def test_a_budget_of_nothing_makes_every_step_a_plain_one():
     world = world_with(Policy(lambda one: 0), 1)
     traffic(world)
-    counts = world.scheduler.stats.speculation
-    assert (counts.steps, counts.drafted, counts.made) == (0, 0, 0)
-    assert counts.rested == counts.rows > 40
+    counts = world.scheduler.stats.draft_counts
+    assert (counts.steps, counts.num_verified, counts.num_proposed) == (0, 0, 0)
+    assert counts.skipped_steps == counts.rows > 40
 
 
 def test_a_budget_is_asked_once_a_step_and_told_what_else_there_is_to_do():
-    policy = Policy(lambda one: one.most)
+    policy = Policy(lambda one: one.max_drafts)
     world = World(max_num_seqs=3, budget=12, num_drafts=3, policy=policy)
     first, second = world.add([1] * 3, max_tokens=20), world.add([2] * 25)
     world.add([3] * 5), world.add([4] * 5)
@@ -114,19 +114,19 @@ def test_a_budget_is_asked_once_a_step_and_told_what_else_there_is_to_do():
     plan = world.launch()
     ((candidates, load),) = policy.seen
     assert candidates == [Candidate(first, 3, True, plan.spans[0].slot)]
-    assert load == Load(decoding=1, prompt_rows=25 - 9, waiting=2, context=3)
+    assert load == BatchLoad(num_decoding=1, prompt_rows=25 - 9, num_waiting=2, context_tokens=3)
     assert world.who(plan) == [first, second]
 
 
-class Greedy(Budget):
+class Greedy(DraftPolicy):
     """Spends 4 drafts on the first of a step."""
 
-    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
+    def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
         left, given = 4, []
         for one in candidates:
-            given.append(min(one.most, left))
+            given.append(min(one.max_drafts, left))
             left -= given[-1]
-        return Allotment(given)
+        return DraftPlan(given)
 
 
 @pytest.mark.parametrize("method", ["dflash", "ngram"])
@@ -137,11 +137,11 @@ def test_a_policy_can_divide_what_a_step_has_among_its_requests(method: str):
     world.step()
     plan = world.launch()
     if method == "dflash":
-        assert [span.drafts for span in plan.spans] == [3, 1, 0]
+        assert [span.num_drafts for span in plan.spans] == [3, 1, 0]
     else:
         made = [len(Guesses().propose(request, 3).tokens) for request in world.requests]
-        given = Greedy().allot([candidate(n) for n in made], LOAD).most
-        assert [span.drafts for span in plan.spans] == given
+        given = Greedy().plan([candidate(n) for n in made], LOAD).max_drafts
+        assert [span.num_drafts for span in plan.spans] == given
         assert 0 < sum(given) < sum(made)
     world.collect()
     world.drain()

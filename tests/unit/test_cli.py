@@ -252,7 +252,7 @@ def test_json_is_one_object_on_standard_output_and_debug_goes_to_the_other(pair:
     loaded, lines = run.stderr.splitlines()[:2], run.stderr.splitlines()[2:]
     assert all(line.startswith("strobe.models.load: loaded ") for line in loaded)
     assert len(lines) == sum(o["outputs"][0]["speculation"]["steps"] for o in outputs)
-    assert all(line.startswith("strobe.engine.outcomes: verify request=") for line in lines)
+    assert all(line.startswith("strobe.engine.result_processor: verify request=") for line in lines)
 
 
 def test_a_reader_that_leaves_early_is_no_error(pair: Pair):
@@ -678,7 +678,7 @@ def test_the_demo_fails_where_the_outputs_differ(
         runs["dflash"].outputs[1].outputs[0].token_ids[-1] += 1
         return runs
 
-    monkeypatch.setattr(demo, "race", wrong)
+    monkeypatch.setattr(demo, "gumbel_argmax", wrong)
     status, out, _ = main(*short_demo, *flags)
     assert status == 1
     if flags:

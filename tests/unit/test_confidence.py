@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from strobe.spec.confidence import FIRST, WINDOW, Confidence, evidence, regress
+from strobe.speculation.confidence import FIRST, WINDOW, Confidence, evidence, regress
 from strobe.tools.bench.load import TRACES
 from strobe.tools.bench.traces import load
 

@@ -119,7 +119,7 @@ def test_every_option_has_a_sentence_of_help():
 
 def drafter(block: int) -> Any:
     """What matters of a drafter's config."""
-    return SimpleNamespace(block_size=block, drafts=block - 1, num_drafts=None)
+    return SimpleNamespace(block_size=block, block_drafts=block - 1, recommended_drafts=None)
 
 
 def limits(
@@ -149,10 +149,10 @@ def test_the_drafts_are_the_drafters_block_less_one_unless_fewer_are_asked():
 
 
 def test_a_drafting_step_writes_the_longer_of_block_and_verified_rows():
-    assert limits(block=16, method="dflash").block == 16
-    assert limits(block=16, method="dflash", num_drafts=3).block == 16
-    assert limits(method="ngram", num_drafts=40).block == 41
-    assert limits().block == 1
+    assert limits(block=16, method="dflash").lookahead == 16
+    assert limits(block=16, method="dflash", num_drafts=3).lookahead == 16
+    assert limits(method="ngram", num_drafts=40).lookahead == 41
+    assert limits().lookahead == 1
 
 
 def test_prompt_lookup_has_a_default_of_its_own_and_plain_decoding_none():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from strobe.spec.costs import Costs, Work
+from strobe.speculation.costs import Costs, Work
 
 DRAFT, VERIFY = {4: 1.0, 16: 1.6}, {1: 4.0, 16: 5.0, 64: 8.0}
 

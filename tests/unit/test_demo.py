@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from strobe.outputs import NOT_WORTH, CompletionOutput, RequestOutput, SpeculationReport
-from strobe.request import SpeculationCount
+from strobe.outputs import NOT_WORTHWHILE, CompletionOutput, RequestOutput, SpeculationReport
+from strobe.request import DraftCounts
 from strobe.tools import demo
 
 
 @pytest.mark.parametrize(
     ("steps", "length", "line"),
     [
-        ([(0, 0), (0, 0), (0, 0)], 1.0, f"DFlash drafted nothing: {NOT_WORTH}."),
+        ([(0, 0), (0, 0), (0, 0)], 1.0, f"DFlash drafted nothing: {NOT_WORTHWHILE}."),
         ([(15, 4), (0, 0), (0, 0)], 2.333, ""),
         ([(15, 4), (15, 1), (15, 0)], 2.667, ""),
     ],
@@ -27,7 +27,7 @@ def test_demo_counts_steps_without_drafts(
     capsys: pytest.CaptureFixture[str],
 ):
     """Where drafting is not worth its cost, as on a machine that is busy, all steps are such."""
-    counts = SpeculationCount()
+    counts = DraftCounts()
     for drafted, accepted in steps:
         counts.add(drafted, accepted)
     made = 1 + sum(1 + accepted for _, accepted in steps)
@@ -38,7 +38,7 @@ def test_demo_counts_steps_without_drafts(
     llm: Any = SimpleNamespace(engine=SimpleNamespace(resolved=device))
     figures = demo.compare(*runs, llm)
     assert figures["acceptance_length"] == length
-    assert figures["off_reason"] == (NOT_WORTH if line else None)
+    assert figures["off_reason"] == (NOT_WORTHWHILE if line else None)
     demo._table(figures)
     out = capsys.readouterr().out
     assert f"{length:.2f}" in out

@@ -35,7 +35,7 @@ def resolved(
         return SimpleNamespace(
             target=load_target_config(own),
             draft=config,
-            limits=SimpleNamespace(num_drafts=num_drafts or config.drafts),
+            limits=SimpleNamespace(num_drafts=num_drafts or config.block_drafts),
         )
 
 

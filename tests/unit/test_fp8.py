@@ -154,7 +154,7 @@ def test_linear_layers_in_fp8_are_made_of_those_that_were_stored_so(pairs: dict[
     assert (back - whole).norm() < 0.04 * whole.norm()
     check_size(small, wanted, fp8=False)
     check_size(small, found, fp8=True)
-    assert not resolve(EngineConfig(str(small))).choice.fp8, "this device has no FP8"
+    assert not resolve(EngineConfig(str(small))).backends.fp8, "this device has no FP8"
 
 
 def check_size(path: Path, module: Any, *, fp8: bool) -> None:

@@ -21,7 +21,7 @@ from llguidance import LLMatcher
 
 from strobe.config import DEMO_MODELS
 from strobe.sampling.grammar import GrammarState
-from strobe.sampling.grammar_compiler import GrammarCompiler, source_of
+from strobe.sampling.grammar_compiler import GrammarCompiler, grammar_source
 from strobe.sampling_params import StructuredOutputs
 from strobe.text.tokenizer import Tokenizer
 
@@ -80,7 +80,7 @@ def slow(
     """What may follow some tokens by a matcher made anew; None where they are not legal. Behind
     the end only the end may come. forced: of a text that must come, the tokenizer's own tokens
     alone."""
-    source = json.loads(source_of(KINDS[kind]))
+    source = json.loads(grammar_source(KINDS[kind]))
     if not forced:
         option = '%llguidance {"no_forcing": true}\nstart: "x"'
         source["grammars"].append({"name": "option", "lark_grammar": option})
@@ -552,8 +552,8 @@ def test_a_grammar_is_compiled_once_and_the_oldest_are_forgotten(
         return LLMatcher(tokenizer, source, **options)
 
     monkeypatch.setattr("strobe.grammars.source.LLMatcher", Counting(counting))
-    monkeypatch.setattr("strobe.sampling.grammar_compiler._KEPT", 3)
-    monkeypatch.setattr("strobe.sampling.grammar_compiler._QUICK", 60.0)
+    monkeypatch.setattr("strobe.sampling.grammar_compiler._MAX_CACHED", 3)
+    monkeypatch.setattr("strobe.sampling.grammar_compiler._QUICK_SECONDS", 60.0)
     grammars = GrammarCompiler(FILE, VOCAB, [2])
 
     def compiled(*letters: str, lane: int = 0) -> int:
@@ -570,7 +570,7 @@ def test_a_grammar_is_compiled_once_and_the_oldest_are_forgotten(
     assert compiled("a") == 1
     assert compiled("a", lane=1) == 1
     assert compiled("a", lane=1) == compiled("a") == 0
-    monkeypatch.setattr("strobe.sampling.grammar_compiler._QUICK", 0.0)
+    monkeypatch.setattr("strobe.sampling.grammar_compiler._QUICK_SECONDS", 0.0)
     assert compiled("a", lane=2) == 0
 
 
@@ -612,7 +612,9 @@ def test_json_may_be_laid_out_as_usual_and_white_space_comes_to_an_end(
     grammars: GrammarCompiler, tokenizer: Tokenizer, form: dict[str, Any]
 ):
     def fits(text: str) -> bool:
-        matcher = LLMatcher(grammars.tokenizer, source_of(StructuredOutputs(**form)), log_level=0)
+        matcher = LLMatcher(
+            grammars.tokenizer, grammar_source(StructuredOutputs(**form)), log_level=0
+        )
         tokens = tokenizer.encode(text, add_special_tokens=False)
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 

@@ -66,7 +66,7 @@ def test_grammar_beyond_the_time_limit_is_refused_and_the_next_one_tried(trial: 
     first, trial.seconds = trial.pid, 1e-3
     with pytest.raises(ValueError, match=r"more than 0\.001 seconds; simplify it.$"):
         trial.check(HEAVY)
-    trial.seconds = trials.SECONDS
+    trial.seconds = trials.TIMEOUT_SECONDS
     with pytest.raises(ValueError, match=r"more than 0\.001 seconds"):  # it is not tried again
         trial.check(HEAVY)
     assert trial.pid != first

@@ -45,7 +45,7 @@ def _idle(llm: LLM) -> Iterator[None]:
 def assert_idle(llm: LLM) -> None:
     """Nothing runs, every page is back, and the books agree."""
     assert not llm.engine.has_work
-    pool = llm.engine.parts.pool
+    pool = llm.engine.components.pool
     assert pool.available == pool.capacity
     llm.engine.check()
 

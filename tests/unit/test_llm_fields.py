@@ -43,7 +43,7 @@ def llm(pair: Pair) -> LLM:
 def _idle(llm: LLM) -> Iterator[None]:
     yield
     assert not llm.engine.has_work
-    assert llm.engine.parts.pool.available == llm.engine.parts.pool.capacity
+    assert llm.engine.components.pool.available == llm.engine.components.pool.capacity
     llm.engine.check()
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from strobe.sampling.logprobs import Scores, joined, score
+from strobe.sampling.logprobs import Scores, concat, score
 
 
 def slow(row: list[float], token: int, top: int) -> tuple[float, int, list[int], list[float]]:
@@ -57,6 +57,6 @@ def test_parts_are_joined_in_order():
     tokens = torch.arange(7)
     whole = score(logits, tokens, 3)
     parts = [score(logits[a:b], tokens[a:b], 3) for a, b in ((0, 3), (3, 4), (4, 7))]
-    for found in (joined(parts), joined([whole])):
+    for found in (concat(parts), concat([whole])):
         assert isinstance(found, Scores)
         assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))

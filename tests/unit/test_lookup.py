@@ -6,13 +6,13 @@ import pytest
 
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
-from strobe.spec.adaptive import AdaptiveBudget
-from strobe.spec.budget import Candidate, Chain, Load
-from strobe.spec.costs import Costs
-from strobe.spec.lookup import FIRST, HALVED, Lookup
+from strobe.speculation.adaptive import AdaptiveDraftPolicy
+from strobe.speculation.costs import Costs
+from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain
+from strobe.speculation.lookup import FIRST, HALVED, Lookup
 from strobe.step import TAIL, Plan, Span, StepResult
 
-LONG, SHORT = Chain((5,) * 4, 4), Chain((5,) * 4, 2)
+LONG, SHORT = DraftChain((5,) * 4, 4), DraftChain((5,) * 4, 2)
 
 
 def test_chances_are_of_the_tokens_matched_and_of_the_place():
@@ -25,8 +25,8 @@ def test_chances_are_of_the_tokens_matched_and_of_the_place():
     assert long.min() > 0.9
     assert short[0] > 0.95
     assert short[1] < 0.1
-    assert lookup.chances(Chain((5, 5), 4), 0).tolist() == long[:2].tolist()
-    assert lookup.chances(Chain((), 4), 0).tolist() == []
+    assert lookup.chances(DraftChain((5, 5), 4), 0).tolist() == long[:2].tolist()
+    assert lookup.chances(DraftChain((), 4), 0).tolist() == []
 
 
 def test_places_behind_the_first_wrong_draft_or_the_last_verified_tell_nothing():
@@ -51,10 +51,10 @@ class Front:
     """Requests with a drafter and a chain each; both are right as often as is said."""
 
     def __init__(self, count: int, row: float = 0.1):
-        self.budget = AdaptiveBudget((3,), (4,), self.steps, 64, count)
+        self.budget = AdaptiveDraftPolicy((3,), (4,), self.steps, 64, count)
         self.budget.costs = Costs({4: 1.0, 16: 1.5}, {1: 5.0, 101: 5.0 + 100 * row})
         asked = [Request(f"{i}", [1], SamplingParams(), seed=0) for i in range(count)]
-        chain = Chain((5, 5, 5), 3)
+        chain = DraftChain((5, 5, 5), 3)
         self.candidates = [Candidate(one, 3, True, i, chain) for i, one in enumerate(asked)]
         self.run(3, 3, 70)
 
@@ -67,10 +67,10 @@ class Front:
         blocks are the drafter's."""
         found: list[list[bool]] = []
         for _ in range(steps):
-            allotted = self.budget.allot(self.candidates, Load(len(self.candidates), 0, 0))
-            chained = allotted.chained or [bool(one.chain.tokens) for one in self.candidates]
+            allotted = self.budget.plan(self.candidates, BatchLoad(len(self.candidates), 0, 0))
+            chained = allotted.use_chain or [bool(one.chain.tokens) for one in self.candidates]
             spans, kept = list[Span](), list[int]()
-            for i, (own, n) in enumerate(zip(chained, allotted.most, strict=True)):
+            for i, (own, n) in enumerate(zip(chained, allotted.max_drafts, strict=True)):
                 tokens, method = ((7,) + (5,) * n, None) if own else ((TAIL,), "dflash")
                 spans.append(Span(i, 9, 9, tokens, n, method if n else None, 1 + n))
                 kept.append(min(looked_up if own else drafted, n))
@@ -84,8 +84,8 @@ def test_a_chain_stands_in_the_drafters_place_where_it_promises_more():
     front = Front(2)
     found = front.run(drafted=0, looked_up=3, steps=60)
     assert found[-1] == [True, True]
-    allotted = front.budget.allot(front.candidates, Load(2, 0, 0))
-    assert allotted.most == [3, 3], "and the drafter does not run"
+    allotted = front.budget.plan(front.candidates, BatchLoad(2, 0, 0))
+    assert allotted.max_drafts == [3, 3], "and the drafter does not run"
     better = front.run(drafted=3, looked_up=0, steps=200)
     assert better[-1] == [False, False]
 
@@ -99,5 +99,5 @@ def test_drafts_that_cost_more_than_they_promise_are_not_verified():
     cheap, dear = Front(1), Front(1, row=4.0)
     for front in (cheap, dear):
         front.candidates = [one._replace(on_device=False) for one in front.candidates]
-    assert cheap.budget.allot(cheap.candidates, Load(1, 0, 0)).most == [3]
-    assert dear.budget.allot(dear.candidates, Load(1, 0, 0)).most[0] < 3
+    assert cheap.budget.plan(cheap.candidates, BatchLoad(1, 0, 0)).max_drafts == [3]
+    assert dear.budget.plan(dear.candidates, BatchLoad(1, 0, 0)).max_drafts[0] < 3

@@ -15,7 +15,7 @@ from strobe.runner.memory import scratch_bytes
 def test_what_grammars_keep_has_room_where_fewer_drafts_are_verified_than_a_block_has():
     """Each captured feature takes its rows of two steps, and those of the buffer that is kept."""
     decoder = load_target_config(Path(DEMO_MODELS) / "target").decoder
-    limits = Limits(4096, 256, 2048, 3, 16, drafter_block=16)
+    limits = Limits(4096, 256, 2048, 3, 16, drafter_block_size=16)
     sizes = [scratch_bytes(limits, decoder, features, torch.bfloat16) for features in (0, 1)]
-    rows = 2048 + 256 * 4 + Buckets(256, 3, 16).most_rows
+    rows = 2048 + 256 * 4 + Buckets(256, 3, 16).max_rows
     assert sizes[1] - sizes[0] == rows * decoder.hidden_size * 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
-from strobe.spec.ngram import NgramProposer
+from strobe.speculation.ngram import NgramProposer
 
 
 def proposer(shortest: int = 2, longest: int = 4) -> NgramProposer:

@@ -13,7 +13,7 @@ from slow_sampling import exponential, params, row_word, token_hash
 from torch import Tensor
 
 from strobe.sampling.noise import (
-    GREATEST,
+    MAX_NOISE,
     NEAR,
     NEAR_HASH,
     Gumbel,
@@ -81,10 +81,10 @@ def test_the_ends_of_the_noise_are_finite_and_exact(hashed: int):
     assert token_hash(low, 0) == hashed
     word = torch.tensor([low])
     e = -math.log1p(-(hashed + 0.5) / 2**32)
-    for found in (torch.from_numpy(Gumbel(1).of(word.numpy())), gumbel_by_torch(word, 1)):
+    for found in (torch.from_numpy(Gumbel(1).noise(word.numpy())), gumbel_by_torch(word, 1)):
         assert found.isfinite().all()
         assert close(found.item(), e)
-        assert -3 < found.item() < GREATEST
+        assert -3 < found.item() < MAX_NOISE
         assert found.item() < NEAR or hashed < NEAR_HASH
 
 
@@ -95,7 +95,7 @@ def test_the_race_is_the_same_where_hopeless_tokens_are_left_out(spread: float, 
     scores = (scores - scores.amax(1, keepdim=True)).numpy()
     noise = Gumbel(size)
     words = row_words(torch.arange(9), torch.arange(9)).numpy()
-    whole = noise.of(words)
+    whole = noise.noise(words)
     for row, token in ((0, 0), (3, size // 2), (8, size - 1)):
         alone = noise.at(words[[row]], torch.tensor([token]).numpy())
         assert alone == whole[row, token]

@@ -11,28 +11,28 @@ import pytest
 
 from strobe import openmp
 
-VARIABLES = ("OMP_NUM_THREADS", *openmp.WAITING)
+VARIABLES = ("OMP_NUM_THREADS", *openmp.WAIT_VARIABLES)
 
 
 def test_idle_cores_spin_briefly():
-    assert openmp.chosen({}, 2, 2, 2) == {"GOMP_SPINCOUNT": str(openmp.SPINS)}
+    assert openmp.choose_environment({}, 2, 2, 2) == {"GOMP_SPINCOUNT": str(openmp.SPIN_COUNT)}
 
 
 @pytest.mark.parametrize(("free", "threads"), [(-3, "1"), (0, "1"), (1, "1"), (3, "3")])
 def test_busy_cores_are_left_alone_and_nothing_spins(free: int, threads: str):
     expected = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-    assert openmp.chosen({}, 4, 4, free) == expected
+    assert openmp.choose_environment({}, 4, 4, free) == expected
 
 
-@pytest.mark.parametrize("name", openmp.WAITING)
+@pytest.mark.parametrize("name", openmp.WAIT_VARIABLES)
 @pytest.mark.parametrize("free", [1, 8])
 def test_settings_of_the_user_stay(name: str, free: int):
-    assert openmp.chosen({name: "7", "OMP_NUM_THREADS": "9"}, 2, 8, free) == {}
+    assert openmp.choose_environment({name: "7", "OMP_NUM_THREADS": "9"}, 2, 8, free) == {}
 
 
 @pytest.mark.parametrize(("usable", "threads"), [(2, "2"), (8, None)])
 def test_quota_limits_threads(usable: int, threads: str | None):
-    assert openmp.chosen({}, usable, 8, 8).get("OMP_NUM_THREADS") == threads
+    assert openmp.choose_environment({}, usable, 8, 8).get("OMP_NUM_THREADS") == threads
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_quota_of_a_container(files: dict[str, str], cores: int | None, tmp_path
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert openmp.quota(tmp_path) == cores
+    assert openmp.core_quota(tmp_path) == cores
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
-from strobe.spec.budget import Candidate
-from strobe.spec.outlook import FEW, LATEST, Outlook
+from strobe.speculation.draft_policy import Candidate
+from strobe.speculation.outlook import FEW, LATEST, Outlook
 
 FIRST = np.array([0.8, 0.4])
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from strobe.sampling_params import METHODS
-from strobe.spec.registry import DFLASH, NGRAM, REGISTRY, Method
+from strobe.speculation.registry import DFLASH, NGRAM, REGISTRY, DraftMethod
 
-PARTS = [part.name for part in fields(Method) if part.name != "name"]
+PARTS = [part.name for part in fields(DraftMethod) if part.name != "name"]
 
 
 def test_the_methods_that_requests_can_name_are_those_of_the_registry_and_none():
@@ -36,10 +36,10 @@ def test_an_entry_that_lacks_a_part_is_refused_with_its_name_and_the_parts(part:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_an_entry_cannot_be_made_without_a_part(part: str):
-    given = {field.name: getattr(NGRAM, field.name) for field in fields(Method)}
+    given = {field.name: getattr(NGRAM, field.name) for field in fields(DraftMethod)}
     del given[part]
     with pytest.raises(TypeError, match=f"'ngram' has no {part}: None"):
-        Method(**given)
+        DraftMethod(**given)
 
 
 def test_entries_are_not_changed_after_they_are_made():

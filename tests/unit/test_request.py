@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from strobe.request import Request, SpeculationCount
+from strobe.request import DraftCounts, Request
 from strobe.sampling_params import SamplingParams, Speculation
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -126,17 +126,17 @@ def test_a_request_keeps_prompt_and_output_apart():
 
 
 def test_speculation_is_counted_by_position():
-    counts = SpeculationCount()
+    counts = DraftCounts()
     assert counts.acceptance_length is None
     for drafted, accepted in ((3, 1), (5, 5), (2, 0)):
         counts.add(drafted, accepted)
-    assert (counts.steps, counts.drafted, counts.accepted) == (3, 10, 6)
-    assert counts.per_position == [2, 1, 1, 1, 1]
+    assert (counts.steps, counts.num_verified, counts.num_accepted) == (3, 10, 6)
+    assert counts.accepted_per_position == [2, 1, 1, 1, 1]
     assert counts.acceptance_length == 3.0
 
 
 def test_two_counts_are_one_that_saw_both():
-    first, second, both = SpeculationCount(), SpeculationCount(), SpeculationCount()
+    first, second, both = DraftCounts(), DraftCounts(), DraftCounts()
     for counts, drafted, accepted in ((first, 3, 1), (second, 5, 4), (first, 2, 2), (second, 1, 0)):
         counts.add(drafted, accepted)
         both.add(drafted, accepted)
@@ -147,5 +147,5 @@ def test_two_counts_are_one_that_saw_both():
 def test_a_request_whose_prompt_is_scored_has_no_score_for_its_first_token():
     asked = SamplingParams(prompt_logprobs=1)
     first, second = (Request("r", [3, 1], asked, seed=0, sibling=i) for i in range(2))
-    assert (first.scores_prompt, first.prompt_logprobs) == (True, [None])
-    assert (second.scores_prompt, second.prompt_logprobs) == (False, [])
+    assert (first.wants_prompt_logprobs, first.prompt_logprobs) == (True, [None])
+    assert (second.wants_prompt_logprobs, second.prompt_logprobs) == (False, [])

@@ -33,7 +33,7 @@ MIN_P = st.sampled_from([0.0, 1e-6, 0.1, 0.5, 1.0])
 def weights_of(logits: list[float], **how: float) -> list[float]:
     scale = 1 / max(how.pop("temperature", 1.0), 1e-30)
     weights = ((torch.tensor([logits]) - max(logits)) * scale).exp()
-    return (weights * sampler.kept(weights, params(1, **how)))[0].tolist()
+    return (weights * sampler.filter_mask(weights, params(1, **how)))[0].tolist()
 
 
 @settings(max_examples=600)
@@ -74,13 +74,13 @@ def test_what_is_surely_kept_is_kept(
 ):
     scores = (torch.tensor(logits) - max(logits)) * (1 / temperature)
     rows = params(len(logits), top_p=top_p, min_p=min_p)
-    sure = sampler._surely_kept(
+    sure = sampler._passes_filters(
         scores.repeat(len(logits), 1).numpy(),
         scores.numpy(),
         rows.top_p.numpy(),
         rows.min_p.numpy(),
     )
-    found = sampler.kept(scores.exp()[None], params(1, top_p=top_p, min_p=min_p))[0]
+    found = sampler.filter_mask(scores.exp()[None], params(1, top_p=top_p, min_p=min_p))[0]
     assert not (torch.from_numpy(sure) & ~found).any()
     if (scores > -0.01).sum() == 1 and top_p > 0.01 and min_p < 1:
         assert sure[scores.argmax()]
@@ -98,7 +98,7 @@ def test_filters_that_are_off_change_nothing_in_a_batch_where_another_row_filter
     mixed = params(64, temperature=0.9, top_k=[0, 3] * 32, top_p=[1.0, 0.5] * 32)
     alone = sample_rows(logits, params(64, temperature=0.9), filtered=False)
     assert torch.equal(sample_rows(logits, mixed)[::2], alone[::2])
-    assert sampler.kept((logits - 9).exp(), mixed)[::2].all()
+    assert sampler.filter_mask((logits - 9).exp(), mixed)[::2].all()
 
 
 @settings(max_examples=400)
@@ -281,4 +281,4 @@ def test_torch_alone_samples_the_same(monkeypatch: pytest.MonkeyPatch):
     )
     for filtered in (True, False):
         wanted = sample_rows(logits, rows, filtered=filtered)
-        assert torch.equal(sampler.by_torch(logits, rows, filtered), wanted)
+        assert torch.equal(sampler.sample_rows_torch(logits, rows, filtered), wanted)

@@ -164,7 +164,7 @@ def test_what_a_graph_captures_never_asks_the_host():
     assert found.scores is not None
     assert found.scores.top_ids.shape == (6, 5)
     two = torch.zeros(2, dtype=torch.int64, device=meta)
-    state.count(two, torch.zeros(2, 3, dtype=torch.int64, device=meta), two, two)
+    state.count_tokens(two, torch.zeros(2, 3, dtype=torch.int64, device=meta), two, two)
 
 
 # counts
@@ -179,7 +179,7 @@ def test_counting_what_a_step_kept_equals_admitting_it(seed: int):
     tokens = torch.tensor([[world.rng.randrange(world.size) for _ in range(width)] for _ in spans])
     accepted = [world.rng.randrange(width) for _ in spans]
     active = [world.rng.random() < 0.7 for _ in world.spans] + [True, False]
-    state.count(
+    state.count_tokens(
         torch.tensor(spans), tokens, torch.tensor(accepted), torch.tensor(active).to(torch.int64)
     )
     for slot, row, kept, counts in zip(
@@ -275,7 +275,7 @@ def test_sampled_drafts_leave_every_token_and_agree_as_often_as_the_distribution
     mode, position = state.mode(slots), len(HISTORY)
     plain = state.sample(torch.tensor(FIRST).repeat(DRAWS, 1), rows_of(slots, position), mode)
     counted = admitted(**how)
-    counted.count(
+    counted.count_tokens(
         torch.arange(DRAWS),
         plain.tokens[:, None],
         torch.zeros(DRAWS, dtype=torch.int64),

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from world import STOP, Policy, World, running, sequence, truth
 
-from strobe.request import Place, Request, Status, TokenLogprob
-from strobe.spec.budget import Budget, Load
+from strobe.request import Request, SchedulingOptions, Status, TokenLogprob
+from strobe.speculation.draft_policy import BatchLoad, DraftPolicy
 from strobe.step import TAIL, Plan, Span, StepResult, TokenEvent
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 Fault = Callable[[Span], bool]
 FAULTS: dict[str, Callable[[int], Fault]] = {
     "always": lambda position: lambda span: True,
-    "drafts": lambda position: lambda span: span.drafts > 0,
+    "drafts": lambda position: lambda span: span.num_drafts > 0,
     "decoding": lambda position: lambda span: span.start > position,
     "a position": lambda position: lambda span: span.start <= position < span.start + span.num_rows,
 }
@@ -38,10 +38,10 @@ def test_bookkeeping_modules_load_no_torch():
         "config",
         "kv.pages",
         "kv.lease",
-        "engine.outcomes",
+        "engine.result_processor",
         "engine.scheduler",
-        "spec.budget",
-        "spec.ngram",
+        "speculation.draft_policy",
+        "speculation.ngram",
     ]
     code = "import sys\n" + "".join(f"import strobe.{name}\n" for name in names)
     code += "sys.exit('torch' in sys.modules)"
@@ -85,7 +85,7 @@ def test_a_prompt_runs_in_chunks_beside_decoding_requests_within_the_budget():
 def world_step_spans(world: World) -> list[tuple[Request, int, int, int]]:
     found = world.spans(world.launch())
     world.collect()
-    return [(request, s.num_certain, s.drafts, s.logits) for request, s in found]
+    return [(request, s.num_context_rows, s.num_drafts, s.num_logits) for request, s in found]
 
 
 def test_the_last_chunk_asks_for_one_row_and_earlier_ones_for_none():
@@ -96,7 +96,7 @@ def test_the_last_chunk_asks_for_one_row_and_earlier_ones_for_none():
 
 
 def test_drafting_requests_reserve_the_whole_block_and_plain_ones_one_position():
-    world = World(page_size=1, num_drafts=3, policy=Policy(lambda one: min(one.most, 1)))
+    world = World(page_size=1, num_drafts=3, policy=Policy(lambda one: min(one.max_drafts, 1)))
     drafting, plain = world.add(2), world.add(2, num_drafts=0)
     world.step()
     world.launch()
@@ -110,21 +110,25 @@ def test_a_drafter_whose_block_is_longer_than_what_is_verified_gets_its_whole_bl
     world.add(2)
     world.step()
     plan = world.launch()
-    assert plan.spans[0].drafts == 2
+    assert plan.spans[0].num_drafts == 2
     assert world.scheduler.running[0].lease.open == 8
     world.drain()
     world.check_answers()
 
 
 def test_a_request_verifies_no_more_drafts_than_its_own_and_the_policy_allow():
-    policy = Policy(lambda one: max(one.most - 1, 0))
+    policy = Policy(lambda one: max(one.max_drafts - 1, 0))
     world = World(num_drafts=3, policy=policy)
     world.add(2), world.add(2, num_drafts=2), world.add(2, num_drafts=0)
     world.step()
     assert [row[2:] for row in world_step_spans(world)] == [(2, 3), (1, 2), (0, 1)]
     ((candidates, load),) = policy.seen
-    assert [(one.request.id, one.most) for one in candidates] == [("r0", 3), ("r1", 2), ("r2", 0)]
-    assert load == Load(decoding=3, prompt_rows=0, waiting=0, context=6)
+    assert [(one.request.id, one.max_drafts) for one in candidates] == [
+        ("r0", 3),
+        ("r1", 2),
+        ("r2", 0),
+    ]
+    assert load == BatchLoad(num_decoding=3, prompt_rows=0, num_waiting=0, context_tokens=6)
 
 
 def test_the_newest_running_request_makes_room_and_resumes_with_its_tokens():
@@ -147,7 +151,7 @@ def test_lower_priorities_run_first_and_equal_ones_in_their_order():
     world = World(max_num_seqs=1)
     world.add(4, max_tokens=2)
     world.step()
-    places = [Place(priority) for priority in (1, -1, 0, 1)]
+    places = [SchedulingOptions(priority) for priority in (1, -1, 0, 1)]
     late, soon, equal, last = [world.add(4, max_tokens=2, place=place) for place in places]
     assert list(world.scheduler.waiting) == [soon, equal, late, last]
     world.drain()
@@ -156,7 +160,10 @@ def test_lower_priorities_run_first_and_equal_ones_in_their_order():
 
 def test_the_lowest_priority_makes_room_and_goes_before_equals_that_never_ran():
     world = World(pages=10, max_num_seqs=3, prefix_caching=False)
-    usual, urgent = world.add(10, max_tokens=25), world.add(10, max_tokens=25, place=Place(-1))
+    usual, urgent = (
+        world.add(10, max_tokens=25),
+        world.add(10, max_tokens=25, place=SchedulingOptions(-1)),
+    )
     waits = world.add(10, max_tokens=25)
     while not usual.num_preemptions:
         world.step()
@@ -170,7 +177,7 @@ def test_the_lowest_priority_makes_room_and_goes_before_equals_that_never_ran():
 def test_a_prefix_is_found_only_by_the_same_salt():
     world = World(page_size=4)
     for salt in ("", "a", "a", "b", ""):
-        world.add(9, place=Place(salt=salt))
+        world.add(9, place=SchedulingOptions(cache_salt=salt))
         world.drain()
     assert [request.num_cached for request in world.requests] == [0, 0, 8, 0, 8]
     world.check_answers()
@@ -398,7 +405,7 @@ def test_a_request_with_a_grammar_is_planned_like_any_other():
     free = world.add(2, max_tokens=20)
     planned = []
     for _ in range(3):
-        planned.append([(r, s.num_rows, s.logits) for r, s in world.spans(world.launch())])
+        planned.append([(r, s.num_rows, s.num_logits) for r, s in world.spans(world.launch())])
         if len(world.flying) == 2:
             world.collect()
     assert planned == [
@@ -414,7 +421,7 @@ def scored(world: World) -> list[tuple[int, int, tuple[int, ...]]]:
     """(start, rows that are no drafts, scored) of the next step's spans."""
     plan = world.launch()
     world.collect()
-    return [(s.start, s.num_certain, s.scored) for s in plan.spans]
+    return [(s.start, s.num_context_rows, s.scored_tokens) for s in plan.spans]
 
 
 def test_every_row_of_a_prompt_but_the_last_is_scored_in_whatever_chunks():
@@ -463,7 +470,7 @@ def test_a_request_for_no_tokens_ends_with_its_prompt():
     request = world.add(9, max_tokens=0, prompt_logprobs=1)
     assert [world.step(), world.step()] == [[], []]
     (event,) = world.step()
-    assert (event.tokens, event.finish_reason, event.drafted) == ([], "length", 0)
+    assert (event.tokens, event.finish_reason, event.num_verified) == ([], "length", 0)
     assert len(request.prompt_logprobs) == 9
     assert not world.scheduler.has_work
     assert world.scheduler.stats.generation_tokens == 0
@@ -489,12 +496,14 @@ def test_events_say_what_was_drafted_accepted_and_where():
     world = World(num_drafts=3, accept=lambda drafts: min(drafts, 2), max_model_len=40)
     request = world.add(5, max_tokens=6)
     reported = [world.step()[0] for _ in range(3)]
-    assert [(e.drafted, e.accepted, e.context, len(e.tokens)) for e in reported] == [
+    assert [
+        (e.num_verified, e.num_accepted, e.num_computed_tokens, len(e.tokens)) for e in reported
+    ] == [
         (0, 0, 0, 1),
         (3, 2, 5, 3),
         (3, 2, 8, 2),
     ]
-    assert request.speculation.accepted == 4
+    assert request.draft_counts.num_accepted == 4
 
 
 def test_accepted_drafts_are_never_more_than_the_tokens_that_count():
@@ -502,24 +511,24 @@ def test_accepted_drafts_are_never_more_than_the_tokens_that_count():
     world.add(5, max_tokens=3)
     world.step()
     (event,) = world.step()
-    assert (event.drafted, event.accepted, len(event.tokens)) == (5, 2, 2)
+    assert (event.num_verified, event.num_accepted, len(event.tokens)) == (5, 2, 2)
 
 
-class Told(Budget):
+class Told(DraftPolicy):
     """Keeps, by slot, what it is told of drafts verified and accepted."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
 
     def observe(self, plan: Plan, result: StepResult) -> None:
-        drafted = result.drafted or [span.drafts for span in plan.spans]
-        pairs = zip(plan.spans, zip(drafted, result.accepted, strict=True), strict=True)
+        drafted = result.num_verified or [span.num_drafts for span in plan.spans]
+        pairs = zip(plan.spans, zip(drafted, result.num_accepted, strict=True), strict=True)
         self.seen += [pair for span, pair in pairs if span.method is not None]
 
 
 def test_a_policy_learns_nothing_from_behind_the_end_of_an_answer():
     world = World(depth=2, num_drafts=5, max_model_len=60, budget=64)
-    world.scheduler.budget = told = Told()
+    world.scheduler.draft_policy = told = Told()
     request = world.add(5, max_tokens=9)
     for _ in range(2):
         world.launch()
@@ -533,9 +542,9 @@ def test_a_policy_learns_nothing_from_behind_the_end_of_an_answer():
 @pytest.mark.parametrize(("end", "kept"), [(1, (1, 1)), (3, (3, 3)), (4, (5, 3))])
 def test_drafts_behind_an_answers_end_count_as_not_verified(end: int, kept: tuple[int, int]):
     spans = [Span(i, 4, 4, (TAIL,), 5, "dflash", 6) for i in range(2)]
-    result = StepResult([[1, 2, 3, 4], [1]], [3, 0]).until({0: end}, spans)
-    assert result.drafted == [kept[0], 5]
-    assert result.accepted == [kept[1], 0]
+    result = StepResult([[1, 2, 3, 4], [1]], [3, 0]).truncate({0: end}, spans)
+    assert result.num_verified == [kept[0], 5]
+    assert result.num_accepted == [kept[1], 0]
 
 
 def test_log_probabilities_are_cut_with_the_tokens_that_do_not_count():
@@ -580,9 +589,9 @@ def test_statistics_count_steps_tokens_and_accepted_positions():
     world.drain()
     stats = world.scheduler.stats
     assert (stats.steps, stats.prompt_tokens, stats.generation_tokens) == (3, 4, 7)
-    for counts in (stats.speculation, world.requests[0].speculation):
-        assert (counts.steps, counts.drafted, counts.accepted) == (2, 6, 4)
-        assert counts.per_position == [2, 2, 0]
+    for counts in (stats.draft_counts, world.requests[0].draft_counts):
+        assert (counts.steps, counts.num_verified, counts.num_accepted) == (2, 6, 4)
+        assert counts.accepted_per_position == [2, 2, 0]
         assert counts.acceptance_length == 3.0
 
 
@@ -628,7 +637,7 @@ class Scheduling(RuleBasedStateMachine):
             depth=depth,
             prefix_caching=prefix_caching,
             accept=lambda drafts: self.rng.randint(0, drafts),
-            policy=Policy(lambda one: self.rng.randint(0, one.most)),
+            policy=Policy(lambda one: self.rng.randint(0, one.max_drafts)),
             mixed=mixed,
         )
         self.faults: dict[Request, Fault] = {}
@@ -759,7 +768,7 @@ def test_requests_that_sit_a_step_out_are_not_stalled_by_a_prompt():
     world.launch()
     world.collect()
     (span,) = world.launch().spans
-    assert span.logits == span.num_rows <= 4
+    assert span.num_logits == span.num_rows <= 4
     world.add(40)
     assert rows_of(world.launch()) == [12]
 
@@ -855,7 +864,7 @@ def test_when_the_one_that_computes_a_prompt_leaves_another_goes_on(how: str, de
         world.cancel(world.plan())
         world.scheduler.finish(leader, "abort")
     else:
-        world.scheduler._wait_again(world.scheduler.running[0])
+        world.scheduler._requeue(world.scheduler.running[0])
     plan = world.launch()
     (goes_on,) = world.who(plan)
     assert goes_on is (leader if how == "preemption" else second)

@@ -60,13 +60,13 @@ def test_a_published_export_is_read_as_the_drafter_it_was_made_from(tmp_path: Pa
         )
     )
     assert found.capture == (2, 11, 20, 29, 38) == original.capture
-    assert found.ids == (2, 11, 20, 29, 38), "as the file counts"
-    assert original.ids == (1, 10, 19, 28, 37)
+    assert found.capture_ids == (2, 11, 20, 29, 38), "as the file counts"
+    assert original.capture_ids == (1, 10, 19, 28, 37)
     assert found == replace(
         original,
         num_target_layers=None,
         embedding_scale=1.0,
-        num_drafts=15,
+        recommended_drafts=15,
         format="speculators",
     )
 
@@ -165,7 +165,7 @@ def test_an_older_file_that_names_little_is_completed_as_the_library_does(tmp_pa
         )
     )
     decoder = found.decoder
-    assert (found.block_size, found.draft_vocab_size, found.num_drafts) == (8, 32000, None)
+    assert (found.block_size, found.draft_vocab_size, found.recommended_drafts) == (8, 32000, None)
     assert (decoder.head_dim, decoder.num_heads, decoder.num_kv_heads) == (128, 32, 8)
     assert (decoder.intermediate_size, decoder.vocab_size) == (22016, 151936)
     assert (decoder.rope, decoder.rms_norm_eps) == (RopeConfig(10000.0), 1e-6)
@@ -195,7 +195,7 @@ def test_the_first_slot_predicts_where_the_flag_says_so_however_many_tokens_are_
     about = {"algorithm": "dflash", "proposal_methods": [{**METHODS[0]}]}
     about["proposal_methods"][0]["speculative_tokens"] = named
     found = read(tmp_path, block_size=block, sample_from_anchor=anchor, speculators_config=about)
-    assert (found.drafts, found.num_drafts) == (drafts, recommended)
+    assert (found.block_drafts, found.recommended_drafts) == (drafts, recommended)
     assert found.anchor_first == (anchor is True)
 
 
@@ -260,7 +260,7 @@ DEEPSPEC: dict[str, Any] = {
 @pytest.mark.parametrize("names", [["Qwen3DSparkModel"], None])
 def test_deepspecs_blocks_predict_from_their_first_slot(tmp_path: Path, names: Any):
     found = load_draft_config(written(tmp_path, {**DEEPSPEC, "architectures": names}))
-    assert (found.format, found.anchor_first, found.block_size, found.drafts) == (
+    assert (found.format, found.anchor_first, found.block_size, found.block_drafts) == (
         "DeepSpec",
         True,
         7,

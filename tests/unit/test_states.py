@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strobe.attention.base import Batch
-from strobe.attention.recurrent import CHUNK, FEW, RecurrentPlan, delta_rule, taken_in
+from strobe.attention.recurrent import CHUNK, FEW, RecurrentPlan, apply_changes, delta_rule
 from strobe.kv.states import StateSpec, StateStore
 
 SPEC = StateSpec(layers=2, heads=4, key_heads=2, key_dim=6, value_dim=5, kernel=4)
@@ -78,7 +78,7 @@ def step(
 
 def store(pending: int = PENDING) -> StateStore:
     made = StateStore(SPEC, 3, pending, torch.float32, CPU)
-    for held in made.parts:
+    for held in made.tensors:
         held.fill_(float("nan"))  # of whoever had the slots before
     made.length.fill_(77)
     return made
@@ -147,7 +147,7 @@ def test_chunks_take_in_what_rows_do(count: int):
     gates = torch.stack([-torch.rand(2, count, 3) * 0.1, torch.rand(2, count, 3)], 2)
     state = torch.randn(2, 3, 8, 4, generator=noise)
     found, end, changes = delta_rule(state, q, k, v, gates)
-    again = taken_in(state, gates[:, :, 0], k, changes)
+    again = apply_changes(state, gates[:, :, 0], k, changes)
     answers: list[Tensor] = []
     for i in range(count):
         one = (part[:, i : i + 1] for part in (q, k, v, gates))
@@ -166,7 +166,7 @@ def test_what_rows_change_is_taken_in_bit_for_bit():
     v, state = torch.randn(2, 5, 4, 4, generator=noise), torch.randn(2, 4, 8, 4, generator=noise)
     gates = torch.stack([-torch.rand(2, 5, 4), torch.rand(2, 5, 4)], 2)
     _, end, changes = delta_rule(state, q, k, v, gates)
-    assert torch.equal(taken_in(state, gates[:, :, 0], k, changes), end)
+    assert torch.equal(apply_changes(state, gates[:, :, 0], k, changes), end)
     gates[:, 3:], changes[:, 3:] = 0, 0
     _, middle, _ = delta_rule(state, q[:, :3], k[:, :3], v[:, :3], gates[:, :3])
-    assert torch.equal(taken_in(state, gates[:, :, 0], k, changes), middle)
+    assert torch.equal(apply_changes(state, gates[:, :, 0], k, changes), middle)

@@ -40,7 +40,7 @@ def made(drafts: int, method: str = "dflash", slot: int = 0) -> Span:
 def plan() -> Plan:
     return Plan(
         (
-            Span(2, 0, 0, (4, 5, 6), logits=1, scored=(5, 6), top_logprobs=3),
+            Span(2, 0, 0, (4, 5, 6), num_logits=1, scored_tokens=(5, 6), top_logprobs=3),
             made(3),
             Span(1, 7, 7, (8, 9, 10), 2, None, 3),
         ),
@@ -55,15 +55,15 @@ def test_the_values_of_a_step_import_no_torch():
 
 
 def test_a_spans_rows_are_its_tokens_and_the_drafts_that_the_device_makes():
-    assert (made(3).num_rows, made(3).num_certain) == (4, 1)
-    assert (made(0).num_rows, made(0).num_certain) == (1, 1)
+    assert (made(3).num_rows, made(3).num_context_rows) == (4, 1)
+    assert (made(0).num_rows, made(0).num_context_rows) == (1, 1)
     chunk = Span(0, 0, 0, (4, 5, 6))
-    assert (chunk.num_rows, chunk.num_certain) == (3, 3)
+    assert (chunk.num_rows, chunk.num_context_rows) == (3, 3)
 
 
 def test_drafts_that_the_host_knows_are_the_last_of_a_spans_tokens():
     known = Span(0, 7, 7, (8, 9, 10), 2, None, 3)
-    assert (known.num_rows, known.num_certain) == (3, 1)
+    assert (known.num_rows, known.num_context_rows) == (3, 1)
 
 
 def test_only_spans_whose_drafts_the_device_makes_are_listed_under_their_method():
@@ -102,7 +102,7 @@ def test_results_and_events_that_were_pickled_equal_themselves():
 
 def test_a_plan_can_be_read():
     text = repr(plan())
-    assert "Span(slot=0, start=9, bound=12, tokens=(-1,), drafts=3, method='dflash'" in text
+    assert "Span(slot=0, start=9, max_start=12, tokens=(-1,), num_drafts=3, method='dflash'" in text
     assert "PageWrite(slot=0, first=4, pages=(2,))" in text
     assert "Admission(slot=2, length=0, tokens=(4, 5, 6), num_prompt=3" in text
     assert " at 0x" not in text
@@ -148,7 +148,7 @@ def test_the_engine_refuses_such_a_plan_before_it_touches_anything(target: Targe
         kv_cache_memory=8 * 4 * 2 * 2 * 16 * 4 * 5,
     )
     engine = Engine(config)
-    assert engine.parts.pool.num_pages == 8
+    assert engine.components.pool.num_pages == 8
     engine.add([3, 1, 4], SamplingParams(max_tokens=9, temperature=0.0))
     engine.step()
     ran: list[object] = []

@@ -309,10 +309,10 @@ def test_messages_that_are_none_are_refused(tokenizer: Tokenizer, messages: Any,
         ({"tools": "weigh"}, "tools is 'weigh', but must be a list of objects"),
         ({"tools": ["weigh"]}, r"tools is \['weigh'\], but must be a list of objects"),
         ({"tokenize": True}, "tokenize is no option of the chat template"),
-        ({"chat_template": "{{ nope"}, "chat template refuses these messages: unexpected end"),
+        ({"chat_template": "{{ nope"}, "chat template rejects these messages: unexpected end"),
         (
             {"chat_template": "{{ raise_exception('No tools here.') }}"},
-            r"refuses these messages: No tools here\.$",
+            r"rejects these messages: No tools here\.$",
         ),
     ],
 )

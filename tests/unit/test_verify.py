@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from slow_sampling import distribution, params
 
-from strobe.runner.batch import lay_out, own_shape
+from strobe.runner.batch import exact_shape, lay_out
 from strobe.runner.state import DecodeState
 from strobe.sampling.sampler import sample_rows
 from strobe.step import TAIL, Span
@@ -41,9 +41,9 @@ def verify(
         else Span(i, start, start, (TAIL,), n, "dflash" if n else None, 1 + n)
         for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
     ]
-    layout = lay_out(spans, CPU, own_shape(spans), False, state.spare)
-    batch = state.place(layout, None if by_host else drafts)
-    tokens = tokens[:, : layout.shape.logits]
+    layout = lay_out(spans, CPU, exact_shape(spans), False, state.spare_slot)
+    batch = state.make_batch(layout, None if by_host else drafts)
+    tokens = tokens[:, : layout.shape.max_logits]
     accepted = state.accept(layout, batch, tokens, simulated)
     rows = torch.arange(count)
     assert torch.equal(state.cursor[:count, 0], torch.tensor(starts) + 1 + accepted)
@@ -104,12 +104,12 @@ def test_prefill_chunks_keep_what_they_have_and_move_on_beside_drafts():
     spans = [
         Span(0, 4, 4, (5, 6, 7)),
         Span(1, 8, 8, (TAIL,), 2, "dflash", 3),
-        Span(2, 0, 0, (3, 3), logits=1),
+        Span(2, 0, 0, (3, 3), num_logits=1),
     ]
-    layout = lay_out(spans, CPU, own_shape(spans), False, state.spare)
-    batch = state.place(layout, torch.tensor([[0, 0], [1, 2], [0, 0]]))
+    layout = lay_out(spans, CPU, exact_shape(spans), False, state.spare_slot)
+    batch = state.make_batch(layout, torch.tensor([[0, 0], [1, 2], [0, 0]]))
     tokens = torch.tensor([[9, 9, 9], [1, 2, 4], [6, 6, 6]])
-    assert state.accept(layout, batch, tokens).tolist() == [0, 2, 0]
+    assert state.accept(layout, batch, tokens, None).tolist() == [0, 2, 0]
     assert state.cursor[:3].tolist() == [[7, 9], [11, 4], [2, 6]]
 
 

@@ -17,8 +17,8 @@ import pytest
 from textpair import Pair
 
 from strobe import LLM, SamplingParams
-from strobe.spec.adaptive import AdaptiveBudget, Choice
-from strobe.spec.costs import Work
+from strobe.speculation.adaptive import AdaptiveDraftPolicy, Choice
+from strobe.speculation.costs import Work
 from strobe.warmup import costs as measured
 from strobe.warmup.costs import adapt
 
@@ -33,9 +33,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "strobe" / "costs"
 
 
-def budget_of(llm: LLM) -> AdaptiveBudget:
-    budget = llm.engine.scheduler.budget
-    assert isinstance(budget, AdaptiveBudget)
+def budget_of(llm: LLM) -> AdaptiveDraftPolicy:
+    budget = llm.engine.scheduler.draft_policy
+    assert isinstance(budget, AdaptiveDraftPolicy)
     return budget
 
 
@@ -369,7 +369,7 @@ def test_nothing_is_measured_where_nothing_adapts(
     given = {"draft": pair.draft, **options}
     llm = LLM(pair.target, **given)
     adapt(llm.engine)
-    measures = isinstance(llm.engine.scheduler.budget, AdaptiveBudget)
+    measures = isinstance(llm.engine.scheduler.draft_policy, AdaptiveDraftPolicy)
     assert bool(times) == measures == (options == {"method": "none"})
     assert cache.exists() == measures
 

@@ -48,8 +48,10 @@ def test_the_4b_drafter_is_the_8bs_in_a_smaller_shape(tmp_path: Path):
     found = read(tmp_path, hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True)
     smaller = replace(large.decoder, hidden_size=2560, intermediate_size=9728)
     assert found == replace(large, decoder=smaller)
-    assert (found.format, found.anchor_first, found.drafts) == ("z-lab", False, 15)
-    assert (found.draft_vocab_size, found.target_hidden_size, found.num_drafts) == (None,) * 3
+    assert (found.format, found.anchor_first, found.block_drafts) == ("z-lab", False, 15)
+    assert (found.draft_vocab_size, found.target_hidden_size, found.recommended_drafts) == (
+        None,
+    ) * 3
 
 
 def test_the_retrained_27b_slides_causally_and_sees_whole_blocks_where_it_does_not(
@@ -95,7 +97,7 @@ def test_gpt_oss_drafters_turn_by_yarn_and_have_fewer_ids_than_layers(tmp_path: 
     assert not rope.truncate
     assert rope.scale == pytest.approx(1.3465736, rel=1e-6)  # 0.1 ln 32 + 1
     assert found.decoder.max_position == 32 * 4096
-    assert (len(found.capture), found.decoder.num_layers, found.drafts) == (5, 8, 7)
+    assert (len(found.capture), found.decoder.num_layers, found.block_drafts) == (5, 8, 7)
 
 
 def test_a_drafters_rope_is_its_own_whatever_share_and_sections_it_carries(tmp_path: Path):
@@ -306,7 +308,7 @@ def test_a_key_means_the_same_at_the_top_level_and_in_dflash_config(tmp_path: Pa
 def test_what_no_key_says_is_the_formats_default(tmp_path: Path, absent: Any):
     names = ("block_size", "rope_theta", "layer_types", "use_sliding_window", "sliding_window")
     found = read(tmp_path, **dict.fromkeys(names, absent))
-    assert (found.block_size, found.drafts) == (16, 15)
+    assert (found.block_size, found.block_drafts) == (16, 15)
     assert found.decoder.rope == RopeConfig(1e6)
     assert found.decoder.masks == (FULL,) * 5
     scales = (found.output_multiplier, found.embedding_scale, found.decoder.value_scale)

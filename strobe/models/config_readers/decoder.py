@@ -83,9 +83,13 @@ def read_ropes(
 ) -> RopeConfig:
     """The rope of all layers; layers whose ropes differ are refused. A drafter's turns the whole
     head, whatever share of it its config, copied from a target's, may name."""
-    own, older, path = fields.object("rope_parameters"), fields.object("rope_scaling"), fields.path
+    new_style, older, path = (
+        fields.object("rope_parameters"),
+        fields.object("rope_scaling"),
+        fields.path,
+    )
     theta = fields.get("rope_theta", older.get("rope_theta") or theta)
-    parameters = own or {k: v for k, v in older.items() if k != "rope_theta"}
+    parameters = new_style or {k: v for k, v in older.items() if k != "rope_theta"}
     kinds = {"full_attention" if m.window is None else "sliding_attention" for m in masks}
     parts = [parameters[kind] for kind in kinds if isinstance(parameters.get(kind), dict)]
     if parts:
@@ -106,7 +110,7 @@ def read_ropes(
 
 
 def read_layer_types(
-    fields: Fields, known: tuple[str, ...] = ("full_attention", "sliding_attention")
+    fields: Fields, supported: tuple[str, ...] = ("full_attention", "sliding_attention")
 ) -> list[str]:
     """One type for each layer; full attention where there are none named."""
     layers = fields.integer("num_hidden_layers")
@@ -116,9 +120,10 @@ def read_layer_types(
             f"{fields.path}: layer_types must list one type for each of the {layers} layers, "
             f"but is {types!r}."
         )
-    if unknown := sorted({str(t) for t in types} - set(known)):
+    if unknown := sorted({str(t) for t in types} - set(supported)):
         raise ValueError(
-            f"{fields.path}: layer type {unknown[0]!r} is not supported; {' and '.join(known)} are."
+            f"{fields.path}: layer type {unknown[0]!r} is not supported; "
+            f"{' and '.join(supported)} are."
         )
     return types
 
@@ -180,8 +185,8 @@ def _read_generation(
     path = directory / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
     ends = _eos_ids(fields.get("eos_token_id"), vocab_size, fields.path)
-    if (own := generation.get("eos_token_id")) is not None:
-        ends = _eos_ids(own, vocab_size, path)
+    if (config_eos := generation.get("eos_token_id")) is not None:
+        ends = _eos_ids(config_eos, vocab_size, path)
     return ends, _default_sampling(generation, path)
 
 
@@ -201,8 +206,8 @@ def _default_sampling(generation: dict[str, Any], path: Path) -> dict[str, Any]:
     keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     sampling: dict[str, Any] = {k: generation[k] for k in keys if generation.get(k) is not None}
     if generation.get("do_sample") is False:
-        kept = {k: v for k, v in sampling.items() if k == "repetition_penalty"}
-        sampling = {"temperature": 0.0, **kept}
+        defaults = {k: v for k, v in sampling.items() if k == "repetition_penalty"}
+        sampling = {"temperature": 0.0, **defaults}
     try:
         SamplingParams(**sampling)
     except ValueError as error:

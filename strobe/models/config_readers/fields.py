@@ -43,9 +43,9 @@ class Fields:
     def get(self, key: str, default: Any = None) -> Any:
         """The value as it is; a null is as good as no key where there is a default."""
         self._seen.add(key)
-        found = self._first.get(key)
-        found = self._values.get(key) if found is None else found
-        return default if found is None else found
+        value = self._first.get(key)
+        value = self._values.get(key) if value is None else value
+        return default if value is None else value
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
         value = self.get(key, default)
@@ -66,15 +66,15 @@ class Fields:
             raise ValueError(f"{self.path}: {key} is {value!r}, but must be true or false; {HINT}")
         return value
 
-    def inner(self, key: str, beside: Collection[str], first: Collection[str] = ()) -> Fields:
-        """The config in the object there. What it leaves out of the keys `beside`, and the keys
+    def inner(self, key: str, ignored: Collection[str], first: Collection[str] = ()) -> Fields:
+        """The config in the object there. What it leaves out of the keys `ignored`, and the keys
         `first` in any case where they are here, come from here."""
-        own = dict(self.object(key))
-        for name in (*beside, *first):
+        inner_values = dict(self.object(key))
+        for name in (*ignored, *first):
             value = self.get(name)
-            if value is not None and (name in first or own.get(name) is None):
-                own[name] = value
-        return Fields(own, self.path)
+            if value is not None and (name in first or inner_values.get(name) is None):
+                inner_values[name] = value
+        return Fields(inner_values, self.path)
 
     def object(self, key: str) -> dict[str, Any]:
         """The object there, empty where there is none."""
@@ -101,8 +101,8 @@ class Fields:
         """Raises ValueError for a key that nobody asked for and that is not known as harmless: the
         model would be computed without what it says."""
         for key in [*self._first, *self._values]:
-            known = key in self._seen or key in HARMLESS or key in harmless
-            if not known and not key.startswith("_"):
+            is_known = key in self._seen or key in HARMLESS or key in harmless
+            if not is_known and not key.startswith("_"):
                 value = self._first.get(key, self._values.get(key))
                 if value is not False and value not in (None, [], {}):
                     raise ValueError(

@@ -64,14 +64,14 @@ def with_scales(
     checkpoint's tensors."""
     if quantization is None or quantization.method != "fp8":
         return mapping
-    made = partial(_with_scales, dtypes=dtypes, block=quantization.block)
-    found = {name: [made(part) for part in parts] for name, parts in mapping.items()}
+    add_scales = partial(_with_scales, dtypes=dtypes, block=quantization.block)
+    scaled = {name: [add_scales(part) for part in parts] for name, parts in mapping.items()}
     for path, linear in module.named_modules():
         if isinstance(linear, nn.Linear):
             sources = chain.from_iterable(part.sources for part in mapping[f"{path}.weight"])
             if any(dtypes.get(name) != STORED for name in sources):
                 setattr(linear, WHOLE, True)
-    return found
+    return scaled
 
 
 def _with_scales(
@@ -83,7 +83,9 @@ def _with_scales(
     sources = dict(part.sources)
     for (name, shape), scaled in zip(part.sources.items(), stored, strict=True):
         if scaled:
-            blocks = [-(-size // of) for size, of in zip(shape[-2:], block, strict=True)]
+            blocks = [
+                -(-size // block_size) for size, block_size in zip(shape[-2:], block, strict=True)
+            ]
             sources[name + SCALE] = (*shape[:-2], *blocks)
     fill = partial(_fill, fill=part.fill, stored=stored, block=block)
     return part._replace(sources=sources, fill=fill, dtypes=(*FLOATS, STORED))
@@ -131,10 +133,10 @@ def in_fp8(path: str, part: nn.Module) -> bool:
 def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [N, K] -> rows in FP8 (e4m3, Micikevicius et al., arXiv 2209.05433) and a scale for
     each, [N] float32: the largest value of a row becomes 448, the largest there is."""
-    largest = torch.cat([some.abs().amax(1) for some in weight.split(4096)]).float()
+    largest = torch.cat([weight_rows.abs().amax(1) for weight_rows in weight.split(4096)]).float()
     scale = torch.where(largest > 0, largest / 448.0, 1.0)
     rows = [
-        (some.float() / of[:, None]).to(torch.float8_e4m3fn)
-        for some, of in zip(weight.split(4096), scale.split(4096), strict=True)
+        (weight_rows.float() / row_scale[:, None]).to(torch.float8_e4m3fn)
+        for weight_rows, row_scale in zip(weight.split(4096), scale.split(4096), strict=True)
     ]
     return torch.cat(rows), scale

@@ -13,8 +13,8 @@ KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
 def read_mask_token(fields: Fields) -> int:
     """The config's. Raises ValueError where it names none."""
-    found = [fields.get(key) for key in KEYS]
-    mask = next((value for value in found if value is not None), None)
+    ids = [fields.get(key) for key in KEYS]
+    mask = next((value for value in ids if value is not None), None)
     if isinstance(mask, bool) or not isinstance(mask, int):
         raise ValueError(
             f"{fields.path}: mask_token_id is {mask!r}; a DFlash drafter needs the id of its mask "
@@ -41,12 +41,12 @@ def find_mask_token(fields: Fields, target: Path | None, rows: int) -> int:
     settings = target / "tokenizer_config.json"
     name = read_json(settings).get("mask_token") if settings.exists() else None
     name = name.get("content") if isinstance(name, dict) else name
-    found = tokenizer.token_to_id(name) if isinstance(name, str) else None
-    if found is None:
+    token_id = tokenizer.token_to_id(name) if isinstance(name, str) else None
+    if token_id is None:
         used = tokenizer.get_vocab(with_added_tokens=True).values()
-        found = max(used, default=-1) + 1
-    if found < rows:
-        return found
+        token_id = max(used, default=-1) + 1
+    if token_id < rows:
+        return token_id
     raise ValueError(
         f"{fields.path}: mask_token_id is missing, and the target's tokenizer has no mask token "
         f"and uses all {rows} rows of the embedding; name the id in dflash_config.mask_token_id."

@@ -90,5 +90,5 @@ def _deepspec(config: dict[str, Any]) -> bool:
 
 
 def _architectures(config: dict[str, Any]) -> list[str]:
-    found = config.get("architectures")
-    return [str(name) for name in found] if isinstance(found, list) else []
+    names = config.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []

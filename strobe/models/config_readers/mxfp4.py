@@ -26,5 +26,5 @@ def unpack(out: Tensor, blocks: Tensor, scales: Tensor) -> None:
     for matrix, packed, exponents in zip(out, blocks, scales, strict=True):
         packed, exponents = packed.to(out.device), exponents.to(out.device)
         codes = torch.stack([packed & 15, packed >> 4], -1).flatten(2).int()
-        found = torch.ldexp(values[codes], exponents.int()[..., None] - _BIAS)
-        matrix.copy_(found.view(matrix.shape))
+        unpacked = torch.ldexp(values[codes], exponents.int()[..., None] - _BIAS)
+        matrix.copy_(unpacked.view(matrix.shape))

@@ -9,31 +9,31 @@ from strobe.models.config import DraftConfig, TargetConfig
 
 def check_pair(draft: DraftConfig, target: TargetConfig, draft_path: Path) -> None:
     """Raises ValueError, before any weight is read, when the drafter cannot serve the target."""
-    wanted, own, where = target.decoder, draft.decoder, f"{draft_path / 'config.json'}:"
+    theirs, ours, prefix = target.decoder, draft.decoder, f"{draft_path / 'config.json'}:"
     hint = "use the drafter that was trained for this target."
-    key, size = "hidden_size", own.hidden_size
+    key, size = "hidden_size", ours.hidden_size
     if draft.target_hidden_size is not None:  # then embedding and head are the drafter's own
         key, size = "target_hidden_size", draft.target_hidden_size
-    if size != wanted.hidden_size:
-        raise ValueError(f"{where} {key} is {size}, the target's is {wanted.hidden_size}; {hint}")
-    if own.vocab_size != wanted.vocab_size:
+    if size != theirs.hidden_size:
+        raise ValueError(f"{prefix} {key} is {size}, the target's is {theirs.hidden_size}; {hint}")
+    if ours.vocab_size != theirs.vocab_size:
         raise ValueError(
-            f"{where} vocab_size is {own.vocab_size}, the target's is {wanted.vocab_size}; {hint}"
+            f"{prefix} vocab_size is {ours.vocab_size}, the target's is {theirs.vocab_size}; {hint}"
         )
-    if draft.num_target_layers not in (None, wanted.num_layers):
+    if draft.num_target_layers not in (None, theirs.num_layers):
         raise ValueError(
-            f"{where} num_target_layers is {draft.num_target_layers}, the target has "
-            f"{wanted.num_layers} layers; {hint}"
+            f"{prefix} num_target_layers is {draft.num_target_layers}, the target has "
+            f"{theirs.num_layers} layers; {hint}"
         )
-    for k, named in zip(draft.capture, draft.ids, strict=True):
-        if k > wanted.num_layers:
-            last = wanted.num_layers - (k - named)
+    for k, layer_id in zip(draft.capture, draft.capture_ids, strict=True):
+        if k > theirs.num_layers:
+            last = theirs.num_layers - (k - layer_id)
             raise ValueError(
-                f"{where} {draft.ids_name} holds {named}, but the target's layers are 0 to "
-                f"{last}; {hint}"
+                f"{prefix} {draft.capture_ids_key} holds {layer_id}, but the target's layers are "
+                f"0 to {last}; {hint}"
             )
-    if not 0 <= draft.mask_token_id < wanted.vocab_size:
+    if not 0 <= draft.mask_token_id < theirs.vocab_size:
         raise ValueError(
-            f"{where} mask_token_id is {draft.mask_token_id}, but the target's vocabulary has ids "
-            f"0 to {wanted.vocab_size - 1}; {hint}"
+            f"{prefix} mask_token_id is {draft.mask_token_id}, but the target's vocabulary has ids "
+            f"0 to {theirs.vocab_size - 1}; {hint}"
         )

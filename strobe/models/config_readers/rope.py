@@ -44,8 +44,8 @@ def read_rope(
             f"{path}: rope type {kind!r} is not supported; use a checkpoint with one of "
             f"{', '.join(KINDS)}."
         )
-    known = _SHARED | _KEYS[kind] | (_MULTIMODAL if drafter else frozenset())
-    unknown = sorted(key for key in set(parameters) - known if parameters[key] is not None)
+    known_keys = _SHARED | _KEYS[kind] | (_MULTIMODAL if drafter else frozenset())
+    unknown = sorted(key for key in set(parameters) - known_keys if parameters[key] is not None)
     if unknown:
         raise ValueError(
             f"{path}: {unknown[0]!r} of a rope of type {kind!r} is not supported; use a checkpoint "
@@ -55,15 +55,15 @@ def read_rope(
         return RopeConfig(theta)
 
     def value(key: str, default: float | None = None) -> float:
-        found: Any = parameters.get(key)
-        found = default if found is None else found
-        real = isinstance(found, int | float) and not isinstance(found, bool)
-        if not real or not 0 < found < math.inf:
+        setting: Any = parameters.get(key)
+        setting = default if setting is None else setting
+        real = isinstance(setting, int | float) and not isinstance(setting, bool)
+        if not real or not 0 < setting < math.inf:
             raise ValueError(
-                f"{path}: {key} of a rope of type {kind!r} is {found!r}, but must be a positive "
+                f"{path}: {key} of a rope of type {kind!r} is {setting!r}, but must be a positive "
                 "number; use the config.json the checkpoint was published with."
             )
-        return float(found)
+        return float(setting)
 
     if kind == "proportional":
         share = value("partial_rotary_factor", 1.0)
@@ -118,13 +118,13 @@ def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     """What config.json says of it, beside `rope_theta`; None for plain rope."""
     if rope.kind == "default":
         return None
-    found: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind == "proportional":
-        return found | {"partial_rotary_factor": rope.share}
-    found["original_max_position_embeddings"] = rope.original
+        return scaling | {"partial_rotary_factor": rope.share}
+    scaling["original_max_position_embeddings"] = rope.original
     if rope.kind == "llama3":
-        found |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
+        scaling |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
     if rope.kind == "yarn":
-        found |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
-        found |= {"truncate": rope.truncate, "attention_factor": rope.scale}
-    return found
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        scaling |= {"truncate": rope.truncate, "attention_factor": rope.scale}
+    return scaling

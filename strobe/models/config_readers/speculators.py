@@ -42,7 +42,7 @@ LLAMA: dict[str, Any] = {
 DEFAULTS = {"qwen3": QWEN3, "llama": LLAMA}
 THETA, WINDOW, EPSILON = 10000.0, 4096, 1e-6
 
-BESIDE = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+IGNORED_FIELDS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 """Keys of the layers that older files have beside `transformer_layer_config`."""
 HARMLESS = frozenset(
     {"speculators_model_type", "speculators_version", "tie_word_embeddings", "max_anchors",
@@ -65,16 +65,16 @@ def read_decoder_fields(fields: Fields) -> Fields:
             f"{fields.path}: transformer_layer_config is missing, but must describe the drafter's "
             f"layers; {HINT}"
         )
-    for key in BESIDE:  # where older files have them
+    for key in IGNORED_FIELDS:  # where older files have them
         if (value := fields.get(key)) is not None and values.get(key) is None:
             values = {**values, key: value}
     kind = values.get("model_type", "qwen3")
-    known = DEFAULTS.get(kind, {})
-    whole = {**known, **{k: v for k, v in values.items() if v is not None}}
-    rope = whole.get("rope_parameters")
+    defaults = DEFAULTS.get(kind, {})
+    merged = {**defaults, **{k: v for k, v in values.items() if v is not None}}
+    rope = merged.get("rope_parameters")
     if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
-        whole["rope_parameters"] = rope["sliding_attention"]  # as the library does
-    return Fields(whole, fields.path)
+        merged["rope_parameters"] = rope["sliding_attention"]  # as the library does
+    return Fields(merged, fields.path)
 
 
 def read_window(fields: Fields, layers: Fields) -> int | None:
@@ -95,9 +95,9 @@ def read_masks(fields: Fields, layers: Fields) -> tuple[LayerMask, ...]:
     types, window = read_layer_types(layers), layers.get("sliding_window")
     if "sliding_attention" in types:
         window = read_window(fields, layers)
-    both = fields.flag("sliding_window_non_causal", True)
+    non_causal = fields.flag("sliding_window_non_causal", True)
     return tuple(
-        LayerMask(causal=not both, window=window)
+        LayerMask(causal=not non_causal, window=window)
         if t == "sliding_attention" and window is not None
         else LayerMask(causal=False)
         for t in types
@@ -109,15 +109,15 @@ def read_recommended(fields: Fields, drafts: int) -> int | None:
     size, so it says nothing about what the first slot does."""
     methods = fields.object("speculators_config").get("proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else {}
-    found = first.get("speculative_tokens") if isinstance(first, dict) else None
-    if found is None:
+    count = first.get("speculative_tokens") if isinstance(first, dict) else None
+    if count is None:
         return None
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(
-            f"{fields.path}: speculative_tokens is {found!r}, but must be a whole number of at "
+            f"{fields.path}: speculative_tokens is {count!r}, but must be a whole number of at "
             f"least 1; {HINT}"
         )
-    return min(found, drafts)
+    return min(count, drafts)
 
 
 def read(config: dict[str, Any], path: Path, target: Path | None = None) -> DraftConfig:
@@ -161,7 +161,7 @@ def read(config: dict[str, Any], path: Path, target: Path | None = None) -> Draf
         anchor_first=first,
         target_hidden_size=None if features is None else fields.integer("target_hidden_size"),
         draft_vocab_size=None if size == decoder.vocab_size else size,
-        num_drafts=read_recommended(fields, block - (not first)),
+        recommended_drafts=read_recommended(fields, block - (not first)),
         format="speculators",
     )
     fields.finish(HARMLESS)

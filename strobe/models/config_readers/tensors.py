@@ -29,9 +29,9 @@ ALIASES = {
 
 def own_name(key: str) -> str:
     """A tensor's name in a file -> as a module of its own would call it."""
-    own = next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), key)
-    alias = next((a for a in ALIASES if own.startswith(a)), "")
-    return ALIASES.get(alias, "") + own.removeprefix(alias)
+    name = next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), key)
+    alias = next((a for a in ALIASES if name.startswith(a)), "")
+    return ALIASES.get(alias, "") + name.removeprefix(alias)
 
 
 def draft_parts(
@@ -40,22 +40,22 @@ def draft_parts(
     """Which of "embed_tokens" and "lm_head" the drafter brings, and which tensors may stand beside
     its module's. shapes: of its tensors, None where none are read. Raises ValueError where fc does
     not fit the captured layers, or a reduced vocabulary has no table."""
-    own = {"lm_head"} if config.draft_vocab_size is not None else set[str]()
+    own_names = {"lm_head"} if config.draft_vocab_size is not None else set[str]()
     if config.target_hidden_size not in (None, config.decoder.hidden_size):
-        own = {"embed_tokens", "lm_head"}
+        own_names = {"embed_tokens", "lm_head"}
     if shapes is None:
-        return own, ()
-    own |= {part for part in ("embed_tokens", "lm_head") if f"{part}.weight" in shapes}
+        return own_names, ()
+    own_names |= {part for part in ("embed_tokens", "lm_head") if f"{part}.weight" in shapes}
     _check_features(shapes, config, directory)
     if config.draft_vocab_size is None:
-        return own, VOCABULARY[1:]
+        return own_names, VOCABULARY[1:]
     if shapes.get("d2t") != (config.draft_vocab_size,):
-        found = f"has shape {list(shapes['d2t'])}" if "d2t" in shapes else "is missing"
+        state = f"has shape {list(shapes['d2t'])}" if "d2t" in shapes else "is missing"
         raise ValueError(
-            f"{directory}: tensor d2t {found}, but draft_vocab_size {config.draft_vocab_size} of "
+            f"{directory}: tensor d2t {state}, but draft_vocab_size {config.draft_vocab_size} of "
             f"{config.decoder.vocab_size} needs an offset for each row of the head; {HINT}"
         )
-    return own, VOCABULARY
+    return own_names, VOCABULARY
 
 
 def _check_features(
@@ -66,8 +66,8 @@ def _check_features(
     if len(fc) == 2 and fc[1] != count * size:
         raise ValueError(
             f"{directory}: tensor fc.weight reads {fc[1]} values per token, but "
-            f"{config.ids_name} {list(config.ids)} names {count} layers of {size}, which make "
-            f"{count * size}; {HINT}"
+            f"{config.capture_ids_key} {list(config.capture_ids)} names {count} layers of "
+            f"{size}, which make {count * size}; {HINT}"
         )
 
 

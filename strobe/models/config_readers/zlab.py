@@ -61,16 +61,17 @@ def read_sinks(fields: Fields, masks: tuple[LayerMask, ...]) -> bool:
     """Whether heads have sinks: `attention_sink_bias` speaks of all layers; without it a key speaks
     of those that slide, another of those that do not."""
     swa, full = "add_swa_attention_sink_bias", "add_full_attention_sink_bias"
-    said = {True: fields.flag(swa), False: fields.flag(full)}
+    has_sinks = {True: fields.flag(swa), False: fields.flag(full)}
     if fields.get("attention_sink_bias") is not None:
         return fields.flag("attention_sink_bias")
-    found = {said[mask.window is not None] for mask in masks}
-    if len(found) > 1:
+    used = {has_sinks[mask.window is not None] for mask in masks}
+    if len(used) > 1:
         raise ValueError(
-            f"{fields.path}: {swa} is {said[True]!r} and {full} {said[False]!r}, but sinks in some "
+            f"{fields.path}: {swa} is {has_sinks[True]!r} and {full} {has_sinks[False]!r}, but "
+            "sinks in some "
             "layers only are not supported; use a drafter that has them in all layers or none."
         )
-    return found.pop()
+    return used.pop()
 
 
 def read_rope(
@@ -81,9 +82,9 @@ def read_rope(
     longest = fields.integer("max_position_embeddings", 32768)
     rope = read_ropes(fields, masks, 1e6, longest, drafter=True)
     neox = fields.flag("is_neox_style", fields.flag("rope_is_neox_style", True))
-    named = fields.get("partial_rotary_factor")
+    partial_factor = fields.get("partial_rotary_factor")
     parameters = fields.object("rope_parameters") or fields.object("rope_scaling")
-    share = parameters.get("partial_rotary_factor") or named
+    share = parameters.get("partial_rotary_factor") or partial_factor
     if share is None or not (fields.flag("use_swa") or sinks):
         return replace(rope, interleaved=not neox)
     real = isinstance(share, int | float) and not isinstance(share, bool)

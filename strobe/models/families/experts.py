@@ -93,18 +93,18 @@ class Experts(nn.Module):
 
     def weight_mapping(self) -> WeightMapping:
         """Most checkpoints have three linear layers of each expert."""
-        count, both, hidden = self.gate_up_proj.shape
-        found: WeightMapping = {"gate_up_proj": [], "down_proj": []}
+        count, gate_up_size, hidden = self.gate_up_proj.shape
+        mapping: WeightMapping = {"gate_up_proj": [], "down_proj": []}
         for e in range(count):
             for i, name in enumerate(("gate_proj", "up_proj")):
-                at = e, slice(i * both // 2, (i + 1) * both // 2)
-                found["gate_up_proj"].append(
-                    WeightPart({f"{e}.{name}.weight": (both // 2, hidden)}, at)
+                target = e, slice(i * gate_up_size // 2, (i + 1) * gate_up_size // 2)
+                mapping["gate_up_proj"].append(
+                    WeightPart({f"{e}.{name}.weight": (gate_up_size // 2, hidden)}, target)
                 )
-            found["down_proj"].append(
-                WeightPart({f"{e}.down_proj.weight": (hidden, both // 2)}, (e,))
+            mapping["down_proj"].append(
+                WeightPart({f"{e}.down_proj.weight": (hidden, gate_up_size // 2)}, (e,))
             )
-        return found
+        return mapping
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, residual: Tensor) -> Tensor:
         """x, residual [T, H], weights and experts [T, k] -> residual + the weighted results."""
@@ -119,8 +119,8 @@ class Experts(nn.Module):
         if self.down_proj_bias is not None:
             pairs = pairs + self.down_proj_bias.index_select(0, of_pair)
         # Back in the rows' order, so that each row adds up its own results, always alike.
-        own = torch.empty_like(pairs).index_copy_(0, order, pairs).view(rows, top_k, -1)
-        return torch.baddbmm(residual[:, None], weights[:, None], own)[:, 0]
+        expert_outputs = torch.empty_like(pairs).index_copy_(0, order, pairs).view(rows, top_k, -1)
+        return torch.baddbmm(residual[:, None], weights[:, None], expert_outputs)[:, 0]
 
 
 class SparseMLP(nn.Module):
@@ -183,7 +183,8 @@ def blocked_gemm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     cells = (start[:, None] + torch.arange(size, device=x.device)).clamp(max=rows - 1)
     step = max(GATHERED // (weights.shape[1] * weights.shape[2]), 1)
     parts = [
-        torch.bmm(x[some], weights[of].transpose(1, 2)) for some, of in _split(cells, expert, step)
+        torch.bmm(x[row_slice], weights[expert_slice].transpose(1, 2))
+        for row_slice, expert_slice in _split(cells, expert, step)
     ]
     row = torch.arange(rows, device=x.device)
     owner = torch.searchsorted(ends, row, right=True).clamp(max=count - 1)

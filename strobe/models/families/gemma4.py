@@ -23,7 +23,7 @@ from strobe.models.config_readers.rope import read_rope
 from strobe.models.families.experts import Experts, read_counts
 from strobe.models.layers import MLP
 from strobe.models.modules import Attention, RMSNorm
-from strobe.models.ops.torch_ops import Residual, Rows, TorchOps
+from strobe.models.ops.torch_ops import ForwardRows, Residual, TorchOps
 from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, WeightPart
@@ -34,7 +34,7 @@ UNIFIED = ("gemma4_unified", "gemma4_unified_text")
 """model_type of 12B's, whose text decoder has no per-layer input embeddings to speak of."""
 TOWERS = ("vision_tower.", "embed_vision.", "vision_embedder.", "audio_tower.", "embed_audio.")
 """What the names of tensors begin with that serve images and sound only."""
-BESIDE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+IGNORED_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 """Keys that count for the text decoder where `text_config` leaves them out."""
 OUTER = frozenset(
     {
@@ -65,23 +65,25 @@ def read_types(fields: Fields) -> list[str]:
 
 def read_ropes(fields: Fields, types: list[str]) -> dict[str, RopeConfig]:
     """The rope of each type of layer that there is."""
-    parameters, found = fields.object("rope_parameters") or ROPES, dict[str, RopeConfig]()
+    parameters, ropes = fields.object("rope_parameters") or ROPES, dict[str, RopeConfig]()
     longest = fields.integer("max_position_embeddings", 131072)
     for kind in sorted(set(types)):
-        own = parameters.get(kind)
-        if not isinstance(own, dict) or not isinstance(own.get("rope_theta"), int | float):
+        rope_fields = parameters.get(kind)
+        if not isinstance(rope_fields, dict) or not isinstance(
+            rope_fields.get("rope_theta"), int | float
+        ):
             raise ValueError(
                 f"{fields.path}: rope_parameters must name a rope_theta for {kind}, but is "
                 f"{parameters!r}; {HINT}"
             )
-        share = own.get("partial_rotary_factor")
-        if own.get("rope_type", "default") != "proportional" and share not in (None, 1.0):
+        share = rope_fields.get("partial_rotary_factor")
+        if rope_fields.get("rope_type", "default") != "proportional" and share not in (None, 1.0):
             raise ValueError(
                 f"{fields.path}: partial_rotary_factor of {kind} is {share!r}, which only a rope "
                 f"of type 'proportional' has; {HINT}"
             )
-        found[kind] = read_rope(own, float(own["rope_theta"]), longest, fields.path)
-    return found
+        ropes[kind] = read_rope(rope_fields, float(rope_fields["rope_theta"]), longest, fields.path)
+    return ropes
 
 
 def read_shapes(fields: Fields, types: list[str]) -> tuple[LayerShape, ...]:
@@ -91,14 +93,14 @@ def read_shapes(fields: Fields, types: list[str]) -> tuple[LayerShape, ...]:
     heads, width = fields.integer("num_key_value_heads", 4), fields.integer("head_dim", 256)
     wide = {"head_dim": fields.integer("global_head_dim", 512)}
     if fields.get("num_global_key_value_heads") is not None:
-        few = fields.integer("num_global_key_value_heads")
-        wide |= {"num_key_value_heads": few} if shared else {}
-    own = {i: wide for i, kind in enumerate(types) if kind == FULL}
+        global_kv_heads = fields.integer("num_global_key_value_heads")
+        wide |= {"num_key_value_heads": global_kv_heads} if shared else {}
+    layer_kv = {i: wide for i, kind in enumerate(types) if kind == FULL}
     if fields.get("per_layer_config") is not None:
-        own = read_own_layers(fields, len(types))
-    found: list[LayerShape] = []
+        layer_kv = read_own_layers(fields, len(types))
+    shapes: list[LayerShape] = []
     for i, kind in enumerate(types):
-        part = Fields(own.get(i, {}), fields.path)
+        part = Fields(layer_kv.get(i, {}), fields.path)
         shape = LayerShape(
             part.integer("num_key_value_heads", heads),
             part.integer("head_dim", width),
@@ -112,20 +114,20 @@ def read_shapes(fields: Fields, types: list[str]) -> tuple[LayerShape, ...]:
                 f"{shape.head_dim}, but their number must divide num_attention_heads, and their "
                 f"size must be even; {HINT}"
             )
-        found.append(shape)
-    return tuple(found)
+        shapes.append(shape)
+    return tuple(shapes)
 
 
 def read_own_layers(fields: Fields, count: int) -> dict[int, dict[str, Any]]:
     """What single layers have of their own, by their number, which may be padded with zeros."""
-    found = fields.object("per_layer_config")
-    for key, values in found.items():
+    layer_fields = fields.object("per_layer_config")
+    for key, values in layer_fields.items():
         if not key.isdecimal() or int(key) >= count or not isinstance(values, dict):
             raise ValueError(
                 f"{fields.path}: per_layer_config has {key!r}: {values!r}, but must have an object "
                 f"for the number of a layer, 0 to {count - 1}; {HINT}"
             )
-    return {int(key): values for key, values in found.items()}
+    return {int(key): values for key, values in layer_fields.items()}
 
 
 def read_experts(fields: Fields) -> ExpertShape | None:
@@ -176,7 +178,7 @@ def refuse_unsupported(fields: Fields) -> None:
 def read(fields: Fields, directory: Path) -> TargetConfig:
     outer = fields
     if outer.object("text_config"):
-        fields = outer.inner("text_config", BESIDE, first=("eos_token_id",))
+        fields = outer.inner("text_config", IGNORED_FIELDS, first=("eos_token_id",))
         if outer.get("vision_config") or outer.get("audio_config"):
             logger.info("Gemma 4 reads text only: its towers for images and sound are left out.")
     refuse_unsupported(fields)
@@ -247,8 +249,8 @@ class Gemma4Router(nn.Module):
         size = x.shape[1:]
         normed = F.rms_norm(x, size, self.scale, self.eps) * size.numel() ** -0.5
         top, experts = F.linear(normed, self.weight).float().topk(self.top_k, dim=-1)
-        own = self.per_expert_scale.index_select(0, experts.flatten()).view_as(top)
-        return (top.softmax(-1) * own).to(x.dtype), experts
+        expert_scale = self.per_expert_scale.index_select(0, experts.flatten()).view_as(top)
+        return (top.softmax(-1) * expert_scale).to(x.dtype), experts
 
 
 class Gemma4Layer(nn.Module):
@@ -273,7 +275,7 @@ class Gemma4Layer(nn.Module):
         inner = ops.norm_linear(x, self.pre_feedforward_layernorm, mlp.gate_up_proj, "gelu_tanh")
         return ops.linear(inner, mlp.down_proj)
 
-    def forward(self, ops: TorchOps, x: Residual, rows: Rows) -> None:
+    def forward(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
         attention = self.self_attn
         qkv = ops.norm_linear(x, self.input_layernorm, attention.qkv_proj)
         mixed = ops.linear(ops.attention(qkv, attention, rows), attention.o_proj)
@@ -298,5 +300,7 @@ class Gemma4SparseLayer(Gemma4Layer):
     def feed(self, ops: TorchOps, x: Residual) -> Tensor:
         every = ops.norm(super().feed(ops, x), self.post_feedforward_layernorm_1)
         rows = ops.norm(x.value, self.pre_feedforward_layernorm_2)
-        few = ops.experts(rows, self.router(x.value), self.experts, torch.zeros_like(rows))
-        return every + ops.norm(few, self.post_feedforward_layernorm_2)
+        expert_output = ops.experts(
+            rows, self.router(x.value), self.experts, torch.zeros_like(rows)
+        )
+        return every + ops.norm(expert_output, self.post_feedforward_layernorm_2)

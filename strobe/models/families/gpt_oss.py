@@ -46,16 +46,16 @@ class GptOssExperts(Experts):
     packed = False
 
     def weight_mapping(self) -> WeightMapping:
-        found: WeightMapping = {}
+        mapping: WeightMapping = {}
         for name in ("gate_up_proj", "down_proj"):
             count, rows, inner = self.get_parameter(name).shape
             if self.packed:
                 parts = count, rows, inner // BLOCK
                 shapes = {f"{name}_blocks": (*parts, BLOCK // 2), f"{name}_scales": parts}
-                found[name] = [WeightPart(shapes, fill=unpack, dtypes=("U8",))]
+                mapping[name] = [WeightPart(shapes, fill=unpack, dtypes=("U8",))]
             else:
-                found[name] = [WeightPart({name: (count, inner, rows)}, fill=transposed)]
-        return found
+                mapping[name] = [WeightPart({name: (count, inner, rows)}, fill=transposed)]
+        return mapping
 
 
 def read_packing(fields: Fields, *sizes: int) -> Quantization | None:

@@ -30,14 +30,14 @@ from strobe.models.config_readers.rope import read_rope
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import MLP, DecoderLayer
 from strobe.models.modules import Attention, RMSNorm
-from strobe.models.ops.torch_ops import Residual, Rows, TorchOps
+from strobe.models.ops.torch_ops import ForwardRows, Residual, TorchOps
 from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, copy
 
 logger = logging.getLogger(__name__)
 
-BESIDE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
+IGNORED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 """Keys that count for text where text_config leaves them out."""
 OUTER = (
     "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
@@ -61,7 +61,7 @@ class Qwen35Config(TargetConfig):
 def read(fields: Fields, directory: Path) -> TargetConfig:
     inner = fields
     if fields.object("text_config"):
-        inner = fields.inner("text_config", BESIDE, first=("tie_word_embeddings",))
+        inner = fields.inner("text_config", IGNORED_FIELDS, first=("tie_word_embeddings",))
         fields.finish(OUTER)
     sparse = fields.get("model_type") in SPARSE
     return _read_text(inner, directory, fields.get("architectures"), sparse=sparse)
@@ -115,12 +115,12 @@ def _read_experts(fields: Fields) -> ExpertShape:
 
 def _layer_types(fields: Fields) -> list[str]:
     """Where none are listed, every `full_attention_interval`-th layer has attention."""
-    known = ("linear_attention", "full_attention")
+    supported = ("linear_attention", "full_attention")
     interval = fields.integer("full_attention_interval", 4)
     if fields.get("layer_types"):
-        return read_layer_types(fields, known)
+        return read_layer_types(fields, supported)
     count = fields.integer("num_hidden_layers")
-    return [known[(i + 1) % interval == 0] for i in range(count)]
+    return [supported[(i + 1) % interval == 0] for i in range(count)]
 
 
 def _read_states(fields: Fields, layers: int) -> StateSpec:
@@ -192,7 +192,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedNorm(spec.value_dim, config.rms_norm_eps)
         self.out_proj = nn.Linear(width, hidden, bias=False)
 
-    def forward(self, ops: TorchOps, x: Tensor, rows: Rows) -> Tensor:
+    def forward(self, ops: TorchOps, x: Tensor, rows: ForwardRows) -> Tensor:
         """x [T, H] -> what the states answer, gated [T, Hv * Dv]."""
         time = F.softplus(ops.linear(x, self.in_proj_a).float() + self.dt_bias)
         decay = -self.A_log.float().exp() * time
@@ -240,12 +240,12 @@ class GatedLayer(DecoderLayer):
         super().__init__(config, layer, mlp)
         self.self_attn = GatedAttention(config, layer)
 
-    def forward(self, ops: TorchOps, x: Residual, rows: Rows) -> None:
+    def forward(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
         attention = self.self_attn
         qkv = ops.norm_linear(x, self.input_layernorm, attention.qkv_proj)
         gate, qkv = qkv.tensor_split([attention.gate_heads * attention.head_dim], 1)
         mixed = ops.attention(qkv, attention, rows) * gate.sigmoid()
-        ops.add_linear(x, mixed, attention.o_proj, then=self.post_attention_layernorm)
+        ops.add_linear(x, mixed, attention.o_proj, next_norm=self.post_attention_layernorm)
         self.mlp(ops, x, self.post_attention_layernorm)
 
 
@@ -262,9 +262,9 @@ class RecurrentLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(*norm)
         self.mlp = mlp or MLP(decoder)
 
-    def forward(self, ops: TorchOps, x: Residual, rows: Rows) -> None:
+    def forward(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
         mixed = self.linear_attn(ops, ops.norm(x.value, self.input_layernorm), rows)
-        ops.add_linear(x, mixed, self.linear_attn.out_proj, then=self.post_attention_layernorm)
+        ops.add_linear(x, mixed, self.linear_attn.out_proj, next_norm=self.post_attention_layernorm)
         self.mlp(ops, x, self.post_attention_layernorm)
 
 

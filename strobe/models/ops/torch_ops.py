@@ -46,7 +46,7 @@ class ContextWeights(NamedTuple):
 Linear = nn.Linear | ContextWeights
 
 
-class Stream:
+class ResidualStream:
     """The residual stream of one forward, `value` [T, H], and the features captured from it.
     Layers add to it through ops, or put a sum in its place; nothing is overwritten."""
 
@@ -54,9 +54,9 @@ class Stream:
         self.value, self.capture = value, capture
         self._captured = {0: value} if 0 in capture else {}
 
-    def begin(self, done: int, then: Tensor | None) -> None:
-        """Before the layer with which `done` are done. then: the weight of the norm that reads the
-        stream behind it; None behind the last."""
+    def begin(self, done: int, next_norm: Tensor | None) -> None:
+        """Before the layer with which `done` are done. next_norm: the weight of the norm that reads
+        the stream behind it; None behind the last."""
 
     def end(self, done: int) -> None:
         """After that layer."""
@@ -68,7 +68,7 @@ class Stream:
         return torch.cat([self._captured[k] for k in self.capture], -1) if self.capture else None
 
 
-Residual: TypeAlias = "Stream | FusedResidual"
+Residual: TypeAlias = "ResidualStream | FusedResidual"
 """The stream as `TorchOps` or as kernels keep it: with the same attributes and methods."""
 
 
@@ -81,7 +81,7 @@ about caches, masks or batches: the engine passes one of these, training passes 
 """
 
 
-class Rows:
+class ForwardRows:
     """The rows of one forward. tables: the rotary table of each layer with attention; attend: any
     `Attend`, with more methods where recurrent layers or kernels need them."""
 
@@ -94,10 +94,10 @@ class Rows:
     def angles(self, layer: int) -> Rope:
         """By which the layer rotates; computed once for all layers of one table."""
         table = self.tables[layer]
-        found = self._angles.get(table)
-        if found is None:
-            found = self._angles[table] = table(self.positions)
-        return found
+        angles = self._angles.get(table)
+        if angles is None:
+            angles = self._angles[table] = table(self.positions)
+        return angles
 
 
 class TorchOps:
@@ -110,7 +110,7 @@ class TorchOps:
     def residual(self, x: Tensor, capture: tuple[int, ...] = ()) -> Residual:
         """x [T, H], which is given up to the stream. capture: counts of layers done, in the
         features' order."""
-        return Stream(x, capture)
+        return ResidualStream(x, capture)
 
     def norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x [T, H] -> [T, H]."""
@@ -131,9 +131,10 @@ class TorchOps:
         return self.linear(self.norm(x.value, norm), linear, activation)
 
     def add_linear(
-        self, x: Residual, y: Tensor, linear: Linear, then: RMSNorm | None = None
+        self, x: Residual, y: Tensor, linear: Linear, next_norm: RMSNorm | None = None
     ) -> None:
-        """x += linear(y), y [T, K]. then: the norm that reads x next; None where the layer ends."""
+        """x += linear(y), y [T, K]. next_norm: the norm that reads x next; None where the layer
+        ends."""
         out = torch.addmm(x.value, y, linear.weight.t())
         x.value = out if linear.bias is None else out + linear.bias
 
@@ -142,18 +143,20 @@ class TorchOps:
         value = x.value + self.norm(y, norm)
         x.value = value if scale is None else value * scale
 
-    def attention(self, qkv: Tensor, of: Attention, rows: Rows) -> Tensor:
+    def attention(self, qkv: Tensor, attention: Attention, rows: ForwardRows) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) D], as the layer's linear leaves it -> [T, Hq * D]: norm and rotate
         the heads, store keys and values, attend."""
-        qkv, heads = qkv.view(qkv.shape[0], -1, of.head_dim), of.q_heads + of.kv_heads
-        qk, v = qkv[:, :heads], qkv[:, -of.kv_heads :]  # the keys once more without own values
-        if (norms := of.norms()) is not None:
-            qk = (unit_rms(qk, of.eps, norms[1]) * norms[0]).to(qk.dtype)
-        qk = rotate(qk, rows.angles(of.layer))
-        if of.value_norm:
-            v = unit_rms(v, of.eps, None)
-        sinks = () if of.sinks is None else (of.sinks,)
-        return rows.attend(of.layer, qk[:, : of.q_heads], qk[:, of.q_heads :], v, *sinks)
+        qkv = qkv.view(qkv.shape[0], -1, attention.head_dim)
+        q_heads, kv_heads = attention.q_heads, attention.kv_heads
+        # Without values of its own, a layer's values are its keys.
+        qk, v = qkv[:, : q_heads + kv_heads], qkv[:, -kv_heads:]
+        if (norms := attention.norms()) is not None:
+            qk = (unit_rms(qk, attention.eps, norms[1]) * norms[0]).to(qk.dtype)
+        qk = rotate(qk, rows.angles(attention.layer))
+        if attention.value_norm:
+            v = unit_rms(v, attention.eps, None)
+        sinks = () if attention.sinks is None else (attention.sinks,)
+        return rows.attend(attention.layer, qk[:, :q_heads], qk[:, q_heads:], v, *sinks)
 
     def experts(
         self, x: Tensor, routed: tuple[Tensor, Tensor], experts: nn.Module, residual: Tensor
@@ -163,7 +166,7 @@ class TorchOps:
         return experts(x, *routed, residual)
 
     def delta_rule(
-        self, qkv: Tensor, decay: Tensor, rate: Tensor, conv: Tensor, layer: int, rows: Rows
+        self, qkv: Tensor, decay: Tensor, rate: Tensor, conv: Tensor, layer: int, rows: ForwardRows
     ) -> Tensor:
         """The gated delta rule behind a convolution, over the sequences' states (Yang et al., arXiv
         2412.06464): qkv [T, C], decay (its logarithm) and rate [T, Hv] in fp32, conv [C, kernel] ->
@@ -187,17 +190,19 @@ class TorchOps:
         """As `argmax`, and how far each largest logit is above the second largest [R] float32."""
         return best_two(self.head(x, norm, weight))
 
-    def context_kv(self, kv: Tensor, of: ContextWeights, rows: Rows) -> tuple[Tensor, Tensor]:
+    def context_kv(
+        self, kv: Tensor, weights: ContextWeights, rows: ForwardRows
+    ) -> tuple[Tensor, Tensor]:
         """A drafter's kv [T, L * 2 * Hkv * D], as its context weights leave it -> keys, normed and
         rotated, and values [T, L, Hkv, D]."""
-        layers, width = of.gains.shape
+        layers, width = weights.gains.shape
         keys, values = kv.view(kv.shape[0], layers, 2, -1, width).unbind(2)
-        (gains, floor), (cos, sin) = of.folded, rows.angles(0)
-        keys = unit_rms(keys, of.eps, floor) * gains[:, None]
+        (gains, floor), (cos, sin) = weights.folded, rows.angles(0)
+        keys = unit_rms(keys, weights.eps, floor) * gains[:, None]
         return rotate(keys, (cos[:, None], sin[:, None])), values
 
     def store_context(
-        self, kv: Tensor, of: ContextWeights, rows: Rows, slots: Tensor, store: KVStore
+        self, kv: Tensor, weights: ContextWeights, rows: ForwardRows, slots: Tensor, store: KVStore
     ) -> None:
         """`context_kv` to slots [T] of every layer."""
-        store.write_all(slots, *self.context_kv(kv, of, rows))
+        store.write_all(slots, *self.context_kv(kv, weights, rows))

@@ -18,7 +18,14 @@ from strobe.kernels.rowwise import context_store, qk_norm_rope_store, rms_norm
 from strobe.kernels.steps import gather_rows
 from strobe.kv.store import KVStore
 from strobe.models.modules import Attention, RMSNorm, scale_of
-from strobe.models.ops.torch_ops import Activation, ContextWeights, Linear, Residual, Rows, TorchOps
+from strobe.models.ops.torch_ops import (
+    Activation,
+    ContextWeights,
+    ForwardRows,
+    Linear,
+    Residual,
+    TorchOps,
+)
 
 
 class TritonOps(TorchOps):
@@ -30,11 +37,11 @@ class TritonOps(TorchOps):
 
     def _weight(self, linear: Linear) -> tuple[Weight, Tensor | None]:
         """The layer's weight, with its rows' scales if it is in FP8, and its bias."""
-        found = self._weights.get(linear)
-        if found is None:
+        cached = self._weights.get(linear)
+        if cached is None:
             weight = Weight(linear.weight, scale_of(linear))
-            found = self._weights[linear] = weight, linear.bias
-        return found
+            cached = self._weights[linear] = weight, linear.bias
+        return cached
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         return gather_rows(weight, ids)
@@ -56,37 +63,37 @@ class TritonOps(TorchOps):
         self, x: Residual, norm: RMSNorm, linear: Linear, activation: Activation | None = None
     ) -> Tensor:
         assert isinstance(x, FusedResidual)
-        how = {"norm": (norm.weight, norm.eps), "scaled": x.scaled(norm.weight)}
-        return self.linear(x.value, linear, activation, **how)
+        norm_kwargs = {"norm": (norm.weight, norm.eps), "scaled": x.scaled(norm.weight)}
+        return self.linear(x.value, linear, activation, **norm_kwargs)
 
     def add_linear(
-        self, x: Residual, y: Tensor, linear: Linear, then: RMSNorm | None = None
+        self, x: Residual, y: Tensor, linear: Linear, next_norm: RMSNorm | None = None
     ) -> None:
         assert isinstance(x, FusedResidual)
         weight, bias = self._weight(linear)
-        x.add_linear(self.gemms, y, weight, bias, None if then is None else then.weight)
+        x.add_linear(self.gemms, y, weight, bias, None if next_norm is None else next_norm.weight)
 
-    def attention(self, qkv: Tensor, of: Attention, rows: Rows) -> Tensor:
+    def attention(self, qkv: Tensor, attention: Attention, rows: ForwardRows) -> Tensor:
         attend = rows.attend
-        if not hasattr(attend, "over"):  # keys and values are not within reach
-            return super().attention(qkv, of, rows)
-        table = rows.tables[of.layer]
+        if not hasattr(attend, "with_packed"):  # keys and values are not within reach
+            return super().attention(qkv, attention, rows)
+        table = rows.tables[attention.layer]
         q = qk_norm_rope_store(
             qkv,
-            None if of.q_norm is None else of.q_norm.weight,
-            None if of.k_norm is None else of.k_norm.weight,
-            of.eps,
+            None if attention.q_norm is None else attention.q_norm.weight,
+            None if attention.k_norm is None else attention.k_norm.weight,
+            attention.eps,
             table.cos,
             table.sin,
             rows.positions,
             attend.slots,
-            attend.kv(of.layer),
-            of.q_heads,
-            of.kv_heads,
-            own_values=of.own_values,
-            value_norm=of.value_norm,
+            attend.kv(attention.layer),
+            attention.q_heads,
+            attention.kv_heads,
+            own_values=attention.own_values,
+            value_norm=attention.value_norm,
         )
-        return attend.over(of.layer, q, of.sinks)
+        return attend.over(attention.layer, q, attention.sinks)
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         return self.gemms.linear(self.norm(x, norm), Weight(weight))
@@ -100,11 +107,11 @@ class TritonOps(TorchOps):
         self, x: Tensor, norm: RMSNorm, weight: Tensor, fp8: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         margins = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-        of = Weight(*(fp8 or (weight,)))
-        return self.gemms.head_argmax(self.norm(x, norm), of, margins=margins), margins
+        head_weight = Weight(*(fp8 or (weight,)))
+        return self.gemms.head_argmax(self.norm(x, norm), head_weight, margins=margins), margins
 
     def store_context(
-        self, kv: Tensor, of: ContextWeights, rows: Rows, slots: Tensor, store: KVStore
+        self, kv: Tensor, weights: ContextWeights, rows: ForwardRows, slots: Tensor, store: KVStore
     ) -> None:
         cos, sin = rows.tables[0].cos, rows.tables[0].sin
-        context_store(kv, of.gains, of.eps, cos, sin, rows.positions, slots, store.data)
+        context_store(kv, weights.gains, weights.eps, cos, sin, rows.positions, slots, store.data)

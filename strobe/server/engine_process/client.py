@@ -18,7 +18,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 
 from strobe.config import EngineConfig
-from strobe.request import FinishReason, Place
+from strobe.request import FinishReason, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.messages import (
     Failed,
@@ -116,12 +116,12 @@ class Generation:
 
     def take(self, events: list[TokenEvent], ended: float = 0.0) -> None:
         """Take in what a step brought that ended then; called by the client."""
-        events = [event for event in events if event.choice in self.open]
+        events = [event for event in events if event.sibling in self.open]
         if not events:
             return
         for event in events:
             if event.finish_reason is not None:
-                self.open.discard(event.choice)
+                self.open.discard(event.sibling)
             if event.tokens:
                 self.first_ended, self.last_ended = self.first_ended or ended, ended
         self._events.append(events)
@@ -204,7 +204,11 @@ class EngineClient:
         return sum(len(generation.open) for generation in self._generations.values())
 
     def submit(
-        self, prompt_ids: list[int], params: SamplingParams, request_id: str, place: Place
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        place: SchedulingOptions,
     ) -> Generation:
         """Ask for the answers to a prompt. Raises EngineDead."""
         if self.dead:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from strobe.request import USUAL, FinishReason, Place
+from strobe.request import DEFAULT_SCHEDULING, FinishReason, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.step import TokenEvent
@@ -21,7 +21,7 @@ class Submit(NamedTuple):
     prompt_ids: list[int]
     params: SamplingParams
     request_id: str
-    place: Place = USUAL
+    place: SchedulingOptions = DEFAULT_SCHEDULING
 
 
 class Finish(NamedTuple):

@@ -76,7 +76,7 @@ def send(pipe: Connection, message: FromEngine) -> None:
 def facts(engine: Engine) -> Ready:
     """What the server needs to know of the engine."""
     resolved = engine.resolved
-    held = set(engine.proposers.all if engine.limits.num_drafts else ())
+    held = set(engine.proposers.by_name if engine.limits.num_drafts else ())
     can = [method for method in METHODS if held.issuperset(method.split("+"))]
     methods = dict.fromkeys((resolved.method, *can, "none"))
     return Ready(
@@ -88,7 +88,7 @@ def facts(engine: Engine) -> Ready:
         sampling=dict(resolved.target.sampling),
         dtype=str(resolved.dtype).removeprefix("torch."),
         device=str(resolved.device),
-        pages=engine.parts.pool.capacity,
+        pages=engine.components.pool.capacity,
     )
 
 
@@ -116,10 +116,10 @@ class Worker:
             if due:
                 self.last_snapshot = now
             if events or due:
-                wanted = [e for e in events if (e.key, e.choice) in self.requests]
+                wanted = [e for e in events if (e.key, e.sibling) in self.requests]
                 for event in wanted:
                     if event.finish_reason is not None:
-                        del self.requests[event.key, event.choice]
+                        del self.requests[event.key, event.sibling]
                 send(self.pipe, Step(wanted, self.snapshot() if due else None, now))
 
     def _step(self) -> list[TokenEvent]:
@@ -134,7 +134,7 @@ class Worker:
 
     def snapshot(self) -> EngineSnapshot:
         stats, scheduler = self.engine.stats, self.engine.scheduler
-        pool, counts = self.engine.parts.pool, stats.speculation
+        pool, counts = self.engine.components.pool, stats.draft_counts
         return EngineSnapshot(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -144,14 +144,14 @@ class Worker:
             generation_tokens=stats.generation_tokens,
             preemptions=stats.preemptions,
             num_drafts=counts.steps,
-            num_draft_tokens=counts.drafted,
-            num_accepted_tokens=counts.accepted,
-            accepted_per_position=tuple(counts.per_position),
+            num_draft_tokens=counts.num_verified,
+            num_accepted_tokens=counts.num_accepted,
+            accepted_per_position=tuple(counts.accepted_per_position),
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
-            drafts_made=counts.made,
-            rested_steps=counts.rested,
-            confidence=scheduler.budget.confidence_by_place,
+            drafts_made=counts.num_proposed,
+            rested_steps=counts.skipped_steps,
+            confidence=scheduler.draft_policy.confidence_by_place,
         )
 
     def _listen(self) -> None:
@@ -212,7 +212,7 @@ class Worker:
             if isinstance(message, Finish):
                 self._finish(message)
             elif isinstance(message, Forget):
-                self.engine.parts.pool.forget()
+                self.engine.components.pool.clear_cache()
             elif isinstance(message, Grammars):
                 send(self.pipe, message)
             elif not self._wanted(message.key):
@@ -237,7 +237,7 @@ class Worker:
                 message.params,
                 key=message.key,
                 request_id=message.request_id,
-                place=message.place,
+                scheduling=message.place,
             )
         except (ValueError, GrammarsUnavailable) as error:
             send(self.pipe, Refused(message.key, str(error), isinstance(error, ValueError)))

@@ -21,7 +21,7 @@ from strobe.server.openai.protocol.errors import BadField, counted
 from strobe.server.openai.runs import Choice, Job, Progress, Run, speculation, usage
 from strobe.server.parsers import CallDelta, Parser, Tool, make_parser
 from strobe.server.serving import Serving
-from strobe.text.tokenizer import Rendered, Tokenizer
+from strobe.text.tokenizer import RenderedChat, Tokenizer
 
 REASONING_NAMES = ("reasoning_content", "reasoning")
 """Thinking goes under both: DeepSeek's name, which most clients read, and vLLM's newer one."""
@@ -124,7 +124,7 @@ async def prepare(
     )
 
 
-def rendered(serving: Serving, request: Conversation) -> Rendered:
+def rendered(serving: Serving, request: Conversation) -> RenderedChat:
     """A conversation as the chat template writes it. Raises BadField."""
     options = serving.settings.template_variables | request.template_options()
     options["chat_template"] = serving.template(request.chat_template)
@@ -134,7 +134,7 @@ def rendered(serving: Serving, request: Conversation) -> Rendered:
         raise BadField(str(error), "messages") from None
 
 
-def prompt_ids(serving: Serving, chat: Rendered, request: Conversation) -> list[int]:
+def prompt_ids(serving: Serving, chat: RenderedChat, request: Conversation) -> list[int]:
     """The tokens of what `rendered` returned. Raises BadField."""
     more = request.add_special_tokens
     try:

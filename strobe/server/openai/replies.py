@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from strobe.outputs import named
+from strobe.outputs import logprobs_by_token
 from strobe.request import TokenLogprob
 from strobe.server.access import CLIENT_CLOSED
 from strobe.server.engine_process.client import EngineDead, EngineStopped, EngineUnavailable
@@ -306,7 +306,7 @@ def prompt_logprobs(
     return [
         None
         if entry is None
-        else {str(t): value._asdict() for t, value in named(entry, tokenizer).items()}
+        else {str(t): value._asdict() for t, value in logprobs_by_token(entry, tokenizer).items()}
         for entry in found
     ]
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from strobe.outputs import Answer, SpeculationReport, StreamDelta
-from strobe.request import USUAL, Place, SpeculationCount, TokenLogprob
+from strobe.outputs import AnswerBuilder, SpeculationReport, StreamDelta
+from strobe.request import DEFAULT_SCHEDULING, DraftCounts, SchedulingOptions, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import PromptRefused
 from strobe.server.openai.protocol.errors import BadField
@@ -32,7 +32,7 @@ class Job:
     parser: Callable[[], Parser] = Plain
     constraint: str = "structured_outputs"
     began: float = field(default_factory=time.monotonic)
-    place: Place = USUAL
+    place: SchedulingOptions = DEFAULT_SCHEDULING
 
 
 class Progress(NamedTuple):
@@ -52,8 +52,10 @@ class Choice:
 
     def __init__(self, serving: Serving, job: Job, index: int, began: float):
         self.job, self.index, self.parser = job, index, job.parser()
-        self.answer = Answer(serving.tokenizer, job.params, request_id=job.request_id, index=index)
-        self.output, self.counts = self.answer.output, self.answer.counts
+        self.answer = AnswerBuilder(
+            serving.tokenizer, job.params, request_id=job.request_id, index=index
+        )
+        self.output, self.counts = self.answer.output, self.answer.draft_counts
         self._serving, self._began, self._last = serving, began, began
         self.queued: float | None = None
         self.first: float | None = None
@@ -72,7 +74,7 @@ class Choice:
     def push(self, event: TokenEvent) -> Progress:
         """Take in a step's event of this answer."""
         if event.start is not None:
-            self.queued = event.start.queued
+            self.queued = event.start.queue_time
         first = not self.output.token_ids
         delta = self.answer.push(event)
         self.logprobs += delta.logprobs
@@ -85,11 +87,11 @@ class Choice:
                 parsed.content + rest.content,
                 parsed.calls + rest.calls,
             )
-        if event.drafted:
+        if event.num_verified:
             self._serving.metrics.verified(
-                drafted=event.drafted,
+                drafted=event.num_verified,
                 accepted=delta.accepted,
-                context=event.context,
+                context=event.num_computed_tokens,
                 phase=self.parser.phase,
             )
         self._clock(first, len(delta.token_ids))
@@ -141,7 +143,7 @@ class Run:
         try:
             async for events in self._generation:
                 # A stop string ends an answer here, and the engine may have stepped on meanwhile.
-                yield [self._take(e) for e in events if not self.choices[e.choice].ended]
+                yield [self._take(e) for e in events if not self.choices[e.sibling].ended]
         except PromptRefused as error:
             self.refused = True
             raise self.refusal(str(error)) from None
@@ -170,13 +172,13 @@ class Run:
         return self._generation.first_ended, self._generation.last_ended
 
     def _take(self, event: TokenEvent) -> Progress:
-        if event.start is not None and event.choice == 0:
+        if event.start is not None and event.sibling == 0:
             self.num_cached = event.start.num_cached
             if self.job.params.prompt_logprobs is not None:
                 self.prompt_logprobs = list(event.start.prompt_logprobs)
-        progress = self.choices[event.choice].push(event)
+        progress = self.choices[event.sibling].push(event)
         if progress.finished and event.finish_reason is None:
-            self._generation.finish(event.choice, "stop")
+            self._generation.finish(event.sibling, "stop")
         if progress.finished and all(choice.ended for choice in self.choices):
             self._metrics.longest(max(len(choice.output.token_ids) for choice in self.choices))
         return progress
@@ -203,7 +205,7 @@ def usage(runs: Sequence[Run]) -> dict[str, Any]:
 def speculation(runs: Sequence[Run]) -> dict[str, Any]:
     """How the answers were drafted, several together."""
     choices = [choice for run in runs for choice in run.choices]
-    total = SpeculationCount()
+    total = DraftCounts()
     for choice in choices:
         total.merge(choice.counts)
     first = choices[0].report

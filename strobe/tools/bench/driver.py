@@ -61,11 +61,11 @@ class Turn:
 
     def take(self, event: TokenEvent) -> None:
         self.tokens += len(event.tokens)
-        if event.made:
+        if event.num_proposed:
             self.drafting += 1
-            self.made += event.made
-            self.verified += event.drafted
-            self.accepted += event.accepted
+            self.made += event.num_proposed
+            self.verified += event.num_verified
+            self.accepted += event.num_accepted
 
 
 class Driver:

@@ -18,7 +18,7 @@ from statistics import median
 from rich.console import Console
 
 from strobe.config import EngineConfig
-from strobe.engine.build import Resolved, resolve
+from strobe.engine.build import ResolvedConfig, resolve
 from strobe.engine.engine import Engine
 from strobe.hub.locate import located
 from strobe.request import Request, Status
@@ -112,14 +112,14 @@ def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfi
         )
     most = max([*settings.requests, *(count for count, _ in settings.prefills)])
     config = replace(config, load_format="dummy", max_num_seqs=most, enable_prefix_caching=False)
-    ways = {"plain": config.plain(), "dflash": replace(config, method="dflash")}
+    ways = {"plain": config.without_draft(), "dflash": replace(config, method="dflash")}
     wanted = {"none": ["plain"], "dflash": ["dflash"]}.get(config.method or "")
     if wanted is None:
         wanted = ["plain", "dflash"] if config.draft is not None else ["plain"]
     return {name: ways[name] for name in wanted}
 
 
-def _check_room(settings: StepSettings, setup: Resolved) -> None:
+def _check_room(settings: StepSettings, setup: ResolvedConfig) -> None:
     """Raises ValueError where prompts and steps do not fit the context, or drafts not the block."""
     limits, drafts = setup.limits, setup.limits.num_drafts
     accepted = settings.acceptance_length if setup.draft is not None else 1.0
@@ -129,7 +129,7 @@ def _check_room(settings: StepSettings, setup: Resolved) -> None:
             f"{drafts + 1}."
         )
     for length in settings.prompt_lens:
-        room = limits.max_model_len - length - 1 - 2 * limits.block
+        room = limits.max_model_len - length - 1 - 2 * limits.lookahead
         most = math.floor(room / accepted) - settings.warmup
         if settings.steps > most:
             hint = (
@@ -151,10 +151,10 @@ def _check_room(settings: StepSettings, setup: Resolved) -> None:
 
 def _check_pages(settings: StepSettings, engine: Engine) -> None:
     """Raises ValueError where the requests would not find pages all at once."""
-    limits, pool = engine.limits, engine.parts.pool
+    limits, pool = engine.limits, engine.components.pool
     accepted = settings.acceptance_length if engine.resolved.draft is not None else 1.0
     steps = settings.warmup + settings.steps
-    longest = max(settings.prompt_lens) + math.ceil(steps * accepted) + 2 * limits.block
+    longest = max(settings.prompt_lens) + math.ceil(steps * accepted) + 2 * limits.lookahead
     count = max(settings.requests)
     need = count * -(-longest // limits.page_size)
     if need > pool.capacity:
@@ -165,7 +165,11 @@ def _check_pages(settings: StepSettings, engine: Engine) -> None:
 
 
 def _measure(
-    settings: StepSettings, name: str, setup: Resolved, rates: Rates, say: Callable[[str], None]
+    settings: StepSettings,
+    name: str,
+    setup: ResolvedConfig,
+    rates: Rates,
+    say: Callable[[str], None],
 ) -> tuple[list[Figures], list[Figures]]:
     """Steps and prefills of one way, with an engine that ends with this call."""
     say(f"{name}: building the engine")
@@ -234,7 +238,7 @@ def decode(
 ) -> Window:
     """Prefill all prompts, let all requests decode for `warmup` steps, and time `steps` more; the
     clock stands still for the device only before the first and after the last of them."""
-    device, usual = engine.resolved.device, engine.mark
+    device, usual = engine.resolved.device, engine.on_phase
     requests = [engine.add(prompt, params) for prompt in prompts]
     try:
         while not _all_decode(engine, len(requests)):
@@ -242,7 +246,7 @@ def decode(
         for _ in range(warmup):
             engine.step()
         if timeline is not None:
-            engine.mark = timeline.mark
+            engine.on_phase = timeline.mark
         synchronize(device)
         before, began = _tokens(requests), time.perf_counter()
         for _ in range(steps):
@@ -253,7 +257,7 @@ def decode(
         seconds, after = time.perf_counter() - began, _tokens(requests)
         _check_running(engine, requests)
     finally:
-        engine.mark = usual
+        engine.on_phase = usual
         for request in requests:
             engine.finish(request, "abort")
         while engine.has_work:
@@ -264,7 +268,7 @@ def decode(
 
 def _all_decode(engine: Engine, count: int) -> bool:
     running = engine.scheduler.running
-    return len(running) == count and all(record.decoding for record in running)
+    return len(running) == count and all(record.is_decoding for record in running)
 
 
 def _tokens(requests: Sequence[Request]) -> int:

@@ -120,7 +120,7 @@ class Shapes:
             self._weights(values + observed + head, small, 0)  # a drafter's head is as its layers
             + self._context(decoder, requests, context)
             + stored,
-            2 * requests * (block * values + self.draft.drafts * head) + 2 * rows * observed,
+            2 * requests * (block * values + self.draft.block_drafts * head) + 2 * rows * observed,
             requests * attention_operations(decoder, block, context),
         )
 

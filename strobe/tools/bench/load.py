@@ -17,9 +17,9 @@ import numpy as np
 from rich.console import Console
 
 from strobe.config import EngineConfig
-from strobe.engine.build import Resolved, resolve
-from strobe.spec.adaptive import AdaptiveBudget
-from strobe.spec.budget import Budget
+from strobe.engine.build import ResolvedConfig, resolve
+from strobe.speculation.adaptive import AdaptiveDraftPolicy
+from strobe.speculation.draft_policy import DraftPolicy
 from strobe.tools.bench.driver import Driver, Job, Turn
 from strobe.tools.bench.engine_step import located_shapes
 from strobe.tools.bench.plots import lines, missing, new_figure, save
@@ -67,8 +67,8 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
         engine = ReplayEngine(setup, traces)
         say("measuring what steps cost")
         adapt(engine)
-        budget = engine.scheduler.budget
-        assert isinstance(budget, AdaptiveBudget)
+        budget = engine.scheduler.draft_policy
+        assert isinstance(budget, AdaptiveDraftPolicy)
         figures: Figures = {
             "benchmark": "load",
             **circumstances(command, setup),
@@ -109,7 +109,7 @@ def _settled(driver: Driver, jobs: Sequence[Job]) -> Turn:
     return turn
 
 
-def _traces(settings: LoadSettings, setup: Resolved) -> Traces:
+def _traces(settings: LoadSettings, setup: ResolvedConfig) -> Traces:
     """Those of the file, or made by an acceptance rate."""
     assert setup.draft is not None
     if settings.acceptance_rate is not None:
@@ -117,7 +117,7 @@ def _traces(settings: LoadSettings, setup: Resolved) -> Traces:
     return load(Path(settings.traces) if settings.traces else TRACES).arranged(settings.mix)
 
 
-def _check_room(settings: LoadSettings, setup: Resolved, traces: Traces) -> None:
+def _check_room(settings: LoadSettings, setup: ResolvedConfig, traces: Traces) -> None:
     """Raises ValueError where an answer does not fit the context, or a number of drafts is none."""
     limits, most = setup.limits, max(settings.requests)
     if not settings.rate and not settings.steady and 0 < settings.answers < most:
@@ -129,7 +129,7 @@ def _check_room(settings: LoadSettings, setup: Resolved, traces: Traces) -> None
     longest = settings.max_tokens or int(traces.lengths.max())
     # Where all go on until the clock stops, the fastest gets further than the average.
     longest = 4 * longest if settings.steady else longest
-    need = settings.prompt_len + longest + 2 * limits.block
+    need = settings.prompt_len + longest + 2 * limits.lookahead
     if need > limits.max_model_len:
         raise ValueError(
             f"A prompt of {settings.prompt_len} tokens and what follows need up to {need} "
@@ -146,10 +146,10 @@ def _check_room(settings: LoadSettings, setup: Resolved, traces: Traces) -> None
 
 def _ways(settings: LoadSettings, engine: ReplayEngine) -> dict[str, Callable[[], None]]:
     """What switches the engine to each way."""
-    adaptive, fixed = engine.scheduler.budget, Budget()
+    adaptive, fixed = engine.scheduler.draft_policy, DraftPolicy()
 
-    def switch(budget: Budget) -> None:
-        engine.scheduler.budget, engine.drafter.margins = budget, budget is adaptive
+    def switch(budget: DraftPolicy) -> None:
+        engine.scheduler.draft_policy, engine.drafter.margins = budget, budget is adaptive
 
     return {
         way: lambda budget=adaptive if way == "adaptive" else fixed: switch(budget)

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from strobe.config import EngineConfig
-from strobe.engine.build import Resolved, resolve
+from strobe.engine.build import ResolvedConfig, resolve
 from strobe.engine.engine import Engine
 from strobe.hub.locate import located
 from strobe.models.registry import load_draft_config, load_target_config
@@ -59,7 +59,7 @@ class Turn:
     def acceptance_length(self) -> float | None:
         """Tokens per verify step: all but the first of each answer, which its prompt's own forward
         made. None where nothing drafted."""
-        steps = sum(request.speculation.steps for request in self.requests)
+        steps = sum(request.draft_counts.steps for request in self.requests)
         made = sum(request.num_output - 1 for request in self.requests)
         return made / steps if steps else None
 
@@ -126,14 +126,14 @@ def ways_of(config: EngineConfig) -> dict[str, EngineConfig]:
             "Nothing drafts; name a drafter with --draft, or --method ngram, to compare with plain "
             "decoding."
         )
-    return {"plain": config.plain(), config.method or "dflash": config}
+    return {"plain": config.without_draft(), config.method or "dflash": config}
 
 
 def answer(
     engine: Engine, prompts: Sequence[Sequence[int]], settings: OfflineSettings, count: int
 ) -> Turn:
     """Answer all prompts, `count` of them at once, the next one as soon as one has ended."""
-    device, usual = engine.resolved.device, engine.mark
+    device, usual = engine.resolved.device, engine.on_phase
     params = SamplingParams(
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -142,7 +142,7 @@ def answer(
     )
     turn = Turn([], Timeline(device))
     waiting, active = deque(prompts), dict[Hashable, Request]()
-    engine.mark = turn.timeline.mark
+    engine.on_phase = turn.timeline.mark
     synchronize(device)
     began = time.perf_counter()
     try:
@@ -164,7 +164,7 @@ def answer(
         turn.seconds = time.perf_counter() - began
         turn.timeline.stop()
     finally:
-        engine.mark = usual
+        engine.on_phase = usual
         for request in active.values():
             engine.finish(request, "abort")
         while engine.has_work:
@@ -176,10 +176,10 @@ def answer(
 def _all_decode(engine: Engine, count: int) -> bool:
     scheduler = engine.scheduler
     every = len(scheduler.running) == count and not scheduler.waiting
-    return every and all(record.decoding for record in scheduler.running)
+    return every and all(record.is_decoding for record in scheduler.running)
 
 
-def _row(setup: Resolved, turn: Turn, rates: Rates, count: int) -> Figures:
+def _row(setup: ResolvedConfig, turn: Turn, rates: Rates, count: int) -> Figures:
     """One way's figures at one concurrency."""
     split = turn.timeline.split(turn.full)
     length = turn.acceptance_length

@@ -19,10 +19,10 @@ from strobe.engine.engine import Engine
 from strobe.hub.locate import located
 from strobe.request import Request
 from strobe.runner.batch import Layout
-from strobe.runner.pending import Verdict
+from strobe.runner.pending import VerifyResult
 from strobe.sampling_params import SamplingParams
-from strobe.spec.base import Drafts
-from strobe.spec.dflash import DFlashProposer
+from strobe.speculation.base import Drafts
+from strobe.speculation.dflash import DFlashProposer
 from strobe.step import Span
 from strobe.tools.bench.prompts import read_prompts
 from strobe.tools.bench.replay import widths_of
@@ -44,7 +44,7 @@ class _Recorder:
     def propose(self, spans: Sequence[Span]) -> Drafts:
         places: list[list[tuple[Any, Any]]] = [[] for _ in spans]
         for width in self.widths:
-            made = self.drafter.propose([span._replace(drafts=width) for span in spans])
+            made = self.drafter.propose([span._replace(num_drafts=width) for span in spans])
             assert made.tokens is not None
             assert made.margins is not None
             pairs = zip(made.tokens.cpu().numpy(), made.margins.cpu().numpy(), strict=True)
@@ -54,7 +54,7 @@ class _Recorder:
             self.seen.setdefault(span.slot, []).append(place)
         return made.first(1)  # pyright: ignore[reportPossiblyUnboundVariable]
 
-    def observe(self, batch: Batch, hidden: Tensor | None, verdict: Verdict) -> None:
+    def observe(self, batch: Batch, hidden: Tensor | None, verdict: VerifyResult) -> None:
         self.drafter.observe(batch, hidden, verdict)
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from strobe.attention.base import Batch
-from strobe.engine.build import Resolved
+from strobe.engine.build import ResolvedConfig
 from strobe.engine.engine import Engine
 from strobe.models.config import DraftConfig
 from strobe.runner.batch import Layout
-from strobe.runner.pending import Verdict
-from strobe.spec.base import Drafts
-from strobe.spec.dflash import DFlashProposer, block_widths
+from strobe.runner.pending import VerifyResult
+from strobe.speculation.base import Drafts
+from strobe.speculation.dflash import DFlashProposer, block_sizes
 from strobe.step import Plan, Span
 from strobe.tools.bench.traces import Traces
 from strobe.transfer import upload
@@ -22,8 +22,8 @@ from strobe.transfer import upload
 
 def widths_of(draft: DraftConfig) -> tuple[int, ...]:
     """Drafts of the drafter's blocks."""
-    unused = draft.block_size - draft.drafts
-    return tuple([rows - unused for rows in block_widths(draft)])
+    unused = draft.block_size - draft.block_drafts
+    return tuple([rows - unused for rows in block_sizes(draft)])
 
 
 class ReplayEngine(Engine):
@@ -34,7 +34,7 @@ class ReplayEngine(Engine):
     slot would have had no tokens at all.
     """
 
-    def __init__(self, setup: Resolved, traces: Traces):
+    def __init__(self, setup: ResolvedConfig, traces: Traces):
         """Raises ValueError for traces of other blocks than the pair's."""
         assert setup.draft is not None
         widths = widths_of(setup.draft)
@@ -92,7 +92,7 @@ class _Replayed:
         margins = self.engine.margins_of(spans, *made.tokens.shape)
         return made if made.margins is None else made._replace(margins=margins)
 
-    def observe(self, batch: Batch, hidden: Tensor | None, verdict: Verdict) -> None:
+    def observe(self, batch: Batch, hidden: Tensor | None, verdict: VerifyResult) -> None:
         self.engine.drafter.observe(batch, hidden, verdict)
 
 

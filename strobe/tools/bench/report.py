@@ -17,7 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from strobe.engine.build import Resolved
+from strobe.engine.build import ResolvedConfig
 from strobe.progress import Progress
 from strobe.tools.bench.floor import Rates, Shapes, Widths
 from strobe.tools.bench.timeline import Split
@@ -26,7 +26,7 @@ _PIPED_WIDTH = 100
 Figures = dict[str, Any]
 
 
-def shapes_of(resolved: Resolved) -> Shapes:
+def shapes_of(resolved: ResolvedConfig) -> Shapes:
     """What an engine of these settings runs in a verify step."""
     config, dtype = resolved.config, resolved.dtype
     halved = 1 if config.weight_dtype == "fp8" else dtype.itemsize
@@ -36,7 +36,7 @@ def shapes_of(resolved: Resolved) -> Shapes:
     return Shapes(resolved.target, draft, rows, Widths(halved, dtype.itemsize, dtype.itemsize, kv))
 
 
-def header(name: str, command: str, ways: dict[str, Resolved], rates: Rates) -> Figures:
+def header(name: str, command: str, ways: dict[str, ResolvedConfig], rates: Rates) -> Figures:
     """The first entries of the file: when, what, where, and the rates of this run."""
     resolved = next(iter(ways.values()))
     return {
@@ -59,7 +59,7 @@ def header(name: str, command: str, ways: dict[str, Resolved], rates: Rates) -> 
     }
 
 
-def circumstances(command: str, resolved: Resolved) -> Figures:
+def circumstances(command: str, resolved: ResolvedConfig) -> Figures:
     """When and where something was measured, and with what."""
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),

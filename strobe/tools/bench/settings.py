@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field as Bounds
 from pydantic import model_validator
 
-from strobe.checks import MOST, option, settings
+from strobe.checks import MAX_INT, option, settings
 from strobe.config import EngineConfig
 from strobe.tools.bench.plots import FORMATS
 
@@ -18,7 +18,7 @@ DECIDED = ("load_format", "max_num_seqs", "enable_prefix_caching")
 """Engine settings that a benchmark decides itself: no prompt may be found in the cache."""
 
 
-Positive = Annotated[int, Bounds(ge=1, le=MOST)]
+Positive = Annotated[int, Bounds(ge=1, le=MAX_INT)]
 Temperature = Annotated[float, Bounds(ge=0, le=100)]
 TopP = Annotated[float, Bounds(gt=0, le=1)]
 _MORE = "ask for one or more."
@@ -41,7 +41,7 @@ class StepSettings:
         "1 is no draft accepted.",
     )
     steps: Positive = option(200, "Steps that are timed.", "200 give a steady mean.")
-    warmup: Annotated[int, Bounds(ge=0, le=MOST)] = option(
+    warmup: Annotated[int, Bounds(ge=0, le=MAX_INT)] = option(
         20, "Steps before them.", "0 times the first steps, too."
     )
     temperature: Temperature = option(0.0, "0 is greedy.")
@@ -131,7 +131,7 @@ class LoadSettings:
         None, "In place of traces, that each draft is right with, whatever its margin.",
         "0 is never right.",
     )  # fmt: skip
-    answers: Annotated[int, Bounds(ge=0, le=MOST)] = option(
+    answers: Annotated[int, Bounds(ge=0, le=MAX_INT)] = option(
         0, "At each load; 0 is 4 for each request at once, 30 s at a rate, and at least 24."
     )
     steady: bool = option(
@@ -139,7 +139,7 @@ class LoadSettings:
     )
     repeats: Positive = option(1, "Timed turns; the median of each way counts.", _MORE)
     prompt_len: Positive = option(256, "Tokens per prompt.", "A prompt has a token.")
-    max_tokens: Annotated[int, Bounds(ge=0, le=MOST)] = option(
+    max_tokens: Annotated[int, Bounds(ge=0, le=MAX_INT)] = option(
         0, "Most tokens per answer; 0 is as the traces have it, 256 where steady."
     )
     temperature: Temperature = option(0.0, "0 is greedy.")

@@ -36,7 +36,7 @@ Stamp = float | torch.cuda.Event
 
 
 class Timeline:
-    """Collects marks; `mark` goes where `Engine.mark` is."""
+    """Collects marks; `mark` goes where `Engine.on_phase` is."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -9,16 +9,16 @@ from statistics import mean, stdev
 
 import numpy as np
 
-from strobe.engine.build import Resolved, build
+from strobe.engine.build import ResolvedConfig, build
 from strobe.engine.engine import Engine
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
-from strobe.spec.base import Drafts
-from strobe.spec.budget import Allotment, Budget, Candidate, Load
-from strobe.spec.confidence import Confidence, evidence
+from strobe.speculation.base import Drafts
+from strobe.speculation.confidence import Confidence, evidence
+from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import Plan, Span, StepResult
 
 BASES = (1e4, 1e5, 5e5, 1e6, 1e7)
@@ -47,15 +47,16 @@ def accepted(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) 
     requests = [engine.add(list(prompt), params) for prompt in prompts]
     while not all(request.finish_reason for request in requests):
         engine.step()
-    counts = [request.speculation for request in requests]
+    counts = [request.draft_counts for request in requests]
     steps = sum(count.steps for count in counts)
-    width = max((len(count.per_position) for count in counts), default=0)
+    width = max((len(count.accepted_per_position) for count in counts), default=0)
     totals = [
-        sum(c.per_position[i] for c in counts if i < len(c.per_position)) for i in range(width)
+        sum(c.accepted_per_position[i] for c in counts if i < len(c.accepted_per_position))
+        for i in range(width)
     ]
     return Acceptance(
         steps,
-        steps + sum(count.accepted for count in counts),
+        steps + sum(count.num_accepted for count in counts),
         [total / steps for total in totals] if steps else [],
         [list(request.tokens[request.num_prompt :]) for request in requests],
     )
@@ -99,7 +100,7 @@ def gain(base: Sequence[int], other: Sequence[int]) -> float:
     return above / (spread / len(differences) ** 0.5)
 
 
-class Fitting(Budget):
+class Fitting(DraftPolicy):
     """Whole blocks are verified, and their evidence compared with what was right."""
 
     def __init__(self, places: int):
@@ -109,10 +110,10 @@ class Fitting(Budget):
     def observe(self, plan: Plan, result: StepResult) -> None:
         if result.margins is None:
             return
-        drafts = np.array([span.drafts for span in plan.spans])
+        drafts = np.array([span.num_drafts for span in plan.spans])
         found = evidence(np.asarray(result.margins), drafts)
-        verified = drafts if result.drafted is None else np.array(result.drafted)
-        for i, (span, accepted) in enumerate(zip(plan.spans, result.accepted, strict=True)):
+        verified = drafts if result.num_verified is None else np.array(result.num_verified)
+        for i, (span, accepted) in enumerate(zip(plan.spans, result.num_accepted, strict=True)):
             if span.method is not None:
                 self.confidence.observe(found[[i]], verified[[i]], np.array([accepted]))
                 for k in range(min(accepted + 1, int(verified[i]))):
@@ -145,21 +146,21 @@ class Fitting(Budget):
         return found
 
 
-class DraftOnly(Budget):
+class DraftOnly(DraftPolicy):
     """Drafts are made, and none is verified: every step makes one token, the target's own."""
 
-    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
-        return Allotment([candidate.most for candidate in candidates], verified=0)
+    def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
+        return DraftPlan([candidate.max_drafts for candidate in candidates], num_verified=0)
 
 
 def engine_of(
-    resolved: Resolved, draft: DraftConfig, target: Target | None, budget: Budget
+    resolved: ResolvedConfig, draft: DraftConfig, target: Target | None, budget: DraftPolicy
 ) -> Engine:
     """An engine whose drafter is read as `draft` says, and gives its drafts' margins. target:
     weights that are there already. budget: how many drafts are verified."""
     config = resolved.config.with_(adaptive=True)
     resolved = replace(resolved, drafts={"dflash": draft}, config=config)
-    return Engine(resolved, parts=build(resolved, target), budget=budget)
+    return Engine(resolved, components=build(resolved, target), draft_policy=budget)
 
 
 def variants(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from strobe.engine.build import Resolved, kv_groups, state_bytes
+from strobe.engine.build import ResolvedConfig, kv_groups, state_bytes
 from strobe.free_memory import free_memory
 from strobe.hub.download import fetch_weights, missing_weights
 from strobe.models.config import DraftConfig, TargetConfig
@@ -92,14 +92,14 @@ def check_fit(report: Report, target: TargetConfig, draft: DraftConfig, path: Pa
     report.facts["fit"] = {
         "hidden size": f"{other.hidden_size} for {own.hidden_size}",
         "vocabulary": f"{other.vocab_size} for {own.vocab_size}",
-        "block": f"{draft.block_size} slots, {draft.drafts} drafts",
+        "block": f"{draft.block_size} slots, {draft.block_drafts} drafts",
         "anchor layout": "the first slot predicts too"
         if draft.anchor_first
         else "the first slot holds the newest token and predicts nothing",
         "format": draft.format,
         "captured after layers": ", ".join(map(str, draft.capture))
         + f" of {own.num_layers} (counted from 1; 0 is the embedding), which config.json names "
-        + f"{', '.join(map(str, draft.ids))} in {draft.ids_name}",
+        + f"{', '.join(map(str, draft.capture_ids))} in {draft.capture_ids_key}",
         "mask token": draft.mask_token_id,
         "rope": f"base {other.rope.theta:g}, {other.rope.kind} (target: {own.rope.theta:g}, "
         f"{own.rope.kind})",
@@ -180,14 +180,15 @@ def check_tokens(
         report.ok("mask token", f"{draft.mask_token_id} is a row that no token uses.")
 
 
-def memory_bill(resolved: Resolved, target: Target, draft: DFlash) -> dict[str, int | str]:
+def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict[str, int | str]:
     """Bytes of weights as they are held, bytes per token of both caches, and how many tokens fit
     beside; to be asked before anything is loaded. target, draft: on the meta device."""
-    groups = kv_groups(resolved.target, resolved.drafts, resolved.choice.kv_dtype)
+    groups = kv_groups(resolved.target, resolved.drafts, resolved.backends.kv_dtype)
     size = resolved.limits.page_size
     each = {name: spec.bytes_per_page(size) // size for name, spec in groups.items()}
     first, second = (
-        weight_bytes(module, resolved.dtype, fp8=resolved.choice.fp8) for module in (target, draft)
+        weight_bytes(module, resolved.dtype, fp8=resolved.backends.fp8)
+        for module in (target, draft)
     )
     free = free_memory(resolved.device)
     states = state_bytes(resolved.target, resolved.limits, resolved.dtype)
@@ -203,11 +204,11 @@ def memory_bill(resolved: Resolved, target: Target, draft: DFlash) -> dict[str, 
     }
 
 
-def _held(resolved: Resolved) -> dict[str, str]:
+def _held(resolved: ResolvedConfig) -> dict[str, str]:
     """What a quantized target's weights become in memory."""
     stored = resolved.target.quantization
     if stored is None:
         return {}
     dtype = str(resolved.dtype).removeprefix("torch.")
-    held = "fp8, a scale for each row" if resolved.choice.fp8 else dtype
+    held = "fp8, a scale for each row" if resolved.backends.fp8 else dtype
     return {"held in": f"{held}; the checkpoint has them in {stored.method}"}

@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from strobe.config import EngineConfig
-from strobe.engine.build import Resolved, resolve
+from strobe.engine.build import ResolvedConfig, resolve
 from strobe.hub.locate import located
 from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.target import Target
@@ -89,13 +89,13 @@ def _sized(config: EngineConfig) -> EngineConfig:
 
 
 def _measure(
-    report: Report, resolved: Resolved, tokenizer: Tokenizer, say: Callable[[str], None]
+    report: Report, resolved: ResolvedConfig, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> None:
     """Acceptance with thinking off and on, then of the variants, and what that points to."""
     draft = resolved.draft
     assert draft is not None
     say("loading")
-    fitting = Fitting(draft.drafts)
+    fitting = Fitting(draft.block_drafts)
     engine = engine_of(resolved, draft, None, fitting)
     module = engine.runner.model
     assert isinstance(module, Target)
@@ -113,7 +113,7 @@ def _measure(
 
 def _try(
     report: Report,
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     module: Target,
     tokenizer: Tokenizer,
     prompts: list[list[int]],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from strobe.engine.engine import Engine
-from strobe.outputs import Answer, CompletionOutput
+from strobe.outputs import AnswerBuilder, CompletionOutput
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.text.tokenizer import Message, Tokenizer
@@ -68,7 +68,7 @@ class Answering:
     ):
         self.engine, self.tokenizer = engine, tokenizer
         self._params, self._thinking = params, thinking
-        self._running: dict[Hashable, tuple[Request, Conversation, Answer]] = {}
+        self._running: dict[Hashable, tuple[Request, Conversation, AnswerBuilder]] = {}
 
     def run(
         self,
@@ -115,7 +115,7 @@ class Answering:
         except ValueError as error:
             talk.error = str(error)
             return
-        answer = Answer(self.tokenizer, params, request_id=request.id)
+        answer = AnswerBuilder(self.tokenizer, params, request_id=request.id)
         talk.prompt_tokens.append(len(prompt))
         self._running[request.key] = request, talk, answer
 

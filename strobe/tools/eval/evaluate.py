@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from strobe.config import DEMO_MODELS, EngineConfig
-from strobe.engine.build import Resolved, resolve
+from strobe.engine.build import ResolvedConfig, resolve
 from strobe.hub.locate import located
 from strobe.llm import LLM
 from strobe.sampling_params import SamplingParams
@@ -151,7 +151,7 @@ def _header(
     what: str,
     command: str,
     settings: EvalSettings,
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     data_sets: list[DataSet],
 ) -> Figures:
     """When, what, where and with what."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from strobe.engine.build import Resolved
+from strobe.engine.build import ResolvedConfig
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.tools.bench.report import Figures
 from strobe.tools.eval.settings import DATA_SETS, EvalSettings
@@ -206,7 +206,7 @@ def _read(name: str, given: Any) -> Expected:
 
 
 def expectations(
-    settings: EvalSettings, resolved: Resolved, pair: Pair | None, prompts: Mapping[str, bool]
+    settings: EvalSettings, resolved: ResolvedConfig, pair: Pair | None, prompts: Mapping[str, bool]
 ) -> Expectations:
     """What these data sets are to reach. pair: what `chosen` gave; prompts: by data set, whether
     there are enough of them, or all."""
@@ -244,7 +244,7 @@ def expectations(
     return Expectations(found, tuple(notes))
 
 
-def _known(resolved: Resolved) -> Pair | None:
+def _known(resolved: ResolvedConfig) -> Pair | None:
     target, draft = resolved.target, resolved.draft
     if draft is None:
         return None
@@ -256,7 +256,9 @@ def _same_sampling(one: Expected, settings: EvalSettings) -> bool:
     return settings.temperature == one.temperature and settings.top_p == 1
 
 
-def _why_not(one: Expected, settings: EvalSettings, resolved: Resolved, enough: bool) -> str | None:
+def _why_not(
+    one: Expected, settings: EvalSettings, resolved: ResolvedConfig, enough: bool
+) -> str | None:
     """Why a published figure says nothing about this run."""
     if not one.source:
         return f"there are none for temperature {settings.temperature:g}, top-p {settings.top_p:g}"
@@ -264,8 +266,8 @@ def _why_not(one: Expected, settings: EvalSettings, resolved: Resolved, enough: 
         return "they were taken without thinking"
     if settings.max_tokens < _PAPER_TOKENS:
         return f"they were taken with max_tokens {_PAPER_TOKENS}"
-    if resolved.draft is not None and resolved.limits.num_drafts < resolved.draft.drafts:
-        return f"they were taken with {resolved.draft.drafts} drafts a step"
+    if resolved.draft is not None and resolved.limits.num_drafts < resolved.draft.block_drafts:
+        return f"they were taken with {resolved.draft.block_drafts} drafts a step"
     return None if enough else f"{_FEWEST} prompts are the fewest that say enough"
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import mean
 
 from strobe.outputs import CompletionOutput
-from strobe.request import SpeculationCount
+from strobe.request import DraftCounts
 from strobe.tools.bench.report import Figures
 from strobe.tools.eval.answering import Conversation, Run
 from strobe.tools.eval.datasets import DataSet
@@ -32,12 +32,12 @@ DEFINITIONS = {
 
 def acceptance(answers: Sequence[CompletionOutput]) -> Figures | None:
     """None where nothing was drafted."""
-    counts, lengths, made = SpeculationCount(), list[float](), 0
+    counts, lengths, made = DraftCounts(), list[float](), 0
     for answer in answers:
         report = answer.speculation
         if report is None or report.acceptance_length is None:
             continue
-        one = SpeculationCount(
+        one = DraftCounts(
             report.steps, report.drafted, report.accepted, report.accepted_per_position
         )
         counts.merge(one)
@@ -45,16 +45,16 @@ def acceptance(answers: Sequence[CompletionOutput]) -> Figures | None:
         made += len(answer.token_ids) - 1
     if not counts.steps:
         return None
-    reached = [counts.steps, *counts.per_position, 0]
+    reached = [counts.steps, *counts.accepted_per_position, 0]
     return {
-        "acceptance_length": round(1 + counts.accepted / counts.steps, 4),
+        "acceptance_length": round(1 + counts.num_accepted / counts.steps, 4),
         "mean_of_answers": round(mean(lengths), 4),
         "tokens_per_step": round(made / counts.steps, 4),
-        "draft_acceptance_rate": round(counts.accepted / max(1, counts.drafted), 4),
+        "draft_acceptance_rate": round(counts.num_accepted / max(1, counts.num_verified), 4),
         "steps": counts.steps,
-        "drafted": counts.drafted,
-        "accepted": counts.accepted,
-        "rate_by_position": [round(n / counts.steps, 4) for n in counts.per_position],
+        "drafted": counts.num_verified,
+        "accepted": counts.num_accepted,
+        "rate_by_position": [round(n / counts.steps, 4) for n in counts.accepted_per_position],
         "histogram": [round((n - after) / counts.steps, 4) for n, after in pairwise(reached)],
     }
 

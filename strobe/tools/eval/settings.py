@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from strobe.checks import MOST, option, settings
+from strobe.checks import MAX_INT, option, settings
 from strobe.config import EngineConfig
 from strobe.tools.bench.settings import DECIDED, Positive, Temperature, TopP, positive_ints
 
@@ -36,7 +36,7 @@ class EvalSettings:
     shots: str = option(
         "", "A local file of GSM8K's training questions, whose first five gsm8k-5shot shows."
     )
-    prompts: Annotated[int, Field(ge=0, le=MOST)] = option(
+    prompts: Annotated[int, Field(ge=0, le=MAX_INT)] = option(
         200, "Prompts of each data set, spread evenly over it; 0 takes all.", "0 takes all."
     )
     concurrency: str = option(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
-from strobe.checks import MOST
+from strobe.checks import MAX_INT
 from strobe.server.anthropic.protocol.blocks import (
     MESSAGES_SCHEMA,
     TEXTS_SCHEMA,
@@ -205,7 +205,7 @@ class MessagesRequest(Sampling, MessagesPrompt):
 
     place: ClassVar[str] = "messages"
 
-    max_tokens: Annotated[Int, Within(1, MOST, "ask for one token or more")] = Field(
+    max_tokens: Annotated[Int, Within(1, MAX_INT, "ask for one token or more")] = Field(
         description="Most tokens to make, thinking included."
     )
     stop_sequences: Annotated[Texts, WithJsonSchema(STOP_SCHEMA)] = Field(

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, WithJsonSchema
 from pydantic.config import JsonDict
 
-from strobe.checks import MOST
-from strobe.sampling_params import MOST_ANSWERS
+from strobe.checks import MAX_INT
+from strobe.sampling_params import MAX_ANSWERS
 from strobe.server.openai.protocol.common import Int, Notes, StreamOptions, Within
 from strobe.server.openai.protocol.conversation import Conversation, Messages
 from strobe.server.openai.protocol.errors import BadField
@@ -32,13 +32,13 @@ class ChatCompletionRequest(Sampling, Conversation):
         description="The conversation: objects with `role` and `content`, a text or a list of text "
         "parts."
     )
-    n: Annotated[Int, Within(1, MOST_ANSWERS, "ask for one answer or more")] = Field(
+    n: Annotated[Int, Within(1, MAX_ANSWERS, "ask for one answer or more")] = Field(
         1, description="Answers, sampled independently even under one seed."
     )
     max_completion_tokens: (
-        Annotated[Int, Within(1, MOST, "leave it out for all that fit")] | None
+        Annotated[Int, Within(1, MAX_INT, "leave it out for all that fit")] | None
     ) = Field(None, description="Most tokens to make, reasoning included; all that fit otherwise.")
-    max_tokens: Annotated[Int, Within(1, MOST, "leave it out for all that fit")] | None = Field(
+    max_tokens: Annotated[Int, Within(1, MAX_INT, "leave it out for all that fit")] | None = Field(
         None, description="The older name of max_completion_tokens."
     )
     logprobs: bool = Field(False, description="Log probabilities of the answer's tokens.")
@@ -74,7 +74,7 @@ class ChatCompletionRequest(Sampling, Conversation):
     echo: bool = Field(
         False, description="Begin the answer with the last message where that is the assistant's."
     )
-    truncate_prompt_tokens: Annotated[Int, Within(-1, MOST, "-1 keeps all that fit")] | None = (
+    truncate_prompt_tokens: Annotated[Int, Within(-1, MAX_INT, "-1 keeps all that fit")] | None = (
         Field(
             None,
             description="Keep only so many of the prompt's last tokens; -1: all that fit.",

@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema, from_json
 
-from strobe.checks import MOST
+from strobe.checks import MAX_INT
 from strobe.json_depth import json_depth
 from strobe.server.openai.protocol.errors import BadField, explain, shown, wrong
 from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
@@ -255,7 +255,7 @@ def token_ids(value: Any, path: str | None) -> tuple[int, ...]:
         raise wrong(path, value, "a list of token ids")
     ids = tuple(check_int(token) for token in value)
     for index, token in enumerate(ids):
-        if not is_int(token) or not 0 <= token <= MOST:
+        if not is_int(token) or not 0 <= token <= MAX_INT:
             raise wrong(f"{path}[{index}]", token, "a token id", "give whole numbers from 0 up")
     return ids
 
@@ -281,7 +281,7 @@ def _ids_field(value: Any, info: ValidationInfo) -> tuple[int, ...]:
 
 
 TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
-ID_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": MOST}
+ID_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
 IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": ID_SCHEMA}
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts_field)]

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
-from strobe.checks import MOST
-from strobe.sampling_params import MOST_ANSWERS
+from strobe.checks import MAX_INT
+from strobe.sampling_params import MAX_ANSWERS
 from strobe.server.openai.protocol.chat_request import NOT_ZERO, check_stream, check_truncation
 from strobe.server.openai.protocol.common import (
     IDS_SCHEMA,
@@ -29,7 +29,7 @@ _TEXTS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "str
 PROMPT_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, _TEXTS, *_IDS_OR_LISTS]}
 PROMPT_IDS_SCHEMA: dict[str, Any] = {"anyOf": _IDS_OR_LISTS}
 
-Count = Annotated[Int, Within(1, MOST_ANSWERS, "ask for one answer or more")]
+Count = Annotated[Int, Within(1, MAX_ANSWERS, "ask for one answer or more")]
 
 
 class CompletionRequest(Sampling):
@@ -51,7 +51,7 @@ class CompletionRequest(Sampling):
         description="Answers made per prompt, of which the n most probable per token are returned; "
         "not in a stream unless equal to n.",
     )
-    max_tokens: Annotated[Int, Within(0, MOST, "leave it out for 16")] = Field(
+    max_tokens: Annotated[Int, Within(0, MAX_INT, "leave it out for 16")] = Field(
         16, description="Most tokens to make; 0 with echo or prompt_logprobs: the prompt alone."
     )
     logprobs: LogprobCount | None = Field(
@@ -76,7 +76,7 @@ class CompletionRequest(Sampling):
     add_special_tokens: bool = Field(
         True, description="Add the tokenizer's special tokens to a prompt given as text."
     )
-    truncate_prompt_tokens: Annotated[Int, Within(-1, MOST, "-1 keeps all that fit")] | None = (
+    truncate_prompt_tokens: Annotated[Int, Within(-1, MAX_INT, "-1 keeps all that fit")] | None = (
         Field(
             None,
             description="Keep only so many of the prompt's last tokens; -1: all that fit.",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
-from strobe.checks import MOST
+from strobe.checks import MAX_INT
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest, Effort
 from strobe.server.openai.protocol.common import Closed, Int, Notes, Within, closed, take
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
@@ -184,9 +184,9 @@ class ResponsesRequest(Sampling, ResponsesPrompt):
         True, description="Hold the response, so that others can follow it or read it again."
     )
     metadata: dict[str, str] | None = Field(None, description="Texts that the response repeats.")
-    max_output_tokens: Annotated[Int, Within(1, MOST, "leave it out for all that fit")] | None = (
-        Field(None, description="Most tokens to make, reasoning included; all that fit otherwise.")
-    )
+    max_output_tokens: (
+        Annotated[Int, Within(1, MAX_INT, "leave it out for all that fit")] | None
+    ) = Field(None, description="Most tokens to make, reasoning included; all that fit otherwise.")
     top_logprobs: LogprobCount | None = Field(
         None, description=f"With {LOGPROBS} in include: so many most probable tokens, 0 to 20."
     )

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, WithJsonSchema
 
-from strobe.checks import MOST
-from strobe.request import Place
+from strobe.checks import MAX_INT
+from strobe.request import SchedulingOptions
 from strobe.sampling_params import METHODS, Speculation
 from strobe.server.openai.protocol.common import (
     IDS_SCHEMA,
@@ -105,7 +105,7 @@ SPECULATION_SCHEMA: dict[str, Any] = {
         closed(
             {
                 "method": {"enum": list(METHODS)},
-                "num_drafts": {"type": "integer", "minimum": 0, "maximum": MOST},
+                "num_drafts": {"type": "integer", "minimum": 0, "maximum": MAX_INT},
             }
         ),
     ]
@@ -132,7 +132,7 @@ class Sampling(Closed):
     top_p: Annotated[float, Within(0, 1, "1 keeps every token", above=True)] | None = Field(
         None, description="Keep the most probable tokens up to this mass; 1 is off."
     )
-    top_k: Annotated[Int, Within(-1, MOST, "0 or -1 keeps every token")] | None = Field(
+    top_k: Annotated[Int, Within(-1, MAX_INT, "0 or -1 keeps every token")] | None = Field(
         None, description="Keep this many most probable tokens; 0 or -1 is off."
     )
     min_p: Annotated[float, Within(0, 1, "0 keeps every token")] | None = Field(
@@ -173,7 +173,7 @@ class Sampling(Closed):
         False, description="Leave the stop text in the answer."
     )
     ignore_eos: bool = Field(False, description="The model's own end tokens do not end the answer.")
-    min_tokens: Annotated[Int, Within(0, MOST, "0 asks for no minimum")] = Field(
+    min_tokens: Annotated[Int, Within(0, MAX_INT, "0 asks for no minimum")] = Field(
         0, description="Nothing ends the answer before so many tokens."
     )
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
@@ -214,7 +214,7 @@ class Sampling(Closed):
         description="false, true, or `method` and `num_drafts` (tokens drafted in a step); the "
         "server's own when left out. It never changes the answer.",
     )
-    priority: Annotated[Int, Within(-MOST, MOST, "0 is usual")] = Field(
+    priority: Annotated[Int, Within(-MAX_INT, MAX_INT, "0 is usual")] = Field(
         0, description="Requests of a lower number run first, and keep their place longer."
     )
     cache_salt: Annotated[str, WithJsonSchema(TEXT_SCHEMA)] | None = Field(
@@ -281,9 +281,9 @@ class Sampling(Closed):
         return self._constraint.source if self._constraint is not None else "structured_outputs"
 
     @property
-    def standing(self) -> Place:
+    def standing(self) -> SchedulingOptions:
         """How the request stands to others."""
-        return Place(self.priority, self.cache_salt or "")
+        return SchedulingOptions(self.priority, self.cache_salt or "")
 
     def limit(self) -> tuple[str, int | None]:
         """The field that limits the answer's tokens, and its value; None: the context's end."""

@@ -131,7 +131,9 @@ def take_best(words: Tensor, out: Tensor, size: int) -> None:
     _best_kernel[(rows,)](words, out, parts, SIZE=triton.next_power_of_2(size), num_warps=1)
 
 
-def race(logits: Tensor, facts: Tensor, key: Tensor, position: Tensor, out: Tensor) -> None:
+def gumbel_argmax(
+    logits: Tensor, facts: Tensor, key: Tensor, position: Tensor, out: Tensor
+) -> None:
     """logits [R, V] -> out [R]: the first maximum of (logit - top) * scale + noise over the tokens
     that are kept.
 
@@ -139,11 +141,11 @@ def race(logits: Tensor, facts: Tensor, key: Tensor, position: Tensor, out: Tens
     -inf, and the least weight, as a share of the greatest. Where the third is NaN, out stays.
     """
     rows, size = logits.shape
-    most = triton.cdiv(size, BLOCK)
+    num_blocks = triton.cdiv(size, BLOCK)
     blocks = BLOCKS_PER_PART if rows >= MANY_ROWS else 1
-    words = out.new_empty(rows, triton.cdiv(most, blocks))
+    words = out.new_empty(rows, triton.cdiv(num_blocks, blocks))
     _race_kernel[tuple(words.shape)](
         logits, facts, key, position, words, logits.stride(0), blocks,
         V=size, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
-    take_best(words, out, most)
+    take_best(words, out, num_blocks)

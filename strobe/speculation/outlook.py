@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from strobe.request import Request
-from strobe.spec.budget import Candidate
+from strobe.speculation.draft_policy import Candidate
 
 FEW = 16  # requests whose next blocks are taken to be like their mean, not like their newest
 LATEST = 0.4  # what a block weighs among its request's, and

@@ -21,13 +21,13 @@ from strobe.runner.runner import ModelRunner
 from strobe.runner.state import DecodeState
 from strobe.sampling.state import SamplingState
 from strobe.sampling_params import METHODS
-from strobe.spec.base import HostProposer, Proposer
-from strobe.spec.dflash import DFlashProposer
-from strobe.spec.ngram import NgramProposer
+from strobe.speculation.base import HostProposer, Proposer
+from strobe.speculation.dflash import DFlashProposer
+from strobe.speculation.ngram import NgramProposer
 
 
 @dataclass(frozen=True)
-class Context:
+class ProposerContext:
     """What a proposer is made with. models, stores: weights and K/V by method, of those that have
     some."""
 
@@ -41,11 +41,11 @@ class Context:
     stores: Mapping[str, KVStore]
 
 
-LEFT_OUT: Any = None
+MISSING: Any = None
 
 
 @dataclass(frozen=True)
-class Method:
+class DraftMethod:
     """read: the config of the method's own checkpoint, checked against the target's; None where the
     settings name none. check: its module on the meta device, every tensor's header checked, given
     the checkpoint's directory, that config and `load_format`. load: its module, given directory,
@@ -54,10 +54,10 @@ class Method:
     cannot be called."""
 
     name: str
-    read: Callable[[EngineConfig, TargetConfig], DraftConfig | None] = LEFT_OUT
-    check: Callable[[Path, DraftConfig, str], DFlash] = LEFT_OUT
-    load: Callable[..., DFlash] = LEFT_OUT
-    make: Callable[[Context], Proposer | HostProposer] = LEFT_OUT
+    read: Callable[[EngineConfig, TargetConfig], DraftConfig | None] = MISSING
+    check: Callable[[Path, DraftConfig, str], DFlash] = MISSING
+    load: Callable[..., DFlash] = MISSING
+    make: Callable[[ProposerContext], Proposer | HostProposer] = MISSING
 
     def __post_init__(self) -> None:
         for part in fields(self)[1:]:
@@ -74,35 +74,35 @@ def _read_dflash(config: EngineConfig, target: TargetConfig) -> DraftConfig | No
     return draft
 
 
-def _make_dflash(given: Context) -> Proposer:
-    model = given.models["dflash"]
+def _make_dflash(context: ProposerContext) -> Proposer:
+    model = context.models["dflash"]
     runner = ModelRunner(
         model,
         model.config.decoder.masks,
-        given.stores["dflash"],
-        given.state,
-        given.sampling,
-        given.backend,
-        buckets=given.buckets,
+        context.stores["dflash"],
+        context.state,
+        context.sampling,
+        context.backend,
+        buckets=context.buckets,
     )
-    sampled = given.config.draft_sample_method == "probabilistic"
-    how = {"sampled": sampled, "margins": given.config.adaptive}
-    return DFlashProposer(model, runner, given.graphs, **how)
+    sampled = context.config.draft_sample_method == "probabilistic"
+    options = {"sampled": sampled, "margins": context.config.adaptive}
+    return DFlashProposer(model, runner, context.graphs, **options)
 
 
-def no_checkpoint(*given: Any, **named: Any) -> Any:
+def no_checkpoint(*args: Any, **kwargs: Any) -> Any:
     """The part of a method that has no weights."""
     return None
 
 
-DFLASH = Method("dflash", _read_dflash, check_draft_tensors, load_draft, _make_dflash)
-NGRAM = Method(
+DFLASH = DraftMethod("dflash", _read_dflash, check_draft_tensors, load_draft, _make_dflash)
+NGRAM = DraftMethod(
     "ngram",
     read=no_checkpoint,
     check=no_checkpoint,
     load=no_checkpoint,
-    make=lambda given: NgramProposer(given.config.ngram_min, given.config.ngram_max),
+    make=lambda context: NgramProposer(context.config.ngram_min, context.config.ngram_max),
 )
 REGISTRY = {method.name: method for method in (DFLASH, NGRAM)}
-_odd = {*REGISTRY, "none"} ^ {part for method in METHODS for part in method.split("+")}
-assert not _odd, f"only in one of REGISTRY and sampling_params.Method: {sorted(_odd)}"
+_mismatched = {*REGISTRY, "none"} ^ {part for method in METHODS for part in method.split("+")}
+assert not _mismatched, f"only in one of REGISTRY and sampling_params.Method: {sorted(_mismatched)}"

@@ -70,7 +70,7 @@ class Gemm:
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class GemmConfig:
     """How a GEMM is computed. The fields behind `kernel` are for triton."""
 
     kernel: Literal["triton", "cublas"] = "triton"
@@ -118,7 +118,7 @@ def balanced_split(tiles: int, blocks: int, slots: int) -> int:
     return min((split for split in range(1, 9) if split == 1 or blocks // split >= 4), key=cost)
 
 
-def guess(gemm: Gemm, bucket: int, processors: int = 132) -> Config:
+def guess(gemm: Gemm, bucket: int, processors: int = 132) -> GemmConfig:
     """A configuration for a shape that nobody measured.
 
     64 rows of W a tile (128 where a tile of x is large or W is gated), 128 columns a step, as many
@@ -127,7 +127,7 @@ def guess(gemm: Gemm, bucket: int, processors: int = 132) -> Config:
     """
     m = block_m(bucket)
     if m >= 64 and gemm.dtype != torch.float32 and not gemm.fp8 and not gemm.argmax:
-        return Config("cublas")
+        return GemmConfig("cublas")
     if gemm.dtype == torch.float32 and not gemm.fp8:  # no tensor cores: small tiles
         n, k, stages, warps = 32, 32, 3, 4
     else:
@@ -136,7 +136,7 @@ def guess(gemm: Gemm, bucket: int, processors: int = 132) -> Config:
         warps = 8 if m * n >= 128 * 64 else 4
         step = (n + m) * k * gemm.item
         stages = max(3, min(6, SHARED_MEMORY // 2 // step))
-    config = Config(
+    config = GemmConfig(
         block_n=n, block_k=k, warps=warps, stages=stages, groups=bucket <= 32, prefetch=512
     )
     if gemm.argmax:
@@ -145,7 +145,7 @@ def guess(gemm: Gemm, bucket: int, processors: int = 132) -> Config:
     return replace(config, split_k=split)
 
 
-class Table:
+class GemmTable:
     """Measured configurations of one GPU, by GEMM and bucket.
 
     `data`: name of the GPU -> {"capability": "9.0", "gemms": {kind: {fusion: {"NxK": {bucket:
@@ -159,7 +159,7 @@ class Table:
         self.gemms: dict[str, Any] = entry["gemms"]
         self.processors = 132
 
-    def choose(self, gemm: Gemm, bucket: int) -> Config:
+    def choose(self, gemm: Gemm, bucket: int) -> GemmConfig:
         """What was measured for it, or for it without norm or residual or with them; or `guess`."""
         kind = self.gemms.get(gemm.kind, {})
         for norm, residual in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -167,13 +167,13 @@ class Table:
                 gemm, norm=gemm.norm ^ bool(norm), residual=gemm.residual ^ bool(residual)
             )
             sizes = kind.get(like.fusion, {})
-            found = sizes.get(f"{gemm.n}x{gemm.k}", {}).get(str(bucket))
-            if found is not None:
-                return Config(**found)
+            entry = sizes.get(f"{gemm.n}x{gemm.k}", {}).get(str(bucket))
+            if entry is not None:
+                return GemmConfig(**entry)
         return guess(gemm, bucket, self.processors)
 
     @classmethod
-    def of(cls, device: torch.device) -> Table:
+    def of(cls, device: torch.device) -> GemmTable:
         """The persisted table for `device`; on a CPU: guesses only."""
         if device.type != "cuda":
             return cls({})
@@ -203,13 +203,13 @@ def save(data: dict[str, Any], path: Path = PATH) -> None:
 
 
 def record(
-    data: dict[str, Any], gpu: str, capability: str, gemm: Gemm, bucket: int, config: Config
+    data: dict[str, Any], gpu: str, capability: str, gemm: Gemm, bucket: int, config: GemmConfig
 ) -> None:
     """Put `config` into `data`, in the form that `Table` reads."""
-    defaults = Config()
+    defaults = GemmConfig()
     changed = {
         field.name: getattr(config, field.name)
-        for field in fields(Config)
+        for field in fields(GemmConfig)
         if getattr(config, field.name) != getattr(defaults, field.name)
     }
     entry = data.setdefault(gpu, {"capability": capability, "gemms": {}})

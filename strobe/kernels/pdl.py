@@ -2,10 +2,9 @@
 """Programmatic dependent launch (Hopper and later): the next kernel's programs are brought up while
 the ones before still run, and wait there. A step has hundreds of launches.
 
-A kernel that is launched so must call `follow` before it writes anything that others use, or reads
-what the kernel launched just before it writes; what older kernels wrote is there already, for that
-one has waited for them. So at least one program of every launch must come to `follow`.
-"""
+A kernel that is launched so must call `pdl_wait` before it writes anything that others use, or
+reads what the kernel launched just before it writes; what older kernels wrote is there already, for
+that one has waited for them. So at least one program of every launch must come to `pdl_wait`."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from triton import knobs
 
 
 @triton.jit
-def follow(PDL: tl.constexpr):
+def pdl_wait(PDL: tl.constexpr):
     """Wait for the kernel before, and let the one behind come up."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -26,7 +25,7 @@ def follow(PDL: tl.constexpr):
 
 
 @functools.cache
-def dependent(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether the device has dependent launches."""
     if device.type != "cuda" or knobs.runtime.interpret:
         return False

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from strobe.spec.budget import Allotment, Budget, Candidate, Load
-from strobe.spec.confidence import Confidence, evidence
-from strobe.spec.costs import Costs, Work
-from strobe.spec.lookup import Lookup
-from strobe.spec.outlook import FEW, Outlook
+from strobe.speculation.confidence import Confidence, evidence
+from strobe.speculation.costs import Costs, Work
+from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
+from strobe.speculation.lookup import Lookup
+from strobe.speculation.outlook import FEW, Outlook
 from strobe.step import Plan, StepResult
 
 TAKEN_IN = 16, 32  # blocks or steps after which what was observed is taken in
@@ -81,7 +81,7 @@ def stretch(chances: Any, width: int) -> Any:
     return np.concatenate((chances, last * rate ** np.arange(1, width - most + 1)), 1)
 
 
-class AdaptiveBudget(Budget):
+class AdaptiveDraftPolicy(DraftPolicy):
     """The best choice by what was seen. Until costs are known, and some blocks of the drafter, all
     requests verify as many drafts as they may."""
 
@@ -113,25 +113,25 @@ class AdaptiveBudget(Budget):
         self._known: dict[tuple[int, int], tuple[list[tuple[int, Any]], Any, Any, Any]] = {}
         self._took: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
 
-    def allot(self, candidates: Sequence[Candidate], load: Load) -> Allotment:
-        matches = {one.slot: one.chain.match for one in candidates if one.chain.tokens}
+    def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
+        matches = {one.slot: one.chain.match_length for one in candidates if one.chain.tokens}
         self._matches.update(matches)
         if self.costs is None:
-            return super().allot(candidates, load)
+            return super().plan(candidates, load)
         most = self._of_chains(candidates, load) if matches else [0] * len(candidates)
         chained = [n > 0 for n in most]
         at = [i for i, one in enumerate(candidates) if one.on_device and not chained[i]]
         if sum([track.seen for track in self.tracks]) < FITTED[0]:  # the drafter is to be known
             self.outlook.meet([candidates[i] for i in at])
             most = [
-                one.most if one.on_device else n for one, n in zip(candidates, most, strict=True)
+                c.max_drafts if c.on_device else n for c, n in zip(candidates, most, strict=True)
             ]
             chained = [n > 0 and not one.on_device for one, n in zip(candidates, most, strict=True)]
-            return Allotment(most, chained=chained if matches else None)
+            return DraftPlan(most, use_chain=chained if matches else None)
         if not at:
-            return Allotment(most, chained=chained if matches else None)
+            return DraftPlan(most, use_chain=chained if matches else None)
         beside = sum(most) + len(candidates) - len(at) + min(load.prompt_rows, self.most_rows)
-        plain = Work(0, len(at), len(candidates), load.context, beside)
+        plain = Work(0, len(at), len(candidates), load.context_tokens, beside)
         asked = [candidates[i] for i in at]
         if self.outlook.meet(asked):
             self._left = min(self._left, HELD[0] * (len(asked) > FEW))
@@ -142,25 +142,25 @@ class AdaptiveBudget(Budget):
         choice, who = self.choice, range(len(at))
         anew = self._left <= 0 or self._for != (len(at), beside)
         if anew or choice.requests is not None:
-            slots, limits = np.array([(one.slot, one.most) for one in asked]).T
+            slots, limits = np.array([(one.slot, one.max_drafts) for one in asked]).T
             who, chances = self.outlook.of(slots, limits)
             choice = self._choose(chances, plain) if anew else choice
         made = 0
         for i in who[: choice.requests]:
-            most[at[i]] = min(candidates[at[i]].most, choice.most)
+            most[at[i]] = min(candidates[at[i]].max_drafts, choice.most)
             made += most[at[i]]
         if choice.drafts is None or choice.drafts >= made:
-            return Allotment(most, chained=chained if matches else None)
+            return DraftPlan(most, use_chain=chained if matches else None)
         width = bisect_left(self.widths, max([most[i] for i in at]))
         weights = self.tracks[width].confidence.weights.tolist()
-        return Allotment(most, choice.drafts, tuple([(a, b) for a, b in weights]), chained)
+        return DraftPlan(most, choice.drafts, tuple([(a, b) for a, b in weights]), chained)
 
-    def _of_chains(self, candidates: Sequence[Candidate], load: Load) -> list[int]:
+    def _of_chains(self, candidates: Sequence[Candidate], load: BatchLoad) -> list[int]:
         """How many drafts of its chain each candidate verifies: those that promise more than a row
         costs, where they promise more together than what the device would make."""
         assert self.costs is not None
         count = len(candidates)
-        work = Work(0, np.array([count, count + NEXT]), count, load.context)
+        work = Work(0, np.array([count, count + NEXT]), count, load.context_tokens)
         now, more = self.costs.ms(work)
         price = max(self._rate.get(count, 0.0), count / now) * (more - now) / NEXT
         if self.outlook.meet([one for one in candidates if one.on_device]):
@@ -180,22 +180,24 @@ class AdaptiveBudget(Budget):
     def observe(self, plan: Plan, result: StepResult) -> None:
         spans = plan.spans
         made = [i for i, span in enumerate(spans) if span.method is not None]
-        width = bisect_left(self.widths, max([spans[i].drafts for i in made])) if made else -1
-        if result.seconds is not None and all(s.logits and s.num_certain == 1 for s in spans):
+        width = bisect_left(self.widths, max([spans[i].num_drafts for i in made])) if made else -1
+        decoding = all(s.num_logits and s.num_context_rows == 1 for s in spans)
+        if result.seconds is not None and decoding:
             draft = len(made) * self.slots[width] if made else 0
             context = sum([span.start for span in spans])
             took = self._took.setdefault((draft, result.rows, len(spans)), [])
             took.append((context, 1e3 * result.seconds))
         self.outlook.steps += 1
-        drafted = result.drafted or [span.drafts for span in spans]
-        for span, verified, accepted in zip(spans, drafted, result.accepted, strict=False):
+        drafted = result.num_verified or [span.num_drafts for span in spans]
+        for span, verified, accepted in zip(spans, drafted, result.num_accepted, strict=False):
             if span.method is None and verified and span.slot in self._matches:
                 given = self._matches[span.slot], verified, accepted
                 self.lookup.observe(*given, self.outlook.steps)
         if made and result.margins is not None:
-            track, drafts = self.tracks[width], np.array([spans[i].drafts for i in made])
+            track, drafts = self.tracks[width], np.array([spans[i].num_drafts for i in made])
             found = track.whole(evidence(np.asarray(result.margins)[made], drafts))
-            track.blocks.append((found, np.array(drafted)[made], np.array(result.accepted)[made]))
+            counts = np.array(drafted)[made], np.array(result.num_accepted)[made]
+            track.blocks.append((found, *counts))
             track.age = 0
             chances = stretch(track.confidence.chances(found), self.widths[-1])
             self.outlook.take(np.array([spans[i].slot for i in made]), chances)

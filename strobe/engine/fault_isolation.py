@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from strobe.request import Request, Status
 
-ALONE = 4
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SOLO_STEPS = 4
 """Steps that each request of a failed step runs alone."""
-PATIENCE = 3
+MAX_FAILURES = 3
 """Steps that fail with one request alone, none getting further, before it is ended."""
 
 
-class Suspects:
+class FaultIsolation:
     """steps: how many each has yet to run alone, in the order in which they do."""
 
     def __init__(self) -> None:
         self._steps: dict[Request, int] = {}
 
-    def first(self) -> Request | None:
+    def solo_request(self) -> Request | None:
         """The request that runs alone now, if one does."""
         for request in list(self._steps):
             if request.status is not Status.FINISHED:
@@ -31,16 +36,30 @@ class Suspects:
 
     def failed(self, requests: Sequence[Request]) -> Request | None:
         """Note that a step of these failed; returns the one that is at fault, once that is sure."""
-        self._steps = dict.fromkeys(requests, ALONE)
+        self._steps = dict.fromkeys(requests, SOLO_STEPS)
         if len(requests) != 1:
             return None
         requests[0].failures += 1
-        return requests[0] if requests[0].failures >= PATIENCE else None
+        return requests[0] if requests[0].failures >= MAX_FAILURES else None
 
-    def passed(self, request: Request, length: int) -> None:
+    def succeeded(self, request: Request, length: int) -> None:
         """Note that a request got through a step, after which `length` positions have K/V. What it
         repeats of what it had done before its step failed says nothing."""
         if request in self._steps and length > request.failed_at:
             self._steps[request] -= 1
             if not self._steps[request]:
                 del self._steps[request]
+
+
+class Advice(set[str]):
+    """Parts that only advise and have raised, which costs no token."""
+
+    def of(self, part: str, ask: Callable[[], T], default: T) -> T:
+        """Return what the part advises, or the default where it raises, which is logged once."""
+        try:
+            return ask()
+        except Exception:  # whatever it is, advice must cost no token
+            if part not in self:
+                self.add(part)
+                logger.exception("%s failed; steps go on without its advice.", part)
+            return default

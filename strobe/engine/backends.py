@@ -15,7 +15,7 @@ from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 FP8 = torch.float8_e4m3fn
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     """attention, draft_attention: "triton" or "reference"; kernels: whether triton's run the
     models' operations and sampling; graphs: whether steps are captured; overlap: steps in flight;
     kv_dtype: of keys and values; fp8: whether linear layers are in FP8."""
@@ -29,19 +29,19 @@ class Choice(NamedTuple):
     fp8: bool
 
 
-def choose(
+def choose_backends(
     config: EngineConfig,
     target: TargetConfig,
     draft: DraftConfig | None,
     device: torch.device,
     dtype: torch.dtype,
-) -> Choice:
+) -> BackendChoice:
     """Raises ValueError where what is asked for cannot run here, in one sentence that says why."""
-    wanted, option = config.attention_backend, "attention_backend"
-    attention = _backend(option, wanted, target.decoder, device, dtype)
+    requested, option = config.attention_backend, "attention_backend"
+    attention = _backend(option, requested, target.decoder, device, dtype)
     if draft is not None and config.draft_attention_backend is not None:
-        wanted, option = config.draft_attention_backend, "draft_attention_backend"
-    draft_attention = _backend(option, wanted, (draft or target).decoder, device, dtype)
+        requested, option = config.draft_attention_backend, "draft_attention_backend"
+    draft_attention = _backend(option, requested, (draft or target).decoder, device, dtype)
     unsupported = _unsupported(target.decoder, device, dtype)
     if unsupported is None and "reference" in (attention, draft_attention):
         unsupported = "the kernels need attention_backend triton"
@@ -55,16 +55,16 @@ def choose(
         unsupported = "this GPU has no FP8 (compute capability 8.9 or above)"
     if config.weight_dtype == "fp8" and unsupported is not None:
         raise ValueError(f"weight_dtype is 'fp8', but {unsupported}; use weight_dtype auto.")
-    stored = target.quantization is not None and target.quantization.method == "fp8"
-    both = attention == draft_attention == "triton"
-    return Choice(
+    is_stored_in_fp8 = target.quantization is not None and target.quantization.method == "fp8"
+    all_triton = attention == draft_attention == "triton"
+    return BackendChoice(
         attention,
         draft_attention,
         kernels,
-        graphs=both and config.cuda_graphs,
+        graphs=all_triton and config.cuda_graphs,
         overlap=config.overlap or (2 if device.type == "cuda" else 1),
         kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
-        fp8=config.weight_dtype == "fp8" or (stored and unsupported is None),
+        fp8=config.weight_dtype == "fp8" or (is_stored_in_fp8 and unsupported is None),
     )
 
 
@@ -83,14 +83,14 @@ def _unsupported(decoder: DecoderConfig, device: torch.device, dtype: torch.dtyp
         return f"the device is {device}, and triton needs a CUDA GPU"
     if find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
-    from strobe.attention.triton import missing
+    from strobe.attention.triton import unsupported_reason
 
-    found = [missing(width, dtype, device) for width in decoder.head_dims]
-    return next((reason for reason in found if reason is not None), None)
+    reasons = [unsupported_reason(width, dtype, device) for width in decoder.head_dims]
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def backends(
-    choice: Choice, target: TargetConfig, draft: DraftConfig | None, device: torch.device
+def make_backends(
+    choice: BackendChoice, target: TargetConfig, draft: DraftConfig | None, device: torch.device
 ) -> tuple[AttentionBackend, AttentionBackend]:
     """The target's and the drafter's."""
     if "triton" not in (choice.attention, choice.draft_attention):
@@ -100,5 +100,5 @@ def backends(
     widths = target.decoder.head_dims + (draft.decoder.head_dims if draft is not None else [])
     triton = TritonBackend(device, max(widths))
     names = choice.attention, choice.draft_attention
-    first, second = (triton if name == "triton" else ReferenceBackend() for name in names)
-    return first, second
+    chosen = [triton if name == "triton" else ReferenceBackend() for name in names]
+    return chosen[0], chosen[1]

@@ -22,7 +22,7 @@ def verified_drafts(
     """The drafts of each span [S] that are verified: all of the host's, and of those that the
     device makes, whose margins are [S, K], the `count` most promising ones. kernels: by triton's,
     where the layout is padded."""
-    made, width = layout.made_drafts, layout.shape.drafts
+    made, width = layout.device_drafts, layout.shape.max_drafts
     if margins is None:
         margins = torch.zeros(len(made), width, device=made.device)
     weights = _weights(confidence, width, made.device)
@@ -42,8 +42,8 @@ def _weights(confidence: Sequence[tuple[float, float]], width: int, device: torc
 def chances(margins: Tensor, weights: Tensor, most: Tensor) -> Tensor:
     """margins [S, K] of drafts, of which the first `most` [S] of a row are there, weights [K, 2] ->
     [S, K] float32, each one's chance to count: the product of a logistic function of the evidence
-    up to it (`strobe/spec/confidence.py`), by place slope and intercept, so that it falls along a
-    block."""
+    up to it (`strobe/speculation/confidence.py`), by place slope and intercept, so that it falls
+    along a block."""
     there = torch.arange(margins.shape[1], device=margins.device) < most[:, None]
     means = (margins * there).sum(1) / most.clamp(min=1)
     slopes, intercepts = weights.unbind(1)

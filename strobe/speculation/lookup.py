@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from strobe.spec.budget import Chain
+from strobe.speculation.draft_policy import DraftChain
 
 FIRST, PRIOR = 0.7, 4.0  # a draft's chance before anything is known, and the drafts it counts for
 HALVED = 64  # steps after which what was observed weighs half, so that the bad are tried again
@@ -22,9 +22,9 @@ class Lookup:
         """By tokens matched: drafts right and drafts looked at [2, most], as of a step."""
         self._none = np.zeros((2, most))
 
-    def chances(self, chain: Chain, step: int) -> Any:
+    def chances(self, chain: DraftChain, step: int) -> Any:
         """[tokens of the chain], that a draft counts: all up to it are right."""
-        right, seen = self._at(chain.match, step)[:, : len(chain.tokens)]
+        right, seen = self._at(chain.match_length, step)[:, : len(chain.tokens)]
         return np.cumprod((right + PRIOR * FIRST) / (seen + PRIOR))
 
     def observe(self, match: int, verified: int, accepted: int, step: int) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from strobe.kernels.race import key_of, read
+from strobe.kernels.gumbel_argmax import key_of, read
 
 SEGMENTS: tl.constexpr = tl.constexpr(32)
 WIDTH: tl.constexpr = tl.constexpr(256)
@@ -195,7 +195,7 @@ def _kth_of_lanes(keys, low, high, k):
 
 
 @triton.jit
-def least_kept(
+def threshold_key(
     row,
     room,
     lanes,

@@ -10,45 +10,45 @@ from strobe.request import Request, Status
 from strobe.step import Admission, PageWrite
 
 if TYPE_CHECKING:
-    from strobe.spec.base import HostProposer
+    from strobe.speculation.base import HostProposer
 
 
 @dataclass(eq=False)
-class Record:
+class RunningRequest:
     """A running request's hold on the engine.
 
-    start: positions that have K/V once the steps in flight are done, at the least. goal: the
+    start: positions that have K/V once the steps in flight are done, at the least. prefill_end: the
     tokens known when it was admitted; up to there it prefills, from there on it decodes. host,
-    device: who drafts for it, on the host and on the device, if anybody does.
+    device_method: who drafts for it, on the host and on the device, if anybody does.
     """
 
     request: Request
     slot: int
     lease: Lease
     start: int
-    goal: int
-    host: HostProposer | None = None
-    device: str | None = None
-    sent: int = 0
+    prefill_end: int
+    host_proposer: HostProposer | None = None
+    device_method: str | None = None
+    pages_sent: int = 0
     in_flight: int = 0
-    draining: bool = False
+    finishing: bool = False
 
     @property
-    def decoding(self) -> bool:
-        return self.start >= self.goal
+    def is_decoding(self) -> bool:
+        return self.start >= self.prefill_end
 
     def rewind(self, count: int, started: bool, length: int) -> None:
         """Be as before a step: with so many tokens, of which `length` positions have K/V."""
         request = self.request
-        self.draining, self.lease.length = False, length
+        self.finishing, self.lease.length = False, length
         request.started, request.status = started, Status.RUNNING
         request.finish_reason = request.stop_reason = request.error = None
         del request.tokens[count:], request.page_keys[count // self.lease.pool.page_size :]
 
     def page_write(self) -> PageWrite | None:
         """Return the page-table entries that the device was not yet told of."""
-        first, pages = self.sent, self.lease.pages
-        self.sent = len(pages)
+        first, pages = self.pages_sent, self.lease.pages
+        self.pages_sent = len(pages)
         return PageWrite(self.slot, first, tuple(pages[first:])) if first < len(pages) else None
 
     def admission(self, length: int) -> Admission:

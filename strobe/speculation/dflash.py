@@ -10,18 +10,18 @@ from strobe.attention.base import Batch
 from strobe.models.config import DraftConfig
 from strobe.models.dflash import DFlash
 from strobe.runner.graphs import Eager, Graphs
-from strobe.runner.pending import Verdict
+from strobe.runner.pending import VerifyResult
 from strobe.runner.runner import ModelRunner
 from strobe.sampling.state import GREEDY
-from strobe.spec.base import Drafts
+from strobe.speculation.base import Drafts
 from strobe.step import TAIL, Span
 
-WIDTHS = (4, 8)  # rows of blocks beside those trained on: they cost less, and see fewer masks
+EXTRA_BLOCK_SIZES = 4, 8  # besides the one trained on: they cost less, and see fewer masks
 
 
-def block_widths(config: DraftConfig) -> list[int]:
+def block_sizes(config: DraftConfig) -> list[int]:
     """Rows of the blocks there are, ascending."""
-    return [*[width for width in WIDTHS if width < config.block_size], config.block_size]
+    return [*[width for width in EXTRA_BLOCK_SIZES if width < config.block_size], config.block_size]
 
 
 class DFlashProposer:
@@ -49,24 +49,26 @@ class DFlashProposer:
         self.model, self.runner, self.graphs = model, runner, graphs
         self.sampled, self.margins = sampled, margins
         config = model.config
-        self.capture, self.drafts = config.capture, config.drafts
+        self.capture, self.num_drafts = config.capture, config.block_drafts
         self.tokens = (TAIL,) + (config.mask_token_id,) * (config.block_size - 1)
-        self.widths = block_widths(config)
+        self.block_sizes = block_sizes(config)
 
-    def widths_for(self, most: int) -> tuple[list[int], list[int]]:
-        """Drafts and rows of the blocks there are for `most` drafts at most, the longest last."""
-        unused = len(self.tokens) - self.drafts
-        rows = [n for n in self.widths if n - unused < min(most, self.drafts)]
-        rows.append(self.widths[len(rows)])
-        return [min(n - unused, most) for n in rows], rows
+    def widths_for(self, max_drafts: int) -> tuple[list[int], list[int]]:
+        """Drafts and rows of the blocks there are for `max_drafts` drafts at most, the longest
+        last."""
+        unused = len(self.tokens) - self.num_drafts
+        rows = [n for n in self.block_sizes if n - unused < min(max_drafts, self.num_drafts)]
+        rows.append(self.block_sizes[len(rows)])
+        return [min(n - unused, max_drafts) for n in rows], rows
 
     def propose(self, spans: Sequence[Span]) -> Drafts:
         """As many drafts each as the shortest block brings that has what all spans verify."""
-        runner, most = self.runner, max([span.drafts for span in spans])
-        unused = len(self.tokens) - self.drafts  # rows that predict nothing: 1, or 0
-        width = next(width for width in self.widths if width - unused >= min(most, self.drafts))
+        runner, max_drafts = self.runner, max([span.num_drafts for span in spans])
+        unused = len(self.tokens) - self.num_drafts  # rows that predict nothing: 1, or 0
+        needed = min(max_drafts, self.num_drafts) + unused
+        width = next(size for size in self.block_sizes if size >= needed)
         tokens, drafts = self.tokens[:width], width - unused
-        blocks = [Span(s.slot, s.start, s.bound, tokens, logits=drafts) for s in spans]
+        blocks = [Span(s.slot, s.start, s.max_start, tokens, num_logits=drafts) for s in spans]
         shape, bounds, mode = runner.shape_of(blocks), runner.bounds(blocks), GREEDY
         layout = runner.lay_out(blocks, shape)
         if self.sampled:
@@ -75,17 +77,18 @@ class DFlashProposer:
         mode = mode._replace(margins=self.margins)
 
         def draft(packed: Tensor) -> Drafts:
-            own = layout.over(packed)
-            batch = runner.state.place(own, None, bounds)
+            device_layout = layout.with_packed(packed)
+            batch = runner.state.make_batch(device_layout, None, bounds)
             # A row's token stands where the row does, or behind it where the first row predicts.
-            ahead = int(self.model.config.anchor_first)
-            found = runner.sample(runner.forward(batch), own, batch, mode, ahead=ahead)
-            margins = None if found.margins is None else found.margins.view(-1, drafts)
-            return Drafts(found.tokens.view(-1, drafts), margins)
+            position_offset = int(self.model.config.anchor_first)
+            output = runner.forward(batch), device_layout, batch, mode
+            sampled = runner.sample(*output, position_offset=position_offset)
+            margins = None if sampled.margins is None else sampled.margins.view(-1, drafts)
+            return Drafts(sampled.tokens.view(-1, drafts), margins)
 
         return self.graphs.run(("draft", mode, shape), draft, layout.packed)
 
-    def observe(self, batch: Batch, hidden: Tensor | None, verdict: Verdict) -> None:
+    def observe(self, batch: Batch, hidden: Tensor | None, verdict: VerifyResult) -> None:
         """Write the context K/V of every row, rejected ones included: they are never read."""
         assert hidden is not None, "the target's runner captures nothing"
         self.model.write_context(hidden, batch.positions, batch.kv_slots, self.runner.store)
