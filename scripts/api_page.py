@@ -15,23 +15,23 @@ from pathlib import Path
 
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.common import Closed, StreamOptions
+from strobe.server.openai.protocol.common import RequestModel, StreamOptions
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.responses_request import (
     InputTokensRequest,
     ResponsesRequest,
     ResponsesStreamOptions,
 )
-from strobe.server.openai.protocol.sampling_fields import Sampling
-from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED, Note
+from strobe.server.openai.protocol.sampling_fields import SamplingFields
+from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED, FieldRule
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 
-GENERATING: tuple[type[Closed], ...] = (
+GENERATING: tuple[type[RequestModel], ...] = (
     ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest
 )  # fmt: skip
-OTHERS: tuple[type[Closed], ...] = (
+OTHERS: tuple[type[RequestModel], ...] = (
     InputTokensRequest, CountTokensRequest, TokenizeRequest, DetokenizeRequest
 )  # fmt: skip
 ENDPOINTS = (*GENERATING, *OTHERS)
@@ -41,7 +41,7 @@ HEAD = "| field | what it does, or why not | status |\n|---|---|---|"
 Row = tuple[str, str, str]
 
 
-def model_rows(model: type[Closed], without: Iterable[str] = ()) -> list[Row]:
+def model_rows(model: type[RequestModel], without: Iterable[str] = ()) -> list[Row]:
     """A row for each field of a request, in the order of the code."""
     fields = {name: f for name, f in model.model_fields.items() if name not in without}
     rows: list[Row] = []
@@ -51,19 +51,19 @@ def model_rows(model: type[Closed], without: Iterable[str] = ()) -> list[Row]:
     return rows
 
 
-def note_rows(table: Mapping[str, Note], status: str) -> list[Row]:
+def note_rows(table: Mapping[str, FieldRule], status: str) -> list[Row]:
     """A row for each field that is not honoured; values that are accepted in silence are named."""
     rows: list[Row] = []
     for name, note in table.items():
-        neutral = ", ".join(f"`{json.dumps(value)}`" for value in note.neutral)
+        neutral = ", ".join(f"`{json.dumps(value)}`" for value in note.neutral_values)
         accepted = f" (accepted: {neutral})" if neutral else ""
-        rows.append((name, note.why, f"{status}{accepted if status == 'refused' else ''}"))
+        rows.append((name, note.reason, f"{status}{accepted if status == 'refused' else ''}"))
     return rows
 
 
-def shared(tables: Mapping[str, Mapping[str, Note]]) -> dict[str, Note]:
+def shared(tables: Mapping[str, Mapping[str, FieldRule]]) -> dict[str, FieldRule]:
     """What all endpoints that generate have in a table."""
-    first, *others = (tables[model.place] for model in GENERATING)
+    first, *others = (tables[model.schema_key] for model in GENERATING)
     return {
         name: note
         for name, note in first.items()
@@ -71,7 +71,9 @@ def shared(tables: Mapping[str, Mapping[str, Note]]) -> dict[str, Note]:
     }
 
 
-def place_rows(place: str, without: Mapping[str, Mapping[str, Note]] | None = None) -> list[Row]:
+def place_rows(
+    place: str, without: Mapping[str, Mapping[str, FieldRule]] | None = None
+) -> list[Row]:
     """What a place accepts without effect and what it refuses."""
     rows: list[Row] = []
     for status, tables in (("no effect", NO_EFFECT), ("refused", UNSUPPORTED)):
@@ -84,17 +86,17 @@ def place_rows(place: str, without: Mapping[str, Mapping[str, Note]] | None = No
 def tables() -> dict[str, list[Row]]:
     """The rows of every table of the page."""
     common = {"no effect": shared(NO_EFFECT), "refused": shared(UNSUPPORTED)}
-    made = {"shared": model_rows(Sampling)}
+    made = {"shared": model_rows(SamplingFields)}
     for status, table in common.items():
         made["shared"] += note_rows(table, status)
     for model in GENERATING:
-        made[model.place] = model_rows(model, Sampling.model_fields)
-        made[model.place] += place_rows(model.place, common)
+        made[model.schema_key] = model_rows(model, SamplingFields.model_fields)
+        made[model.schema_key] += place_rows(model.schema_key, common)
     for model in OTHERS:
-        made[model.place] = model_rows(model) + place_rows(model.place)
+        made[model.schema_key] = model_rows(model) + place_rows(model.schema_key)
     for options in (StreamOptions, ResponsesStreamOptions):
-        made[options.place] = model_rows(options) + place_rows(options.place)
-    endpoints = {model.place for model in ENDPOINTS}
+        made[options.schema_key] = model_rows(options) + place_rows(options.schema_key)
+    endpoints = {model.schema_key for model in ENDPOINTS}
     for place in {**NO_EFFECT, **UNSUPPORTED}:
         if place not in endpoints and place not in made:
             made[place] = place_rows(place)

@@ -172,7 +172,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         **template_options: Any,
     ) -> Iterator[StreamDelta]:
-        """Like `stream`, for a conversation; template_options go to the chat template."""
+        """Like `sse_response`, for a conversation; template_options go to the chat template."""
         return self.stream({"messages": messages, "options": template_options}, sampling_params)
 
     def _pair_params(

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 
 FULL: dict[str, tuple[str, ...]] = {
-    "tests/server/test_openai_client.py": ("test_a_key_is_asked_for",),
+    "tests/server/test_openai_client.py": ("test_key_is_required",),
     "tests/server/test_page.py": ("",),
     "tests/server/test_stopping.py": (
         "told twice",
         "test_engine_that_ends_a_third_time",
         "test_sigterm_while_the_engine_restarts",
-        "test_told_to_stop_while_the_engine_starts",
+        "test_sigterm_during_engine_start",
         "test_while_the_engine_starts",
     ),
     "tests/unit/test_wheel.py": ("",),
@@ -44,7 +44,7 @@ FULL: dict[str, tuple[str, ...]] = {
         r"test_fusions\[.*-64-96-1",
     ),
     "tests/kernels/test_sampling.py": (
-        r"test_(how_many_are_kept|top_k_within_a_lane|equal_logits_stay_together|banned_tokens)"
+        r"test_(number_of_kept_tokens|top_k_within_a_lane|equal_logits_stay_together|banned_tokens)"
         r"\[dtype1",
         r"test_draws_are_those_of_torch\[.*-dtype1",
     ),

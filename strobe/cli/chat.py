@@ -70,10 +70,12 @@ class Chat:
 
         console = Console(highlight=False, emoji=False)
         llm = load(replace(self.engine, target=self.model))
-        return _Talk(console, llm, sampling(llm, self.sampling), self.system, self.thinking).run()
+        return _ChatSession(
+            console, llm, sampling(llm, self.sampling), self.system, self.thinking
+        ).run()
 
 
-class _Talk:
+class _ChatSession:
     """A conversation, and the commands that change it."""
 
     def __init__(self, console: Any, llm: Any, params: Any, system: str | None, thinking: bool):
@@ -130,8 +132,8 @@ class _Talk:
             self.messages = conversation(None, self.system)
         elif name == "/system":
             self.system = rest or None
-            said = [message for message in self.messages if message["role"] != "system"]
-            self.messages = conversation(None, self.system) + said
+            turns = [message for message in self.messages if message["role"] != "system"]
+            self.messages = conversation(None, self.system) + turns
         elif name == "/save" and rest:
             self._save(Path(os.path.expanduser(rest)))
         elif name == "/think" and on is not None:
@@ -161,7 +163,7 @@ class _Talk:
         console, began, delta, note = self.console, time.perf_counter(), None, ""
         if sys.stdin.isatty():
             console.print("[bold green]strobe>[/bold green] ", end="")
-        shown = _Shown(console, self.format, len("strobe> ") if sys.stdin.isatty() else 0)
+        shown = _AnswerView(console, self.format, len("strobe> ") if sys.stdin.isatty() else 0)
         options = {"enable_thinking": self.thinking}
         try:
             shown.begin(self.llm.tokenizer.chat_text(self.messages, **options))
@@ -183,7 +185,7 @@ class _Talk:
         _say(console, _summary(delta.output, time.perf_counter() - began), style="dim")
 
 
-class _Shown:
+class _AnswerView:
     """An answer on the screen: thinking dimmed on a terminal, and else left out."""
 
     def __init__(self, console: Any, form: ReasoningFormat | None, column: int = 0):
@@ -241,8 +243,8 @@ def _say(console: Any, text: str, style: str | None = None) -> None:
 
 def _summary(answer: Any, seconds: float) -> str:
     """One line on an answer: tokens, rate and acceptance."""
-    made = len(answer.token_ids)
-    line = f"{counted(made, 'token')}, {made / seconds:.0f} tokens/s"
+    num_tokens = len(answer.token_ids)
+    line = f"{counted(num_tokens, 'token')}, {num_tokens / seconds:.0f} tokens/s"
     report = answer.speculation
     if report is not None and report.used:
         return f"{line}, {report.method}: {report.acceptance_length:.2f} tokens per step"

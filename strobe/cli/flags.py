@@ -63,14 +63,14 @@ def parse(kind: Any, name: str, arguments: Sequence[str], options: Mapping[str, 
     return command
 
 
-def _no_option(given: str, command: Any, name: str) -> str:
+def _no_option(option: str, command: Any, name: str) -> str:
     """The sentence for an argument that the command does not take."""
     parts = ("sampling", "server", "bench", "settings", "engine")
     groups = [g for g in (getattr(command, n, None) for n in parts) if g]
-    known = [f"--{f.name.replace('_', '-')}" for g in (command, *groups) for f in fields(g)]
-    close = difflib.get_close_matches(given.split("=")[0].replace("_", "-"), known, 1, 0.7)
+    options = [f"--{f.name.replace('_', '-')}" for g in (command, *groups) for f in fields(g)]
+    close = difflib.get_close_matches(option.split("=")[0].replace("_", "-"), options, 1, 0.7)
     hint = f"did you mean {close[0]}?" if close else f"{name} --help lists what it takes."
-    return f"{name} takes no {given!r}; {hint}"
+    return f"{name} takes no {option!r}; {hint}"
 
 
 def adopted(command: Any, options: Mapping[str, Any], name: str) -> Any:
@@ -78,30 +78,30 @@ def adopted(command: Any, options: Mapping[str, Any], name: str) -> Any:
     those that contradict its own, and for those that it has no use for."""
     has = vars(command)
     groups = {part: has[part] for part in ("engine", "server") if part in has}
-    own = {"target": "model" if "model" in has else "target", "draft": "draft"}
-    own = {setting: place for setting, place in own.items() if place in has}
-    given = {setting: has[place] or None for setting, place in own.items()}
+    field_of = {"target": "model" if "model" in has else "target", "draft": "draft"}
+    field_of = {setting: place for setting, place in field_of.items() if place in has}
+    chosen = {setting: has[place] or None for setting, place in field_of.items()}
     for group in groups.values():
         for f in fields(group):
             value = getattr(group, f.name)
-            if value != f.default and given.get(f.name) not in (None, value):
+            if value != f.default and chosen.get(f.name) not in (None, value):
                 raise ValueError(
-                    f"{name} has two values of {f.name}, {given[f.name]} and {value}; name one."
+                    f"{name} has two values of {f.name}, {chosen[f.name]} and {value}; name one."
                 )
-            given |= {f.name: value} if value != f.default else {}
-    found = translate(given | dict(options))
+            chosen |= {f.name: value} if value != f.default else {}
+    translated = translate(chosen | dict(options))
     changes: dict[str, dict[str, Any]] = {part: {} for part in groups}
     top: dict[str, Any] = {}
-    for setting, new in found.values.items():
+    for setting, new in translated.values.items():
         parts = [part for part, group in groups.items() if setting in vars(group)]
-        if setting in own:
-            top[own[setting]] = new
+        if setting in field_of:
+            top[field_of[setting]] = new
         elif parts:
             changes[parts[0]][setting] = new
         elif not groups and setting in ("method", "num_drafts"):
-            logger.warning("%s changes nothing here.", found.origins[setting][0])
+            logger.warning("%s changes nothing here.", translated.origins[setting][0])
         else:
-            raise ValueError(f"{name} takes no {found.origins[setting][0]}; leave it out.")
+            raise ValueError(f"{name} takes no {translated.origins[setting][0]}; leave it out.")
     return replace(command, **top, **{p: replace(groups[p], **new) for p, new in changes.items()})
 
 
@@ -111,9 +111,9 @@ def number(metavar: str) -> Any:
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
-        instance_from_str=lambda given: read(given[0]) if numeric else given[0],
-        is_instance=lambda given: True,
-        str_from_instance=lambda given: [str(given)],
+        instance_from_str=lambda values: read(values[0]) if numeric else values[0],
+        is_instance=lambda values: True,
+        str_from_instance=lambda values: [str(values)],
     )
 
 
@@ -126,7 +126,7 @@ def flags(
     fields' own defaults.
     """
     hints = get_type_hints(source)
-    made: list[Any] = []
+    parameters: list[Any] = []
     for f in fields(source):
         if f.name in omit:
             continue
@@ -136,16 +136,18 @@ def flags(
         if hints[f.name] is bool:
             note = arg(help=text, help_behavior_hint=hint if default else "")
             kind = Annotated[bool, note]
-            made.append((f.name, kind if default else FlagCreatePairsOff[kind], default))
+            parameters.append((f.name, kind if default else FlagCreatePairsOff[kind], default))
         elif default == ():
             note = arg(help=f"{text} Repeat it for several.", help_behavior_hint="")
-            one = Annotated[Any, number("INT" if "ids" in f.name else "TEXT")]
-            made.append((f.name, UseAppendAction[Annotated[tuple[one, ...], note]], default))
+            annotated = Annotated[Any, number("INT" if "ids" in f.name else "TEXT")]
+            parameters.append(
+                (f.name, UseAppendAction[Annotated[tuple[annotated, ...], note]], default)
+            )
         else:
             note = arg(help=text, help_behavior_hint=hint)
             kind = Annotated[Any, note, number(_metavar(hints[f.name]))]
-            made.append((f.name, kind, default if defaults is None else None))
-    return make_dataclass(name, made, frozen=True)
+            parameters.append((f.name, kind, default if defaults is None else None))
+    return make_dataclass(name, parameters, frozen=True)
 
 
 def _metavar(kind: Any) -> str:
@@ -196,9 +198,9 @@ def load(flags: Any) -> Any:
 
 def sampling(llm: Any, flags: Any) -> SamplingParams:
     """The checkpoint's recommended sampling with what was given on the command line."""
-    given = {name: value for name, value in asdict(flags).items() if value not in (None, ())}
-    given.setdefault("max_tokens", SHOWN["max_tokens"])
-    return llm.get_default_sampling_params().clone(**given)
+    set_values = {name: value for name, value in asdict(flags).items() if value not in (None, ())}
+    set_values.setdefault("max_tokens", SHOWN["max_tokens"])
+    return llm.get_default_sampling_params().clone(**set_values)
 
 
 def conversation(prompt: str | None, system: str | None) -> list[dict[str, str]]:

@@ -43,18 +43,18 @@ def _run(arguments: Sequence[str]) -> int:
         return _help()
     if arguments[0] in ("-V", "--version"):
         return _version()
-    from strobe.cli.options_file import expanded
+    from strobe.cli.options_file import expand_options_file
     from strobe.compat.arguments import separate
 
-    own, options = separate(expanded(arguments))
-    name = own[0] if own else ""
-    if not own or own[0] in ("-h", "--help"):
+    words, options = separate(expand_options_file(arguments))
+    name = words[0] if words else ""
+    if not words or words[0] in ("-h", "--help"):
         return _help()
     if name not in COMMANDS:
         raise ValueError(f"{name!r} is not a command; there are {', '.join(COMMANDS)}.")
     from strobe.cli.flags import parse
 
-    module, rest = import_module(f"strobe.cli.{name.replace('-', '_')}"), own[1:]
+    module, rest = import_module(f"strobe.cli.{name.replace('-', '_')}"), words[1:]
     if name in ("bench", "eval"):
         rest = module.completed(rest)
     kind = getattr(module, "".join(part.capitalize() for part in name.split("-")))

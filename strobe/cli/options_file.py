@@ -14,25 +14,27 @@ from strobe.sampling_params import SamplingParams
 from strobe.server.settings import ServerConfig
 
 
-def expanded(arguments: Sequence[str]) -> list[str]:
+def expand_options_file(arguments: Sequence[str]) -> list[str]:
     """The arguments with the options of each `--config FILE` in its place, but for those that the
     command line itself gives. Raises ValueError for a file that holds no options."""
-    words, found = list(arguments), list[str]()
+    words, file_words = list(arguments), list[str]()
     while words and words[0] != "--":
         word = words.pop(0)
         flag, equals, text = word.partition("=")
         if flag != "--config":
-            found.append(word)
+            file_words.append(word)
             continue
         if not equals and not words:
             raise ValueError("--config needs a file after it.")
-        rest = [one for one in (*found, *words) if one.startswith("--")]
-        given = {one.partition("=")[0][2:].replace("-", "_").removeprefix("no_") for one in rest}
-        found += _words(text if equals else words.pop(0), given)
-    return found + words
+        rest = [token for token in (*file_words, *words) if token.startswith("--")]
+        set_names = {
+            token.partition("=")[0][2:].replace("-", "_").removeprefix("no_") for token in rest
+        }
+        file_words += _words(text if equals else words.pop(0), set_names)
+    return file_words + words
 
 
-def _words(path: str, given: set[str]) -> list[str]:
+def _words(path: str, set_names: set[str]) -> list[str]:
     """A file's options as on a command line, without those of the names given."""
     try:
         with open(path, encoding="utf-8") as file:
@@ -47,14 +49,14 @@ def _words(path: str, given: set[str]) -> list[str]:
     words: list[str] = []
     for name, value in options.items():
         flag = f"--{name.lstrip('-').replace('_', '-')}"
-        if flag[2:].replace("-", "_").removeprefix("no_") in given or value is None:
+        if flag[2:].replace("-", "_").removeprefix("no_") in set_names or value is None:
             continue
         if value is True:
             words.append(flag)
         elif value is False:
             words += _switched_off(flag)
-        elif isinstance(value, list) and not any(isinstance(one, list | dict) for one in value):
-            words += [f"{flag}={one}" for one in value]
+        elif isinstance(value, list) and not any(isinstance(item, list | dict) for item in value):
+            words += [f"{flag}={item}" for item in value]
         else:
             words.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")
     return words
@@ -65,5 +67,5 @@ def _switched_off(flag: str) -> list[str]:
     if name in FLAGS:
         return [f"{flag}=false"]
     owners = EngineConfig, ServerConfig, SamplingParams
-    known = {f.name: f.default for owner in owners for f in fields(owner)}
-    return [f"--no-{flag[2:]}"] if known.get(name, True) else []
+    defaults = {f.name: f.default for owner in owners for f in fields(owner)}
+    return [f"--no-{flag[2:]}"] if defaults.get(name, True) else []

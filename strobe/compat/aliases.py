@@ -152,64 +152,69 @@ FLAGS = frozenset({
 
 
 @dataclass
-class Translated:
+class Translation:
     """Settings under our names, and the name and value that each was given by."""
 
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     origins: dict[str, tuple[str, Any]] = field(default_factory=dict[str, tuple[str, Any]])
 
-    def put(self, name: str, value: Any, origin: str, given: Any) -> None:
+    def put(self, name: str, value: Any, origin: str, value_text: Any) -> None:
         if isinstance(value, str):
             value = SAME.get(name, {}).get(value, value)
         if name in self.values and self.values[name] != value:
             first, earlier = self.origins[name]
             raise ValueError(
-                f"{first} is {earlier!r}, but {origin} is {given!r}, and both set {name}; give one "
+                f"{first} is {earlier!r}, but {origin} is {value_text!r}, and both set {name}; "
+                "give one "
                 "of them."
             )
         self.values[name] = value
-        self.origins.setdefault(name, (origin, given))
+        self.origins.setdefault(name, (origin, value_text))
 
 
-def translate(options: Mapping[str, Any]) -> Translated:
+def translate(options: Mapping[str, Any]) -> Translation:
     """Options under our names; those of no engine known stay as they are, and an option that is
     None is one not given. Raises ValueError for what cannot be honoured, and for options that
     contradict each other."""
-    found = Translated()
-    given = {name: value for name, value in options.items() if value is not None}
-    for name, value in given.items():
+    translation = Translation()
+    set_options = {name: value for name, value in options.items() if value is not None}
+    for name, value in set_options.items():
         if name not in ALIASES:
-            found.put(name, value, name, value)
-    speculative = [(f"speculative_config's {k}", k, v) for k, v in _speculative(given).items()]
-    speculative += [(name, key, given[name]) for name, key in SPEC_OPTIONS.items() if name in given]
-    _speculation(found, [entry for entry in speculative if entry[2] is not None])
-    for name, value in given.items():
+            translation.put(name, value, name, value)
+    speculative = [
+        (f"speculative_config's {k}", k, v) for k, v in _speculative(set_options).items()
+    ]
+    speculative += [
+        (name, key, set_options[name]) for name, key in SPEC_OPTIONS.items() if name in set_options
+    ]
+    _speculation(translation, [entry for entry in speculative if entry[2] is not None])
+    for name, value in set_options.items():
         if name in RENAMED:
             read = _listed(name, value) if name == "allowed_origins" else value
-            found.put(RENAMED[name], read, name, value)
+            translation.put(RENAMED[name], read, name, value)
         elif name in SWITCHES:
             setting, on, off = SWITCHES[name]
             if (on if _switch(name, value) else off) is not None:
-                found.put(setting, on if value else off, name, value)
+                translation.put(setting, on if value else off, name, value)
         elif name in BLOCKS:
-            found.put("num_drafts", _drafts(name, value), name, value)
+            translation.put("num_drafts", _drafts(name, value), name, value)
         elif name == "speculative_algorithm":
-            found.put("method", _method(name, value), name, value)
+            translation.put("method", _method(name, value), name, value)
         elif name == "quantization" and value == "fp8":
-            found.put("weight_dtype", "fp8", name, value)
+            translation.put("weight_dtype", "fp8", name, value)
         elif name in ONLY:
             _only(name, value, *ONLY[name])
         elif name in NO_EFFECT and value not in NO_EFFECT[name][0]:
             logger.warning("%s has no effect: %s.", name, NO_EFFECT[name][1])
         elif name == "trust_remote_code" and _switch(name, value):
             logger.warning("trust_remote_code is set, but code of a checkpoint's own is never run.")
-    _tokenizer(given, found.values)
-    return found
+    _tokenizer(set_options, translation.values)
+    return translation
 
 
-def _speculative(given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _speculative(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """The speculative_config, out of its text on a command line."""
-    value = given.get("speculative_config", {})
+    value = entry.get("speculative_config", {})
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -223,21 +228,21 @@ def _speculative(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return value
 
 
-def _speculation(found: Translated, entries: list[tuple[str, str, Any]]) -> None:
+def _speculation(translation: Translation, entries: list[tuple[str, str, Any]]) -> None:
     """Take in vLLM's keys, each with the name that sentences call it by."""
     keys = {key: value for _, key, value in entries}
     lookup = "ngram" in (keys.get("method"), str(keys.get("model")).strip("[]"))
     for shown, key, value in entries:
         if key == "method":
-            found.put("method", _method(shown, value), shown, value)
+            translation.put("method", _method(shown, value), shown, value)
         elif key == "model" and lookup:
             if str(value).strip("[]") != "ngram":
                 raise ValueError(f"{shown} is {value!r}, but ngram has no model; leave it out.")
-            found.put("method", "ngram", shown, value)
+            translation.put("method", "ngram", shown, value)
         elif key.startswith("prompt_lookup_") and not lookup:
             raise ValueError(f"{shown} is {value!r}, but is for method ngram only; leave it out.")
         elif key in SPECULATIVE:
-            found.put(SPECULATIVE[key], value, shown, value)
+            translation.put(SPECULATIVE[key], value, shown, value)
         elif key in SPECULATIVE_ONLY:
             _only(shown, value, *SPECULATIVE_ONLY[key])
         else:
@@ -249,7 +254,7 @@ def _speculation(found: Translated, entries: list[tuple[str, str, Any]]) -> None
     if len(lone) == 1:  # vLLM takes the one for both
         key = lone.pop()
         for setting in ("ngram_max", "ngram_min"):
-            found.put(setting, keys[key], f"speculative_config's {key}", keys[key])
+            translation.put(setting, keys[key], f"speculative_config's {key}", keys[key])
 
 
 def _method(shown: str, value: Any) -> str:
@@ -277,7 +282,7 @@ def _listed(name: str, value: Any) -> tuple[str, ...]:
         read = json.loads(value) if isinstance(value, str) and value.startswith("[") else [value]
     except ValueError:
         read = [None]
-    if not isinstance(read, list) or not all(isinstance(one, str) for one in read):
+    if not isinstance(read, list) or not all(isinstance(item, str) for item in read):
         raise ValueError(f"""{name} is {value!r}, but must be texts, such as '["*"]'.""")
     return tuple(read)
 
@@ -289,21 +294,21 @@ def _switch(name: str, value: Any) -> bool:
 
 
 def _only(name: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
-    if not any(value == one and type(value) is type(one) for one in allowed):
-        given = allowed not in ((), (False,))
-        hint = f"; give {' or '.join(map(repr, allowed))}" if given else ""
+    if not any(value == choice and type(value) is type(choice) for choice in allowed):
+        has_values = allowed not in ((), (False,))
+        hint = f"; give {' or '.join(map(repr, allowed))}" if has_values else ""
         raise ValueError(f"{name} is {value!r}, but {why}{hint or ', so leave it out'}.")
 
 
-def _tokenizer(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def _tokenizer(options: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raises ValueError for a tokenizer other than the target's own."""
-    for name, own in (
+    for name, setting in (
         ("tokenizer", "target"),
         ("tokenizer_path", "target"),
         ("tokenizer_revision", "revision"),
     ):
-        if name in given and str(given[name]) != str(settings.get(own, "")):
+        if name in options and str(options[name]) != str(settings.get(setting, "")):
             raise ValueError(
-                f"{name} is {given[name]!r}, but Strobe reads the target's own tokenizer; leave "
+                f"{name} is {options[name]!r}, but Strobe reads the target's own tokenizer; leave "
                 f"{name} out."
             )

@@ -19,19 +19,19 @@ _NESTED = "speculative_config."
 def separate(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """The arguments of our own, and other engines' options by name. Raises ValueError for an
     option without its value, and for one given twice."""
-    own: list[str] = []
-    found: dict[str, Any] = {}
+    own_words: list[str] = []
+    options: dict[str, Any] = {}
     words = list(arguments)
     while words:
         word = words.pop(0)
         if word == "--":
-            return [*own, word, *words], found
+            return [*own_words, word, *words], options
         flag, equals, text = word.partition("=")
         name = _SHORT.get(flag) or flag.removeprefix("--").replace("-", "_")
         negated = name.startswith("no_") and name[3:] in FLAGS
         name = name[3:] if negated else name
         if not (flag.startswith("--") or flag in _SHORT) or not _is_alias(name):
-            own.append(word)
+            own_words.append(word)
             continue
         if name in FLAGS and not equals:
             value: Any = not negated
@@ -41,18 +41,18 @@ def separate(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             value = read(text if equals else words.pop(0))
             if name in FLAGS and str(value).lower() in ("true", "false"):
                 value = str(value).lower() == "true"
-        if name in found and found[name] != value:
-            raise ValueError(f"{flag} is given twice, with {found[name]!r} and {value!r}.")
-        found[name] = value
-    nested = {name: found.pop(name) for name in list(found) if name.startswith(_NESTED)}
+        if name in options and options[name] != value:
+            raise ValueError(f"{flag} is given twice, with {options[name]!r} and {value!r}.")
+        options[name] = value
+    nested = {name: options.pop(name) for name in list(options) if name.startswith(_NESTED)}
     if nested:
-        if "speculative_config" in found:
+        if "speculative_config" in options:
             raise ValueError(
                 f"--speculative-config stands beside --{next(iter(nested)).replace('_', '-')}; "
                 "give one of them."
             )
-        found["speculative_config"] = {n.removeprefix(_NESTED): v for n, v in nested.items()}
-    return own, found
+        options["speculative_config"] = {n.removeprefix(_NESTED): v for n, v in nested.items()}
+    return own_words, options
 
 
 def _is_alias(name: str) -> bool:

@@ -14,7 +14,7 @@ from strobe.attention.recurrent import RecurrentBackend
 from strobe.config import EngineConfig, Limits, resolve_limits
 from strobe.engine.backends import BackendChoice, choose_backends, make_backends
 from strobe.hub.download import fetch_weights
-from strobe.hub.locate import located
+from strobe.hub.locate import locate_models
 from strobe.kv.pages import PagePool
 from strobe.kv.states import StateStore
 from strobe.kv.store import KVSpec, KVStore
@@ -90,7 +90,7 @@ def choose_device(name: str) -> torch.device:
 
 def resolve(config: EngineConfig) -> ResolvedConfig:
     """Read and check configs and tensor headers. Raises ValueError with a hint."""
-    config = located(config)
+    config = locate_models(config)
     target_path = Path(config.target)
     target = load_target_config(target_path)
     if target.states is not None and config.enable_prefix_caching:

@@ -60,12 +60,12 @@ class Snapshot(NamedTuple):
 def snapshot_of(directory: Path) -> Snapshot | None:
     """What a directory holds that is CACHE/models--OWNER--MODEL/snapshots/COMMIT; None where it is
     called otherwise, and so no part of a cache."""
-    whole = directory.absolute()
-    kept, commit = whole.parent.parent, whole.name
-    kind, _, name = kept.name.partition("--")
-    if whole.parent.name != "snapshots" or kind != "models" or not name:
+    absolute = directory.absolute()
+    cache, commit = absolute.parent.parent, absolute.name
+    kind, _, name = cache.name.partition("--")
+    if absolute.parent.name != "snapshots" or kind != "models" or not name:
         return None
-    return Snapshot(kept.parent, name.replace("--", "/"), commit)
+    return Snapshot(cache.parent, name.replace("--", "/"), commit)
 
 
 def directory(name: str, revision: str | None, option: str = "revision") -> str:
@@ -84,15 +84,16 @@ def directory(name: str, revision: str | None, option: str = "revision") -> str:
         return name
     match = _NAME.fullmatch(name)
     assert match is not None
-    own = match["revision"]
-    if own is not None and revision is not None and own != revision:
+    name_revision = match["revision"]
+    if name_revision is not None and revision is not None and name_revision != revision:
         raise ValueError(
-            f"{name} names the revision {own!r}, but {option} is {revision!r}; give one of them."
+            f"{name} names the revision {name_revision!r}, but {option} is {revision!r}; give "
+            "one of them."
         )
-    files = _several(match["name"], DESCRIBING, revision=own or revision)
-    found = _asked(match["name"], own or revision, files)
-    logger.info("%s is read from %s", _shown(match["name"], own or revision), found)
-    return found
+    files = _several(match["name"], DESCRIBING, revision=name_revision or revision)
+    path = _asked(match["name"], name_revision or revision, files)
+    logger.info("%s is read from %s", _shown(match["name"], name_revision or revision), path)
+    return path
 
 
 def missing_weights(directory: Path) -> list[str]:
@@ -114,11 +115,13 @@ def fetch_weights(*directories: str | Path) -> None:
             continue
         if constants.HF_HUB_OFFLINE:  # where the client is content with what there is
             raise ValueError(_out_of_reach(snapshot.name, snapshot.commit))
-        kept = {"revision": snapshot.commit, "cache_dir": snapshot.cache}
-        _asked(snapshot.name, snapshot.commit, _several(snapshot.name, missing, **kept))
+        options = {"revision": snapshot.commit, "cache_dir": snapshot.cache}
+        _asked(snapshot.name, snapshot.commit, _several(snapshot.name, missing, **options))
         if missing := missing_weights(path):  # as it is without a network: asked for one, it says
-            one = partial(huggingface_hub.hf_hub_download, snapshot.name, missing[0], **kept)
-            _asked(snapshot.name, snapshot.commit, one)
+            fetch_one = partial(
+                huggingface_hub.hf_hub_download, snapshot.name, missing[0], **options
+            )
+            _asked(snapshot.name, snapshot.commit, fetch_one)
 
 
 def _several(name: str, files: Sequence[str], **options: Any) -> Callable[[], str]:

@@ -13,9 +13,9 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         missing = path if path.parent.is_dir() else path.parent
-        what = "is not a directory" if missing.exists() else "does not exist"
+        problem = "is not a directory" if missing.exists() else "does not exist"
         raise ValueError(
-            f"{missing} {what}; name a directory that holds a Hugging Face checkpoint, such as "
+            f"{missing} {problem}; name a directory that holds a Hugging Face checkpoint, such as "
             "'hf download' makes."
         ) from None
     except (OSError, ValueError, RecursionError) as error:

@@ -22,7 +22,7 @@ AUTO = "auto"
 _DRAFTER = ("dflash", "dflash+ngram")  # methods that need one
 
 
-def located(config: EngineConfig) -> EngineConfig:
+def locate_models(config: EngineConfig) -> EngineConfig:
     """The settings with target and draft as local directories, what is not there downloaded except
     for the weights: `hub.fetch_weights` has them once the configs are known to be good.
 
@@ -74,49 +74,51 @@ def _own_pair(config: EngineConfig) -> EngineConfig:
 
 def _named_pair(config: EngineConfig) -> EngineConfig:
     draft = _drafter(config.draft, config.draft_revision, config.target)
-    found = directory(config.target, config.revision)
-    proposal = read_proposal(_config(found), Path(found) / "config.json")
+    path = directory(config.target, config.revision)
+    proposal = read_proposal(_config(path), Path(path) / "config.json")
     if proposal is not None:
-        return _proposed_pair(config, proposal, found)
+        return _proposed_pair(config, proposal, path)
     if draft is None and config.draft_revision is not None:
         raise ValueError(
             f"draft_revision is {config.draft_revision!r}, but no drafter is named; name one, or "
             "leave draft_revision out."
         )
-    return replace(config, target=found, draft=draft, revision=None, draft_revision=None)
+    return replace(config, target=path, draft=draft, revision=None, draft_revision=None)
 
 
-def _proposed_pair(config: EngineConfig, proposal: Proposal, found: str) -> EngineConfig:
+def _proposed_pair(config: EngineConfig, proposal: Proposal, path: str) -> EngineConfig:
     """A speculators checkpoint given as the target: all but drafter and method may be chosen."""
-    named, verifier = config.target, proposal.verifier
+    target_name, verifier = config.target, proposal.verifier
     if proposal.method != "dflash":
         raise ValueError(
-            f"{named} is a speculators checkpoint that drafts with {proposal.method!r}, but only "
+            f"{target_name} is a speculators checkpoint that drafts with {proposal.method!r}, "
+            "but only "
             f"'dflash' is supported; name its target, {verifier}, and a DFlash drafter."
         )
     for name in ("draft", "draft_revision", "method"):
         value = getattr(config, name)
-        own = value == AUTO if name == "draft" else name == "method" and value in _DRAFTER
-        if value is not None and not own:
+        is_default = value == AUTO if name == "draft" else name == "method" and value in _DRAFTER
+        if value is not None and not is_default:
             raise ValueError(
-                f"{name} is {value!r}, but {named} is a drafter that brings its own; leave {name} "
+                f"{name} is {value!r}, but {target_name} is a drafter that brings its own; leave "
+                f"{name} "
                 f"out, or name its target, {verifier}, as the target."
             )
     target = directory(verifier, None)
     if not Path(target).is_dir():
         raise ValueError(
-            f"{named} drafts for {verifier}, which is not a directory here; name its target "
+            f"{target_name} drafts for {verifier}, which is not a directory here; name its target "
             "yourself, and it as the drafter."
         )
-    logger.warning("%s is a drafter: its target is %s", named, verifier)
+    logger.warning("%s is a drafter: its target is %s", target_name, verifier)
     drafts = config.num_drafts if config.num_drafts is not None else proposal.num_drafts
-    changes: dict[str, Any] = {"target": target, "draft": found, "revision": None}
+    changes: dict[str, Any] = {"target": target, "draft": path, "revision": None}
     method = config.method or proposal.method
     return replace(config, **changes, method=method, num_drafts=drafts)
 
 
-def _config(found: str) -> dict[str, Any]:
+def _config(path: str) -> dict[str, Any]:
     """config.json, empty where it cannot be read: whoever loads the checkpoint says why."""
     with suppress(ValueError):
-        return read_json(Path(found) / "config.json")
+        return read_json(Path(path) / "config.json")
     return {}

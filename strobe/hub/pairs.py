@@ -47,10 +47,10 @@ def published_drafter(target: str, config: Mapping[str, Any]) -> str:
 
     target: as the user named it; config: its config.json, where it is a directory.
     """
-    known = {name.lower(): drafter for name, drafter in PAIRS.items()}
+    drafters = {name.lower(): drafter for name, drafter in PAIRS.items()}
     for name in (*_names(target, config), _BY_SIZE.get(_size(config), "")):
-        if name.lower() in known:
-            return known[name.lower()]
+        if name.lower() in drafters:
+            return drafters[name.lower()]
     raise ValueError(
         f"draft is auto, but no published DFlash drafter is known for {target}; name the drafter, "
         f"or one of these targets: {', '.join(PAIRS)}."
@@ -62,8 +62,8 @@ def _names(target: str, config: Mapping[str, Any]) -> list[str]:
     if is_hub_name(target):
         return [without_revision(target)]
     snapshot = snapshot_of(Path(target))
-    named = [snapshot.name] if snapshot is not None else []
-    return [*named, str(config.get("_name_or_path"))]
+    candidates = [snapshot.name] if snapshot is not None else []
+    return [*candidates, str(config.get("_name_or_path"))]
 
 
 def _size(config: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -38,8 +38,8 @@ def read_proposal(config: Mapping[str, Any], path: Path) -> Proposal | None:
     first = _mapping(methods[0], "speculators_config.proposal_methods[0]", path)
     drafts = first.get("speculative_tokens")
     if isinstance(drafts, bool) or not isinstance(drafts, int) or drafts < 1:
-        where = "speculators_config.proposal_methods[0].speculative_tokens"
-        raise _wrong(where, drafts, "be a whole number of at least 1", path)
+        location = "speculators_config.proposal_methods[0].speculative_tokens"
+        raise _wrong(location, drafts, "be a whole number of at least 1", path)
     block = config.get("block_size")
     if isinstance(block, int) and block > 1 and not config.get("sample_from_anchor"):
         drafts = min(drafts, block - 1)

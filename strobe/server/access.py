@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from strobe.server.logs import Fields, timestamp
 
 CLIENT_CLOSED = 499  # nginx's number for a client that left before its answer was whole
-LONGEST_PATH = 256
+MAX_PATH_CHARS = 256
 POLLED = ("/health", "/metrics", "/ping", "/load")
 
 _log = logging.getLogger("strobe.access")
@@ -34,15 +34,15 @@ class RequestId:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = [value for name, value in scope["headers"] if name == b"x-request-id"]
-        fits = len(given) == 1 and _visible.fullmatch(given[0])
-        name = given[0] if fits else b"req-" + secrets.token_hex(16).encode()
+        request_ids = [value for name, value in scope["headers"] if name == b"x-request-id"]
+        fits = len(request_ids) == 1 and _visible.fullmatch(request_ids[0])
+        name = request_ids[0] if fits else b"req-" + secrets.token_hex(16).encode()
         _state(scope)["request_id"] = name.decode("ascii")
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                kept = [h for h in message.get("headers", ()) if h[0].lower() != b"x-request-id"]
-                message = {**message, "headers": [*kept, (b"x-request-id", name)]}
+                headers = [h for h in message.get("headers", ()) if h[0].lower() != b"x-request-id"]
+                message = {**message, "headers": [*headers, (b"x-request-id", name)]}
             await send(message)
 
         await self.app(scope, receive, named)
@@ -74,22 +74,22 @@ class AccessLog:
         async def watched() -> Message:
             message = await receive()
             # After the response's end servers say "disconnect" too; then nobody has left.
-            if message["type"] == "http.disconnect" and not seen.whole:
-                seen.gone = True
+            if message["type"] == "http.disconnect" and not seen.complete:
+                seen.disconnected = True
             return message
 
         async def counted(message: Message) -> None:
             try:
                 await send(message)
             except OSError:  # ASGI 2.4: sending to a client that left
-                seen.gone = True
+                seen.disconnected = True
                 raise
             seen.add(message)
 
         try:
             await self.app(scope, watched, counted)
         except ClientDisconnect as caught:
-            if not seen.gone:
+            if not seen.disconnected:
                 seen.error = type(caught).__name__
                 raise
         except BaseException as caught:
@@ -105,7 +105,7 @@ class AccessLog:
             "request_id": state.get("request_id"),
             "client": f"{client[0]}:{client[1]}" if client else None,
             "method": scope["method"],
-            "path": scope["path"][:LONGEST_PATH],
+            "path": scope["path"][:MAX_PATH_CHARS],
             "status": seen.outcome,
             "duration_ms": round(seconds * 1e3, 3),
             "bytes": 0 if scope["method"] == "HEAD" else seen.sent,
@@ -117,7 +117,7 @@ class AccessLog:
         _log.log(logging.DEBUG if polled else logging.INFO, fields)
 
 
-class Counted:
+class ResponseCounter:
     """Tells `count` of each request that was answered: its path, method and status."""
 
     def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None]):
@@ -143,22 +143,22 @@ class _Exchange:
 
     status: int = 500
     sent: int = 0
-    whole: bool = False
-    gone: bool = False
+    complete: bool = False
+    disconnected: bool = False
     error: str | None = None
 
     def add(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-        elif message["type"] == "http.response.body" and not self.gone:
+        elif message["type"] == "http.response.body" and not self.disconnected:
             self.sent += len(message.get("body", b""))
-            self.whole = not message.get("more_body", False)
+            self.complete = not message.get("more_body", False)
 
     @property
     def outcome(self) -> int:
-        if self.gone:
+        if self.disconnected:
             return CLIENT_CLOSED
-        return self.status if self.whole and self.error is None else 500
+        return self.status if self.complete and self.error is None else 500
 
 
 def _state(scope: Scope) -> dict[str, Any]:

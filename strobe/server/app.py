@@ -15,7 +15,14 @@ from strobe.server import page
 from strobe.server.anthropic.messages import count_tokens, messages
 from strobe.server.anthropic.protocol import message_bodies as bodies
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
-from strobe.server.guards import Key, read_keys, route
+from strobe.server.get_endpoints import (
+    OLLAMA,
+    READ_ERRORS,
+    UNSERVED,
+    add_get_endpoints,
+    add_response_endpoints,
+)
+from strobe.server.guards import ApiKeyEntry, read_keys, route
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
 from strobe.server.openai import replies
 from strobe.server.openai.chat import chat
@@ -34,7 +41,6 @@ from strobe.server.openai.protocol.token_requests import (
 )
 from strobe.server.openai.responses import input_tokens, responses
 from strobe.server.openai.tokens import detokenize, tokenize
-from strobe.server.reads import OLLAMA, READ_ERRORS, UNSERVED, add_held, add_reads
 from strobe.server.serving import Serving
 
 Handler = Callable[[Serving, Request], Awaitable[Response]]
@@ -90,15 +96,15 @@ def make_app(serving: Serving) -> ASGIApp:
     """The whole server but for its socket."""
     app = FastAPI(title="Strobe", version=version("strobe"), docs_url=None, redoc_url=None)
     for handler, post in POSTS.items():
-        route = _bound(handler, serving, generates="stream" in post.asked.model_fields)
+        route = _bound(handler, serving, generates="stream" in post.request_model.model_fields)
         app.add_api_route(post.path, route, methods=["POST"], include_in_schema=False)
-    add_reads(app, serving)
-    add_held(app, serving)
+    add_get_endpoints(app, serving)
+    add_response_endpoints(app, serving)
     _add_page(app)
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_allowed)
     settings = serving.settings
-    keys = tuple([Key(secret) for secret in settings.api_key])
+    keys = tuple([ApiKeyEntry(secret) for secret in settings.api_key])
     if settings.api_key_file is not None:
         keys += read_keys(Path(settings.api_key_file))
     keyless = OPEN_PATHS if keys else None
@@ -118,9 +124,9 @@ def make_app(serving: Serving) -> ASGIApp:
             cors_origins=tuple(settings.cors_origin),
             access_log=settings.access_log,
         ),
-        drain=serving.drain,
-        refused=serving.metrics.refused,
-        answered=serving.metrics.http,
+        shutdown=serving.shutdown,
+        on_reject=serving.metrics.record_rejected,
+        on_response=serving.metrics.record_http,
     )
 
 
@@ -135,7 +141,7 @@ def _bound(
             if generates:
                 serving.check_room(1)  # a full server spends no time on what it will refuse
         except Exception as error:
-            return replies.failed(serving, error)
+            return replies.error_response(serving, error)
         serving.handling += 1
         try:
             return await handler(serving, http)

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from starlette.types import ASGIApp, Message
 
 from strobe.config import EngineConfig
-from strobe.hub.locate import located
+from strobe.hub.locate import locate_models
 from strobe.progress import Progress
 from strobe.server.app import make_app
 from strobe.server.engine_process.client import EngineClient, EngineDead
-from strobe.server.launch import make_serving, named
+from strobe.server.launch import make_serving, served_names
 from strobe.server.serving import read_template
 from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ _BEGINNING = b'{"id": "batch_req_'
 """What every line that is written begins with."""
 
 
-class Asked(NamedTuple):
+class BatchLine(NamedTuple):
     """A line of the input file."""
 
     custom_id: str
@@ -43,23 +43,25 @@ class Asked(NamedTuple):
 def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: Path) -> int:
     """Answer what `out` does not answer yet; the exit status, 1 where a request failed. Raises
     ValueError for files and settings that do not fit."""
-    settings = replace(named(config, settings), access_log=False, api_key=(), api_key_file=None)
+    settings = replace(
+        served_names(config, settings), access_log=False, api_key=(), api_key_file=None
+    )
     settings = replace(settings, allowed_hosts=("*",))  # requests come from no network
     requests = read_requests(source)
     with closing(AnswerFile(out, source)) as answers:
-        asked = [one for one in requests if one.custom_id not in answers.answered]
-        if done := len(requests) - len(asked):
-            left = f"{len(asked)} {'is' if len(asked) == 1 else 'are'} left"
+        remaining = [line for line in requests if line.custom_id not in answers.answered]
+        if done := len(requests) - len(remaining):
+            left = f"{len(remaining)} {'is' if len(remaining) == 1 else 'are'} left"
             print(f"{out} has {counted(done, 'answer')} already; {left}.", file=sys.stderr)
         template = read_template(settings.chat_template)
         settings.logs.configure()
-        config = located(config)
+        config = locate_models(config)
         try:
-            failed = asyncio.run(_run(config, settings, template, asked, answers))
+            failed = asyncio.run(_run(config, settings, template, remaining, answers))
         except EngineDead as error:
             print(f"strobe: {error}", file=sys.stderr)
             return 1
-    answered = counted(len(asked) - failed, "request")
+    answered = counted(len(remaining) - failed, "request")
     print(f"{answered} answered, {failed} failed: {out}", file=sys.stderr)
     return int(failed > 0)
 
@@ -164,11 +166,11 @@ async def _run(
     config: EngineConfig,
     settings: ServerConfig,
     template: str | None,
-    asked: list[Asked],
+    lines: list[BatchLine],
     answers: AnswerFile,
 ) -> int:
     """Write an answer to each; how many failed."""
-    if not asked:
+    if not lines:
         return 0
     client = EngineClient(config, settings.logs)
     client.start()
@@ -176,23 +178,23 @@ async def _run(
         tokenizer = await asyncio.to_thread(Tokenizer, Path(config.target))
         facts = await client.ready()
         app = make_app(make_serving(settings, client, tokenizer, template))
-        most = asyncio.Semaphore(facts.max_num_seqs + min(settings.max_waiting, 64))
+        concurrency = asyncio.Semaphore(facts.max_num_seqs + min(settings.max_waiting, 64))
         failed = 0
 
-        async def answer(one: Asked) -> None:
+        async def answer(line: BatchLine) -> None:
             nonlocal failed
-            async with most:
-                status, body = await _call(app, one)
+            async with concurrency:
+                status, body = await _call(app, line)
             if client.dead:
                 raise EngineDead("The engine's process has ended; start again to go on.")
-            await answers.add(_line(one, status, body))
+            await answers.add(_line(line, status, body))
             failed += status != 200
             shown.advance()
 
-        with Progress("Answering", len(asked), unit="requests") as shown:
+        with Progress("Answering", len(lines), unit="requests") as shown:
             async with asyncio.TaskGroup() as group:
-                for one in asked:
-                    group.create_task(answer(one))
+                for line in lines:
+                    group.create_task(answer(line))
         return failed
     except* (EngineDead, ValueError) as errors:
         raise errors.exceptions[0] from None
@@ -200,10 +202,10 @@ async def _run(
         await client.stop()
 
 
-async def _call(app: ASGIApp, one: Asked) -> tuple[int, Any]:
+async def _call(app: ASGIApp, line: BatchLine) -> tuple[int, Any]:
     """Status and body of the endpoint's answer."""
-    said: list[Message] = []
-    body = json.dumps(one.body).encode()
+    messages: list[Message] = []
+    body = json.dumps(line.body).encode()
     parts = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
@@ -213,36 +215,36 @@ async def _call(app: ASGIApp, one: Asked) -> tuple[int, Any]:
         raise AssertionError
 
     async def send(message: Message) -> None:
-        said.append(message)
+        messages.append(message)
 
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http",
-        "method": "POST", "path": one.url, "root_path": "", "query_string": b"",
+        "method": "POST", "path": line.url, "root_path": "", "query_string": b"",
         "headers": headers, "client": None, "server": None, "state": {},
     }  # fmt: skip
     await app(scope, receive, send)
-    whole = b"".join([message.get("body", b"") for message in said[1:]])
-    return said[0]["status"], json.loads(whole)
+    content = b"".join([message.get("body", b"") for message in messages[1:]])
+    return messages[0]["status"], json.loads(content)
 
 
-def _line(one: Asked, status: int, body: Any) -> dict[str, Any]:
+def _line(line: BatchLine, status: int, body: Any) -> dict[str, Any]:
     """An answer as OpenAI's output files have it."""
     return {
         "id": f"batch_req_{secrets.token_hex(12)}",
-        "custom_id": one.custom_id,
+        "custom_id": line.custom_id,
         "response": {"status_code": status, "request_id": body.get("id", ""), "body": body},
         "error": body.get("error"),
     }
 
 
-def read_requests(path: Path) -> list[Asked]:
+def read_requests(path: Path) -> list[BatchLine]:
     """The requests of a file. Raises ValueError, naming the line."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}).") from None
-    found: dict[str, Asked] = {}
+    found: dict[str, BatchLine] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -264,7 +266,7 @@ def read_requests(path: Path) -> list[Asked]:
             raise ValueError(f"{where} asks for a stream, which a file cannot be; leave it out.")
         if name in found:
             raise ValueError(f"{where} has the custom_id {name!r} of an earlier line; change it.")
-        found[name] = Asked(name, url, body)
+        found[name] = BatchLine(name, url, body)
     if not found:
         raise ValueError(
             f"{path} holds no requests; write one a line, with custom_id, url and body."

@@ -16,7 +16,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from strobe.server.guards import refuse
+from strobe.server.guards import send_error
 from strobe.server.openai.protocol.errors import error_body
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ HEADERS_TOO_LARGE = (
 )
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """How many may be open, by the descriptors that the process may have."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     endless = limit == resource.RLIM_INFINITY
@@ -65,7 +65,7 @@ class Connection(HttpToolsProtocol):
     headers or a body; if none waits, it is refused. No application sees a request before that.
     """
 
-    most = most_connections()
+    most = max_connections()
     _reserved = False
     _deferred: tuple[RequestResponseCycle, Any] | None = None
     _timer: asyncio.TimerHandle | None = None
@@ -227,21 +227,21 @@ def _refusal(status: int, code: str, message: str) -> Any:
     """An application that refuses its request and closes the connection."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await refuse(send, status, message, code=code, headers=[(b"connection", b"close")])
+        await send_error(send, status, message, code=code, headers=[(b"connection", b"close")])
 
     return app
 
 
-class Quiet:
+class QuietErrorHandler:
     """An event loop's exception handler that says once a second at most that connections cannot be
     accepted, which the loop finds with each one."""
 
     def __init__(self) -> None:
-        self._said = float("-inf")
+        self._logged = float("-inf")
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if "accept" not in context.get("message", ""):
             loop.default_exception_handler(context)
-        elif time.monotonic() >= self._said + 1:
-            self._said = time.monotonic()
+        elif time.monotonic() >= self._logged + 1:
+            self._logged = time.monotonic()
             logger.error("No connection can be accepted: %s.", context.get("exception"))

@@ -20,33 +20,33 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strobe.server.openai.protocol.errors import counted, error_body
 
-Refused = Callable[[int, str], None]
-"""Told of each refusal; `ServerMetrics.refused` is one."""
+OnReject = Callable[[int, str], None]
+"""Told of each refusal; `ServerMetrics.record_rejected` is one."""
 
-READS = frozenset({"GET", "HEAD", "OPTIONS"})
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 _host = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(:[0-9]*)?", re.IGNORECASE | re.ASCII)
 _digits = re.compile(rb"[0-9]{1,4000}")  # int() reads no more
 
 
 @dataclass
-class Drain:
+class Shutdown:
     """Set `stopping` once the server is told to stop; `retry_after` seconds are advised then."""
 
     stopping: bool = False
     retry_after: int = 30
 
 
-class Key(NamedTuple):
-    """What opens the API. name: whose it is, as the log calls him; at_once: requests that may run
-    by it together, None for any number."""
+class ApiKeyEntry(NamedTuple):
+    """What opens the API. name: whose it is, as the log calls him; max_concurrency: requests that
+    may run by it together, None for any number."""
 
     secret: str
     name: str = ""
-    at_once: int | None = None
+    max_concurrency: int | None = None
 
 
-def read_keys(path: Path) -> tuple[Key, ...]:
+def read_keys(path: Path) -> tuple[ApiKeyEntry, ...]:
     """The keys of a file, one a line: a name, the key, and how many requests at once where that is
     limited. Empty lines and what follows # count for nothing. Raises ValueError."""
     try:
@@ -55,18 +55,18 @@ def read_keys(path: Path) -> tuple[Key, ...]:
         raise ValueError(
             f"api_key_file is {str(path)!r}, which cannot be read ({error})."
         ) from None
-    keys: list[Key] = []
+    keys: list[ApiKeyEntry] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
-        most = words[2] if len(words) == 3 else "1"
+        limit = words[2] if len(words) == 3 else "1"
         if not words:
             continue
-        if len(words) not in (2, 3) or not most.isdecimal() or not int(most):
+        if len(words) not in (2, 3) or not limit.isdecimal() or not int(limit):
             raise ValueError(
                 f"Line {number} of {path} is not a name, a key and, where it is limited, a number "
                 "of requests at once, such as: alice sk-3f9a 8."
             )
-        keys.append(Key(words[1], words[0], int(most) if len(words) == 3 else None))
+        keys.append(ApiKeyEntry(words[1], words[0], int(limit) if len(words) == 3 else None))
     if not keys:
         raise ValueError(f"{path} holds no key; write a line such as: alice sk-3f9a 8.")
     return tuple(keys)
@@ -110,7 +110,7 @@ class AllowedHosts:
     `loopback`, a loopback name or address; else 421. Otherwise a page of another site could reach
     the server by a name that it points to this machine (DNS rebinding)."""
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str], loopback: bool, refused: Refused):
+    def __init__(self, app: ASGIApp, hosts: Collection[str], loopback: bool, refused: OnReject):
         self.app, self.loopback, self.refused = app, loopback, refused
         self.hosts = {allowed_host(host) for host in hosts}
 
@@ -125,7 +125,7 @@ class AllowedHosts:
         elif host is None:
             self.refused(400, "host")
             given = f"{values[0][:100]!r}" if len(values) == 1 else f"given {len(values)} times"
-            await refuse(
+            await send_error(
                 send,
                 400,
                 f"The Host header is {given}; send one, with the server's name or address.",
@@ -134,7 +134,7 @@ class AllowedHosts:
             )
         else:
             self.refused(421, "host")
-            await refuse(
+            await send_error(
                 send,
                 421,
                 f"This server does not answer for the host {host[:100]!r}; if that is its name, "
@@ -143,7 +143,7 @@ class AllowedHosts:
             )
 
 
-class ApiKey:
+class ApiKeyGuard:
     """Asks for `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`, on every path but the
     open ones; else 401. By a key of a limited number of requests at once, more are a 429.
 
@@ -153,13 +153,17 @@ class ApiKey:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[Key], open_paths: Collection[str], refused: Refused
+        self,
+        app: ASGIApp,
+        keys: Sequence[ApiKeyEntry],
+        open_paths: Collection[str],
+        on_reject: OnReject,
     ):
         self.app, self.keys = app, tuple(keys)
         self.digests = [hashlib.sha256(key.secret.encode()).digest() for key in keys]
-        self.running = Counter[Key]()
+        self.running = Counter[ApiKeyEntry]()
         self.open_paths = frozenset(open_paths)
-        self.refused = refused
+        self.on_reject = on_reject
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -170,8 +174,8 @@ class ApiKey:
             return
         key = self._key(scope)
         if key is None and route(scope) not in self.open_paths:
-            self.refused(401, "api_key")
-            await refuse(
+            self.on_reject(401, "api_key")
+            await send_error(
                 send,
                 401,
                 "The API key is missing or wrong; send the header Authorization: Bearer KEY, or "
@@ -181,12 +185,13 @@ class ApiKey:
             )
         elif key is None or route(scope) in self.open_paths:
             await self.app(scope, receive, send)
-        elif key.at_once is not None and self.running[key] >= key.at_once:
-            self.refused(429, "api_key_busy")
-            await refuse(
+        elif key.max_concurrency is not None and self.running[key] >= key.max_concurrency:
+            self.on_reject(429, "api_key_busy")
+            await send_error(
                 send,
                 429,
-                f"This API key may run {counted(key.at_once, 'request')} at once; try again when "
+                f"This API key may run {counted(key.max_concurrency, 'request')} at once; try "
+                "again when "
                 "one has ended.",
                 code="api_key_busy",
                 headers=[(b"retry-after", b"1")],
@@ -194,7 +199,7 @@ class ApiKey:
         else:
             await self._run(key, scope, receive, send)
 
-    async def _run(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self, key: ApiKeyEntry, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
         state["api_key"] = hashlib.sha256(key.secret.encode()).digest()
         if key.name:
@@ -205,39 +210,44 @@ class ApiKey:
         finally:
             self.running[key] -= 1
 
-    def _key(self, scope: Scope) -> Key | None:
+    def _key(self, scope: Scope) -> ApiKeyEntry | None:
         # Digests have one length, and every key is compared, whichever fits.
-        given = [hashlib.sha256(key).digest() for key in _keys(scope)]
-        both = list(zip(self.keys, self.digests, strict=True))
-        fits = [key for one in given for key, own in both if hmac.compare_digest(one, own)]
-        return fits[0] if fits else None
+        sent_digests = [hashlib.sha256(key).digest() for key in _keys(scope)]
+        known_keys = list(zip(self.keys, self.digests, strict=True))
+        matching = [
+            key
+            for sent in sent_digests
+            for key, digest in known_keys
+            if hmac.compare_digest(sent, digest)
+        ]
+        return matching[0] if matching else None
 
 
-class Draining:
+class ShutdownGuard:
     """While the server stops, what is more than a read gets 503 and when to try again; requests
     that are already in run on."""
 
-    def __init__(self, app: ASGIApp, drain: Drain, refused: Refused):
-        self.app, self.drain, self.refused = app, drain, refused
+    def __init__(self, app: ASGIApp, shutdown: Shutdown, on_reject: OnReject):
+        self.app, self.shutdown, self.on_reject = app, shutdown, on_reject
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self.drain.stopping or scope["method"] in READS:
+        if scope["type"] != "http" or not self.shutdown.stopping or scope["method"] in SAFE_METHODS:
             await self.app(scope, receive, send)
             return
-        self.refused(503, "stopping")
-        await refuse(
+        self.on_reject(503, "stopping")
+        await send_error(
             send,
             503,
             "The server is stopping; send the request again to another, or later to this one.",
             code="server_stopping",
             headers=[
-                (b"retry-after", str(self.drain.retry_after).encode()),
+                (b"retry-after", str(self.shutdown.retry_after).encode()),
                 (b"connection", b"close"),
             ],
         )
 
 
-class _TooLong(BaseException):
+class _BodyTooLong(BaseException):
     """Leaves the application's reading of a body. No Exception, so that no handler answers it."""
 
 
@@ -245,8 +255,8 @@ class BodyLimit:
     """Refuses bodies above `limit` bytes with 413: at once where the length is announced, else
     when they pass it. A length that is no number, or several that differ, are a 400."""
 
-    def __init__(self, app: ASGIApp, limit: int, refused: Refused):
-        self.app, self.limit, self.refused = app, limit, refused
+    def __init__(self, app: ASGIApp, limit: int, on_reject: OnReject):
+        self.app, self.limit, self.on_reject = app, limit, on_reject
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -254,8 +264,8 @@ class BodyLimit:
             return
         lengths = set(_values(scope, b"content-length"))
         if len(lengths) > 1 or not all(_digits.fullmatch(length) for length in lengths):
-            self.refused(400, "content_length")
-            await refuse(
+            self.on_reject(400, "content_length")
+            await send_error(
                 send,
                 400,
                 "Content-Length is not one whole number; send the body's length in bytes.",
@@ -270,15 +280,15 @@ class BodyLimit:
             await self._counting(scope, receive, send)
 
     async def _counting(self, scope: Scope, receive: Receive, send: Send) -> None:
-        got, started = 0, False
+        received, started = 0, False
 
         async def limited() -> Message:
-            nonlocal got
+            nonlocal received
             message = await receive()
             if message["type"] == "http.request":
-                got += len(message.get("body", b""))
-                if got > self.limit:
-                    raise _TooLong
+                received += len(message.get("body", b""))
+                if received > self.limit:
+                    raise _BodyTooLong
             return message
 
         async def watched(message: Message) -> None:
@@ -288,14 +298,14 @@ class BodyLimit:
 
         try:
             await self.app(scope, limited, watched)
-        except _TooLong:
+        except _BodyTooLong:
             if started:  # too late for a status: the server closes the connection
                 raise RuntimeError("A body passed its limit after the response began.") from None
             await self._too_large(send)
 
     async def _too_large(self, send: Send) -> None:
-        self.refused(413, "body_too_large")
-        await refuse(
+        self.on_reject(413, "body_too_large")
+        await send_error(
             send,
             413,
             f"The body is longer than this server's limit of {self.limit} bytes; send less.",
@@ -304,7 +314,7 @@ class BodyLimit:
         )
 
 
-async def refuse(
+async def send_error(
     send: Send,
     status: int,
     message: str,

@@ -24,11 +24,11 @@ import uvicorn
 from strobe.config import EngineConfig
 from strobe.hub.download import without_revision
 from strobe.hub.files import read_json
-from strobe.hub.locate import located
+from strobe.hub.locate import locate_models
 from strobe.server.app import make_app
-from strobe.server.connections import AT_ONCE, Connection, Quiet
+from strobe.server.connections import AT_ONCE, Connection, QuietErrorHandler
 from strobe.server.engine_process.client import EngineClient, EngineDead
-from strobe.server.guards import Drain, is_loopback, read_keys
+from strobe.server.guards import Shutdown, is_loopback, read_keys
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.errors import counted
 from strobe.server.serving import Formats, Serving, check_template, read_template
@@ -49,7 +49,7 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
     settings.logs.configure()
     logger.info("Strobe starts with %s.", config.target or "the demo models")
     template = read_template(settings.chat_template)
-    settings = named(config, settings)
+    settings = served_names(config, settings)
     _check_certificate(settings)
     if settings.api_key_file is not None:
         read_keys(Path(settings.api_key_file))
@@ -62,7 +62,7 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
             settings.host,
         )
     try:
-        config = located(config)
+        config = locate_models(config)
         read_json(Path(config.target) / "config.json")  # or there is no checkpoint
         return asyncio.run(Server(config, settings, template, listener).run())
     finally:
@@ -108,8 +108,8 @@ class _Uvicorn(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for one in sockets or ():
-            one.listen(_BACKLOG)  # uvicorn's is how many are accepted at a time
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # uvicorn's is how many are accepted at a time
 
 
 class Server:
@@ -124,9 +124,9 @@ class Server:
     ):
         self.config, self.settings, self.template = config, settings, template
         self.listener = listener
-        self.drain = Drain(retry_after=max(1, int(settings.grace)))
+        self.shutdown = Shutdown(retry_after=max(1, int(settings.grace)))
         self._stop = asyncio.Event()
-        self._hurry = False
+        self._force_stop = False
 
     async def run(self) -> int:
         """Start, serve, stop; the exit status. Raises ValueError where the engine cannot start."""
@@ -134,15 +134,15 @@ class Server:
         client = EngineClient(self.config, settings.logs, restart=settings.restart_engine)
         client.on_death = self._stop.set
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(Quiet())
+        loop.set_exception_handler(QuietErrorHandler())
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._told_to_stop)
+            loop.add_signal_handler(number, self._on_stop_signal)
         client.start()
         http: asyncio.Task[None] | None = None
         try:
             tokenizer = await asyncio.to_thread(Tokenizer, Path(self.config.target))
             serving = make_serving(self.settings, client, tokenizer, self.template)
-            serving.drain = self.drain
+            serving.shutdown = self.shutdown
             client.on_snapshot = serving.metrics.engine
             client.on_restart = serving.metrics.engine_restarted
             server = _Uvicorn(
@@ -179,17 +179,17 @@ class Server:
                 http.cancel()
             await client.stop()
 
-    def _told_to_stop(self) -> None:
-        self._hurry = self._stop.is_set()
+    def _on_stop_signal(self) -> None:
+        self._force_stop = self._stop.is_set()
         self._stop.set()
 
-    def _greeting(self, serving: Serving, where: str) -> str:
+    def _greeting(self, serving: Serving, url: str) -> str:
         host, port = self.listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         scheme = "http" if self.settings.ssl_certfile is None else "https"
         methods, base = serving.facts.methods, f"{scheme}://{host}:{port}"
         return (
-            f"Strobe serves {serving.names[0]} on {where}, drafting with {methods[0]}: "
+            f"Strobe serves {serving.names[0]} on {url}, drafting with {methods[0]}: "
             f"{base}/ is a page to try it, {base}/docs its API."
         )
 
@@ -197,7 +197,7 @@ class Server:
         """Stop in order; the exit status."""
         client = serving.client
         client.restart = False
-        self.drain.stopping = True
+        self.shutdown.stopping = True
         if client.dead:
             logger.error("the engine's process has ended; the server stops")
             await asyncio.sleep(_POLL)  # the open requests' errors go out first
@@ -205,7 +205,7 @@ class Server:
             logger.info("stopping: finishing %s", counted(client.num_open, "answer"))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.grace):
-                    while serving.busy and not client.dead and not self._hurry:
+                    while serving.busy and not client.dead and not self._force_stop:
                         await asyncio.sleep(_POLL)
             if client.num_open:
                 logger.warning("stopping with %s unfinished", counted(client.num_open, "answer"))
@@ -228,7 +228,7 @@ def make_serving(
     that does not compile, and for parsers that there are not."""
     if template is not None:
         check_template(tokenizer, template)
-    used = template or tokenizer.hf.chat_template
+    chat_template = template or tokenizer.hf.chat_template
     return Serving(
         settings=settings,
         client=client,
@@ -236,12 +236,12 @@ def make_serving(
         names=tuple(settings.served_model_name),
         root=client.config.target,
         chat_template=template,
-        formats=Formats.of(settings, used if isinstance(used, str) else None),
+        formats=Formats.of(settings, chat_template if isinstance(chat_template, str) else None),
         metrics=ServerMetrics(settings.served_model_name[0]),
     )
 
 
-def named(config: EngineConfig, settings: ServerConfig) -> ServerConfig:
+def served_names(config: EngineConfig, settings: ServerConfig) -> ServerConfig:
     """The settings with the names that the model is served under."""
     names = tuple(settings.served_model_name) or (without_revision(config.target) or DEMO_NAME,)
     return replace(settings, served_model_name=names)

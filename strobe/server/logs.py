@@ -30,8 +30,10 @@ class Fields(dict[str, Any]):
 
     @property
     def plain(self) -> str:
-        kept = {name: value for name, value in self.items() if value is not None and name != "time"}
-        return " ".join(f"{name}={_value(value)}" for name, value in kept.items())
+        fields = {
+            name: value for name, value in self.items() if value is not None and name != "time"
+        }
+        return " ".join(f"{name}={_value(value)}" for name, value in fields.items())
 
 
 _plain = re.compile(r"[!#-<>-~]+")
@@ -43,7 +45,7 @@ def _value(value: Any) -> str:
     return json.dumps(value, default=str, separators=(",", ":"))
 
 
-def shown(text: str, show: bool) -> str:
+def redact(text: str, show: bool) -> str:
     """`text` for the log where `show` is set, else how long it is."""
     return text if show else f"<{len(text)} characters>"
 
@@ -136,10 +138,10 @@ def _trace(record: logging.LogRecord, show_text: bool) -> str:
     error = record.exc_info[1] if record.exc_info else None
     if error is None:
         return ""
-    whole = show_text or any(
+    with_messages = show_text or any(
         record.name == name or record.name.startswith(f"{name}.") for name in TOKENS_ONLY
     )
-    if whole:
+    if with_messages:
         return "".join(traceback.format_exception(error)).rstrip()
     return "\n".join(_without_messages(error, set()))
 
@@ -150,10 +152,10 @@ def _without_messages(error: BaseException, seen: set[int]) -> Iterator[str]:
     before = [error.__cause__, None if error.__suppress_context__ else error.__context__]
     if isinstance(error, BaseExceptionGroup):
         before += error.exceptions
-    for other in before:
-        if other is not None and id(other) not in seen:
-            yield from _without_messages(other, seen)
+    for cause in before:
+        if cause is not None and id(cause) not in seen:
+            yield from _without_messages(cause, seen)
     yield "Traceback (most recent call last):"
     yield from "".join(traceback.format_tb(error.__traceback__)).splitlines()
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-    yield f"{name}: {shown(str(error), False)}"
+    yield f"{name}: {redact(str(error), False)}"

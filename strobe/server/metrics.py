@@ -86,7 +86,7 @@ TOTALS = (
 IDLE = EngineSnapshot(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, (), 0, 0)
 
 
-OWN = ("model_name", "engine")
+OWN_LABELS = ("model_name", "engine")
 """Labels that every metric has, but those of processes and of HTTP."""
 
 
@@ -116,13 +116,13 @@ class EngineTotals(Collector):
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         snapshot = self._sum()
         for total in TOTALS:
-            family = CounterMetricFamily(total.name, total.help, labels=OWN)
+            family = CounterMetricFamily(total.name, total.help, labels=OWN_LABELS)
             family.add_metric(self._own, getattr(snapshot, total.field))
             yield family
         family = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts accepted at each place of the block.",
-            labels=[*OWN, "position"],
+            labels=[*OWN_LABELS, "position"],
         )
         for position, count in enumerate(snapshot.accepted_per_position):
             family.add_metric([*self._own, str(position)], count)
@@ -131,7 +131,7 @@ class EngineTotals(Collector):
             gauge = GaugeMetricFamily(
                 f"strobe:spec_decode_confidence_{name}",
                 f"Chance of a draft, sigmoid(slope * margin + intercept): the {name}.",
-                labels=[*OWN, "block_drafts", "position"],
+                labels=[*OWN_LABELS, "block_drafts", "position"],
             )
             for row in snapshot.confidence:
                 gauge.add_metric([*self._own, str(row[0]), str(row[1])], row[column])
@@ -269,15 +269,15 @@ class ServerMetrics:
         )
 
     def _gauge(self, name: str, help: str) -> Gauge:
-        gauge = Gauge(name, help, OWN, registry=self._registry)
+        gauge = Gauge(name, help, OWN_LABELS, registry=self._registry)
         return gauge.labels(*self.own)
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(name, help, [*OWN, *labels], registry=self._registry)
+        return Counter(name, help, [*OWN_LABELS, *labels], registry=self._registry)
 
     def _histogram(self, name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
-        made = Histogram(name, help, OWN, registry=self._registry, buckets=bounds)
-        return made.labels(*self.own)
+        histogram = Histogram(name, help, OWN_LABELS, registry=self._registry, buckets=bounds)
+        return histogram.labels(*self.own)
 
     def engine(self, snapshot: EngineSnapshot) -> None:
         """The engine's newest account of itself."""
@@ -292,26 +292,28 @@ class ServerMetrics:
         self._restarts.inc()
         self.engine(IDLE)
 
-    def verified(self, *, drafted: int, accepted: int, context: int, phase: str) -> None:
+    def record_verified(
+        self, *, num_verified: int, num_accepted: int, context_tokens: int, phase: str
+    ) -> None:
         """Count one verify step of one request.
 
-        drafted: tokens drafted for it; with 0 nothing is counted, as in vLLM's counters. context:
-        the request's length before the step, in tokens. phase: "thinking", "answer" or "tool".
-        """
-        if not drafted:
+        num_verified: tokens drafted for it; with 0 nothing is counted, as in vLLM's counters.
+        context_tokens: the request's length before the step, in tokens. phase: "thinking", "answer"
+        or "tool"."""
+        if not num_verified:
             return
         steps, draft_tokens, accepted_tokens = self._verified[phase][
-            bisect_right(CONTEXT_BOUNDS, context)
+            bisect_right(CONTEXT_BOUNDS, context_tokens)
         ]
         steps.inc()
-        draft_tokens.inc(drafted)
-        accepted_tokens.inc(accepted)
+        draft_tokens.inc(num_verified)
+        accepted_tokens.inc(num_accepted)
 
-    def first_token(self, seconds: float) -> None:
+    def record_first_token(self, seconds: float) -> None:
         """A request's first token left, `seconds` after the request came."""
         self._first_token.observe(seconds)
 
-    def inter_token(self, seconds: float, tokens: int) -> None:
+    def record_inter_token(self, seconds: float, tokens: int) -> None:
         """`tokens` more tokens left, `seconds` after those before them.
 
         vLLM's histogram has one observation of `seconds` per delivery and does not divide, so
@@ -324,17 +326,17 @@ class ServerMetrics:
             for _ in range(tokens):
                 self._per_token.observe(seconds / tokens)
 
-    def asked(self, answers: int, most: int | None) -> None:
+    def record_request(self, answers: int, max_tokens: int | None) -> None:
         """A request came, for so many answers of at most so many tokens."""
         self._asked.observe(answers)
-        if most is not None:
-            self._most.observe(most)
+        if max_tokens is not None:
+            self._most.observe(max_tokens)
 
-    def longest(self, tokens: int) -> None:
+    def record_longest(self, tokens: int) -> None:
         """All of a request's answers have ended, the longest with so many tokens."""
         self._longest.observe(tokens)
 
-    def finished(
+    def record_finished(
         self,
         *,
         reason: str,
@@ -359,13 +361,13 @@ class ServerMetrics:
         self._prompt.observe(prompt_tokens)
         self._generation.observe(generation_tokens)
 
-    def http(self, path: str, method: str, status: int) -> None:
+    def record_http(self, path: str, method: str, status: int) -> None:
         """A request was answered. Those of `paths` have series of their own."""
         handler = path if path in self.paths else "none"
         method = method if method in ("GET", "POST") else "other"
         self._http.labels(handler, method, f"{status // 100}xx").inc()
 
-    def refused(self, status: int, reason: str) -> None:
+    def record_rejected(self, status: int, reason: str) -> None:
         """A request was answered with an error. reason: one of a few fixed words, never a text
         that a client sent, for each makes a series of its own."""
         self._refused.labels(*self.own, str(status), reason).inc()

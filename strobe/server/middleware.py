@@ -16,31 +16,31 @@ from dataclasses import dataclass
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from strobe.server.access import AccessLog, Counted, RequestId
+from strobe.server.access import AccessLog, RequestId, ResponseCounter
 from strobe.server.anthropic.errors import AnthropicForm
 from strobe.server.guards import (
     AllowedHosts,
-    ApiKey,
+    ApiKeyEntry,
+    ApiKeyGuard,
     BodyLimit,
-    Drain,
-    Draining,
-    Key,
-    Refused,
+    OnReject,
+    Shutdown,
+    ShutdownGuard,
     allowed_host,
     is_loopback,
-    refuse,
+    send_error,
 )
 
 __all__ = [
     "OPEN_PATHS",
     "AccessLog",
-    "ApiKey",
+    "ApiKeyGuard",
     "BodyLimit",
-    "Drain",
-    "Draining",
     "MiddlewareSettings",
     "RequestId",
-    "refuse",
+    "Shutdown",
+    "ShutdownGuard",
+    "send_error",
     "wrap",
 ]
 
@@ -63,7 +63,7 @@ class MiddlewareSettings:
 
     listens_on: str = ""
     allowed_hosts: tuple[str, ...] = ()
-    api_keys: tuple[Key, ...] = ()
+    api_keys: tuple[ApiKeyEntry, ...] = ()
     open_paths: frozenset[str] = OPEN_PATHS
     max_body_bytes: int = 32 << 20
     cors_origins: tuple[str, ...] = ()
@@ -95,20 +95,20 @@ def wrap(
     app: ASGIApp,
     settings: MiddlewareSettings,
     *,
-    drain: Drain | None = None,
-    refused: Refused | None = None,
-    answered: Callable[[str, str, int], None] | None = None,
+    shutdown: Shutdown | None = None,
+    on_reject: OnReject | None = None,
+    on_response: Callable[[str, str, int], None] | None = None,
 ) -> ASGIApp:
     """The application with all of this room's classes around it, in the order above.
 
     A refusal has an id, a line in the log and, for a page that may call, its CORS headers.
     """
-    on_refusal: Refused = _ignored if refused is None else refused
+    on_refusal: OnReject = _ignored if on_reject is None else on_reject
     app = BodyLimit(app, settings.max_body_bytes, on_refusal)
-    if drain is not None:
-        app = Draining(app, drain, on_refusal)
+    if shutdown is not None:
+        app = ShutdownGuard(app, shutdown, on_refusal)
     if settings.api_keys:
-        app = ApiKey(app, settings.api_keys, settings.open_paths, on_refusal)
+        app = ApiKeyGuard(app, settings.api_keys, settings.open_paths, on_refusal)
     if settings.cors_origins:
         app = CORSMiddleware(
             app,
@@ -121,8 +121,8 @@ def wrap(
     if "*" not in settings.allowed_hosts and (loopback or settings.allowed_hosts):
         app = AllowedHosts(app, settings.allowed_hosts, loopback, on_refusal)
     app = AnthropicForm(app)
-    if answered is not None:
-        app = Counted(app, answered)
+    if on_response is not None:
+        app = ResponseCounter(app, on_response)
     if settings.access_log:
         app = AccessLog(app)
     return RequestId(app)

@@ -19,10 +19,9 @@ from strobe.request import DEFAULT_SCHEDULING, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.messages import Ready
-from strobe.server.guards import Drain
+from strobe.server.guards import Shutdown
 from strobe.server.metrics import ServerMetrics
-from strobe.server.openai.protocol.errors import BadField, counted
-from strobe.server.pace import Pace
+from strobe.server.openai.protocol.errors import FieldError, counted
 from strobe.server.parsers import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -31,14 +30,15 @@ from strobe.server.parsers import (
     ToolFormat,
     detect,
 )
-from strobe.server.response_memory import ResponseMemory
+from strobe.server.response_store import ResponseStore
+from strobe.server.retry_estimator import RetryEstimator
 from strobe.server.settings import TEXT_THREADS, ServerConfig
 from strobe.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 
 
-class Unserved(Exception):
+class RequestRejected(Exception):
     """A request that is not answered: an HTTP status and a sentence."""
 
     def __init__(
@@ -84,10 +84,10 @@ class Formats:
 
 
 def _format(
-    name: str, found: str | None, formats: Mapping[str, Result], option: str
+    name: str, detected: str | None, formats: Mapping[str, Result], option: str
 ) -> Result | None:
     if name == "auto":
-        return formats[found] if found is not None else None
+        return formats[detected] if detected is not None else None
     if name == "none":
         return None
     if name not in formats:
@@ -107,24 +107,24 @@ class Serving:
     chat_template: str | None
     formats: Formats
     metrics: ServerMetrics
-    drain: Drain = field(default_factory=Drain)
+    shutdown: Shutdown = field(default_factory=Shutdown)
     created: int = field(default_factory=lambda: int(time.time()))
-    pace: Pace = field(default_factory=Pace)
+    retry_estimator: RetryEstimator = field(default_factory=RetryEstimator)
     handling: int = 0
     """Requests whose bodies are in and whose handlers have not returned."""
 
     def __post_init__(self) -> None:
-        self.responses = ResponseMemory(self.settings.response_memory)
+        self.responses = ResponseStore(self.settings.response_memory)
         self.metrics.open_answers = lambda: self.client.num_open
-        self._texts = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="strobe-text")
-        self._longest = max(map(len, self.tokenizer.fast.get_vocab()), default=1)
+        self._text_threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="strobe-text")
+        self._longest_token = max(map(len, self.tokenizer.fast.get_vocab()), default=1)
         self.template_reads = _variables(self.chat_template or self.tokenizer.hf.chat_template)
 
     @property
     def facts(self) -> Ready:
         """The engine's own. Raises Unserved while it starts or restarts and once it has ended."""
         if self.client.facts is None or self.client.dead:
-            raise Unserved(503, self.client.state, code="engine_not_ready", retry_after=5)
+            raise RequestRejected(503, self.client.state, code="engine_not_ready", retry_after=5)
         return self.client.facts
 
     @property
@@ -132,81 +132,83 @@ class Serving:
         """Whether a request is still being answered."""
         return bool(self.handling or self.client.num_open)
 
-    def name(self, asked: str | None) -> str:
+    def name(self, requested: str | None) -> str:
         """The model's name in the response. Raises Unserved for a model that is not served."""
-        if asked is None:
+        if requested is None:
             return self.names[0]
-        if asked not in self.names:
-            raise Unserved(
+        if requested not in self.names:
+            raise RequestRejected(
                 404,
-                f"The model {asked[:200]!r} is not served here; ask for {' or '.join(self.names)}.",
+                f"The model {requested[:200]!r} is not served here; ask for "
+                f"{' or '.join(self.names)}.",
                 code="model_not_found",
                 param="model",
             )
-        return asked
+        return requested
 
-    def template(self, asked: str | None) -> str | None:
+    def template(self, requested: str | None) -> str | None:
         """The chat template to use in place of the checkpoint's. Raises BadField for a request's
         own where the operator does not trust them."""
-        if asked is not None and not self.settings.trust_request_chat_template:
-            raise BadField(
+        if requested is not None and not self.settings.trust_request_chat_template:
+            raise FieldError(
                 "chat_template is given, but this server does not run templates of its clients; "
                 "leave it out, or start the server with --trust-request-chat-template.",
                 "chat_template",
                 "unsupported_parameter",
             )
-        return asked or self.chat_template
+        return requested or self.chat_template
 
     def check_length(self, text: str, field: str, keep: int | None = None) -> None:
         """Raises BadField for a text that has too many tokens whatever they are, before time is
         spent on encoding it. keep: its last tokens that are wanted alone."""
-        most = self.facts.max_model_len * self._longest
-        if keep is None and len(text) > most:
-            raise BadField(
+        max_chars = self.facts.max_model_len * self._longest_token
+        if keep is None and len(text) > max_chars:
+            raise FieldError(
                 f"The prompt has {len(text)} characters, but the context of "
-                f"{self.facts.max_model_len} tokens holds at most {most}; shorten it.",
+                f"{self.facts.max_model_len} tokens holds at most {max_chars}; shorten it.",
                 field,
                 "context_length_exceeded",
             )
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """Encode or decode much text beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+        return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
 
     def submit(
         self,
         prompt_ids: list[int],
         params: SamplingParams,
         request_id: str,
-        place: SchedulingOptions = DEFAULT_SCHEDULING,
+        scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ) -> Generation:
         """Hand a prompt to the engine. Raises Unserved where the queue is full."""
         self.check_room(params.n)
-        return self.client.submit(prompt_ids, params, request_id, place)
+        return self.client.submit(prompt_ids, params, request_id, scheduling)
 
     def check_room(self, answers: int, prompts: int = 1) -> None:
         """Raises Unserved where so many more answers, to so many prompts, find no place now,
         BadField where they never will."""
-        most = self.facts.max_num_seqs + self.settings.max_waiting
-        if answers > most and prompts > 1:
-            raise BadField(
+        max_requests = self.facts.max_num_seqs + self.settings.max_waiting
+        if answers > max_requests and prompts > 1:
+            raise FieldError(
                 f"prompt holds {prompts} prompts, which ask for {answers} answers, but this server "
-                f"takes at most {most} at once; send fewer prompts in one request.",
+                f"takes at most {max_requests} at once; send fewer prompts in one request.",
                 "prompt",
             )
-        if answers > most:
-            raise BadField(
-                f"The request asks for {answers} answers, but this server takes at most {most} at "
+        if answers > max_requests:
+            raise FieldError(
+                f"The request asks for {answers} answers, but this server takes at most "
+                f"{max_requests} at "
                 "once; ask for fewer.",
                 "n",
             )
-        if answers > most - self.client.num_open:
-            raise Unserved(
+        if answers > max_requests - self.client.num_open:
+            raise RequestRejected(
                 429,
                 f"The queue is full: {counted(self.client.num_open, 'answer')} in progress or "
                 "waiting; try again later.",
                 code="queue_full",
-                retry_after=self.pace.retry_after(self.client.num_open),
+                retry_after=self.retry_estimator.retry_after(self.client.num_open),
             )
 
     def params(self, arguments: Mapping[str, Any]) -> SamplingParams:
@@ -214,37 +216,39 @@ class Serving:
         try:
             return SamplingParams(**arguments)
         except ValueError as error:
-            raise BadField(str(error), str(error).split()[0]) from None
+            raise FieldError(str(error), str(error).split()[0]) from None
 
     def fit(
         self, ids: list[int], limit: tuple[str, int | None], keep: int | None, field: str
     ) -> list[int]:
         """The prompt, cut to its last `keep` tokens where asked. Raises BadField where it does not
         fit the context with the answer, or is none. field: what the prompt came from."""
-        most, (name, wanted) = self.facts.max_model_len, limit
+        max_length, (name, max_new_tokens) = self.facts.max_model_len, limit
         if keep is not None:
-            room = max(1, most - max(wanted or 1, 1)) if keep == -1 else keep
+            room = max(1, max_length - max(max_new_tokens or 1, 1)) if keep == -1 else keep
             ids = ids[-room:]
         if not ids:
-            raise BadField("The prompt is empty; give it at least one token.", field)
+            raise FieldError("The prompt is empty; give it at least one token.", field)
         size = self.facts.vocab_size
         if max(ids) >= size:
-            raise BadField(
+            raise FieldError(
                 f"The prompt holds token id {max(ids)}, but the vocabulary has ids 0 to "
                 f"{size - 1}.",
                 field,
             )
-        if len(ids) >= most:
-            raise BadField(
-                f"The prompt has {counted(len(ids), 'token')}, but the context holds {most} with "
+        if len(ids) >= max_length:
+            raise FieldError(
+                f"The prompt has {counted(len(ids), 'token')}, but the context holds "
+                f"{max_length} with "
                 "the answer; shorten it.",
                 field,
                 "context_length_exceeded",
             )
-        if wanted is not None and len(ids) + wanted > most:
-            raise BadField(
-                f"The prompt has {counted(len(ids), 'token')} and {name} is {wanted}, but the "
-                f"context holds {most}; shorten the prompt or lower {name}.",
+        if max_new_tokens is not None and len(ids) + max_new_tokens > max_length:
+            raise FieldError(
+                f"The prompt has {counted(len(ids), 'token')} and {name} is {max_new_tokens}, "
+                "but the "
+                f"context holds {max_length}; shorten the prompt or lower {name}.",
                 name,
                 "context_length_exceeded",
             )
@@ -276,7 +280,7 @@ class Serving:
         has no format for it."""
         form = self.formats.tools
         if form is None:
-            raise BadField(
+            raise FieldError(
                 "tool_choice forces a call, but this model has no known format of calls; start the "
                 "server with tool_call_parser, or ask for tool_choice auto.",
                 "tool_choice",
@@ -287,7 +291,7 @@ class Serving:
             return structured
         return self.constraint(structured, prompt) or structured
 
-    def or_calls(
+    def allow_tool_calls(
         self, structured: Mapping[str, Any], tools: list[Tool], *, parallel: bool
     ) -> Mapping[str, Any]:
         """Structured output that may be a call of one of the tools instead."""
@@ -302,9 +306,9 @@ class Serving:
         try:
             return form.grammar(tools, parallel=parallel, added_tokens=names)
         except ValueError as error:
-            raise BadField(str(error), "tools") from None
+            raise FieldError(str(error), "tools") from None
         except (TypeError, AttributeError, LookupError, RecursionError):
-            raise BadField(
+            raise FieldError(
                 "tools has a schema in which a keyword's value is not of the kind that JSON Schema "
                 "asks for, or which is nested too deeply; mend the schema.",
                 "tools",
@@ -322,15 +326,16 @@ def _variables(template: Any) -> Collection[str] | None:
     return jinja2.meta.find_undeclared_variables(parsed)
 
 
-def read_template(given: str | None) -> str | None:
+def read_template(path_or_text: str | None) -> str | None:
     """The chat template in a file of that name, or the text itself. Raises ValueError."""
-    if given is None or "{" in given:
-        return given
+    if path_or_text is None or "{" in path_or_text:
+        return path_or_text
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return Path(path_or_text).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"chat_template is {reprlib.repr(given)}, which is neither a file that can be read nor "
+            f"chat_template is {reprlib.repr(path_or_text)}, which is neither a file that can be "
+            "read nor "
             f"a template ({error})."
         ) from None
 
@@ -341,7 +346,7 @@ def check_template(tokenizer: Tokenizer, template: str) -> None:
         tokenizer.chat_text([{"role": "user", "content": "Hello"}], chat_template=template)
     except ValueError as error:
         if isinstance(error.__cause__, jinja2.TemplateSyntaxError):
-            where, said = error.__cause__.lineno, " ".join(str(error.__cause__).split())
+            line, message = error.__cause__.lineno, " ".join(str(error.__cause__).split())
             raise ValueError(
-                f"The chat template does not compile (line {where}): {said.rstrip('.')}."
+                f"The chat template does not compile (line {line}): {message.rstrip('.')}."
             ) from None

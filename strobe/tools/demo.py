@@ -13,7 +13,7 @@ import torch
 
 from strobe.config import EngineConfig
 from strobe.demo_models import FAMILIES, Example, read_heldout
-from strobe.hub.locate import located
+from strobe.hub.locate import locate_models
 from strobe.llm import LLM
 from strobe.outputs import Prompt, RequestOutput
 from strobe.progress import Progress
@@ -111,7 +111,7 @@ def compare(plain: Run, drafted: Run, llm: LLM) -> dict[str, Any]:
     reports = [r for output in drafted.outputs if (r := output.outputs[0].speculation) is not None]
     steps = sum(report.rows_verified - report.drafted for report in reports)
     off = [report.off_reason for report in reports if not report.used]
-    made = sum(len(output.outputs[0].token_ids) - 1 for output in drafted.outputs)
+    num_tokens = sum(len(output.outputs[0].token_ids) - 1 for output in drafted.outputs)
     same = [
         a.outputs[0].token_ids == b.outputs[0].token_ids
         for a, b in zip(plain.outputs, drafted.outputs, strict=True)
@@ -120,7 +120,7 @@ def compare(plain: Run, drafted: Run, llm: LLM) -> dict[str, Any]:
         "plain_tokens_per_s": round(plain.rate, 1),
         "dflash_tokens_per_s": round(drafted.rate, 1),
         "speedup": round(drafted.rate / plain.rate, 3),
-        "acceptance_length": round(made / steps, 3) if steps else None,
+        "acceptance_length": round(num_tokens / steps, 3) if steps else None,
         "off_reason": off[0] if off and len(off) == len(reports) else None,
         "identical": all(same),
         "prompts": len(same),
@@ -144,18 +144,18 @@ def run_demo(
     config = replace(
         config, method="dflash" if config.target else None, enable_prefix_caching=False
     )
-    config = located(config)
+    config = locate_models(config)
     with Progress("Loading the models, and warming up"):
         drafting = LLM(**_options(config))
         plain = LLM(**_options(config.without_draft()))
-    asked = prompts_of(drafting, examples)
+    example_prompts = prompts_of(drafting, examples)
     if not as_json:
-        _stream(drafting, examples[0], asked[0], params)
+        _stream(drafting, examples[0], example_prompts[0], params)
         print("\nComparing plain decoding with DFlash, one request at a time ...", flush=True)
     ways = {"plain": answerer(plain, params), "dflash": answerer(drafting, params)}
-    total = len(ways) * (1 + repeats * len(asked))
+    total = len(ways) * (1 + repeats * len(example_prompts))
     with Progress("Comparing", total, unit="answers") as shown:
-        runs = race(ways, asked, repeats, shown.advance)
+        runs = race(ways, example_prompts, repeats, shown.advance)
     figures = compare(runs["plain"], runs["dflash"], drafting)
     if as_json:
         print(json.dumps(figures))
@@ -175,8 +175,8 @@ def _stream(llm: LLM, example: Example, prompt: Prompt, params: SamplingParams) 
 
     console = Console(highlight=False, emoji=False)
     question = next(m["content"] for m in reversed(example.messages) if m["role"] == "user")
-    asked = Text.assemble(("prompt>", "bold cyan"), " ", question)
-    console.print(asked, soft_wrap=not console.is_terminal)
+    question_line = Text.assemble(("prompt>", "bold cyan"), " ", question)
+    console.print(question_line, soft_wrap=not console.is_terminal)
     console.print("[bold green]strobe>[/bold green] ", end="")
     bold = ("\033[1m", "\033[0m") if console.is_terminal and not console.no_color else ("", "")
     wrapping, last = Wrapping(console, column=len("strobe> ")), None
@@ -186,10 +186,11 @@ def _stream(llm: LLM, example: Example, prompt: Prompt, params: SamplingParams) 
     console.print()
     report = last.output.speculation if last is not None else None
     if last is not None and report is not None and report.used:
-        made = len(last.output.token_ids)
+        num_tokens = len(last.output.token_ids)
         weight = " (normal and bold take turns)" if console.is_terminal else ""
         console.print(
-            f"[dim]{counted(made, 'token')} in {counted(report.steps, 'verify step')}{weight}, "
+            f"[dim]{counted(num_tokens, 'token')} in "
+            f"{counted(report.steps, 'verify step')}{weight}, "
             f"{report.acceptance_length:.2f} per step.[/dim]"
         )
 

@@ -79,14 +79,16 @@ def _draft_facts(path: Path, target: Path | None = None) -> dict[str, Any]:
     }
 
 
-def _quantization(found: Quantization | None, decoder: DecoderConfig) -> dict[str, str]:
-    if found is None:
+def _quantization(quantization: Quantization | None, decoder: DecoderConfig) -> dict[str, str]:
+    if quantization is None:
         return {}
-    rows, columns = found.block
+    rows, columns = quantization.block
     held = "held in full"
-    if found.method == "fp8" and decoder.experts is None:  # whose GEMMs are not in FP8
+    if quantization.method == "fp8" and decoder.experts is None:  # whose GEMMs are not in FP8
         held = "held with a scale for each row on a GPU that has FP8, and in full elsewhere"
-    return {"quantization": f"{found.method}, a scale for each {rows} x {columns} values, {held}"}
+    return {
+        "quantization": f"{quantization.method}, a scale for each {rows} x {columns} values, {held}"
+    }
 
 
 def _decoder_facts(path: Path, decoder: DecoderConfig) -> dict[str, Any]:

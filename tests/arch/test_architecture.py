@@ -103,7 +103,7 @@ def test_the_core_can_be_read_in_an_afternoon():
 
 
 @pytest.mark.parametrize("name", ["step", "launch"])
-def test_one_engine_step_fits_on_one_screen(name: str):
+def test_step_fits_on_one_screen(name: str):
     tree = ast.parse((PACKAGE / "engine" / "engine.py").read_text(encoding="utf-8"))
     (engine,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Engine"]
     (method,) = [n for n in engine.body if isinstance(n, ast.FunctionDef) and n.name == name]
@@ -111,7 +111,7 @@ def test_one_engine_step_fits_on_one_screen(name: str):
     assert method.end_lineno - method.lineno + 1 <= STEP_LINES
 
 
-def test_no_modules_import_each_other_in_a_circle(graph: grimp.ImportGraph):
+def test_modules_have_no_import_cycles(graph: grimp.ImportGraph):
     seen: dict[str, int] = {}
 
     def visit(module: str, path: tuple[str, ...]) -> None:
@@ -134,14 +134,14 @@ def test_importing_the_package_loads_no_torch():
     assert not {"torch", "transformers", "numpy"} & loaded
 
 
-def test_public_names_are_found_when_they_are_first_used():
+def test_public_names_load_lazily():
     loaded = loaded_by("import strobe\nstrobe.SamplingParams\nstrobe.EngineConfig")
     assert "torch" not in loaded
     assert "strobe.llm" in loaded_by("import strobe\nstrobe.LLM")
 
 
 @pytest.mark.parametrize("outside", ["tools", "demo_models", "cli", "server"])
-def test_the_engine_does_not_know_what_is_built_around_it(graph: grimp.ImportGraph, outside: str):
+def test_engine_does_not_import_outer_packages(graph: grimp.ImportGraph, outside: str):
     around = {m for m in graph.modules if m.split(".")[1:2] == [outside]}
     for room in CORE:
         for module in {m for m in graph.modules if m.split(".")[1:2] == [room]}:
@@ -157,7 +157,7 @@ def test_the_engine_runs_without_the_rooms_around_it():
     assert "transformers" not in loaded
 
 
-def test_drafting_methods_are_named_only_where_they_are_made_or_chosen():
+def test_drafting_methods_are_named_only_in_their_registry():
     """`if method == "dflash"` elsewhere is how an engine grows a branch per drafter."""
     chosen = {"config.py", "sampling_params.py", "engine/engine.py"}
     named: set[str] = set()
@@ -170,5 +170,5 @@ def test_drafting_methods_are_named_only_where_they_are_made_or_chosen():
     assert named <= chosen
 
 
-def test_what_make_test_leaves_out_is_in_files_that_exist():
+def test_full_table_names_existing_tests():
     assert [path for path in FULL if not (ROOT / path).is_file()] == []

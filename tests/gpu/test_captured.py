@@ -62,7 +62,7 @@ def test_captured_steps_give_the_bits_of_eager_ones(
     ids=str,
 )
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_what_is_turned_off_changes_no_answer_in_fp32(
+def test_disabled_options_change_no_fp32_answer(
     params: SamplingParams, off: dict[str, Any], texts: list[list[int]]
 ):
     whole = answers(engine(dtype="float32"), texts, params)
@@ -70,14 +70,12 @@ def test_what_is_turned_off_changes_no_answer_in_fp32(
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_two_steps_in_flight_give_what_one_gives(params: SamplingParams, texts: list[list[int]]):
+def test_overlap_matches_single_step(params: SamplingParams, texts: list[list[int]]):
     assert answers(engine(overlap=2), texts, params) == answers(engine(overlap=1), texts, params)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_the_order_in_which_shapes_are_captured_changes_nothing(
-    reverse: bool, texts: list[list[int]]
-):
+def test_capture_order_changes_nothing(reverse: bool, texts: list[list[int]]):
     """One short request first and a crowd of long ones later, or the crowd first."""
     one, crowd = engine(), [text * 3 for text in texts]
     loads = [[texts[0][:5]], crowd, texts[:3]]
@@ -88,7 +86,7 @@ def test_the_order_in_which_shapes_are_captured_changes_nothing(
         assert found[len(load)] == fresh
 
 
-def test_steady_steps_neither_wait_nor_allocate(texts: list[list[int]]):
+def test_steady_steps_do_not_sync_or_allocate(texts: list[list[int]]):
     one = engine(overlap=2, max_model_len=1024)
     params = WARM.clone(max_tokens=900, ignore_eos=True)
     asked = [one.add(text, params) for text in texts]
@@ -101,7 +99,7 @@ def test_steady_steps_neither_wait_nor_allocate(texts: list[list[int]]):
         assert torch.cuda.memory_stats()["segment.all.allocated"] == before
 
 
-def test_a_mixed_step_that_fits_is_replayed(texts: list[list[int]]):
+def test_fitting_mixed_step_is_replayed(texts: list[list[int]]):
     """Two prompts of one length, one after the other beside the same three requests."""
     one = engine(overlap=1, enable_prefix_caching=False)
     asked = [one.add(text, GREEDY.clone(max_tokens=300, ignore_eos=True)) for text in texts[:3]]

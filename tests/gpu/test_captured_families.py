@@ -60,7 +60,7 @@ def test_steady_steps_do_not_wait(pair: Pair):
             one.step()
 
 
-def test_a_gpu_decodes_in_fp32_what_a_cpu_does(pair: Pair):
+def test_gpu_matches_cpu_in_fp32(pair: Pair):
     check_against_cpu(pair, "greedy", "stops")
 
 

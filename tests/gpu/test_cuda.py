@@ -45,7 +45,7 @@ def test_processors_hold_on_a_gpu_speculation_on_and_off(params: SamplingParams,
     assert plain == answers(asked, device="cpu")
 
 
-def test_logprobs_of_a_gpu_are_those_of_the_cpu():
+def test_gpu_logprobs_match_cpu():
     found = []
     for device in ("cuda", "cpu"):
         llm = LLM(dtype="float32", kv_cache_memory="1GiB", device=device)

@@ -37,7 +37,7 @@ def test_outputs_equal_plain_decoding(c: Any, pair: Pair, plain: PlainAnswers):
     assert len(engine.graphs) > 0 or c.workload == "stops"  # whose steps may all have processors
 
 
-def test_a_gpu_alone_decodes_what_a_cpu_does(pair: Pair):
+def test_gpu_matches_cpu(pair: Pair):
     check_against_cpu(pair, "greedy", "sampled")
 
 

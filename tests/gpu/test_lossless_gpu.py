@@ -44,13 +44,11 @@ def test_outputs_equal_plain_decoding(c: Combination, pair: Pair, plain: PlainAn
     assert len(engine.graphs) > 0
 
 
-def test_a_gpu_alone_decodes_what_a_cpu_does(pair: Pair):
+def test_gpu_matches_cpu(pair: Pair):
     check_against_cpu(pair, "greedy", "stops", "sampled")
 
 
-def test_a_drafters_sinks_are_the_same_to_the_kernels_and_to_plain_torch(
-    pair: Pair, tmp_path: Path
-):
+def test_drafter_sinks_match_between_kernels_and_torch(pair: Pair, tmp_path: Path):
     """What the last blocks leave of the second layer's keys comes through the first's attention."""
     path = make_draft(tmp_path, width=pair.width, sinks=True)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

@@ -253,7 +253,7 @@ def test_divided_blocks_of_every_size(
     check(case, workspace, AttentionConfig(pairs, 32 if dim == 512 else 128, 8, 2, True))
 
 
-def test_one_workspace_serves_every_shape(device: torch.device, many: AttentionWorkspace) -> None:
+def test_workspace_serves_every_shape(device: torch.device, many: AttentionWorkspace) -> None:
     for dim, heads, spans in [(64, 1, [(600, 4)]), (128, 2, [(520, 1), (0, 1)]), (64, 3, [(2, 2)])]:
         check(make_case(device, spans, dim=dim, heads=heads), many)
 
@@ -311,9 +311,7 @@ def test_sinks_join_once_where_a_block_is_divided(
     check(case, many)
 
 
-def test_a_row_that_sees_nothing_is_zero_beside_a_sink(
-    device: torch.device, one: AttentionWorkspace
-) -> None:
+def test_fully_masked_row_with_sink_is_zero(device: torch.device, one: AttentionWorkspace) -> None:
     case = make_case(device, [(20, 4)], page_size=8, sinks=True)
     args = case.args | {"tables": case.args["tables"][:, :3].contiguous()}
     args["starts"] = args["starts"] + 2
@@ -381,7 +379,7 @@ def test_every_head_size_has_configurations() -> None:
                     assert PIECE_KEYS % config.keys == 0
 
 
-def test_workspace_takes_what_it_says(device: torch.device) -> None:
+def test_workspace_allocates_stated_size(device: torch.device) -> None:
     workspace = AttentionWorkspace(device, 128, programs=10)
     tensors = (workspace.partials, workspace.stats)
     assert sum(t.nbytes for t in tensors) == AttentionWorkspace.nbytes(128, 10)
@@ -447,7 +445,7 @@ def test_backend_agrees_with_the_reference(
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4, 4, 4), (1, 16, 17, 2), (40, 3, 33, 64, 1), (5, 2)])
-def test_spans_are_grouped_with_those_of_like_length_and_each_row_has_one_place(
+def test_groups_hold_each_row_once_by_length(
     sizes: tuple[int, ...],
 ) -> None:
     groups = groups_of(sizes, torch.device("cpu"))
@@ -469,7 +467,7 @@ def test_spans_are_grouped_with_those_of_like_length_and_each_row_has_one_place(
     assert sorted(placed) == list(range(sum(sizes)))
 
 
-def test_missing_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_reason_names_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     assert "CUDA device" in str(unsupported_reason(128, torch.bfloat16, torch.device("cpu")))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -481,7 +479,7 @@ def test_missing_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "9.0 and 10.x, the device has 7.5" in str(unsupported_reason(128, torch.bfloat16, cuda))
 
 
-def test_many_spans_beside_a_long_one_fit_the_grid(device: torch.device) -> None:
+def test_many_spans_with_a_long_one_fit_the_grid(device: torch.device) -> None:
     """Blocks of all spans together pass 65,535, the limit of a grid's later axes."""
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")

@@ -145,7 +145,7 @@ def test_a_sum_has_a_bias_and_is_left_for_the_next_norm(device: torch.device) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_fusions_in_other_dtypes(device: torch.device, dtype: torch.dtype) -> None:
+def test_fusions_in_half_dtypes(device: torch.device, dtype: torch.dtype) -> None:
     x = draw(0, 5, 96, dtype=dtype, device=device)
     weight = make(128, 96, dtype, device)
     fused = {"norm": (draw(2, 96, dtype=dtype, device=device), 1e-6), "gated": True}
@@ -162,7 +162,7 @@ def test_large_rows_in_float16_pass_the_norm(device: torch.device) -> None:
     assert error(got, reference.linear(x, weight, norm=norm)) < BOUNDS[torch.float16]
 
 
-def test_the_norm_is_taken_before_or_inside(device: torch.device) -> None:
+def test_norm_fused_or_separate_is_equal(device: torch.device) -> None:
     x = draw(0, 4, 96, dtype=BF16, device=device)
     weight = make(32, 96, BF16, device)
     norm = (draw(2, 96, dtype=BF16, device=device), 1e-6)
@@ -185,7 +185,7 @@ def test_in_place_into_the_residual(device: torch.device) -> None:
     assert torch.equal(wide[:, :16], before[:, :16])
 
 
-def test_nothing_is_left_in_the_workspace(device: torch.device) -> None:
+def test_workspace_is_left_zeroed(device: torch.device) -> None:
     """GEMMs of different shapes take turns with one set of counters."""
     fused = gemms(device, BF16, split_k=3)
     weights = [Weight(whole(n, n, 96, device=device)) for n in (160, 64)]
@@ -273,7 +273,7 @@ def test_head_argmax_with_margins(device: torch.device, rows: int, kernel: str) 
         assert torch.equal(fused.head_argmax(x, weight), ids)
 
 
-def test_head_argmax_behind_the_norm(device: torch.device) -> None:
+def test_head_argmax_with_norm(device: torch.device) -> None:
     x = draw(0, 4, 96, dtype=BF16, device=device)
     weight = make(200, 96, BF16, device)
     norm = (draw(2, 96, dtype=BF16, device=device), 1e-6)
@@ -360,7 +360,7 @@ def test_the_bulk_copy_engine(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("tma", [False, True])
-def test_launches_that_overlap_in_a_graph(gpu: torch.device, tma: bool) -> None:
+def test_overlapping_launches_in_a_graph(gpu: torch.device, tma: bool) -> None:
     """A chain of GEMMs, each started before the one it reads from has ended."""
     down, up = make(1024, 2048, BF16, gpu), make(4096, 1024, BF16, gpu)
     norm = (draw(2, 1024, dtype=BF16, device=gpu), 1e-6)
@@ -407,7 +407,7 @@ def test_buckets() -> None:
     ]
 
 
-def test_the_table_holds_what_was_measured() -> None:
+def test_table_holds_measured_entries() -> None:
     gemm = Gemm(6144, 4096, BF16, norm=True)
     config = GemmConfig(block_n=32, split_k=2, prefetch=512)
     data: dict[str, object] = {}
@@ -422,7 +422,7 @@ def test_the_table_holds_what_was_measured() -> None:
     assert GemmTable(data, "NVIDIA H200", "9.0").choose(far, 16) == guess(far, 16)
 
 
-def test_the_persisted_table_is_read_and_written_alike(tmp_path: Path) -> None:
+def test_table_round_trips_through_json(tmp_path: Path) -> None:
     tables.save(tables.load(), tmp_path / "table.json")
     assert (tmp_path / "table.json").read_text() == tables.PATH.read_text()
     for entry in tables.load().values():

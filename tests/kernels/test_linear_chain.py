@@ -55,7 +55,7 @@ def test_the_norm_is_shared_by_two_gemms(
     assert error(z, want_behind) < BOUND_NORM
 
 
-def test_the_bits_are_those_of_the_norm_inside(device: torch.device) -> None:
+def test_chain_is_bitwise_equal_to_fused_norm(device: torch.device) -> None:
     """x is rounded at the same place; only the sum of squares is added up in another order."""
     layer = Layer(3, device, torch.float32)
     fused = gemms(device, torch.float32)
@@ -74,14 +74,14 @@ def test_a_row_does_not_depend_on_its_company(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("groups", [True, False])
-def test_fp8_behind(device: torch.device, groups: bool) -> None:
+def test_fp8_chain(device: torch.device, groups: bool) -> None:
     layer = Layer(3, device, fp8=True)
     second = gemms(device, BF16, block_k=128, groups=groups)
     _, z, _ = layer.run(gemms(device, BF16), second)
     assert error(z, layer.want()[1]) < BOUND_FP8[groups]
 
 
-def test_where_one_of_the_two_is_a_librarys(device: torch.device) -> None:
+def test_chain_with_cublas_on_one_side(device: torch.device) -> None:
     layer = Layer(3, device)
     triton, library = gemms(device, BF16), gemms(device, BF16, kernel="cublas")
     for first, second in ((triton, library), (library, triton), (library, library)):
@@ -110,7 +110,7 @@ def test_in_place_into_the_residual(device: torch.device) -> None:
     assert error(z, want_behind) < BOUND_NORM
 
 
-def test_head_argmax_behind(device: torch.device) -> None:
+def test_head_argmax_chain(device: torch.device) -> None:
     layer = Layer(3, device)
     fused = gemms(device, BF16)
     y, scaled = fused.add(layer.x, layer.down, layer.residual, next_norm=layer.norm[0])

@@ -16,7 +16,9 @@ from strobe.speculation.allocate import most_promising
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("spans", "width"), [(1, 3), (5, 7), (33, 15), (200, 15)])
-def test_the_most_promising_drafts(device: torch.device, spans: int, width: int, seed: int) -> None:
+def test_chooses_most_likely_drafts(
+    device: torch.device, spans: int, width: int, seed: int
+) -> None:
     noise = torch.Generator().manual_seed(seed)
     margins = (torch.rand(spans, width + 1, generator=noise) * 6).to(device)[:, :width]
     weights = torch.rand(width, 2, generator=noise)

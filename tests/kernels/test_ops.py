@@ -163,7 +163,7 @@ normed, or that are the keys; rope over a part of a head."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kernels_compute_what_the_layers_say(tmp_path: Path, device: torch.device, family: str):
+def test_kernels_match_layer_operations(tmp_path: Path, device: torch.device, family: str):
     FAMILIES[family](tmp_path, head_dim=64, num_hidden_layers=2, hidden_size=64)
     for found, wanted in compared(tmp_path, device):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
@@ -199,7 +199,7 @@ class Counting(TorchOps):
         ("qwen3_5_moe", {"attention": 1, "delta_rule": 1, "experts": 2}),
     ],
 )
-def test_layers_ask_their_ops_for_what_may_become_a_kernel(
+def test_layers_call_ops_for_fusable_work(
     tmp_path: Path, device: torch.device, family: str, asked: dict[str, int]
 ):
     FAMILIES[family](tmp_path, head_dim=64, num_hidden_layers=2, hidden_size=64)
@@ -214,7 +214,7 @@ def test_layers_ask_their_ops_for_what_may_become_a_kernel(
 KEPT = ("layers.0.", "layers.1.self_attn.q_proj", "layers.1.mlp.g", "layers.2.mlp.down_proj")
 
 
-def test_weights_in_fp8_and_others_stand_side_by_side(tmp_path: Path, device: torch.device):
+def test_fp8_and_dense_weights_mix(tmp_path: Path, device: torch.device):
     """The first layer was not converted: it is exact. Of the others some linear layers were, before
     and behind those that were not."""
     make_target(tmp_path / "fp8", head_dim=64, num_hidden_layers=3, hidden_size=64)
@@ -244,7 +244,7 @@ def pair(tmp_path: Path, device: torch.device, **changes: Any) -> tuple[Any, Any
 
 
 @pytest.mark.parametrize("changes", [{}, {"sinks": True}, {"bias": True}], ids=str)
-def test_kernels_compute_what_a_drafters_layers_say(
+def test_kernels_match_drafter_layer_operations(
     tmp_path: Path, device: torch.device, changes: dict[str, bool]
 ):
     """Its block, its tokens, and the context's keys and values of every layer."""

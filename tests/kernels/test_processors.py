@@ -18,7 +18,7 @@ def test_the_floor_is_the_twins() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("seed", range(12))
-def test_rows_are_those_of_the_twin(device, monkeypatch, seed, drafts, dtype) -> None:
+def test_rows_match_torch_twin(device, monkeypatch, seed, drafts, dtype) -> None:
     monkeypatch.setattr(kernel, "BLOCK", 16)
     world = World(seed, most_drafts=drafts)
     state = world.state(kernels=True, device=device)

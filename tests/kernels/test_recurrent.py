@@ -76,9 +76,7 @@ def mixed(pair: Any, asked: Batch, x: Tensor, decay: Tensor, rate: Tensor, weigh
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_steps_answer_and_keep_what_plain_torch_does(
-    spec: StateSpec, dtype: torch.dtype, device: torch.device
-):
+def test_steps_match_plain_torch(spec: StateSpec, dtype: torch.dtype, device: torch.device):
     noise = torch.Generator().manual_seed(8)
     pair = stores(spec, PENDING, dtype, device)
     weight = torch.randn(spec.channels, spec.kernel, generator=noise).to(device, dtype)
@@ -112,9 +110,7 @@ def test_steps_answer_and_keep_what_plain_torch_does(
 
 
 @pytest.mark.parametrize("alike", [False, True], ids=["", "keys alike"])
-def test_blocks_of_16_rows_follow_each_other_in_blocks_prefill_and_decoding(
-    alike: bool, device: torch.device
-):
+def test_blocks_of_16_rows_match_across_block_prefill_and_decode(alike: bool, device: torch.device):
     """With keys that are alike and rates near 1, what rows add to the state nearly cancels."""
     spec, pending = StateSpec(1, 2, 1, 16, 16, 4), 20
     noise = torch.Generator().manual_seed(5)

@@ -230,7 +230,7 @@ def test_fp8_store_saturates(device) -> None:
     assert kv.float()[0, 1, 0].tolist() == [448.0] * 16 + [3.0] * 48
 
 
-def test_rows_that_share_a_slot(draw, device) -> None:
+def test_rows_sharing_a_slot(draw, device) -> None:
     """Padding goes to slots of page 0, any of it may win; the true rows are not touched by it."""
     qkv = draw(6, 4 * 64, torch.float32)
     cos, sin = tables("full", 64, device)

@@ -74,7 +74,7 @@ def test_argmax(device, generator, monkeypatch, dtype, block) -> None:
     assert torch.equal(margins, best_two(logits)[1])
 
 
-def test_argmax_of_what_is_no_number(device, monkeypatch) -> None:
+def test_argmax_of_nan(device, monkeypatch) -> None:
     """A NaN of either sign, also below inf, leaves its row without a token; zeros are equal."""
     monkeypatch.setattr(sampling, "ARGMAX_BLOCK", 64)
     logits = torch.full((4, 300), -1.0)
@@ -106,7 +106,7 @@ HOW = [
     ("size", "step", "dtype"),
     [(9001, 0.0, torch.float32), (9001, 0.0, torch.bfloat16), (1000, 0.5, torch.bfloat16)],
 )
-def test_tokens_are_those_of_the_twin(device, generator, dtype, size, step) -> None:
+def test_tokens_match_torch_twin(device, generator, dtype, size, step) -> None:
     """Rows of all kinds, greedy ones among them; with `step`, logits that tie a lot."""
     count = len(HOW) + 1
     wide = torch.randn(count, size + 15, generator=generator).mul_(3)
@@ -300,7 +300,7 @@ def check_kept(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_how_many_are_kept(device, dtype) -> None:
+def test_number_of_kept_tokens(device, dtype) -> None:
     logits = torch.full((300,), -60.0)
     logits[: len(LADDER)] = torch.tensor(LADDER)
     check_kept(device, logits.to(dtype), [(how, kept - 1) for how, kept in KEPT], 300)

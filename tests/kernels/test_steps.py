@@ -91,7 +91,7 @@ def test_rows_after_a_row_with_nan_hold_token_0(name: str, device: torch.device)
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_without_drafts_of_the_device_rows_are_placed_all_the_same(name: str, device: torch.device):
+def test_rows_without_device_drafts_are_placed(name: str, device: torch.device):
     spans, shape = BATCHES[name]
     spans = [span for span in spans if span.method is None]
     if not spans:

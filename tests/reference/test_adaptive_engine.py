@@ -78,7 +78,7 @@ def config(target: Any, drafter: Path | None, **options: Any) -> EngineConfig:
 
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("count", [1, 4])
-def test_drafting_rests_where_the_drafter_turns_bad_in_an_answer_and_wakes_with_it(
+def test_drafting_pauses_for_bad_drafts_and_resumes(
     count: int, overlap: int, target: Any, draft: Callable[..., Path]
 ):
     prompts = PROMPTS[:count]

@@ -52,7 +52,7 @@ def config(target: Any, drafter: Path | None = None, **options: Any) -> EngineCo
 
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("budget", [None, 48])
-def test_replayed_steps_give_what_plain_steps_give(
+def test_replayed_steps_match_eager_steps(
     overlap: int, budget: int | None, target: Any, draft: Callable[..., Path]
 ):
     plain = run(make_engine(config(target, method="none")), PROMPTS, plain_ones())
@@ -146,7 +146,7 @@ def test_accepted_drafts_move_replayed_steps_on(target: Any):
     assert sum(request.draft_counts.num_accepted for request in requests) > 50
 
 
-def test_drafts_outlive_the_forward_that_runs_before_a_grammars_masks():
+def test_drafts_survive_the_forward_before_grammar_masks():
     """Forward and drafter are graphs of their own there, which share their memory."""
     settings = EngineConfig(
         str(DEMO_MODELS / "target"), draft=str(DEMO_MODELS / "draft"), max_model_len=256,
@@ -186,7 +186,7 @@ def prompts_of(count: int, rows: int) -> list[Span]:
     return [first, *[Span(i, 0, 0, (1,), num_logits=1) for i in range(1, count)]]
 
 
-def test_buckets_have_room_and_a_span_for_rows_of_none():
+def test_buckets_have_a_span_for_padding_rows():
     buckets = Buckets(20, 7)
     assert buckets.shape_of(decoding(3, 7)) == Shape(4, 32, 8, 7, 8)
     assert buckets.shape_of(decoding(4, 7)) == Shape(4, 32, 8, 7, 8)
@@ -208,7 +208,7 @@ def test_buckets_have_room_and_a_span_for_rows_of_none():
             assert buckets.is_captured(shape) == (rows <= 512)
 
 
-def test_what_rows_are_sampled_by_lies_close_together(target: Any):
+def test_sampling_rows_are_contiguous(target: Any):
     """As the sampling kernel reads it."""
     engine = make_engine(config(target))
     engine.add([5, 6, 7], WARM)
@@ -224,7 +224,7 @@ def test_what_rows_are_sampled_by_lies_close_together(target: Any):
         assert all(column.stride() == (1,) for column in table.index_select(1, slots).unbind())
 
 
-def test_a_step_that_cannot_be_captured_runs_as_it_is(target: Any):
+def test_uncapturable_step_runs_eagerly(target: Any):
     plain = run(make_engine(config(target)), PROMPTS, COLD)
     resolved = resolve(config(target))
     parts = build(resolved)
@@ -241,7 +241,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(target: Any):
     assert 0 < len(asked) < 12, "each shape is tried once"
 
 
-def test_rows_that_only_fill_up_leave_the_page_that_the_contexts_end_reads(target: Any):
+def test_padding_rows_leave_the_last_page_untouched(target: Any):
     parts = build(resolve(config(target)))
     state = parts.state
     other = type(state)(5, 96, 4, state.device, limit=96, spare_page=7)
@@ -254,7 +254,7 @@ KERNELS = {"kernels": "triton"}, {"attention_backend": "triton"}, {"weight_dtype
 
 
 @pytest.mark.parametrize("options", [*KERNELS, {"draft_attention_backend": "triton"}], ids=str)
-def test_what_a_cpu_cannot_run_is_refused_in_a_sentence(
+def test_gpu_only_options_on_cpu_are_rejected(
     options: dict[str, str], target: Any, draft: Callable[..., Path]
 ):
     name, value = next(iter(options.items()))
@@ -282,7 +282,7 @@ def warmed(target: Any, drafter: Path, **options: Any) -> Engine:
 
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("seqs", [5, 8])
-def test_after_the_warm_up_nothing_is_captured(
+def test_warm_up_captures_everything(
     overlap: int, seqs: int, target: Any, draft: Callable[..., Path]
 ):
     engine = warmed(target, draft(), overlap=overlap, max_num_seqs=seqs)
@@ -314,7 +314,7 @@ class AnyChoice(DraftPolicy):
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_after_the_warm_up_no_choice_of_an_adaptive_budget_is_captured(
+def test_warm_up_captures_every_adaptive_choice(
     overlap: int, target: Any, draft: Callable[..., Path]
 ):
     engine = warmed(target, draft(), overlap=overlap)

@@ -279,7 +279,7 @@ def config(target: Any, path: Path, **options: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_drafts_and_context_equal_the_transcription_at_every_step(
+def test_drafts_and_context_match_transcription(
     name: str, reference: tuple[Path, Reference], target: Any, texts: Any
 ):
     path, wanted = reference
@@ -302,7 +302,7 @@ def test_drafts_and_context_equal_the_transcription_at_every_step(
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_requests_that_draft_otherwise_keep_the_drafters_context_too(
+def test_non_drafting_requests_keep_drafter_context(
     overlap: int, draft: Callable[..., Path], target: Any, texts: Any
 ):
     path = draft(**DRAFTERS["sliding and full"])
@@ -325,7 +325,7 @@ def test_requests_that_draft_otherwise_keep_the_drafters_context_too(
 
 
 @pytest.mark.parametrize(("most", "drafts"), [(1, 3), (3, 3), (4, 7), (7, 7), (8, 9)])
-def test_a_block_is_no_longer_than_the_drafts_that_are_verified(
+def test_block_is_as_short_as_verified_drafts(
     most: int, drafts: int, draft: Callable[..., Path], target: Any, texts: Any
 ):
     path = draft(block=10)
@@ -352,9 +352,7 @@ def lucky(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [4] * 9, [0, 3, 0, 5, 2, 1, 1]])
-def test_each_step_produces_what_the_reference_loop_produces(
-    lucky: tuple[Any, Path, Path], prompt: list[int]
-):
+def test_steps_match_reference_loop(lucky: tuple[Any, Path, Path], prompt: list[int]):
     hf, target, path = lucky
     wanted = Transcription(path, hf).generate(prompt, len(prompt) + 70)
     engine = make_engine(EngineConfig(target=str(target), draft=str(path), max_model_len=128))

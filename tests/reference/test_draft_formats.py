@@ -121,7 +121,7 @@ def test_the_speculators_format_drafts_as_z_labs(
     assert (model.embed_tokens, model.lm_head) == (None, None), "they are the target's"
 
 
-def test_a_reduced_vocabulary_drafts_what_its_head_knows(
+def test_reduced_vocabulary_drafts_known_tokens(
     tmp_path: Path, target: Any, draft: Callable[..., Path], plain: list[list[int]]
 ):
     _, wanted, _ = drafted(target, draft())
@@ -148,7 +148,7 @@ FORMATS: dict[str, Callable[[Path, Any], Path]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("own", [{"embed_tokens"}, {"lm_head"}, {"embed_tokens", "lm_head"}])
-def test_an_embedding_and_a_head_of_its_own_come_before_the_targets(
+def test_own_embedding_and_head_override_the_target(
     tmp_path: Path, target: Any, plain: list[list[int]], name: str, own: set[str]
 ):
     path, noise = FORMATS[name](tmp_path, target), torch.Generator().manual_seed(5)
@@ -164,7 +164,7 @@ def test_an_embedding_and_a_head_of_its_own_come_before_the_targets(
     check_drafts(engine, path, target)
 
 
-def test_blocks_whose_first_slot_predicts_have_a_draft_more(
+def test_anchor_first_blocks_have_one_more_draft(
     tmp_path: Path, target: Any, draft: Callable[..., Path], plain: list[list[int]]
 ):
     """The same drafter with slots 1 on gives the same logits; slot 0 is one row more."""
@@ -177,7 +177,7 @@ def test_blocks_whose_first_slot_predicts_have_a_draft_more(
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_blocks_whose_first_slot_predicts_are_taken_whole_where_they_are_right(
+def test_anchor_first_blocks_are_fully_accepted_when_right(
     tmp_path: Path, target: Any, sinks: bool
 ):
     """A block of 7 gives 7 drafts, and a step 8 tokens."""
@@ -236,9 +236,7 @@ def test_a_drafter_may_be_narrower_than_its_target(
         drafted(target, path)
 
 
-def test_a_hidden_state_that_the_target_has_not_is_named_as_the_file_counts(
-    tmp_path: Path, target: Any
-):
+def test_missing_hidden_state_error_uses_config_numbering(tmp_path: Path, target: Any):
     path = speculators(tmp_path, target, aux_hidden_state_layer_ids=[1, 2, LAYERS + 1])
     message = f"layer_ids holds {LAYERS + 1}, but the target's layers are 0 to {LAYERS};"
     with pytest.raises(ValueError, match=message):

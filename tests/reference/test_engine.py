@@ -64,7 +64,7 @@ def marked(**fields: Any) -> dict[str, Any]:
         ([1], {"speculation": {"num_drafts": 1}}, "at most 0 drafts"),
     ],
 )
-def test_what_cannot_run_is_refused_at_admission_and_named(
+def test_unrunnable_request_is_rejected_at_admission(
     plain_engine: Engine, prompt: list[int], changes: dict[str, Any], message: str
 ):
     with pytest.raises(ValueError, match=message):
@@ -72,12 +72,12 @@ def test_what_cannot_run_is_refused_at_admission_and_named(
     assert not plain_engine.has_work
 
 
-def test_the_longest_prompt_leaves_room_for_one_token(plain_engine: Engine, target: Any):
+def test_longest_prompt_leaves_one_token(plain_engine: Engine, target: Any):
     (prompt,) = prompts(63)
     assert run(plain_engine, [prompt], COLD) == [greedy(target.hf, prompt, 1)]
 
 
-def test_a_request_learns_how_it_drafts_and_why_not(target: Any, draft: Callable[..., Path]):
+def test_request_knows_its_method_and_off_reason(target: Any, draft: Callable[..., Path]):
     engine = make_engine(config(target, draft=str(draft())))
     asked: list[tuple[Any, tuple[str, int]]] = [
         (None, ("dflash", 7)),
@@ -102,7 +102,7 @@ def test_a_request_learns_how_it_drafts_and_why_not(target: Any, draft: Callable
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_prompt_lookup_that_finds_nothing_verifies_nothing(
+def test_prompt_lookup_without_match_verifies_nothing(
     beside: bool, target: Any, draft: Callable[..., Path]
 ):
     engine = make_engine(config(target, draft=str(draft())))
@@ -127,7 +127,7 @@ def test_prompt_lookup_that_finds_nothing_verifies_nothing(
     assert rows == [6, 1, 1, 1]
 
 
-def test_seeds_of_the_engines_own_differ_per_request_and_repeat_per_engine(target: Any):
+def test_default_seeds_differ_per_request_and_repeat_per_engine(target: Any):
     warm = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
     (prompt,) = prompts(5)
     first, second, other = (
@@ -151,7 +151,7 @@ SAMPLED: list[dict[str, Any]] = [
 ]
 
 
-def test_sampled_text_is_what_the_noise_draws_from_transformers_logits(
+def test_sampled_text_matches_noise_over_transformers_logits(
     target: Any, draft: Callable[..., Path]
 ):
     """Token for token, through plain Python's filters, noise and race."""
@@ -185,7 +185,7 @@ def test_sampled_text_is_what_the_noise_draws_from_transformers_logits(
     assert total > 100
 
 
-def test_siblings_under_one_seed_differ_and_repeat(target: Any):
+def test_siblings_with_one_seed_differ_and_repeat(target: Any):
     warm = SamplingParams(temperature=1.5, max_tokens=12, seed=4, n=4, ignore_eos=True)
     (prompt,) = prompts(5)
     first = run(make_engine(config(target)), [prompt], warm)
@@ -193,7 +193,7 @@ def test_siblings_under_one_seed_differ_and_repeat(target: Any):
     assert first == run(make_engine(config(target, max_num_seqs=1)), [prompt], warm)
 
 
-def test_a_slots_former_ban_on_stopping_does_not_reach_its_next_request(target: Any):
+def test_reused_slot_forgets_min_tokens(target: Any):
     """A request without min_tokens follows one with it, beside another that may not stop yet."""
     stops = SamplingParams(
         temperature=0, max_tokens=30, stop_token_ids=list(range(0, VOCAB, 2)), ignore_eos=True
@@ -216,9 +216,7 @@ def test_a_slots_former_sampling_does_not_reach_its_next_request(target: Any):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_that_may_sample_no_token_at_all_does_not_stop_the_others(
-    target: Any, temperature: float
-):
+def test_fully_banned_request_does_not_stop_others(target: Any, temperature: float):
     """Every token is a stop token, and none may come before min_tokens."""
     engine = make_engine(config(target))
     hopeless = COLD.clone(
@@ -231,7 +229,7 @@ def test_a_request_that_may_sample_no_token_at_all_does_not_stop_the_others(
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_aborted_requests_give_their_pages_back_and_others_go_on(
+def test_abort_frees_pages_and_keeps_others_running(
     overlap: int, target: Any, draft: Callable[..., Path]
 ):
     engine = make_engine(
@@ -261,7 +259,7 @@ def test_aborted_requests_give_their_pages_back_and_others_go_on(
 
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("place", ["propose", "forward", "observe"])
-def test_an_engine_whose_step_failed_goes_on_as_if_it_had_not(
+def test_engine_recovers_after_failed_step(
     place: str, overlap: int, target: Any, draft: Callable[..., Path]
 ):
     """Out of memory, or a user's Ctrl-C: the step is lost, the requests are not."""
@@ -315,7 +313,7 @@ def test_check_notices_a_lost_page(target: Any):
         engine.check()
 
 
-def test_the_pool_is_as_large_as_the_memory_asked_for(target: Any, draft: Callable[..., Path]):
+def test_pool_uses_requested_memory(target: Any, draft: Callable[..., Path]):
     asked = config(target, max_num_seqs=50, kv_cache_memory=pool_bytes(40, 4))
     assert make_engine(asked).components.pool.capacity == 40
     asked = config(
@@ -330,7 +328,7 @@ def test_the_pool_is_as_large_as_the_memory_asked_for(target: Any, draft: Callab
     assert slots == {"target": 41 * 4, "dflash": 41 * 4}
 
 
-def test_memory_for_less_than_one_context_is_refused_with_the_size_that_serves(target: Any):
+def test_too_little_memory_is_rejected_with_required_size(target: Any):
     with pytest.raises(ValueError, match=f"raise kv_cache_memory to {pool_bytes(16, 4)} bytes"):
         make_engine(config(target, kv_cache_memory=pool_bytes(15, 4)))
     engine = make_engine(config(target, kv_cache_memory=pool_bytes(16, 4)))
@@ -351,7 +349,7 @@ def test_the_models_own_end_tokens_end_an_answer_unless_ignored(target: Any):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_runs_on_a_cpu_and_samples_near_the_targets_best(
+def test_half_precision_on_cpu_is_near_target_best(
     dtype: str, target: Any, draft: Callable[..., Path]
 ):
     engine = make_engine(config(target, draft=str(draft()), dtype=dtype))

@@ -142,19 +142,17 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(("page_size", "budget"), GEOMETRY[1::2])
-def test_every_layer_and_the_logits_agree_however_the_prompt_is_cut(
+def test_layers_and_logits_match_for_any_chunking(
     model: tuple[Any, Path], page_size: int, budget: int
 ):
     check_layers(*model, page_size, budget, atol=BOUND)
 
 
-def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
+def test_greedy_text_matches_transformers(model: tuple[Any, Path]):
     check_text(*model)
 
 
-def test_beside_its_towers_the_text_decoder_is_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_text_decoder_is_unchanged_by_towers(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     beside = {"vision_config": VISION, "audio_config": None}
     hf = make_gemma(tmp_path, Gemma4ForConditionalGeneration, seed=4, beside=beside, **EXPERTS)
     with caplog.at_level(logging.INFO, "strobe"):
@@ -162,7 +160,7 @@ def test_beside_its_towers_the_text_decoder_is_the_same(
     assert sum("reads text only" in line for line in caplog.messages) == 1
 
 
-def test_what_stands_beside_the_text_decoder_counts_for_it(tmp_path: Path):
+def test_outer_config_fields_apply_to_text_decoder(tmp_path: Path):
     """An answer of a chat ends with a token that only the outer config names."""
     beside = {"vision_config": VISION, "audio_config": None}
     make_gemma(tmp_path, Gemma4ForConditionalGeneration, seed=4, beside=beside, **TINY)
@@ -183,7 +181,7 @@ UNIFIED = {key: value for key, value in TINY.items() if "per_layer" not in key}
 @pytest.mark.parametrize(
     "family", [Gemma4UnifiedForCausalLM, Gemma4UnifiedForConditionalGeneration]
 )
-def test_the_text_decoder_of_12b_is_one_of_them(family: Any, tmp_path: Path):
+def test_text_decoder_of_12b_is_supported(family: Any, tmp_path: Path):
     """Its patches and sound frames are embedded beside it, without towers."""
     images = {"mm_embed_dim": 16, "mm_posemb_size": 8, "patch_size": 4, "output_proj_dims": 32}
     beside = {"vision_config": images, "audio_config": {"audio_embed_dim": 8}}
@@ -238,7 +236,7 @@ def linear_values(answers: PlainAnswers) -> tuple[TargetConfig, int]:
     return config, sum(p.numel() for p in layers.parameters() if p.ndim > 1)
 
 
-def test_what_the_bench_counts_is_what_its_linear_layers_have(plain: PlainAnswers):
+def test_bench_counts_match_linear_layers(plain: PlainAnswers):
     config, held = linear_values(plain)
     assert floor.linear_values(config.decoder) == held
     assert floor.kv_values(config.decoder) == 2 * (3 * 2 * 16 + 2 * 32)
@@ -246,14 +244,14 @@ def test_what_the_bench_counts_is_what_its_linear_layers_have(plain: PlainAnswer
     assert far - near == 4 * 4 * 2 * 32  # of full layers only
 
 
-def test_the_bench_counts_experts_and_the_mlp_beside_them(sparse: PlainAnswers):
+def test_bench_counts_experts_and_mlp(sparse: PlainAnswers):
     config, held = linear_values(sparse)
     assert floor.linear_values(config.decoder) == held
     chosen = floor.linear_values(config.decoder, floor.active_experts(config.decoder))
     assert held - chosen == 5 * (8 - 3) * 3 * 24 * 32
 
 
-def test_half_precision_rounds_the_embedding_scale_as_transformers_does(tmp_path: Path):
+def test_embedding_scale_rounds_like_transformers(tmp_path: Path):
     hf = make_target(tmp_path, Gemma4ForCausalLM, **TINY).to(torch.bfloat16)
     hf.save_pretrained(tmp_path)
     engine = make_engine(EngineConfig(target=str(tmp_path), dtype="bfloat16", max_model_len=64))
@@ -288,7 +286,7 @@ def test_half_precision_rounds_the_embedding_scale_as_transformers_does(tmp_path
         ({"num_shared_experts": 1}, "num_shared_experts is 1, which is not known"),
     ],
 )
-def test_what_is_not_computed_is_named(
+def test_unsupported_field_is_named(
     tmp_path: Path, sparse: PlainAnswers, changes: dict[str, Any], message: str
 ):
     config = sparse.pair.target / "config.json"
@@ -301,9 +299,7 @@ def test_what_is_not_computed_is_named(
 @pytest.mark.parametrize(
     "leaf", ["router.per_expert_scale", "experts.down_proj", "pre_feedforward_layernorm_2.weight"]
 )
-def test_a_tensor_of_the_experts_that_is_missing_is_named(
-    tmp_path: Path, sparse: PlainAnswers, leaf: str
-):
+def test_missing_expert_tensor_is_named(tmp_path: Path, sparse: PlainAnswers, leaf: str):
     path = Path(shutil.copytree(sparse.pair.target, tmp_path / "target"))
     tensors = load_file(path / "model.safetensors")
     del tensors[f"model.layers.1.{leaf}"]
@@ -313,7 +309,7 @@ def test_a_tensor_of_the_experts_that_is_missing_is_named(
         resolve(EngineConfig(target=str(path)))
 
 
-def test_experts_of_a_model_that_enables_none_are_too_many(tmp_path: Path, sparse: PlainAnswers):
+def test_unexpected_experts_are_rejected(tmp_path: Path, sparse: PlainAnswers):
     path = Path(shutil.copytree(sparse.pair.target, tmp_path / "target"))
     edit_json(path / "config.json", enable_moe_block=False)
     with pytest.raises(ValueError, match="is not part of this architecture"):

@@ -102,14 +102,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(("page_size", "budget"), [GEOMETRY[1], GEOMETRY[3]])
-def test_every_layer_and_the_logits_agree_however_the_prompt_is_cut(
+def test_layers_and_logits_match_for_any_chunking(
     model: tuple[Any, Path], page_size: int, budget: int
 ):
     check_layers(*model, page_size, budget)
 
 
 @pytest.mark.parametrize("model", ["as published, but whole", "packed"], indirect=True)
-def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
+def test_greedy_text_matches_transformers(model: tuple[Any, Path]):
     check_text(*model)
 
 
@@ -124,7 +124,7 @@ def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_value_in_mxfp4_is_what_the_format_says(dtype: torch.dtype):
+def test_mxfp4_values_match_the_format(dtype: torch.dtype):
     """E2M1: a sign, two bits of exponent with a bias of 1, one of mantissa. Against transformers,
     too, over every pair of values and the scales that weights have."""
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 4, 4, 16)
@@ -146,7 +146,7 @@ def test_every_value_in_mxfp4_is_what_the_format_says(dtype: torch.dtype):
     assert torch.equal(out, theirs.transpose(1, 2).contiguous().view_as(out))
 
 
-def test_what_is_packed_counts_as_it_is_held(tmp_path: Path):
+def test_packed_bytes_are_counted_as_held(tmp_path: Path):
     make(tmp_path / "whole")
     packed(tmp_path / "packed", make(tmp_path / "packed"))
     sizes: list[int] = []
@@ -184,7 +184,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("key", BAD)
-def test_what_is_not_supported_is_named(tmp_path: Path, key: str):
+def test_unsupported_field_is_named(tmp_path: Path, key: str):
     make(tmp_path)
     value, message = BAD[key]
     check_refused(tmp_path, message, **{key: value})

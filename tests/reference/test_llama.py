@@ -49,13 +49,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(("page_size", "budget"), GEOMETRY[1::2])
-def test_every_layer_and_the_logits_agree_however_the_prompt_is_cut(
+def test_layers_and_logits_match_for_any_chunking(
     model: tuple[Any, Path], page_size: int, budget: int
 ):
     check_layers(*model, page_size, budget)
 
 
-def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
+def test_greedy_text_matches_transformers(model: tuple[Any, Path]):
     check_text(*model)
 
 
@@ -83,6 +83,6 @@ def test_it_has_no_query_or_key_norms(plain: PlainAnswers):
 
 
 @pytest.mark.parametrize("key", ["query_pre_attn_scalar", "attn_logit_softcapping"])
-def test_a_key_that_llama_does_not_have_is_named(tmp_path: Path, key: str):
+def test_unknown_key_is_named(tmp_path: Path, key: str):
     make_target(tmp_path, LlamaForCausalLM)
     check_refused(tmp_path, f"{key} is 3, which is not known", **{key: 3})

@@ -350,7 +350,7 @@ def plain(reader: Reader) -> Callable[[str], list[Output]]:
 
 
 @pytest.mark.parametrize("feature", DIMENSIONS["feature"])
-def test_plain_decoding_is_what_the_slow_processors_make_of_transformers_logits(
+def test_plain_decoding_matches_slow_processors(
     feature: str, reader: Reader, plain: Callable[[str], list[Output]]
 ):
     answers = iter(plain(feature))
@@ -369,7 +369,7 @@ def test_plain_decoding_is_what_the_slow_processors_make_of_transformers_logits(
     assert unsure <= total / 20
 
 
-def test_the_rules_change_the_answers_and_grammars_come_to_their_ends(
+def test_processors_change_answers_and_grammars_finish(
     reader: Reader, plain: Callable[[str], list[Output]]
 ):
     """Or the comparisons would prove little."""
@@ -579,7 +579,7 @@ def test_a_prompt_preempted_while_it_is_scored_is_scored_whole(reader: Reader):
     check_logprobs(reader, (long, asks), 0, answer)
 
 
-def test_a_prompt_whose_beginning_is_in_the_cache_is_read_anew_to_be_scored(reader: Reader):
+def test_prompt_scoring_skips_the_prefix_cache(reader: Reader):
     prompt = [*range(30), 3, 1]
     engine = make_engine(config(reader, page_size=4))
     asks = COLD.clone(max_tokens=2)
@@ -593,7 +593,7 @@ def test_a_prompt_whose_beginning_is_in_the_cache_is_read_anew_to_be_scored(read
 
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("place", ["sample", "count"])
-def test_a_step_that_failed_counts_no_token_twice(
+def test_failed_step_counts_no_token_twice(
     place: str, overlap: int, reader: Reader, plain: Callable[[str], list[Output]]
 ):
     engine, answers = scripted(reader, 3, overlap=overlap, max_num_seqs=3)
@@ -622,7 +622,7 @@ def test_a_step_that_failed_counts_no_token_twice(
     assert [r.output_ids for r in requests] == [a.tokens for a in wanted]
 
 
-def test_a_grammar_that_cannot_go_on_ends_its_request_alone(reader: Reader):
+def test_stuck_grammar_ends_only_its_request(reader: Reader):
     engine, _ = scripted(reader, 3)
     asks = STOPS.clone(structured_outputs={"regex": REGEX})
     broken, other = add(engine, [(TEXTS[0], asks), (TEXTS[2], asks)])
@@ -657,7 +657,7 @@ def test_a_grammars_end_ends_the_answer_before_min_tokens(reader: Reader):
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_a_grammar_has_taken_in_all_tokens_before_it_walks(
+def test_grammar_walks_after_all_tokens_are_consumed(
     overlap: int, reader: Reader, plain: Callable[[str], list[Output]]
 ):
     """Also where two steps are in flight, in which requests with grammars take part."""
@@ -716,9 +716,7 @@ def test_a_slots_former_processors_do_not_reach_its_next_request(name: str, read
         assert run(engine(), texts, order) == wanted
 
 
-def test_a_model_that_names_no_end_ends_a_grammar_with_the_tokenizers(
-    reader: Reader, tmp_path: Path
-):
+def test_model_without_eos_uses_tokenizer_eos(reader: Reader, tmp_path: Path):
     path = tmp_path / "target"
     shutil.copytree(reader.path, path)
     edit_json(path / "config.json", eos_token_id=None)

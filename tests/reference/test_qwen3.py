@@ -92,13 +92,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(("page_size", "budget"), GEOMETRY)
-def test_every_layer_and_the_logits_agree_however_the_prompt_is_cut(
+def test_layers_and_logits_match_for_any_chunking(
     model: tuple[Any, Path], page_size: int, budget: int
 ):
     check_layers(*model, page_size, budget)
 
 
-def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
+def test_greedy_text_matches_transformers(model: tuple[Any, Path]):
     check_text(*model)
 
 

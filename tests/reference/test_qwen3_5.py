@@ -107,14 +107,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(("page_size", "budget"), GEOMETRY[1::2])
-def test_every_layer_and_the_logits_agree_however_the_prompt_is_cut(
+def test_layers_and_logits_match_for_any_chunking(
     model: tuple[Any, Path], page_size: int, budget: int
 ):
     check_layers(*model, page_size, budget, atol=BOUND)
 
 
 @pytest.mark.parametrize("model", [*CASES][:-2], indirect=True)
-def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
+def test_greedy_text_matches_transformers(model: tuple[Any, Path]):
     check_text(*model)
 
 
@@ -138,9 +138,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("budget", [300, 64, 33])
-def test_prompts_about_as_long_as_chunks_give_transformers_outputs(
-    budget: int, hybrid: tuple[Any, Path]
-):
+def test_prompts_near_chunk_length_match_transformers(budget: int, hybrid: tuple[Any, Path]):
     hf, path = hybrid
     lengths = [1, 15, 16, 17, 63, 64, 65, 130]
     config = EngineConfig(
@@ -179,7 +177,7 @@ REPLAYED = [(1, None, "hybrid"), (2, 48, "hybrid"), (2, None, "sparse")]
 
 
 @pytest.mark.parametrize(("overlap", "budget", "target"), REPLAYED)
-def test_replayed_steps_give_what_plain_steps_give(
+def test_replayed_steps_match_eager_steps(
     overlap: int,
     budget: int | None,
     target: str,
@@ -264,7 +262,7 @@ def test_every_second_step_failing_still_ends_every_answer(
 
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("place", ["propose", "forward", "observe"])
-def test_an_engine_whose_step_failed_starts_its_requests_over(
+def test_failed_step_restarts_its_requests(
     place: str, overlap: int, hybrid: tuple[Any, Path], drafter: Path
 ):
     """Whatever the states of the step's requests had taken in by then."""
@@ -295,7 +293,7 @@ def test_an_engine_whose_step_failed_starts_its_requests_over(
     assert [r.output_ids for r in requests] == run(make_engine(config(path)), TEXTS, COLD)
 
 
-def test_pages_hold_the_layers_with_attention_and_no_prefix_is_looked_for(
+def test_pages_hold_attention_layers_without_prefix_lookup(
     hybrid: tuple[Any, Path], caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.WARNING):
@@ -315,7 +313,7 @@ def test_pages_hold_the_layers_with_attention_and_no_prefix_is_looked_for(
     assert not caplog.records
 
 
-def test_states_that_do_not_fit_are_refused_in_a_sentence(
+def test_states_beyond_memory_are_rejected(
     hybrid: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("strobe.runner.memory.free_memory", lambda device: 3_400_000)
@@ -347,7 +345,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), WRONG)
 @pytest.mark.parametrize("nested", [False, True])
-def test_what_is_not_supported_is_named(
+def test_unsupported_field_is_named(
     changes: dict[str, Any], message: str, nested: bool, tmp_path: Path
 ):
     make_hybrid(tmp_path)
@@ -358,7 +356,7 @@ def test_what_is_not_supported_is_named(
         resolve(config(tmp_path))
 
 
-def test_a_null_inside_leaves_to_the_outer_config_what_it_says(tmp_path: Path):
+def test_null_in_text_config_falls_back_to_outer_config(tmp_path: Path):
     make_hybrid(tmp_path)
     nest(tmp_path)
     (tmp_path / "generation_config.json").unlink()
@@ -382,9 +380,7 @@ WRONG_EXPERTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG_EXPERTS)
-def test_what_is_not_supported_of_experts_is_named(
-    changes: dict[str, Any], message: str, tmp_path: Path
-):
+def test_unsupported_expert_field_is_named(changes: dict[str, Any], message: str, tmp_path: Path):
     make_hybrid(tmp_path, **EXPERTS)
     as_published(tmp_path)
     inner = json.loads((tmp_path / "config.json").read_text())["text_config"]

@@ -72,14 +72,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(("page_size", "budget"), [GEOMETRY[1], GEOMETRY[3]])
-def test_every_layer_and_the_logits_agree_however_the_prompt_is_cut(
+def test_layers_and_logits_match_for_any_chunking(
     model: tuple[Any, Path], page_size: int, budget: int
 ):
     check_layers(*model, page_size, budget)
 
 
 @pytest.mark.parametrize("model", ["as published", "joined, tied"], indirect=True)
-def test_greedy_text_is_what_transformers_generates(model: tuple[Any, Path]):
+def test_greedy_text_matches_transformers(model: tuple[Any, Path]):
     check_text(*model)
 
 
@@ -113,13 +113,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("key", BAD)
-def test_what_is_not_supported_is_named(tmp_path: Path, key: str):
+def test_unsupported_field_is_named(tmp_path: Path, key: str):
     make_target(tmp_path, Qwen3MoeForCausalLM, **SHAPE)
     value, message = BAD[key]
     check_refused(tmp_path, message.replace("[", r"\["), **{key: value})
 
 
-def test_an_expert_that_is_missing_is_named(tmp_path: Path):
+def test_missing_expert_is_named(tmp_path: Path):
     make_target(tmp_path, Qwen3MoeForCausalLM, **SHAPE)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]

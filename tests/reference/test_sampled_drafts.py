@@ -195,7 +195,7 @@ def test_sampled_drafts_change_no_token_of_plain_decoding(
 
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("budget", [None, 48])
-def test_replayed_steps_draw_what_plain_steps_draw(
+def test_replayed_draws_match_eager_draws(
     overlap: int,
     budget: int | None,
     small: tuple[Any, Path, Path],
@@ -245,7 +245,7 @@ def test_under_a_grammar_sampled_drafts_change_no_token(
     assert len(found[0]) > 4
 
 
-def test_after_the_warm_up_no_step_that_decodes_is_captured(small: tuple[Any, Path, Path]):
+def test_warm_up_captures_every_decode_step(small: tuple[Any, Path, Path]):
     _, target, draft = small
     resolved = resolve(config(target, draft, max_num_seqs=4))
     parts = build(resolved)
@@ -263,7 +263,7 @@ def test_by_default_drafts_are_greedy_and_no_token_changes(small: tuple[Any, Pat
     assert run(engine, PROMPTS, SEVERAL) == plain(target, draft)
 
 
-def test_without_a_drafter_there_is_nothing_to_draw(small: tuple[Any, Path, Path]):
+def test_probabilistic_drafts_need_a_drafter(small: tuple[Any, Path, Path]):
     _, target, _ = small
     with pytest.raises(
         ValueError, match=r"^draft_sample_method is 'probabilistic', but no drafter"
@@ -272,7 +272,7 @@ def test_without_a_drafter_there_is_nothing_to_draw(small: tuple[Any, Path, Path
 
 
 @pytest.mark.parametrize("value", ["sampled", None, 1])
-def test_other_ways_to_draw_are_named_in_a_sentence(value: Any, small: tuple[Any, Path, Path]):
+def test_unknown_sample_method_is_rejected(value: Any, small: tuple[Any, Path, Path]):
     _, target, draft = small
     sentence = r"^draft_sample_method is .*, but must be 'greedy' or 'prob"
     with pytest.raises(ValueError, match=sentence):

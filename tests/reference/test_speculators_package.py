@@ -19,7 +19,7 @@ from watched import Watched
 from strobe import LLM
 from strobe.attention.mask import LayerMask
 from strobe.config import EngineConfig
-from strobe.hub.locate import located
+from strobe.hub.locate import locate_models
 from strobe.models.dflash import DFlash
 from strobe.sampling_params import SamplingParams
 
@@ -110,7 +110,7 @@ def block_logits(model: DFlash, about: Recorded, anchor: int, *, trained: bool) 
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_what_the_package_wrote_is_read_whole(name: str):
+def test_package_export_is_read_completely(name: str):
     model = watched(engine_of(name)).inner.model
     config = model.config
     assert config.format == "speculators"
@@ -124,7 +124,7 @@ def test_what_the_package_wrote_is_read_whole(name: str):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_logits_and_drafts_are_those_of_the_packages_own_model(name: str):
+def test_logits_and_drafts_match_the_package(name: str):
     """At every anchor, with windows that begin where the package's begin in training."""
     model, about = watched(engine_of(name)).inner.model, recorded(name)
     assert about.anchors == list(range(PROMPT, len(about.tokens) - 5))
@@ -137,7 +137,7 @@ def test_logits_and_drafts_are_those_of_the_packages_own_model(name: str):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_served_beside_its_target_it_drafts_the_same_and_changes_no_answer(name: str):
+def test_export_drafts_like_the_original_and_keeps_answers(name: str):
     """Behind Strobe's own features, step by step. Windows are then counted from each slot, as
     engines do: blocks that the window holds with all before them are the package's to the token,
     later ones differ by where the window begins and by nothing else."""
@@ -163,11 +163,11 @@ def test_served_beside_its_target_it_drafts_the_same_and_changes_no_answer(name:
     assert (other > 4) == slides
 
 
-def test_such_a_checkpoint_names_its_target_and_how_many_tokens_to_draft(
+def test_export_names_target_and_num_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.chdir(MADE)
-    found = located(EngineConfig("first_slot"))
+    found = locate_models(EngineConfig("first_slot"))
     assert (found.method, found.num_drafts) == ("dflash", 5)
     assert Path(found.target).resolve() == MADE / "target"
     assert found.draft is not None
@@ -203,7 +203,7 @@ def test_served_by_its_own_path_it_answers_as_its_target_alone(
         ({"method": "ngram"}, "method is 'ngram', but causal is a drafter that brings its own;"),
     ],
 )
-def test_served_by_its_own_path_it_takes_no_other_drafter(
+def test_export_path_rejects_another_drafter(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], sentence: str
 ):
     monkeypatch.chdir(MADE)

@@ -10,9 +10,9 @@ import pytest
 
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.common import Closed
+from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.protocol.responses_request import InputTokensRequest, ResponsesRequest
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 
@@ -21,7 +21,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 NAMED = {"type": "function", "function": {"name": "add"}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
-SMALLEST: Mapping[type[Closed], dict[str, Any]] = {
+SMALLEST: Mapping[type[RequestModel], dict[str, Any]] = {
     ChatCompletionRequest: {"messages": [USER]},
     CompletionRequest: {"prompt": "hello"},
     ResponsesRequest: {"input": "hello"},
@@ -46,9 +46,9 @@ def respond(given: Any = "hello", **fields: Any) -> ResponsesRequest:
     return ResponsesRequest.read(json.dumps({"input": given, **fields}))
 
 
-def refusal(model: type[Closed], **fields: Any) -> BadField:
+def refusal(model: type[RequestModel], **fields: Any) -> FieldError:
     """The 400 that the smallest request gets with these fields."""
-    with pytest.raises(BadField) as caught:
+    with pytest.raises(FieldError) as caught:
         model.read(json.dumps({**SMALLEST[model], **fields}))
     return caught.value
 

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.messages import Ready, Submit
-from strobe.server.guards import Drain
+from strobe.server.guards import Shutdown
 from strobe.server.metrics import ServerMetrics
 from strobe.server.serving import Formats, Serving
 from strobe.server.settings import LogSettings, ServerConfig
@@ -46,7 +46,7 @@ def serving(tokenizer: Tokenizer | None = None, **settings: Any) -> Serving:
         chat_template=None,
         formats=Formats(None, None),
         metrics=ServerMetrics("m"),
-        drain=Drain(),
+        shutdown=Shutdown(),
     )
 
 

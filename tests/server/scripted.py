@@ -73,7 +73,7 @@ class Script:
             last = number + 1 >= len(groups)
             ends = self.ends if last and isinstance(self.ends, str) else None
             event = self._event(ids, number == 0, ends, params.logprobs is not None)
-            generation.take([event] if ids or ends else [])
+            generation.add_events([event] if ids or ends else [])
         if isinstance(self.ends, Exception):
             generation.fail(self.ends)
         return generation

@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from strobe.server import connections
-from strobe.server.connections import Connection, Quiet, most_connections
+from strobe.server.connections import Connection, QuietErrorHandler, max_connections
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -65,7 +65,7 @@ async def status(reader: asyncio.StreamReader) -> int:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: x\r\n", REQUEST + b"GET / HT"])
-def test_headers_that_do_not_come_end_the_connection(sent: bytes, monkeypatch: pytest.MonkeyPatch):
+def test_slow_headers_close_the_connection(sent: bytes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.05)
 
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
@@ -80,7 +80,7 @@ def test_headers_that_do_not_come_end_the_connection(sent: bytes, monkeypatch: p
     with_server(client)
 
 
-def test_a_connection_that_waits_for_its_next_request_is_kept(monkeypatch: pytest.MonkeyPatch):
+def test_idle_keep_alive_connection_is_kept(monkeypatch: pytest.MonkeyPatch):
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
         kept = await connect()
         kept[1].write(REQUEST)
@@ -94,7 +94,7 @@ def test_a_connection_that_waits_for_its_next_request_is_kept(monkeypatch: pytes
     with_server(client)
 
 
-def test_one_connection_too_many_ends_that_which_has_waited_longest_for_headers(
+def test_excess_connection_closes_the_longest_waiting_one(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(Connection, "max_drafts", 3)
@@ -369,15 +369,15 @@ def test_connections_leave_descriptors_for_the_rest(
     descriptors: int, most: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(connections.resource, "getrlimit", limit_of(descriptors))
-    assert most_connections() == most
+    assert max_connections() == most
 
 
-def test_what_cannot_be_accepted_is_said_once_a_second(
+def test_accept_errors_are_logged_once_per_second(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     times = iter([5.0, 5.0, 5.5, 5.9, 6.0, 6.0, 6.5])  # two where it says something
     monkeypatch.setattr(connections.time, "monotonic", lambda: next(times))
-    loop, quiet = asyncio.new_event_loop(), Quiet()
+    loop, quiet = asyncio.new_event_loop(), QuietErrorHandler()
     context = {"message": "socket.accept() out of system resource", "exception": OSError(24, "x")}
     with caplog.at_level(logging.ERROR):
         for _ in range(5):

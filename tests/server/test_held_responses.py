@@ -11,7 +11,7 @@ from scripted import Script, app, tokenizer
 
 from strobe.server.engine_process.client import EngineDead
 from strobe.server.openai.protocol import response_bodies as answers
-from strobe.server.response_memory import Held, ResponseMemory
+from strobe.server.response_store import ResponseStore, StoredResponse
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
@@ -80,7 +80,7 @@ def test_a_response_is_read_again(streams: bool):
     answers.Response.model_validate(response)
 
 
-def test_a_conversation_goes_on_where_it_was():
+def test_conversation_continues_after_previous_response():
     session = Session()
     first = session.ask("one", instructions="be brief")
     second = session.ask("two", previous_response_id=first["id"])
@@ -109,7 +109,7 @@ def test_a_call_is_answered_by_its_result_alone():
     assert session.prompts[-1].rindex("42") > call_at
 
 
-def test_what_a_response_was_asked_is_listed():
+def test_input_items_are_listed():
     session = Session()
     first = session.ask("one")
     given = [
@@ -154,14 +154,14 @@ def test_what_a_response_was_asked_is_listed():
         ("/input_items", "before=x", "before"),
     ],
 )
-def test_a_parameter_that_cannot_be_is_named(path: str, query: str, param: str):
+def test_invalid_parameter_is_named(path: str, query: str, param: str):
     session = Session()
     name = session.ask()["id"]
     answer = session.send("GET", f"/{name}{path}", query=query)
     assert (answer.status, answer.error["param"]) == (400, param)
 
 
-def test_a_deleted_response_is_gone_and_those_behind_it_stay():
+def test_delete_removes_one_response_only():
     session = Session()
     first = session.ask("one")
     second = session.ask("two", previous_response_id=first["id"])
@@ -174,7 +174,7 @@ def test_a_deleted_response_is_gone_and_those_behind_it_stay():
     assert "one" in session.prompts[-1]
 
 
-def test_an_id_that_is_not_there_is_a_404():
+def test_unknown_id_is_404():
     session = Session()
     assert is_missing(session.missing("resp_x"))
     answer = session.send("POST", "", {"input": "x", "previous_response_id": "resp_x"})
@@ -183,7 +183,7 @@ def test_an_id_that_is_not_there_is_a_404():
     assert session.prompts == []
 
 
-def test_what_is_not_to_be_stored_is_not():
+def test_store_false_is_not_stored():
     session = Session()
     first = session.ask("one")
     response = session.ask("two", store=False, previous_response_id=first["id"])
@@ -197,7 +197,7 @@ def test_what_is_not_to_be_stored_is_not():
     assert said == ["store has no effect: this server was started with --response-memory 0."]
 
 
-def test_an_answer_that_failed_is_not_held():
+def test_failed_response_is_not_stored():
     session = Session()
     session.script.ends = EngineDead("It ended.")
     body = {"input": "x", "request_id": "r1"}
@@ -222,34 +222,34 @@ def test_each_key_sees_its_own():
     assert is_missing(session.send("POST", "", body, key="k-one"))
 
 
-def held(size: int, owner: bytes | None = None) -> Held:
-    return Held(owner, b"x" * size, (), ())
+def held(size: int, owner: bytes | None = None) -> StoredResponse:
+    return StoredResponse(owner, b"x" * size, (), ())
 
 
 def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch):
-    memory = ResponseMemory(100)
+    memory = ResponseStore(100)
     for name in "abc":
-        memory.keep(name, held(40))
-    assert [memory.find(name, None) is not None for name in "abc"] == [False, True, True]
+        memory.put(name, held(40))
+    assert [memory.get(name, None) is not None for name in "abc"] == [False, True, True]
     assert memory.num_bytes == 80
-    memory.keep("b", held(10))  # in place of the older one, and now the newest
+    memory.put("b", held(10))  # in place of the older one, and now the newest
     assert (memory.num_bytes, len(memory)) == (50, 2)
-    memory.keep("d", held(60))
-    assert memory.find("c", None) is None
-    assert memory.find("b", None) is not None
-    memory.keep("e", held(101))
+    memory.put("d", held(60))
+    assert memory.get("c", None) is None
+    assert memory.get("b", None) is not None
+    memory.put("e", held(101))
     assert (memory.num_bytes, len(memory)) == (0, 0)
-    monkeypatch.setattr("strobe.server.response_memory.MOST_RESPONSES", 2)
+    monkeypatch.setattr("strobe.server.response_store.MAX_RESPONSES", 2)
     for name in "abc":
-        memory.keep(name, held(1))
-    assert [memory.find(name, None) is not None for name in "abc"] == [False, True, True]
-    assert memory.drop("c", None)
-    assert not memory.drop("c", None)
+        memory.put(name, held(1))
+    assert [memory.get(name, None) is not None for name in "abc"] == [False, True, True]
+    assert memory.delete("c", None)
+    assert not memory.delete("c", None)
     assert memory.num_bytes == 1
 
 
 def test_items_of_the_conversation_count():
-    assert Held(None, b"12", (b"345",), (b"6", b"7")).num_bytes == 7
+    assert StoredResponse(None, b"12", (b"345",), (b"6", b"7")).num_bytes == 7
 
 
 def test_input_tokens_count_the_conversation_before():

@@ -16,7 +16,7 @@ from strobe.server.logs import (
     JsonFormatter,
     PlainFormatter,
     configure_logging,
-    shown,
+    redact,
 )
 
 SECRET = "the prompt of a user"
@@ -51,7 +51,7 @@ def raised() -> BaseException:
         return error
 
 
-def test_json_records_are_one_object_a_line(stderr: Callable[[], str]):
+def test_json_records_are_one_object_per_line(stderr: Callable[[], str]):
     configure_logging("info", as_json=True)
     logging.getLogger("strobe.server").info("listening on %s", "port\n8000")
     logging.getLogger("strobe.access").info(Fields(time="earlier", status=200, path="/a\nb"))
@@ -71,7 +71,7 @@ def test_json_records_are_one_object_a_line(stderr: Callable[[], str]):
     }
 
 
-def test_plain_records_begin_a_line_and_fields_are_names_and_values(stderr: Callable[[], str]):
+def test_plain_records_list_fields_as_name_value(stderr: Callable[[], str]):
     configure_logging("info")
     logging.getLogger("strobe.server").info("a\n2026 INFO strobe.server: forged")
     fields = Fields(time="earlier", status=200, path="/a b\nc", client=None, id="x=1", sizes=[1, 2])
@@ -97,7 +97,7 @@ def test_exceptions_keep_their_frames_and_lose_their_messages(
     assert "in raised" in text
 
 
-def test_messages_are_kept_where_they_are_asked_for_and_in_the_engine(stderr: Callable[[], str]):
+def test_messages_are_kept_when_enabled_and_in_the_engine(stderr: Callable[[], str]):
     configure_logging("info")
     for name in ("strobe.engine.engine", "strobe.server.engine_process.worker"):
         logging.getLogger(name).error("failed", exc_info=raised())
@@ -109,7 +109,7 @@ def test_messages_are_kept_where_they_are_asked_for_and_in_the_engine(stderr: Ca
     assert SECRET in stderr()
 
 
-def test_a_task_that_nobody_awaited_is_told_without_its_text(stderr: Callable[[], str]):
+def test_unawaited_task_error_omits_text(stderr: Callable[[], str]):
     configure_logging("info")
 
     async def fails() -> None:
@@ -127,7 +127,7 @@ def test_a_task_that_nobody_awaited_is_told_without_its_text(stderr: Callable[[]
     assert SECRET not in text
 
 
-def test_levels_are_ours_for_us_and_warnings_for_other_libraries(stderr: Callable[[], str]):
+def test_level_applies_to_strobe_and_warning_to_libraries(stderr: Callable[[], str]):
     configure_logging("debug")
     for name in ("strobe.x", "uvicorn.error", "a.library"):
         logging.getLogger(name).debug("debug of %s", name)
@@ -142,7 +142,7 @@ def test_levels_are_ours_for_us_and_warnings_for_other_libraries(stderr: Callabl
     assert "quiet" not in stderr()
 
 
-def test_configuring_twice_writes_once_and_uvicorns_access_log_is_off(stderr: Callable[[], str]):
+def test_repeated_configuration_logs_once_without_uvicorn_access_log(stderr: Callable[[], str]):
     configure_logging()
     configure_logging()
     logging.getLogger("strobe.x").info("once")
@@ -153,7 +153,7 @@ def test_configuring_twice_writes_once_and_uvicorns_access_log_is_off(stderr: Ca
     assert not logging.getLogger("uvicorn.access").hasHandlers(), "uvicorn asks this"
 
 
-def test_what_uvicorn_set_up_before_gives_way(stderr: Callable[[], str]):
+def test_uvicorn_logging_is_replaced(stderr: Callable[[], str]):
     uvicorn.Config("nothing:here", log_level="critical")
     configure_logging("info")
     logging.getLogger("uvicorn.error").info("listening")
@@ -166,16 +166,16 @@ def test_what_uvicorn_set_up_before_gives_way(stderr: Callable[[], str]):
 
 
 @pytest.mark.parametrize("level", ["loud", "notset", ""])
-def test_an_unknown_level_is_refused(level: str, stderr: Callable[[], str]):
+def test_unknown_level_is_rejected(level: str, stderr: Callable[[], str]):
     with pytest.raises(ValueError, match=f"The log level is '{level}'"):
         configure_logging(level)
 
 
-def test_text_is_shown_only_if_asked():
-    assert shown("Who am I?", False) == "<9 characters>"
-    assert shown("Who am I?", True) == "Who am I?"
+def test_text_is_logged_only_when_enabled():
+    assert redact("Who am I?", False) == "<9 characters>"
+    assert redact("Who am I?", True) == "Who am I?"
 
 
-def test_what_json_does_not_know_is_written_as_text():
+def test_non_json_values_are_logged_as_text():
     value: Any = {1}
     assert json.loads(str(Fields(a=value))) == {"a": "{1}"}

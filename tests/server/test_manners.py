@@ -68,7 +68,7 @@ def line_of(server: Served, name: str) -> dict[str, Any]:
     return line
 
 
-def test_one_of_the_keys_opens_the_api_and_only_that(server: Served):
+def test_only_configured_keys_open_the_api(server: Served):
     with Talk(server.url, body=SHORT) as talk:
         assert talk.status == 401
         assert talk.response.headers["WWW-Authenticate"] == "Bearer"
@@ -80,7 +80,7 @@ def test_one_of_the_keys_opens_the_api_and_only_that(server: Served):
         assert talk.status == 200
 
 
-def test_pages_of_the_named_origin_may_call_and_no_others(server: Served):
+def test_cors_allows_only_the_named_origin(server: Served):
     asks = {
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "content-type",
@@ -103,7 +103,7 @@ def test_a_body_above_the_limit_is_a_413(server: Served):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_prompt_that_does_not_fit_the_context_is_a_400(server: Served, streams: bool):
+def test_oversized_prompt_is_400(server: Served, streams: bool):
     many = [{"role": "user", "content": f"{MARK} " * 4000}]
     with post(server, {"messages": many, "stream": streams}) as talk:
         assert talk.status == 400
@@ -135,7 +135,7 @@ def test_a_full_queue_is_a_429_with_a_time_to_try_again(server: Served):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_client_that_leaves_while_it_is_answered_frees_its_pages(server: Served, streams: bool):
+def test_disconnect_during_answer_frees_pages(server: Served, streams: bool):
     name = f"leaves-{streams}"
     with post(server, {**LONG, "n": 2, "stream": streams}, **{"X-Request-Id": name}) as talk:
         if streams:
@@ -151,7 +151,7 @@ def test_a_client_that_leaves_while_it_is_answered_frees_its_pages(server: Serve
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_client_that_leaves_the_queue_is_not_waited_for(server: Served, streams: bool):
+def test_disconnect_in_queue_removes_the_request(server: Served, streams: bool):
     server.pause()
     name = f"waits-{streams}"
     with post(server, {**LONG, "n": 2}) as first:
@@ -165,7 +165,7 @@ def test_a_client_that_leaves_the_queue_is_not_waited_for(server: Served, stream
         first.leave()
 
 
-def test_clients_that_leave_as_soon_as_they_have_asked_leave_nothing(server: Served):
+def test_immediate_disconnects_leave_no_requests(server: Served):
     for _ in range(4):
         for fields in ({}, {"stream": True}, {"response_format": {"type": "json_object"}}):
             post(server, {**LONG, "ignore_eos": False, **fields}).leave()
@@ -174,7 +174,7 @@ def test_clients_that_leave_as_soon_as_they_have_asked_leave_nothing(server: Ser
         assert talk.json()["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_request_that_takes_too_long_is_a_504(server: Served):
+def test_request_timeout_is_504(server: Served):
     server.pause()
     for streams in (False, True):
         with post(server, {**LONG, "timeout": 0.05, "stream": streams}) as talk:
@@ -182,7 +182,7 @@ def test_a_request_that_takes_too_long_is_a_504(server: Served):
             assert talk.error["code"] == "timeout"
 
 
-def test_a_stream_that_takes_too_long_ends_in_an_error_event(server: Served):
+def test_stream_timeout_ends_in_error_event(server: Served):
     seconds = 0.5
     while True:  # until the machine is fast enough for a first token in that time
         with post(server, {**LONG, "timeout": seconds, "stream": True}) as talk:
@@ -197,9 +197,7 @@ def test_a_stream_that_takes_too_long_ends_in_an_error_event(server: Served):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_requests_id_comes_back_and_its_log_line_has_the_answers_figures(
-    server: Served, streams: bool
-):
+def test_request_id_is_echoed_and_logged_with_figures(server: Served, streams: bool):
     name = f"figures-{streams}"
     fields = {"stream": streams, "include_speculation": True, "max_tokens": 40}
     if streams:
@@ -224,7 +222,7 @@ def test_a_requests_id_comes_back_and_its_log_line_has_the_answers_figures(
     assert line["bytes"] > 0
 
 
-def test_requests_without_an_id_get_one_of_their_own(server: Served):
+def test_request_without_id_gets_one(server: Served):
     names: list[str] = []
     for _ in range(2):
         with post(server, SHORT) as talk:
@@ -234,7 +232,7 @@ def test_requests_without_an_id_get_one_of_their_own(server: Served):
     assert len(set(names)) == 2
 
 
-def test_nothing_that_a_client_wrote_is_in_the_log_not_even_at_debug_level(server: Served):
+def test_client_text_is_never_logged(server: Served):
     tool = {"type": "function", "function": {"name": MARK, "parameters": {"type": "object"}}}
     bodies: list[Any] = [
         SHORT,

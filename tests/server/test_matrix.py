@@ -166,7 +166,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("cell", "way"), PAIRS)
-def test_however_it_is_made_the_answer_is_the_same(matrix: Matrix, cell: Cell, way: Way):
+def test_answer_is_independent_of_serving_mode(matrix: Matrix, cell: Cell, way: Way):
     base = matrix.outcome(cell, Way("off", "whole", way.mode))
     found = matrix.outcome(cell, way)
     assert found.usage == base.usage
@@ -200,7 +200,7 @@ def test_reports_and_steps_add_up(matrix: Matrix, cell: Cell, way: Way):
 
 
 @pytest.mark.parametrize("name", ["chat-stop", "chat-stops", "text-stop", "text-stops"])
-def test_a_stop_text_inside_a_block_drops_the_drafts_behind_it(matrix: Matrix, name: str):
+def test_stop_text_inside_a_block_drops_later_drafts(matrix: Matrix, name: str):
     (said,) = matrix.outcome(CELLS[name], Way("dflash", "stream", "greedy")).choices
     last = said.steps[-1]
     assert last["accepted"] == len(last["tokens"]) <= last["drafted"]
@@ -244,7 +244,7 @@ def _value(entry: Any) -> float:
 
 
 @with_cells(lambda cell: True)
-def test_the_answer_is_what_was_asked_for(matrix: Matrix, cell: Cell):
+def test_answer_satisfies_the_request(matrix: Matrix, cell: Cell):
     for way in BASES:
         found = matrix.outcome(cell, way)
         cell.check(found)
@@ -260,7 +260,7 @@ def test_the_field_changes_the_answer(matrix: Matrix, cell: Cell):
 
 
 @with_cells(lambda cell: cell.siblings)
-def test_siblings_of_one_seed_differ(matrix: Matrix, cell: Cell):
+def test_siblings_with_one_seed_differ(matrix: Matrix, cell: Cell):
     greedy, sampled = ([said.text for said in matrix.outcome(cell, w).choices] for w in BASES)
     assert len(set(greedy)) == 1
     assert len(set(sampled)) > 1

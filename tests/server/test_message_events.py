@@ -11,10 +11,10 @@ from asgi import Answer, call
 from scripted import Script, app, post, tokenizer
 
 from strobe.server.anthropic.protocol import message_bodies as bodies
-from strobe.server.engine_process.client import EngineDead, EngineStopped, PromptRefused
-from strobe.server.guards import Key
+from strobe.server.engine_process.client import EngineDead, EngineStopped, PromptRejected
+from strobe.server.guards import ApiKeyEntry
 from strobe.server.middleware import MiddlewareSettings, wrap
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.errors import FieldError
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
@@ -101,7 +101,7 @@ def without_ids(found: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [1, 4, 15])
-def test_blocks_come_in_the_order_in_which_the_model_wrote_them(size: int):
+def test_blocks_follow_generation_order(size: int):
     script = Script(MIXED, size)
     whole = message(script, tools=[TOOL])
     assert bare(whole["content"]) == [
@@ -173,13 +173,13 @@ def test_why_an_answer_stopped(
     assert delta["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def test_without_parallel_use_there_is_one_call():
+def test_parallel_off_gives_one_call():
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     whole = message(Script(f"{CALL}\n{CALL}"), tools=[TOOL], tool_choice=choice)
     assert [block["type"] for block in whole["content"]] == ["tool_use"]
 
 
-def test_what_has_no_effect_and_how_it_was_drafted_are_said():
+def test_warnings_and_speculation_are_reported():
     script = Script("Yes, it is so.", 3)
     fields: dict[str, Any] = {"metadata": {"user_id": "u"}, "include_speculation": True}
     whole = message(script, request_id="r1", **fields)
@@ -234,7 +234,7 @@ def test_thread_is_created_without_effect_and_never_continued(path: str):
         assert error["details"] == {"error_code": "thread_unsupported_request"}
 
 
-def test_a_count_is_that_of_the_prompt():
+def test_count_tokens_matches_the_prompt():
     body: dict[str, Any] = {"messages": [USER], "system": "be brief", "tools": [TOOL]}
     answer = post("/v1/messages/count_tokens", Script(""), **body, cache_control={})
     found = json.loads(answer.body)
@@ -282,7 +282,7 @@ def test_errors_have_anthropics_form(path: str):
     assert is_anthropic(call(served, "/v1/messages/x", body=[b"{}"]), 404, "not_found_error")
     other = call(served, "/v1/messagesx", body=[b"{}"])
     assert list(other.error) == ["message", "type", "param", "code"]
-    settings = MiddlewareSettings(api_keys=(Key("k"),), max_body_bytes=3)
+    settings = MiddlewareSettings(api_keys=(ApiKeyEntry("k"),), max_body_bytes=3)
     guarded = wrap(served, settings)
     assert is_anthropic(call(guarded, path, body=[good]), 401, "authentication_error")
     large = call(guarded, path, body=[good], headers=[("x-api-key", "k")])
@@ -293,20 +293,20 @@ def test_errors_have_anthropics_form(path: str):
 @pytest.mark.parametrize(
     ("ends", "status", "kind"),
     [
-        (PromptRefused("max_tokens is 5, which is wrong."), 400, "invalid_request_error"),
+        (PromptRejected("max_tokens is 5, which is wrong."), 400, "invalid_request_error"),
         (EngineDead("It ended."), 500, "api_error"),
         (EngineStopped("It stops."), 503, "overloaded_error"),
-        (BadField("messages is wrong.", "messages"), 400, "invalid_request_error"),
+        (FieldError("messages is wrong.", "messages"), 400, "invalid_request_error"),
         (TimeoutError(), 504, "timeout_error"),
     ],
 )
-def test_what_fails_before_the_first_event_is_an_http_error(
+def test_failure_before_first_event_is_http_error(
     ends: Exception, status: int, kind: str, streams: bool
 ):
     assert is_anthropic(ask(Script("", ends=ends), stream=streams), status, kind)
 
 
-def test_what_fails_in_a_stream_is_its_last_event():
+def test_failure_in_stream_is_last_event():
     events = stream(Script("Yes, it", ends=EngineDead("It ended.")), request_id="r1")
     assert events[-1] == {
         "type": "error", "error": {"type": "api_error", "message": "It ended."},
@@ -315,9 +315,9 @@ def test_what_fails_in_a_stream_is_its_last_event():
     assert events[-2]["type"] == "content_block_delta"
 
 
-def test_a_refused_constraint_is_named_as_it_was_given():
+def test_rejected_constraint_uses_request_field_name():
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    refused = PromptRefused("structured_outputs has a schema of no use.")
+    refused = PromptRejected("structured_outputs has a schema of no use.")
     answer = ask(Script("", ends=refused), output_config=form)
     said = json.loads(answer.body)["error"]["message"]
     assert said == "output_config.format has a schema of no use."

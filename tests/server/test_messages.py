@@ -103,7 +103,7 @@ def test_a_stream_says_the_same(server: Served):
     assert events[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
 
 
-def test_a_count_is_that_of_the_message(server: Served):
+def test_count_tokens_matches_the_message(server: Served):
     prompt = {"system": "Answer the question of the user.", "tools": [tool("get_weather")]}
     usage = ask(server, WEATHER, max_tokens=1, **prompt)["usage"]
     asked = {"messages": [{"role": "user", "content": WEATHER}], **prompt}
@@ -113,7 +113,7 @@ def test_a_count_is_that_of_the_message(server: Served):
         }
 
 
-def test_the_answer_goes_on_with_what_the_assistant_began(server: Served):
+def test_answer_continues_the_assistant_prefix(server: Served):
     said = [{"role": "user", "content": SUM}, {"role": "assistant", "content": "Step 1: The cups"}]
     answer = ask(server, said, **PLAIN)["content"][0]["text"]
     assert not answer.startswith("Step 1")

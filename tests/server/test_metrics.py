@@ -116,9 +116,9 @@ def metrics() -> ServerMetrics:
 def busy(metrics: ServerMetrics) -> ServerMetrics:
     """A server on which everything that is counted has happened."""
     metrics.engine(snapshot(accepted_per_position=(3, 2, 1), confidence=((3, 0, 0.5, 1.0),)))
-    metrics.verified(drafted=3, accepted=1, context=5, phase="answer")
-    metrics.refused(429, "queue_full")
-    metrics.http("/v1/completions", "POST", 200)
+    metrics.record_verified(num_verified=3, num_accepted=1, context_tokens=5, phase="answer")
+    metrics.record_rejected(429, "queue_full")
+    metrics.record_http("/v1/completions", "POST", 200)
     return metrics
 
 
@@ -191,7 +191,7 @@ def test_any_accept_header_gets_an_answer_with_our_names(
 
 
 def test_two_servers_count_apart(metrics: ServerMetrics):
-    ServerMetrics(MODEL).refused(400, "x")
+    ServerMetrics(MODEL).record_rejected(400, "x")
     assert "strobe:http_requests_refused_total" not in {name for name, _ in samples(metrics)}
 
 
@@ -270,7 +270,7 @@ Growth = st.lists(
 
 @settings(max_examples=15)
 @given(Growth)
-def test_no_total_ever_falls_and_no_series_goes_away(growth: Any):
+def test_totals_never_fall_and_series_never_vanish(growth: Any):
     metrics, before = ServerMetrics(MODEL), dict[Any, float]()
     totals, accepted = [0] * 11, list[int]()
     for more, per_position, (drafts, phase, context), (seconds, tokens, reason) in growth:
@@ -278,10 +278,12 @@ def test_no_total_ever_falls_and_no_series_goes_away(growth: Any):
         accepted += [0] * (len(per_position) - len(accepted))
         accepted = [a + (per_position[i : i + 1] or [0])[0] for i, a in enumerate(accepted)]
         metrics.engine(EngineSnapshot(1, 2, 0.5, *totals[:7], tuple(accepted), *totals[7:]))
-        metrics.verified(drafted=drafts, accepted=drafts // 2, context=context, phase=phase)
-        metrics.first_token(seconds)
-        metrics.inter_token(seconds, tokens)
-        metrics.finished(
+        metrics.record_verified(
+            num_verified=drafts, num_accepted=drafts // 2, context_tokens=context, phase=phase
+        )
+        metrics.record_first_token(seconds)
+        metrics.record_inter_token(seconds, tokens)
+        metrics.record_finished(
             reason=reason,
             seconds=seconds,
             queue_seconds=None if tokens else seconds,
@@ -289,7 +291,7 @@ def test_no_total_ever_falls_and_no_series_goes_away(growth: Any):
             prompt_tokens=context,
             generation_tokens=tokens,
         )
-        metrics.refused(400 + tokens, reason)
+        metrics.record_rejected(400 + tokens, reason)
         after = samples(metrics)
         assert not {
             key: (was, after.get(key))
@@ -324,7 +326,9 @@ def test_a_verify_step_counts_in_its_bucket_and_phase_alone(
     metrics: ServerMetrics, context: int, bucket: str, phase: str
 ):
     for accepted in (7, 4):
-        metrics.verified(drafted=15, accepted=accepted, context=context, phase=phase)
+        metrics.record_verified(
+            num_verified=15, num_accepted=accepted, context_tokens=context, phase=phase
+        )
     found = samples(metrics).items()
     changed = {key: n for key, n in found if n and not key[0].startswith("process_")}
     labels = {"context": bucket, "phase": phase, "model_name": MODEL, "engine": "0"}
@@ -341,14 +345,14 @@ def test_every_bucket_and_phase_is_there_from_the_start(metrics: ServerMetrics):
 
 
 def test_a_step_without_drafts_is_no_verify_step(metrics: ServerMetrics):
-    metrics.verified(drafted=0, accepted=0, context=5, phase="answer")
+    metrics.record_verified(num_verified=0, num_accepted=0, context_tokens=5, phase="answer")
     labels = {"context": "0-1k", "phase": "answer"}
     assert value(metrics, "strobe:spec_decode_steps_total", **labels) == 0
 
 
 def test_an_unknown_phase_is_not_counted_elsewhere(metrics: ServerMetrics):
     with pytest.raises(KeyError):
-        metrics.verified(drafted=1, accepted=1, context=5, phase="reasoning")
+        metrics.record_verified(num_verified=1, num_accepted=1, context_tokens=5, phase="reasoning")
 
 
 def buckets(metrics: ServerMetrics, name: str) -> dict[str, float]:
@@ -363,10 +367,10 @@ def buckets(metrics: ServerMetrics, name: str) -> dict[str, float]:
     return found
 
 
-def test_a_delivery_of_tokens_counts_once_undivided_and_once_per_token(metrics: ServerMetrics):
-    metrics.inter_token(0.016, 8)
-    metrics.inter_token(0.05, 1)
-    metrics.inter_token(0.9, 0)
+def test_token_delivery_is_observed_per_step_and_per_token(metrics: ServerMetrics):
+    metrics.record_inter_token(0.016, 8)
+    metrics.record_inter_token(0.05, 1)
+    metrics.record_inter_token(0.9, 0)
     undivided, divided = "vllm:inter_token_latency_seconds", "strobe:time_per_output_token_seconds"
     assert buckets(metrics, undivided) == {"0.025": 1, "0.05": 1}
     assert buckets(metrics, divided) == {"0.0025": 8, "0.05": 1}
@@ -377,8 +381,8 @@ def test_a_delivery_of_tokens_counts_once_undivided_and_once_per_token(metrics: 
 
 def test_a_finished_answer_counts_in_each_histogram(metrics: ServerMetrics):
     end = {"reason": "stop", "seconds": 1.2, "prompt_tokens": 1024, "generation_tokens": 0}
-    metrics.finished(**end, queue_seconds=0.3, first_seconds=None)
-    metrics.finished(**end | {"reason": "error"}, queue_seconds=None, first_seconds=None)
+    metrics.record_finished(**end, queue_seconds=0.3, first_seconds=None)
+    metrics.record_finished(**end | {"reason": "error"}, queue_seconds=None, first_seconds=None)
     assert buckets(metrics, "vllm:e2e_request_latency_seconds") == {"1.5": 2}
     assert buckets(metrics, "vllm:request_queue_time_seconds") == {"0.3": 1}
     assert buckets(metrics, "vllm:request_prompt_tokens") == {"2000.0": 2}
@@ -390,12 +394,12 @@ def test_a_finished_answer_counts_in_each_histogram(metrics: ServerMetrics):
     assert reasons == {"stop": 1, "length": 0, "abort": 0, "error": 1}
 
 
-def test_the_parts_of_a_request_are_its_wait_its_prompt_and_its_answer(metrics: ServerMetrics):
+def test_request_time_splits_into_queue_prefill_and_decode(metrics: ServerMetrics):
     end = {"reason": "stop", "seconds": 2.2, "prompt_tokens": 9, "generation_tokens": 5}
-    metrics.finished(**end, queue_seconds=0.25, first_seconds=0.95)
-    metrics.asked(3, None)
-    metrics.asked(1, 90)
-    metrics.longest(7)
+    metrics.record_finished(**end, queue_seconds=0.25, first_seconds=0.95)
+    metrics.record_request(3, None)
+    metrics.record_request(1, 90)
+    metrics.record_longest(7)
     found = {
         name: buckets(metrics, f"vllm:request_{name}")
         for name in ("prefill_time_seconds", "decode_time_seconds", "inference_time_seconds",
@@ -413,12 +417,12 @@ def test_the_parts_of_a_request_are_its_wait_its_prompt_and_its_answer(metrics: 
     }
 
 
-def test_http_requests_are_counted_by_paths_that_there_are(metrics: ServerMetrics):
+def test_http_requests_are_counted_by_known_paths(metrics: ServerMetrics):
     metrics.paths = frozenset(["/v1/completions"])
-    metrics.http("/v1/completions", "POST", 200)
-    metrics.http("/v1/completions", "POST", 503)
-    metrics.http("/a/secret", "POST", 401)
-    metrics.http("/a/secret", "BREW", 404)
+    metrics.record_http("/v1/completions", "POST", 200)
+    metrics.record_http("/v1/completions", "POST", 503)
+    metrics.record_http("/a/secret", "POST", 401)
+    metrics.record_http("/a/secret", "BREW", 404)
     found = {
         tuple(sorted(labels)): count
         for (name, labels), count in samples(metrics).items()
@@ -442,7 +446,7 @@ without the labels that Prometheus adds."""
 
 
 @pytest.mark.parametrize("query", VLLM_QUERIES)
-def test_vllms_dashboards_find_what_they_ask_for(busy: ServerMetrics, query: str):
+def test_vllm_dashboards_find_their_metrics(busy: ServerMetrics, query: str):
     exposed = labels_of(busy)
     metrics, labels = named_in(query)
     assert metrics
@@ -450,7 +454,7 @@ def test_vllms_dashboards_find_what_they_ask_for(busy: ServerMetrics, query: str
     assert labels <= set.union(*(exposed[name] for name in metrics))
 
 
-def test_what_the_server_holds_is_asked_for_at_each_render(metrics: ServerMetrics):
+def test_server_gauges_are_read_at_each_render(metrics: ServerMetrics):
     assert value(metrics, "strobe:open_answers") == value(metrics, "strobe:server_tasks") == 0
     metrics.open_answers = lambda: 3
     assert value(metrics, "strobe:open_answers") == 3
@@ -467,7 +471,7 @@ def test_what_the_server_holds_is_asked_for_at_each_render(metrics: ServerMetric
 
 def test_refusals_count_by_status_and_reason(metrics: ServerMetrics):
     for status, reason in ((429, "queue_full"), (429, "queue_full"), (429, "rate")):
-        metrics.refused(status, reason)
+        metrics.record_rejected(status, reason)
     name = "strobe:http_requests_refused_total"
     assert value(metrics, name, status="429", reason="queue_full") == 2
     assert value(metrics, name, status="429", reason="rate") == 1
@@ -475,12 +479,12 @@ def test_refusals_count_by_status_and_reason(metrics: ServerMetrics):
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5)), max_size=20))
-def test_buckets_are_cumulative_counts_of_what_is_at_most_their_bound(
+def test_buckets_are_cumulative(
     observed: list[tuple[float, int]],
 ):
     metrics, name = ServerMetrics(MODEL), "strobe:time_per_output_token_seconds"
     for number, times in observed:
-        metrics.inter_token(number * times, times)
+        metrics.record_inter_token(number * times, times)
     every = [number * times / times for number, times in observed for _ in range(times)]
     shown = {
         key + dict(labels).get("le", ""): found
@@ -544,7 +548,7 @@ def test_the_reader_of_expressions_reads(expression: str, metrics: set[str], lab
     assert named_in(expression) == (metrics, set(labels))
 
 
-def test_the_dashboard_asks_only_for_what_is_exposed(busy: ServerMetrics):
+def test_dashboard_queries_only_exposed_metrics(busy: ServerMetrics):
     exposed = labels_of(busy)
     assert len(expressions()) > 20
     for title, expression, legend in expressions():
@@ -591,7 +595,7 @@ def test_the_dashboard_can_be_imported():
         assert len(set(ids)) == len(ids)
 
 
-def test_the_docs_have_one_line_for_each_metric_with_its_type_and_labels(busy: ServerMetrics):
+def test_docs_list_each_metric_with_type_and_labels(busy: ServerMetrics):
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     lines = re.findall(r"^\| `([\w:]+)` \| (\w+) \| (.*?) ?\| (.+) \|$", text, re.MULTILINE)
     assert len({name for name, *_ in lines}) == len(lines)

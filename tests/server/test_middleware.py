@@ -13,7 +13,15 @@ from asgi import Answer, call, echo, untouched
 from starlette.requests import ClientDisconnect, Request
 
 from strobe.server.access import AccessLog, RequestId
-from strobe.server.guards import AllowedHosts, ApiKey, BodyLimit, Drain, Draining, Key, read_keys
+from strobe.server.guards import (
+    AllowedHosts,
+    ApiKeyEntry,
+    ApiKeyGuard,
+    BodyLimit,
+    Shutdown,
+    ShutdownGuard,
+    read_keys,
+)
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
 from strobe.server.openai.protocol.errors import ERROR_TYPES
 
@@ -45,13 +53,13 @@ def is_envelope(answer: Answer) -> bool:
 
 
 @pytest.mark.parametrize("given", ["a", "trace/4f-2:{x}~", "x" * 128])
-def test_a_well_formed_request_id_is_kept_for_handler_and_client(given: str):
+def test_well_formed_request_id_is_kept(given: str):
     answer = call(RequestId(echo), headers=[("X-Request-Id", given)])
     assert answer.scope["state"]["request_id"] == given == answer.header("x-request-id")
 
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "two words", "tab\t", "line\n", "caf\u00e9"])
-def test_another_request_id_is_replaced_by_a_new_one(given: str):
+def test_malformed_request_id_is_replaced(given: str):
     one = call(RequestId(echo), headers=[("X-Request-Id", given)])
     two = call(RequestId(echo), headers=[("X-Request-Id", given)])
     made = one.scope["state"]["request_id"]
@@ -61,7 +69,7 @@ def test_another_request_id_is_replaced_by_a_new_one(given: str):
     assert made != two.header("x-request-id")
 
 
-def test_two_request_ids_are_none_and_the_handlers_own_header_does_not_double_it():
+def test_repeated_request_ids_are_replaced():
     async def own(scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"X-Request-Id", b"handler"), (b"x-other", b"1")]
         await send({"type": "http.response.start", "status": 204, "headers": headers})
@@ -76,7 +84,7 @@ def test_two_request_ids_are_none_and_the_handlers_own_header_does_not_double_it
 # The access log
 
 
-def test_one_line_tells_of_a_request_without_its_query_key_or_text(lines: Lines):
+def test_access_log_omits_query_key_and_text(lines: Lines):
     async def handler(scope: Any, receive: Any, send: Any) -> None:
         scope["state"]["log"] |= {"model": "m", "prompt_tokens": 3, "status": "forged"}
         await echo(scope, receive, send)
@@ -104,7 +112,7 @@ def test_one_line_tells_of_a_request_without_its_query_key_or_text(lines: Lines)
     }
 
 
-def test_what_a_handler_sets_through_starlettes_request_is_logged(lines: Lines):
+def test_fields_set_by_handler_are_logged(lines: Lines):
     async def handler(scope: Any, receive: Any, send: Any) -> None:
         Request(scope).state.log = {"stream": True, "acceptance_length": 4.5}
         await echo(scope, receive, send)
@@ -129,7 +137,7 @@ def test_a_stream_is_logged_at_its_end_and_passes_part_by_part(lines: Lines):
     assert (lines()[0]["status"], lines()[0]["bytes"]) == (200, 18)
 
 
-def test_a_client_that_left_is_499_and_its_handler_sees_it(lines: Lines):
+def test_disconnected_client_is_499(lines: Lines):
     heard: list[str] = []
 
     async def stream(scope: Any, receive: Any, send: Any) -> None:
@@ -138,14 +146,14 @@ def test_a_client_that_left_is_499_and_its_handler_sees_it(lines: Lines):
         heard.extend([(await receive())["type"], (await receive())["type"]])
         await send({"type": "http.response.body", "body": b"to nobody"})
 
-    app = wrap(stream, MiddlewareSettings(), drain=Drain())
+    app = wrap(stream, MiddlewareSettings(), shutdown=Shutdown())
     for length in (True, False):  # the body's limit watches only one of them
         call(app, gone=True, length=length)
     assert heard == ["http.request", "http.disconnect"] * 2
     assert [(line["status"], line["bytes"]) for line in lines()] == [(499, 3), (499, 3)]
 
 
-def test_a_disconnect_after_the_last_part_is_no_client_that_left(lines: Lines):
+def test_disconnect_after_last_part_is_not_499(lines: Lines):
     async def thorough(scope: Any, receive: Any, send: Any) -> None:
         await echo(scope, receive, send)
         assert (await receive())["type"] == "http.disconnect"
@@ -154,7 +162,7 @@ def test_a_disconnect_after_the_last_part_is_no_client_that_left(lines: Lines):
     assert lines()[0]["status"] == 200
 
 
-def test_a_send_that_fails_because_the_client_left_is_499_and_ends_quietly(lines: Lines):
+def test_failed_send_after_disconnect_is_499(lines: Lines):
     async def broken(message: Any) -> None:
         raise OSError("closed")
 
@@ -173,7 +181,7 @@ def test_a_send_that_fails_because_the_client_left_is_499_and_ends_quietly(lines
 
 
 @pytest.mark.parametrize("answered", [True, False])
-def test_an_exception_is_logged_as_500_by_its_type_and_goes_on(lines: Lines, answered: bool):
+def test_exception_is_logged_as_500_and_reraised(lines: Lines, answered: bool):
     async def fails(scope: Any, receive: Any, send: Any) -> None:
         if answered:
             await echo(scope, receive, send)
@@ -186,7 +194,7 @@ def test_an_exception_is_logged_as_500_by_its_type_and_goes_on(lines: Lines, ans
 
 
 @pytest.mark.parametrize("start", [True, False])
-def test_a_handler_that_does_not_finish_its_answer_is_500(lines: Lines, start: bool):
+def test_unfinished_answer_is_500(lines: Lines, start: bool):
     async def forgets(scope: Any, receive: Any, send: Any) -> None:
         if start:
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -195,7 +203,7 @@ def test_a_handler_that_does_not_finish_its_answer_is_500(lines: Lines, start: b
     assert lines()[0]["status"] == 500
 
 
-def test_a_path_cannot_forge_a_line_and_a_long_one_is_cut(
+def test_long_path_is_cut_and_cannot_forge_log_lines(
     lines: Lines, caplog: pytest.LogCaptureFixture
 ):
     call(AccessLog(echo), '/v1\n{"status": 200}\u2028' + "x" * 1000)
@@ -211,7 +219,7 @@ def test_a_head_request_sends_no_bytes(lines: Lines):
 @pytest.mark.parametrize(("path", "level"), [
     ("/health", logging.DEBUG), ("/proxied/metrics", logging.DEBUG), ("/v1/models", logging.INFO),
 ])  # fmt: skip
-def test_polls_that_are_answered_are_told_at_debug_only(
+def test_answered_polls_are_logged_at_debug(
     path: str, level: int, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.DEBUG, logger="strobe.access")
@@ -219,7 +227,7 @@ def test_polls_that_are_answered_are_told_at_debug_only(
     assert [r.levelno for r in caplog.records if r.name == "strobe.access"] == [level]
 
 
-def test_a_poll_that_fails_is_told(lines: Lines):
+def test_failed_poll_is_logged(lines: Lines):
     async def refuses(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 503})
         await send({"type": "http.response.body"})
@@ -231,11 +239,11 @@ def test_a_poll_that_fails_is_told(lines: Lines):
 # Keys
 
 
-KEYS = Key("k-one", "alice", 2), Key("schl\u00fcssel two")
+KEYS = ApiKeyEntry("k-one", "alice", 2), ApiKeyEntry("schl\u00fcssel two")
 
 
 def keyed(app: Any = echo) -> Any:
-    return ApiKey(app, KEYS, OPEN_PATHS, Refusals())
+    return ApiKeyGuard(app, KEYS, OPEN_PATHS, Refusals())
 
 
 @pytest.mark.parametrize(
@@ -268,9 +276,9 @@ def test_any_of_the_keys_opens(value: str):
         [("X-Api-Key", "k-one"), ("X-Api-Key", "k-one")],
     ],
 )
-def test_no_key_or_a_wrong_one_is_a_401_in_openais_form(headers: list[tuple[str, str]]):
+def test_missing_or_wrong_key_is_401(headers: list[tuple[str, str]]):
     refused = Refusals()
-    answer = call(ApiKey(untouched, KEYS[:1], OPEN_PATHS, refused), headers=headers)
+    answer = call(ApiKeyGuard(untouched, KEYS[:1], OPEN_PATHS, refused), headers=headers)
     assert answer.status == 401
     assert is_envelope(answer)
     assert answer.error["code"] == "invalid_api_key"
@@ -311,13 +319,13 @@ def test_open_paths_need_no_key_under_a_proxys_prefix_too(path: str):
         ("", ""),
     ],
 )
-def test_what_only_looks_like_an_open_path_is_closed(path: str, root_path: str):
+def test_paths_resembling_open_paths_are_closed(path: str, root_path: str):
     assert call(keyed(untouched), path, root_path=root_path).status == 401
 
 
 def test_a_key_of_so_many_requests_at_once_has_no_more():
     refused, bearer = Refusals(), [("Authorization", "Bearer k-one")]
-    app = ApiKey(echo, KEYS, OPEN_PATHS, refused)
+    app = ApiKeyGuard(echo, KEYS, OPEN_PATHS, refused)
     app.running[KEYS[0]] = 1
     assert call(app, headers=bearer).status == 200
     assert app.running[KEYS[0]] == 1
@@ -325,7 +333,7 @@ def test_a_key_of_so_many_requests_at_once_has_no_more():
     answer = call(app, headers=bearer)
     assert (answer.status, answer.header("retry-after")) == (429, "1")
     assert "This API key may run 2 requests at once" in answer.error["message"]
-    alone = ApiKey(echo, [Key("k-one", at_once=1)], OPEN_PATHS, Refusals())
+    alone = ApiKeyGuard(echo, [ApiKeyEntry("k-one", max_concurrency=1)], OPEN_PATHS, Refusals())
     alone.running[alone.keys[0]] = 1
     assert "may run 1 request at once" in call(alone, headers=bearer).error["message"]
     assert refused == [(429, "api_key_busy")]
@@ -344,10 +352,10 @@ def test_the_log_names_the_key_and_never_shows_it(lines: Lines):
     assert "k-one" not in json.dumps(first)
 
 
-def test_a_file_of_keys_has_one_a_line(tmp_path: Path):
+def test_key_file_has_one_key_per_line(tmp_path: Path):
     path = tmp_path / "keys"
     path.write_text("# who may\nalice k-one 2\n\nbob k-two # the other\n")
-    assert read_keys(path) == (Key("k-one", "alice", 2), Key("k-two", "bob"))
+    assert read_keys(path) == (ApiKeyEntry("k-one", "alice", 2), ApiKeyEntry("k-two", "bob"))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +368,7 @@ def test_a_file_of_keys_has_one_a_line(tmp_path: Path):
         ("# nobody\n", "holds no key; write a line such as"),
     ],
 )
-def test_a_file_without_such_lines_is_refused(tmp_path: Path, text: str, sentence: str):
+def test_malformed_key_file_is_rejected(tmp_path: Path, text: str, sentence: str):
     (tmp_path / "keys").write_text(text)
     with pytest.raises(ValueError, match=sentence):
         read_keys(tmp_path / "keys")
@@ -387,9 +395,9 @@ def test_a_websocket_does_not_get_around_the_key():
 # Stopping
 
 
-def test_a_stopping_server_refuses_new_work_and_still_answers_reads():
-    drain, refused = Drain(retry_after=7), Refusals()
-    app = Draining(echo, drain, refused)
+def test_stopping_server_rejects_new_work_and_answers_reads():
+    drain, refused = Shutdown(retry_after=7), Refusals()
+    app = ShutdownGuard(echo, drain, refused)
     assert call(app).status == 200
     drain.stopping = True
     answer = call(app)
@@ -401,20 +409,20 @@ def test_a_stopping_server_refuses_new_work_and_still_answers_reads():
     assert refused == [(503, "stopping")]
 
 
-def test_a_request_that_is_in_when_the_server_stops_runs_on():
-    drain = Drain()
+def test_stopping_server_finishes_running_requests():
+    drain = Shutdown()
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         drain.stopping = True
         await echo(scope, receive, send)
 
-    assert call(Draining(slow, drain, Refusals()), body=[b"abc"]).body == b"abc"
+    assert call(ShutdownGuard(slow, drain, Refusals()), body=[b"abc"]).body == b"abc"
 
 
 # The body's limit
 
 
-def test_an_announced_length_over_the_limit_is_refused_before_anything_is_read():
+def test_announced_length_over_limit_is_rejected_unread():
     refused = Refusals()
     answer = call(BodyLimit(untouched, 10, refused), body=[b"x" * 11])
     assert answer.status == 413
@@ -450,7 +458,7 @@ def test_a_streamed_body_is_cut_when_it_passes_the_limit(headers: list[tuple[str
     assert refused == [(413, "body_too_large")]
 
 
-def test_a_body_that_grows_after_the_response_began_breaks_it_off():
+def test_body_growing_after_response_began_aborts_it():
     async def eager(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await echo(scope, receive, send)
@@ -470,7 +478,7 @@ def test_a_malformed_length_is_a_400(value: str):
     assert refused == [(400, "content_length")]
 
 
-def test_lengths_that_differ_are_a_400_and_a_huge_one_is_a_413():
+def test_conflicting_lengths_are_400_and_huge_ones_413():
     two = [("Content-Length", "3"), ("Content-Length", "4")]
     huge = [("Content-Length", "9" * 40)]
     app = BodyLimit(untouched, 10, Refusals())
@@ -499,7 +507,7 @@ def test_loopback_server_answers_for_loopback_hosts(host: str, listens_on: str):
 @pytest.mark.parametrize("host", OTHERS)
 def test_loopback_server_refuses_other_hosts(host: str):
     refused = Refusals()
-    app = wrap(untouched, MiddlewareSettings(listens_on="127.0.0.1"), refused=refused)
+    app = wrap(untouched, MiddlewareSettings(listens_on="127.0.0.1"), on_reject=refused)
     for path in ("/v1/completions", "/health"):
         answer = call(app, path, headers=[("Host", host)])
         assert answer.status == 421
@@ -552,10 +560,10 @@ def test_allowed_hosts_are_answered(allowed: str):
 # All of it
 
 
-def test_a_refusal_has_an_id_a_line_and_cors_headers_a_page_can_read(lines: Lines):
-    settings = MiddlewareSettings(api_keys=(Key("k"),), cors_origins=("https://a.example",))
+def test_rejection_has_id_log_line_and_cors_headers(lines: Lines):
+    settings = MiddlewareSettings(api_keys=(ApiKeyEntry("k"),), cors_origins=("https://a.example",))
     refused = Refusals()
-    app = wrap(untouched, settings, refused=refused)
+    app = wrap(untouched, settings, on_reject=refused)
     answer = call(app, headers=[("Origin", "https://a.example")])
     assert answer.status == 401
     assert answer.header("access-control-allow-origin") == "https://a.example"
@@ -566,7 +574,7 @@ def test_a_refusal_has_an_id_a_line_and_cors_headers_a_page_can_read(lines: Line
 
 
 def test_a_browsers_preflight_is_answered_without_a_key():
-    settings = MiddlewareSettings(api_keys=(Key("k"),), cors_origins=("https://a.example",))
+    settings = MiddlewareSettings(api_keys=(ApiKeyEntry("k"),), cors_origins=("https://a.example",))
     asked = [
         ("Origin", "https://a.example"),
         ("Access-Control-Request-Method", "POST"),
@@ -579,15 +587,15 @@ def test_a_browsers_preflight_is_answered_without_a_key():
     assert call(wrap(untouched, settings), method="OPTIONS", headers=other).status == 400
 
 
-def test_without_options_there_is_neither_key_nor_cors_nor_stopping():
+def test_no_options_means_no_key_cors_or_shutdown_checks():
     answer = call(wrap(echo, MiddlewareSettings()), headers=[("Origin", "https://a.example")])
     assert answer.status == 200
     assert answer.header("access-control-allow-origin") is None
 
 
-def test_the_key_is_asked_before_a_stopping_server_or_a_body_says_anything():
-    settings = MiddlewareSettings(api_keys=(Key("k"),), max_body_bytes=3)
-    app = wrap(untouched, settings, drain=Drain(stopping=True))
+def test_key_is_checked_before_shutdown_and_body():
+    settings = MiddlewareSettings(api_keys=(ApiKeyEntry("k"),), max_body_bytes=3)
+    app = wrap(untouched, settings, shutdown=Shutdown(stopping=True))
     key = [("Authorization", "Bearer k")]
     assert call(app, body=[b"1234"]).status == 401
     assert call(app, body=[b"1234"], headers=key).status == 503
@@ -601,9 +609,9 @@ def test_the_access_log_can_be_left_out(lines: Lines):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"api_keys": (Key("good"), Key(""))}, "API key 2 is empty"),
-        ({"api_keys": (Key(" padded"),)}, "API key 1"),
-        ({"api_keys": (Key("two\nlines"),)}, "API key 1"),
+        ({"api_keys": (ApiKeyEntry("good"), ApiKeyEntry(""))}, "API key 2 is empty"),
+        ({"api_keys": (ApiKeyEntry(" padded"),)}, "API key 1"),
+        ({"api_keys": (ApiKeyEntry("two\nlines"),)}, "API key 1"),
         ({"max_body_bytes": 0}, "max_body_bytes is 0"),
         ({"allowed_hosts": ("a.example:80",)}, "a.example:80"),
         ({"allowed_hosts": ("http://a.example",)}, "http://a.example"),
@@ -613,7 +621,7 @@ def test_the_access_log_can_be_left_out(lines: Lines):
         ({"cors_origins": ("",)}, "CORS origin ''"),
     ],
 )
-def test_settings_that_could_not_work_are_refused(values: dict[str, Any], message: str):
+def test_unworkable_settings_are_rejected(values: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message) as refused:
         MiddlewareSettings(**values)
     assert "padded" not in str(refused.value)
@@ -626,10 +634,10 @@ def test_lifespan_passes_all_of_it():
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["type"])
 
-    settings = MiddlewareSettings(api_keys=(Key("k"),), cors_origins=("*",))
+    settings = MiddlewareSettings(api_keys=(ApiKeyEntry("k"),), cors_origins=("*",))
 
     async def run(scope: Any, receive: Any, send: Any) -> None:
-        wrapped = wrap(app, settings, drain=Drain(stopping=True))
+        wrapped = wrap(app, settings, shutdown=Shutdown(stopping=True))
         await wrapped({"type": "lifespan", "asgi": {}, "state": {}}, receive, send)
         await echo(scope, receive, send)
 

@@ -94,7 +94,7 @@ def test_a_stream_is_the_same_text_and_ends_in_its_usage(client: openai.OpenAI):
     assert last.usage.completion_tokens == completion.usage.completion_tokens
 
 
-def test_reasoning_is_apart_from_the_content_and_may_be_sent_back(client: openai.OpenAI):
+def test_reasoning_is_separate_and_can_be_sent_back(client: openai.OpenAI):
     asked = fields(SUM, max_tokens=256)
     asked["extra_body"] = {}
     message = client.chat.completions.create(**asked).choices[0].message
@@ -107,7 +107,7 @@ def test_reasoning_is_apart_from_the_content_and_may_be_sent_back(client: openai
     assert again.choices[0].message.content
 
 
-def test_content_may_come_in_parts_and_from_a_developer(client: openai.OpenAI):
+def test_content_accepts_parts_and_developer_role(client: openai.OpenAI):
     head, tail = SUM.split(" Each ")
     parts = [{"type": "text", "text": head}, {"type": "text", "text": f"Each {tail}"}]
     messages = [
@@ -166,7 +166,7 @@ def test_a_pydantic_model_is_parsed_whole_and_streamed(client: openai.OpenAI):
     assert done.parsed == expected
 
 
-def test_a_parsed_answer_that_was_cut_is_the_clients_error(client: openai.OpenAI):
+def test_truncated_parsed_answer_raises_in_client(client: openai.OpenAI):
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(**fields(PET, max_tokens=5), response_format=Pet)
 
@@ -255,7 +255,7 @@ def test_a_header_asks_for_the_report(client: openai.OpenAI):
     assert "speculation" not in without.model_extra
 
 
-def test_what_has_no_effect_is_named(client: openai.OpenAI):
+def test_field_without_effect_is_named(client: openai.OpenAI):
     idle: dict[str, Any] = {"user": "u", "store": True, "metadata": {"a": "b"}}
     idle |= {"service_tier": "priority", "prediction": {"type": "content", "content": "x"}}
     completion: Any = client.chat.completions.create(**fields(SUM, **idle))
@@ -305,7 +305,7 @@ def test_a_bad_field_is_named(
     assert error.body["message"].endswith(".")  # pyright: ignore
 
 
-def test_what_is_not_there_is_not_found(client: openai.OpenAI):
+def test_unknown_path_is_not_found(client: openai.OpenAI):
     asked = {**fields(SUM), "model": "gpt-4o"}
     with pytest.raises(openai.NotFoundError, match="strobe-demo") as caught:
         client.chat.completions.create(**asked)
@@ -317,13 +317,13 @@ def test_what_is_not_there_is_not_found(client: openai.OpenAI):
     assert (no.value.status_code, no.value.code) == (501, "not_implemented")
 
 
-def test_a_request_that_takes_too_long_is_the_servers_error(client: openai.OpenAI):
+def test_timeout_is_a_server_error(client: openai.OpenAI):
     with pytest.raises(openai.InternalServerError) as caught:
         client.chat.completions.create(**fields(SUM, extra_body={"timeout": 1e-9}))
     assert (caught.value.status_code, caught.value.code) == (504, "timeout")
 
 
-def test_a_key_is_asked_for(tmp_path: Path):
+def test_key_is_required(tmp_path: Path):
     pair = make_pair(tmp_path)
     served = Served(str(pair.target), "--api-key=sesame", "--served-model-name=tiny")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strobe.server.pace import Pace
+from strobe.server.retry_estimator import RetryEstimator
 
 
 class Clock:
@@ -15,19 +15,19 @@ class Clock:
         return self.now
 
 
-def paced(every: float, count: int, *, then: float = 0.0) -> Pace:
+def paced(every: float, count: int, *, then: float = 0.0) -> RetryEstimator:
     """A pace of one answer in so many seconds, and some time after the last."""
     clock = Clock()
-    pace = Pace(clock)
+    pace = RetryEstimator(clock)
     for _ in range(count):
-        pace.ended()
+        pace.record_finished()
         clock.now += every
     clock.now += then
     return pace
 
 
 def test_without_an_answer_to_go_by_it_is_a_second():
-    assert Pace().retry_after(500) == 1
+    assert RetryEstimator().retry_after(500) == 1
     assert paced(0.1, 10, then=3600).retry_after(500) == 1, "an hour ago is nothing to go by"
 
 
@@ -35,25 +35,23 @@ def test_without_an_answer_to_go_by_it_is_a_second():
     ("every", "answers", "seconds"),
     [(0.0625, 80, 5), (0.0625, 81, 6), (0.5, 20, 10), (0.5, 10_000, 60), (0.001, 10, 1)],
 )
-def test_it_is_the_time_that_the_answers_take_within_bounds(
-    every: float, answers: int, seconds: int
-):
+def test_retry_after_follows_answer_time_within_bounds(every: float, answers: int, seconds: int):
     assert paced(every, 40).retry_after(answers) == seconds
 
 
 def test_only_the_last_minute_counts():
     """Two answers a second, of which a pause leaves the last few."""
     clock = Clock()
-    pace = Pace(clock)
+    pace = RetryEstimator(clock)
     for _ in range(20):
-        pace.ended()
+        pace.record_finished()
     clock.now += 70
     for _ in range(10):
-        pace.ended()
+        pace.record_finished()
         clock.now += 0.25
     assert pace.retry_after(8) == 2
 
 
-def test_a_pace_that_falls_is_noticed_before_the_next_answer_ends():
+def test_slowdown_is_noticed_before_next_completion():
     assert paced(0.125, 16).retry_after(8) == 1
     assert paced(0.125, 16, then=14).retry_after(8) == 8

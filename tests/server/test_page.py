@@ -115,7 +115,7 @@ def figures(page: Page, within: str = ".answer") -> dict[str, str]:
 # ---- what is served ----
 
 
-def test_the_files_are_all_there_and_name_nothing_outside_the_server():
+def test_page_files_exist_and_reference_only_this_server():
     served = files()
     assert served["/"][0] == "text/html; charset=utf-8"
     assert served["/page.css"][0].startswith("text/css")
@@ -218,7 +218,7 @@ THOUGHT = (
 
 
 @needs_chromium
-def test_thinking_is_apart_open_while_it_streams_and_folded_after(chat: Page, server: MockServer):
+def test_thinking_is_shown_apart_and_folds_after_streaming(chat: Page, server: MockServer):
     gate = Gate()
     server.reply(answer(*THOUGHT[:2], gate, *THOUGHT[2:]))
     ask(chat, "think")
@@ -239,7 +239,7 @@ def test_thinking_is_apart_open_while_it_streams_and_folded_after(chat: Page, se
 
 
 @needs_chromium
-def test_a_tool_call_can_be_read_and_its_result_goes_back(chat: Page, server: MockServer):
+def test_tool_call_is_readable_and_result_is_sent_back(chat: Page, server: MockServer):
     def call(**function: str) -> list[Json]:
         named = {"id": "call_7", "type": "function"} if "name" in function else {}
         return [{"index": 0, "function": function, **named}]
@@ -273,7 +273,7 @@ def test_a_tool_call_can_be_read_and_its_result_goes_back(chat: Page, server: Mo
 
 
 @needs_chromium
-def test_an_answer_that_met_its_limit_says_so(chat: Page, server: MockServer):
+def test_answer_cut_by_limit_is_marked(chat: Page, server: MockServer):
     server.reply(answer(THOUGHT[0], step(("So", False), thinking="So", finish="length")))
     ask_and_wait(chat, "think")
     assert chat.texts(".notes .note") == ["Stopped at 2 tokens, the most it may write."]
@@ -282,7 +282,7 @@ def test_an_answer_that_met_its_limit_says_so(chat: Page, server: MockServer):
 
 
 @needs_chromium
-def test_a_server_that_tells_no_steps_still_shows_its_text(chat: Page, server: MockServer):
+def test_stream_without_steps_shows_text(chat: Page, server: MockServer):
     deltas = [{"role": "assistant"}, {"reasoning_content": "Hm."}, {"content": "Yes"}]
     parts = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
     server.reply(Reply(parts))
@@ -316,7 +316,7 @@ def test_events_cut_at_any_byte_are_read_whole(chat: Page):
 
 
 @needs_chromium
-def test_the_conversation_goes_along_and_a_new_chat_forgets_it(chat: Page, server: MockServer):
+def test_conversation_is_sent_and_new_chat_clears_it(chat: Page, server: MockServer):
     server.reply(answer(*SORTED), answer(HELLO), answer(HELLO))
     ask_and_wait(chat, "one")
     ask_and_wait(chat, "two")
@@ -369,7 +369,7 @@ ERRORS = {
 
 @needs_chromium
 @pytest.mark.parametrize("case", ERRORS)
-def test_errors_are_sentences_and_the_message_comes_back(case: str, chat: Page, server: MockServer):
+def test_error_is_shown_and_message_restored(case: str, chat: Page, server: MockServer):
     reply, sentence = ERRORS[case]
     server.reply(reply, answer(HELLO))
     ask_and_wait(chat, "try")
@@ -382,7 +382,7 @@ def test_errors_are_sentences_and_the_message_comes_back(case: str, chat: Page, 
 
 
 @needs_chromium
-def test_a_server_that_is_gone_is_said(page: Page):
+def test_unreachable_server_is_reported(page: Page):
     server = MockServer()
     visit(page, server.url)
     server.close()
@@ -391,7 +391,7 @@ def test_a_server_that_is_gone_is_said(page: Page):
 
 
 @needs_chromium
-def test_a_server_that_is_starting_is_waited_for(page: Page, server: MockServer):
+def test_starting_server_is_awaited(page: Page, server: MockServer):
     server.starting = 1
     visit(page, server.url)
     assert page.texts("#server-note") == ["The engine is still starting. "]
@@ -400,7 +400,7 @@ def test_a_server_that_is_starting_is_waited_for(page: Page, server: MockServer)
 
 
 @needs_chromium
-def test_a_key_is_asked_for_sent_and_kept_in_this_tab_only(page: Page, server: MockServer):
+def test_key_is_prompted_sent_and_kept_per_tab(page: Page, server: MockServer):
     server.api_key = "sesame"
     visit(page, server.url)
     assert "asks for an API key" in page.text("#server-note")
@@ -456,7 +456,7 @@ def rounds(off: Sequence[float], on: Sequence[float]) -> list[Reply]:
     ("last", "words"),
     [("four", "The texts are identical."), ("five", "The texts differ from token 4 on.")],
 )
-def test_compare_asks_twice_and_says_what_differs(
+def test_compare_sends_two_requests_and_shows_difference(
     last: str, words: str, chat: Page, server: MockServer
 ):
     gate = Gate()
@@ -526,7 +526,7 @@ def test_rate_is_by_the_engines_clock(chat: Page, server: MockServer):
 
 
 @needs_chromium
-def test_compare_with_nothing_typed_asks_the_last_prompt_again(chat: Page, server: MockServer):
+def test_compare_without_input_repeats_last_prompt(chat: Page, server: MockServer):
     server.reply(answer(*SORTED), run("a", "b", drafted=0), run("a", "b", drafted=15))
     chat.click("#compare")
     assert chat.text("#status") == "Type a message first."
@@ -551,7 +551,7 @@ def test_compare_says_why_the_server_did_not_speculate(chat: Page, server: MockS
 
 
 @needs_chromium
-def test_a_stopped_comparison_compares_nothing(chat: Page, server: MockServer):
+def test_stopped_comparison_shows_no_result(chat: Page, server: MockServer):
     reply = Reply([HELLO, Gate()])
     server.reply(reply)
     ask(chat, "x", "#compare")
@@ -612,7 +612,7 @@ def test_settings_reach_the_request_and_outlive_a_reload(chat: Page, server: Moc
 
 @needs_chromium
 @pytest.mark.parametrize(("name", "text"), [("temperature", "-1"), ("tools", "{}")])
-def test_a_setting_that_cannot_be_sent_is_shown_and_not_sent(
+def test_invalid_setting_is_shown_and_not_sent(
     name: str, text: str, chat: Page, server: MockServer
 ):
     chat.evaluate(f"document.querySelector('[name={name}]').value = {text!r}")
@@ -693,7 +693,7 @@ def test_the_pointer_shows_a_token_and_its_step(chat: Page, server: MockServer):
 
 
 @needs_chromium
-def test_a_screen_reader_is_told(chat: Page, server: MockServer):
+def test_screen_reader_is_notified(chat: Page, server: MockServer):
     gate = Gate()
     server.reply(answer(SORTED[0], gate, *SORTED[1:]))
     ask(chat, "sort")

@@ -73,7 +73,7 @@ def words() -> Vocabulary:
     st.lists(st.tuples(names, st.dictionaries(names, values, max_size=3)), max_size=3),
     places,
 )
-def test_what_the_template_writes_is_read_back(text: str, made: Any, cuts: list[int]):
+def test_template_output_is_parsed_back(text: str, made: Any, cuts: list[int]):
     result = check_cuts(parser, text + written("gemma4", *made), cuts)
     assert result.content == text
     assert [(name, json.loads(read)) for name, read in result.calls] == made
@@ -91,7 +91,7 @@ def test_what_the_template_writes_is_read_back(text: str, made: Any, cuts: list[
         CALL.replace(Q, ""),
     ],
 )
-def test_variants_of_one_call_are_that_call(text: str):
+def test_call_variants_parse_alike(text: str):
     assert check_cuts(parser, text) == ("", "", [TIME])
 
 
@@ -122,19 +122,19 @@ def test_values_have_the_types_of_the_schema(value: str, read: Any):
 @pytest.mark.parametrize(
     "text", ["<|tool_call>", "<|tool_call>call:", "<|tool_call>call:f", "<|tool_call>[1]", "<|to"]
 )
-def test_what_is_no_call_is_content_unchanged(text: str):
+def test_non_call_is_unchanged_content(text: str):
     assert check_cuts(parser, text) == ("", text, [])
 
 
 @pytest.mark.parametrize("cut", range(1, len("{city:") + len(Q) + len("Rome") + len(Q) + 1))
-def test_a_call_that_is_cut_off_is_not_closed(cut: int):
+def test_truncated_call_stays_open(cut: int):
     text = CALL[: CALL.index("{") + cut]
     for _, taken in check_cuts(parser, text).calls:
         with pytest.raises(ValueError, match=r"Expecting|Unterminated|delimiter"):
             json.loads(taken)
 
 
-def test_what_is_broken_ends_at_the_closer_and_the_next_call_is_read():
+def test_broken_call_ends_at_closer_and_next_is_parsed():
     text = f"<|tool_call>call:f{{a:[1,b<tool_call|>{CALL}"
     made = check_cuts(parser, text)
     assert made.content == ""
@@ -142,7 +142,7 @@ def test_what_is_broken_ends_at_the_closer_and_the_next_call_is_read():
     assert made.calls[1] == TIME
 
 
-def test_a_call_of_a_tool_that_was_not_offered_is_content():
+def test_call_of_unknown_tool_is_content():
     def offered() -> Parser:
         return make_parser("gemma4", None, tools=[Tool("get_time")])
 
@@ -152,7 +152,7 @@ def test_a_call_of_a_tool_that_was_not_offered_is_content():
     assert check_cuts(offered, f"{plain}{CALL}") == ("", plain, [TIME])
 
 
-def test_a_string_comes_out_as_it_arrives():
+def test_string_is_streamed():
     pieces = ["<|tool_call>call:f{a", f":{Q}x", 'y"', '<|"', "|>,b:1", "2}", "<tool_call|>"]
     assert [part.calls for part in stream(parser, pieces)] == [
         [("f", "{")], [("", '"a": "x')], [("", 'y\\"')], [], [("", '", "b": ')], [("", "12}")],
@@ -160,7 +160,7 @@ def test_a_string_comes_out_as_it_arrives():
     ]  # fmt: skip
 
 
-def test_thinking_is_what_the_answer_begins_with():
+def test_thinking_is_parsed_at_answer_start():
     text = f"<|channel>thought\nHm.\n<channel|>Now. {CALL}"
     assert check_cuts(both, text) == ("Hm.", "Now.", [TIME])
     assert check_cuts(both, f"<|channel>thought\n<channel|>{CALL}") == ("", "", [TIME])
@@ -202,7 +202,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("good", GOOD)
-def test_a_forced_call_of_the_schema_comes_through(words: Vocabulary, good: Any):
+def test_forced_call_matching_schema_passes(words: Vocabulary, good: Any):
     text = written("gemma4", ("get_time", good))
     matcher = words.matcher("gemma4", [TOOL, ANYTHING])
     assert words.accepts(matcher, text)
@@ -212,12 +212,12 @@ def test_a_forced_call_of_the_schema_comes_through(words: Vocabulary, good: Any)
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_the_schema_does_not_allow_is_held_back(words: Vocabulary, bad: Any):
+def test_schema_violation_is_blocked(words: Vocabulary, bad: Any):
     matcher = words.matcher("gemma4", [TOOL])
     assert not words.accepts(matcher, written("gemma4", ("get_time", bad)))
 
 
-def test_any_arguments_come_through_where_the_schema_is_open(words: Vocabulary):
+def test_open_schema_allows_any_arguments(words: Vocabulary):
     matcher = words.matcher("gemma4", [ANYTHING])
     for made in ({}, {"a": [1, {"b": None}], "c": "ü"}, {"a": {}, "b": [], "c": -1.5}):
         assert words.accepts(matcher, written("gemma4", ("anything", made))), gemma4(made)
@@ -236,12 +236,12 @@ def test_any_arguments_come_through_where_the_schema_is_open(words: Vocabulary):
         ({"properties": {"a": {"type": "text"}}}, "the type 'text'"),
     ],
 )
-def test_a_schema_that_cannot_be_held_is_refused(words: Vocabulary, schema: Any, said: str):
+def test_unsupported_schema_is_rejected(words: Vocabulary, schema: Any, said: str):
     with pytest.raises(ValueError, match=said):
         words.matcher("gemma4", [Tool("f", schema)])
 
 
-def test_names_and_tokenizers_it_cannot_do_with_are_refused(words: Vocabulary):
+def test_unusable_names_and_tokenizers_are_rejected(words: Vocabulary):
     with pytest.raises(ValueError, match="'two words' cannot stand"):
         words.matcher("gemma4", [Tool("two words")])
     with pytest.raises(ValueError, match=re.escape("no token <|tool_call>")):

@@ -26,7 +26,7 @@ prose = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1
 
 
 @given(prose, prose, names, arguments, places)
-def test_what_models_write_is_read_back(
+def test_model_output_is_parsed_back(
     thought: str, said: str, name: str, given: Any, cuts: list[int]
 ):
     text = (
@@ -54,7 +54,7 @@ def test_what_models_write_is_read_back(
         f"\n{CALL}\n",
     ],
 )
-def test_variants_of_one_call_are_that_call(text: str):
+def test_call_variants_parse_alike(text: str):
     assert check_cuts(parser, text) == ("", "", [F])
 
 
@@ -95,7 +95,7 @@ def test_channels_are_thinking_or_content(text: str, reasoning: str, content: st
         f"{THOUGHT}{TURN}<|channel|>commentary to=functions.g <|constrain|>js",
     ],
 )
-def test_a_header_that_the_end_cut_off_is_left_out(frame: str):
+def test_truncated_header_is_dropped(frame: str):
     assert check_cuts(parser, frame) == ("Hm.", "", [])
 
 
@@ -108,7 +108,7 @@ def test_a_header_that_the_end_cut_off_is_left_out(frame: str):
         "to=be or not",
     ],
 )
-def test_a_header_that_is_none_is_content(text: str):
+def test_malformed_header_is_content(text: str):
     assert check_cuts(parser, text) == ("", text, [])
     assert check_cuts(parser, f"{text}<|end|>{TURN}{THOUGHT}") == ("Hm.", text, [])
 
@@ -125,14 +125,14 @@ def test_the_limit_of_a_header_does_not_depend_on_the_cuts():
             check_cuts(parser, "<|channel|>" + "a" * length + end)
 
 
-def test_several_calls_and_a_message_to_nobody():
+def test_several_calls_and_unaddressed_message():
     text = f"{CALL}{TURN}<|channel|>commentary<|message|>Now.<|end|>{TURN}{CALL}"
     assert check_cuts(parser, text) == ("", "Now.", [F, F])
     result = f"{CALL}<|start|>functions.f to=assistant<|channel|>commentary<|message|>2<|end|>"
     assert check_cuts(parser, result) == ("", "2", [F])
 
 
-def test_with_tools_off_calls_are_content_and_thinking_is_split_off():
+def test_calls_are_content_when_tools_are_off():
     text = f"{THOUGHT}{TURN}{CALL}"
     shown = CALL.removesuffix("<|call|>")
     for made in (
@@ -153,7 +153,7 @@ def test_a_prompt_may_open_the_thinking():
     assert check_cuts(inside, f"Hm.<|end|>{TURN}{FINAL}") == ("Hm.", "Yes.", [])
 
 
-def test_text_comes_out_as_it_arrives_and_the_name_with_the_header():
+def test_text_is_streamed_and_name_comes_with_header():
     pieces = ["<|channel|>", "analysis", "<|message|>", "H", "m <", "<|end|>", TURN]
     pieces += [
         "<|channel|>commentary to=",
@@ -198,7 +198,7 @@ def test_the_result_does_not_depend_on_the_cuts(
     )
 
 
-def test_a_call_of_a_tool_that_was_not_offered_is_content():
+def test_call_of_unknown_tool_is_content():
     def offered() -> Parser:
         return make_parser("gpt_oss", "gpt_oss", tools=[Tool("f")])
 

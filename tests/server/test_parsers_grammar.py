@@ -103,13 +103,13 @@ def test_a_call_of_any_of_the_tools_is_let_through(case: Case):
         ("anything", "text"),
     ],
 )
-def test_what_the_schemas_do_not_allow_is_held_back(case: Case, call: tuple[str, Any]):
+def test_schema_violation_is_blocked(case: Case, call: tuple[str, Any]):
     name, words = case
     matcher = words.matcher(name, [WEATHER, LIGHT, ANYTHING])
     assert not words.accepts(matcher, written(name, call))
 
 
-def test_other_text_is_held_back(case: Case):
+def test_plain_text_is_blocked(case: Case):
     name, words = case
     matcher = words.matcher(name, [WEATHER, LIGHT])
     text = written(name, ROME)
@@ -125,14 +125,14 @@ def test_other_text_is_held_back(case: Case):
         assert not words.accepts(matcher, wrong), wrong
 
 
-def test_a_named_choice_lets_only_that_tool_through(case: Case):
+def test_named_choice_allows_only_that_tool(case: Case):
     name, words = case
     matcher = words.matcher(name, [LIGHT])
     assert words.accepts(matcher, written(name, HALL))
     assert not words.accepts(matcher, written(name, ROME))
 
 
-def test_several_calls_come_through_where_they_may_be_parallel(tagged: Vocabulary):
+def test_parallel_calls_pass_when_allowed(tagged: Vocabulary):
     for name in ("hermes", "llama3"):
         for calls in ((ROME, HALL), (HALL, HALL, ROME)):
             text = written(name, *calls)
@@ -152,16 +152,14 @@ def test_parallel_calls_of_gpt_oss_need_call_to_be_no_end_token():
     assert not words.accepts(words.matcher("gpt_oss", [WEATHER, LIGHT]), text)
 
 
-def test_a_lead_stands_before_the_first_call(case: Case):
+def test_lead_precedes_first_call(case: Case):
     name, words = case
     matcher = words.matcher(name, [WEATHER], lead="\n\n", parallel=True)
     assert words.accepts(matcher, "\n\n" + written(name, ROME))
     assert not words.accepts(matcher, written(name, ROME))
 
 
-def test_a_tag_that_is_a_token_is_that_token_and_never_its_letters(
-    tagged: Vocabulary, untagged: Vocabulary
-):
+def test_token_tag_is_matched_as_token_only(tagged: Vocabulary, untagged: Vocabulary):
     first = np.flatnonzero(allowed(tagged.matcher("hermes", [WEATHER])))
     assert first.tolist() == [tagged.added["<tool_call>"]]
     letters = untagged.fast.encode("<tool_call>", add_special_tokens=False).ids
@@ -170,9 +168,7 @@ def test_a_tag_that_is_a_token_is_that_token_and_never_its_letters(
     assert untagged.matcher("hermes", [WEATHER]).consume_tokens(letters)
 
 
-def test_llamas_tag_may_stand_before_a_call_where_there_is_one(
-    tagged: Vocabulary, harmony: Vocabulary
-):
+def test_llama_tag_may_precede_a_single_call(tagged: Vocabulary, harmony: Vocabulary):
     text = written("llama3", ROME)
     assert harmony.accepts(harmony.matcher("llama3", [WEATHER]), f"<|python_tag|>{text}")
     assert harmony.accepts(harmony.matcher("llama3", [WEATHER]), text)
@@ -200,15 +196,13 @@ def test_gpt_oss_may_think_first_and_name_the_recipient_first(harmony: Vocabular
     )
 )
 @settings(max_examples=25)
-def test_any_arguments_come_through_where_the_schema_is_open(
-    tagged: Vocabulary, arguments: dict[str, Any]
-):
+def test_open_schema_allows_any_arguments(tagged: Vocabulary, arguments: dict[str, Any]):
     for name in ("hermes", "llama3"):
         text = written(name, ("anything", arguments))
         assert tagged.accepts(tagged.matcher(name, [ANYTHING]), text), text
 
 
-def test_whatever_comes_through_is_calls_with_valid_arguments(case: Case):
+def test_accepted_text_is_calls_with_valid_arguments(case: Case):
     name, words = case
     fresh = words.matcher(name, [WEATHER, LIGHT], parallel=True)
     end, tokens = words.added[END], set(words.added.values())
@@ -250,7 +244,7 @@ def test_a_functions_name_is_only_ever_text(tagged: Vocabulary, tool: str):
         assert parse(make_parser(name, None), [text]).calls == [(tool, "{}")]
 
 
-def test_the_schema_may_say_how_its_json_is_written(tagged: Vocabulary):
+def test_schema_controls_json_whitespace(tagged: Vocabulary):
     own = Tool("f", {"type": "object", "x-guidance": {"key_separator": ":"}})
     matcher = tagged.matcher("llama3", [own])
     assert tagged.accepts(matcher, '{"name": "f", "parameters": {"a":1, "b":2}}')
@@ -258,7 +252,7 @@ def test_the_schema_may_say_how_its_json_is_written(tagged: Vocabulary):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_parameters_that_are_no_object_are_refused(name: str, harmony: Vocabulary):
+def test_non_object_parameters_are_rejected(name: str, harmony: Vocabulary):
     for kind in ("string", ["array", "null"]):
         with pytest.raises(ValueError, match="parameters of the function 'f'"):
             harmony.matcher(name, [Tool("f", {"type": kind})])

@@ -26,7 +26,7 @@ def wrapped(name: str, given: Any) -> str:
 
 
 @given(prose, calls, places)
-def test_what_the_template_writes_is_read_back(text: str, made: Any, cuts: list[int]):
+def test_template_output_is_parsed_back(text: str, made: Any, cuts: list[int]):
     answer = "\n".join([*([text] if text else []), *(wrapped(*call) for call in made)])
     result = check_cuts(parser, answer, cuts)
     assert result.content == text
@@ -51,11 +51,11 @@ def test_what_the_template_writes_is_read_back(text: str, made: Any, cuts: list[
         CALL.replace('"}}', '"}, "type": "function"}'),
     ],
 )
-def test_variants_of_one_call_are_that_call(text: str):
+def test_call_variants_parse_alike(text: str):
     assert check_cuts(parser, text) == ("", "", [TIME])
 
 
-def test_arguments_may_come_before_the_name():
+def test_arguments_may_precede_name():
     text = '<tool_call>\n{"arguments": {"a": "}{\\"", "b": [1]}, "name": "f"}\n</tool_call>'
     assert check_cuts(parser, text) == ("", "", [("f", '{"a": "}{\\"", "b": [1]}')])
 
@@ -98,11 +98,11 @@ def test_the_name_is_decoded_from_json():
         "",
     ],
 )
-def test_what_is_no_call_is_content_unchanged(text: str):
+def test_non_call_is_unchanged_content(text: str):
     assert check_cuts(parser, text) == ("", text, [])
 
 
-def test_a_call_inside_a_broken_one_is_found():
+def test_call_inside_broken_call_is_parsed():
     assert check_cuts(parser, f"<tool_call>\n{CALL}") == ("", "<tool_call>", [TIME])
     assert check_cuts(parser, f'<tool_call>\n{{"name": \n{CALL} end') == (
         "",
@@ -111,12 +111,12 @@ def test_a_call_inside_a_broken_one_is_found():
     )
 
 
-def test_text_between_and_behind_calls_is_content():
+def test_text_around_calls_is_content():
     text = f"One.\n{CALL}\nTwo.\n{CALL} Three."
     assert check_cuts(parser, text) == ("", "One.\nTwo. Three.", [TIME, TIME])
 
 
-def test_what_follows_a_whole_call_without_its_end_is_content():
+def test_text_after_unclosed_call_is_content():
     unclosed = CALL.removesuffix("\n</tool_call>")
     assert check_cuts(parser, f"{unclosed}\nDone.") == ("", "\nDone.", [TIME])
     assert check_cuts(parser, f"{unclosed}\n{CALL}") == ("", "", [TIME, TIME])
@@ -150,7 +150,7 @@ def test_the_end_tag_in_a_string_of_the_arguments_is_text():
 
 
 @given(names, arguments, st.integers(1, 200), places)
-def test_an_answer_cut_off_in_the_arguments_gives_what_there_is(
+def test_answer_cut_in_arguments_keeps_partial_arguments(
     name: str, given: Any, length: int, cuts: list[int]
 ):
     text = wrapped(name, given)
@@ -160,18 +160,18 @@ def test_an_answer_cut_off_in_the_arguments_gives_what_there_is(
 
 
 @pytest.mark.parametrize("given", ['{"a": "x\\', '{"a": 1\n</tool_c', '{"a": "x\ny</', '{"a": 1 <'])
-def test_what_was_held_back_of_the_arguments_comes_out_at_the_end(given: str):
+def test_held_back_arguments_are_flushed_at_end(given: str):
     text = f'<tool_call>\n{{"name": "f", "arguments": {given}'
     assert check_cuts(parser, text) == ("", "", [("f", given)])
 
 
-def test_text_comes_out_at_once_unless_it_may_begin_a_call():
+def test_text_is_streamed_unless_it_may_start_a_call():
     pieces = ["Hel", "lo ", "wor", "ld <", "b> <to", "ol", "_cal", "l!"]
     contents = [part.content for part in stream(parser, pieces)]
     assert contents == ["Hel", "lo", " wor", "ld", " <b>", "", "", " <tool_call!", ""]
 
 
-def test_the_name_and_the_arguments_come_out_as_they_arrive():
+def test_name_and_arguments_are_streamed():
     pieces = [
         "<tool_call>\n",
         '{"name": "f"',
@@ -237,7 +237,7 @@ def test_with_tools_off_all_is_content(text: str, cuts: list[int]):
         wrapped("other", {"text": CALL})[:70],
     ],
 )
-def test_a_call_of_a_tool_that_was_not_offered_is_content_with_all_in_it(text: str):
+def test_call_of_unknown_tool_is_content(text: str):
     def offered() -> Parser:
         return make_parser("hermes", None, tools=[Tool("get_time")])
 
@@ -246,7 +246,7 @@ def test_a_call_of_a_tool_that_was_not_offered_is_content_with_all_in_it(text: s
         assert check_cuts(offered, f"{text}\n{CALL}\n{text}") == ("", f"{text}\n{text}", [TIME])
 
 
-def test_what_a_tool_that_was_not_offered_is_given_comes_out_as_it_arrives():
+def test_arguments_of_unknown_tool_are_streamed():
     pieces = ["<tool_call>\n", '{"name": "f"', ', "arguments": ', '{"a": ', '"x', '"}', "}\n", "a"]
     made = stream(lambda: make_parser("hermes", None, tools=[Tool("g")]), pieces)
     head = "".join(pieces[:4])

@@ -20,7 +20,7 @@ def parser() -> Parser:
 
 
 @given(calls, places)
-def test_what_the_template_writes_is_read_back(made: Any, cuts: list[int]):
+def test_template_output_is_parsed_back(made: Any, cuts: list[int]):
     answer = "; ".join(
         f'{{"name": "{name}", "parameters": {dumps(given)}}}' for name, given in made
     )
@@ -41,12 +41,12 @@ def test_what_the_template_writes_is_read_back(made: Any, cuts: list[int]):
         '{"parameters": {"city": "Rome"}, "name": "get_time"}',
     ],
 )
-def test_variants_of_one_call_are_that_call(text: str):
+def test_call_variants_parse_alike(text: str):
     assert check_cuts(parser, text) == ("", "", [TIME])
 
 
 @pytest.mark.parametrize("joint", ["; ", ";", "\n", " ;\n", f"; {TAG}", TAG])
-def test_several_calls_stand_behind_one_another(joint: str):
+def test_consecutive_calls_are_parsed(joint: str):
     assert check_cuts(parser, joint.join([CALL, CALL, CALL])) == ("", "", [TIME] * 3)
 
 
@@ -72,11 +72,11 @@ def test_several_calls_stand_behind_one_another(joint: str):
         "",
     ],
 )
-def test_what_is_no_call_is_content_unchanged(text: str):
+def test_non_call_is_unchanged_content(text: str):
     assert check_cuts(parser, text) == ("", text, [])
 
 
-def test_json_that_is_no_call_is_known_by_its_first_key():
+def test_non_call_json_is_recognized_by_first_key():
     pieces = ['{"', "na", 'ture": ', '"green"', "}"]
     assert [part.content for part in stream(parser, pieces)] == [
         "",
@@ -90,17 +90,17 @@ def test_json_that_is_no_call_is_known_by_its_first_key():
     assert [part.content for part in stream(parser, pieces)] == ['{"c', 'ity": "Ro', 'me"}', ""]
 
 
-def test_the_tag_makes_a_call_behind_text_and_bare_json_does_not():
+def test_call_after_text_needs_the_tag():
     assert check_cuts(parser, f"Wait. {TAG}{CALL}") == ("", "Wait.", [TIME])
     assert check_cuts(parser, f"Wait. {CALL}") == ("", f"Wait. {CALL}", [])
 
 
-def test_text_behind_a_call_is_content():
+def test_text_after_call_is_content():
     assert check_cuts(parser, f"{CALL}; so be it") == ("", "; so be it", [TIME])
     assert check_cuts(parser, f'{CALL}; {{"x": 1}}') == ("", '; {"x": 1}', [TIME])
 
 
-def test_the_arguments_come_out_as_they_arrive():
+def test_arguments_are_streamed():
     pieces = ['{"name": "f", "par', 'ameters": {"a"', ": tr", "ue", "}}"]
     assert [part.calls for part in stream(parser, pieces)] == [
         [], [("f", '{"a"')], [("", ": tr")], [("", "ue")], [("", "}")], []
@@ -131,7 +131,7 @@ def test_the_result_does_not_depend_on_the_cuts(text: str, cuts: list[int]):
 @pytest.mark.parametrize(
     "text", [CALL.replace("get_time", "other"), f"{TAG}{CALL}".replace("get_time", "other")]
 )
-def test_a_call_of_a_tool_that_was_not_offered_is_content_with_all_in_it(text: str):
+def test_call_of_unknown_tool_is_content(text: str):
     def offered() -> Parser:
         return make_parser("llama3", None, tools=[Tool("get_time")])
 

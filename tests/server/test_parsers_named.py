@@ -79,7 +79,7 @@ def read(*calls: tuple[str, Any]) -> list[tuple[str, str]]:
 
 @each
 @pytest.mark.parametrize("lead", ["", "Wait."])
-def test_what_the_template_writes_is_read_back(case: Case, lead: str):
+def test_template_output_is_parsed_back(case: Case, lead: str):
     name, write, _ = case
     for calls in ((ROME,), (OSLO, ROME), (ROME, ROME, OSLO)):
         made = check_cuts(of(name), lead + write(*calls), [3, 30, 31, 70])
@@ -87,7 +87,7 @@ def test_what_the_template_writes_is_read_back(case: Case, lead: str):
 
 
 @each
-def test_a_call_that_is_cut_off_is_not_closed(case: Case):
+def test_truncated_call_stays_open(case: Case):
     name, write, _ = case
     text = write(ROME)
     given = dumps(ROME[1])
@@ -98,7 +98,7 @@ def test_a_call_that_is_cut_off_is_not_closed(case: Case):
 
 
 @each
-def test_a_call_of_a_tool_that_was_not_offered_is_content(case: Case):
+def test_call_of_unknown_tool_is_content(case: Case):
     name, write, _ = case
     made = check_cuts(of(name, [Tool("other")]), write(ROME))
     assert made.calls == []
@@ -106,7 +106,7 @@ def test_a_call_of_a_tool_that_was_not_offered_is_content(case: Case):
 
 
 @each
-def test_the_arguments_come_out_as_they_arrive(case: Case):
+def test_arguments_are_streamed(case: Case):
     name, write, _ = case
     text = write(("f", {"a": 1}))
     place = text.index('{"a')
@@ -124,7 +124,7 @@ def test_the_result_does_not_depend_on_the_cuts(case: Case, data: st.DataObject)
 
 
 @each
-def test_what_is_no_call_is_content_unchanged(case: Case):
+def test_non_call_is_unchanged_content(case: Case):
     name, _, marks = case
     for text in (marks[0], marks[0][:5], f"{marks[0]} f", f"{marks[0]} is a token, {{}} none"):
         assert check_cuts(of(name), text) == ("", text, [])
@@ -162,7 +162,7 @@ def test_older_and_newer_variants_of_mistrals_calls():
         assert check_cuts(of("mistral"), text) == ("", "", one), text
 
 
-def test_thinking_stands_in_front_of_the_calls():
+def test_thinking_precedes_calls():
     made = check_cuts(lambda: make_parser("mistral", "mistral"), "[THINK]Hm.[/THINK]Yes.")
     assert made == ("Hm.", "Yes.", [])
     made = check_cuts(

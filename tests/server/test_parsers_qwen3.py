@@ -23,7 +23,7 @@ def inside() -> Parser:
 
 
 @given(lines, lines, places)
-def test_what_the_template_writes_is_read_back(thought: str, answer: str, cuts: list[int]):
+def test_template_output_is_parsed_back(thought: str, answer: str, cuts: list[int]):
     thought, answer = thought.strip("\n"), answer.lstrip("\n")
     written = f"{thought}\n</think>\n\n{answer}"
     assert check_cuts(parser, f"<think>\n{written}", cuts) == (thought, answer, [])
@@ -69,7 +69,7 @@ def test_where_the_answer_begins_inside_thinking(text: str, reasoning: str, cont
     assert check_cuts(inside, text) == (reasoning, content, [])
 
 
-def test_text_comes_out_at_once_unless_it_may_end_the_thinking():
+def test_text_is_streamed_unless_it_may_end_thinking():
     pieces = ["<thi", "nk>\nI", " see\n", "\nmore", " </", "b> </think", ">\n", "\nA", " \n"]
     parts = stream(parser, pieces)
     assert [part.reasoning for part in parts] == [
@@ -94,7 +94,7 @@ def test_the_phase_follows_the_text():
     assert inside().phase == "thinking"
 
 
-def test_calls_are_looked_for_behind_the_thinking_only():
+def test_calls_are_parsed_only_after_thinking():
     def both() -> Parser:
         return make_parser("hermes", "qwen3")
 
@@ -105,7 +105,7 @@ def test_calls_are_looked_for_behind_the_thinking_only():
     assert check_cuts(both, "<thin") == ("", "<thin", [])
 
 
-def test_calls_in_what_thinking_held_back_to_the_end_are_found():
+def test_calls_held_back_in_thinking_are_parsed_at_end():
     class Late(Plain):
         def __init__(self) -> None:
             self.held = ""
@@ -130,7 +130,7 @@ def test_calls_in_what_thinking_held_back_to_the_end_are_found():
         ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
     ],
 )
-def test_a_prompt_that_ends_in_the_opening_tag_opens_thinking(prompt: str, opened: bool):
+def test_prompt_ending_in_opening_tag_opens_thinking(prompt: str, opened: bool):
     assert REASONING_FORMATS["qwen3"].opened_by(prompt) is opened
 
 

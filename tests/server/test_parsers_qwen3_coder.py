@@ -83,9 +83,7 @@ def wrapped(name: str, given: Mapping[str, Any]) -> str:
     ),
     places,
 )
-def test_what_the_template_writes_is_read_back(
-    text: str, made: list[dict[str, Any]], cuts: list[int]
-):
+def test_template_output_is_parsed_back(text: str, made: list[dict[str, Any]], cuts: list[int]):
     answer = "\n".join([*([text] if text else []), *(wrapped("get_time", one) for one in made)])
     result = check_cuts(typed, answer, cuts)
     assert result.content == text
@@ -116,7 +114,7 @@ def test_what_the_template_writes_is_read_back(
         CALL.replace("</function>", "<parameter=city>\nOslo\n</parameter>\n</function>"),
     ],
 )
-def test_variants_of_one_call_are_that_call(text: str):
+def test_call_variants_parse_alike(text: str):
     assert check_cuts(parser, text) == ("", "", [TIME])
 
 
@@ -187,7 +185,7 @@ def test_values_are_of_the_types_of_the_schema(key: str, text: str, value: Any):
         ([], "5", 5),
     ],
 )
-def test_a_value_is_of_a_type_that_the_schema_lists(schema: Any, text: str, value: Any):
+def test_value_takes_a_type_from_the_schema(schema: Any, text: str, value: Any):
     name = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     loop = {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "string"}], "type": "string"}
     tool = Tool(
@@ -201,7 +199,7 @@ def test_a_value_is_of_a_type_that_the_schema_lists(schema: Any, text: str, valu
 
 @pytest.mark.parametrize("schema", [{"properties": []}, {"properties": None}, {"required": 5},
                                     {"$ref": "#"}, {"$ref": "#/no"}, {"type": 5}])  # fmt: skip
-def test_a_tool_whose_schema_is_none_has_values_of_any_type(schema: Any):
+def test_tool_without_schema_accepts_any_type(schema: Any):
     call = CALL.replace("Rome", "7")
     made = check_cuts(
         lambda: make_parser("qwen3_coder", None, tools=[Tool("get_time", schema)]), call
@@ -232,7 +230,7 @@ def test_markup_inside_a_value_is_of_the_value(value: str):
 
 
 @pytest.mark.parametrize("tag", ["<parameter=zone>", "</function>", "</tool_call>", "<tool_call>"])
-def test_a_value_that_lacks_its_end_ends_at_what_follows(tag: str):
+def test_unclosed_value_ends_at_next_tag(tag: str):
     text = f"<tool_call>\n<function=get_time>\n<parameter=city>\nRome\n</parameter>\n{tag}"
     assert check_cuts(typed, text).calls[0][1].startswith('{"city": "Rome"')
     text = text.replace("</parameter>\n", "")
@@ -264,16 +262,16 @@ def test_a_call_without_arguments_has_an_empty_object():
         " \n ",
     ],
 )
-def test_what_calls_no_tool_that_was_offered_is_content_unchanged(text: str):
+def test_call_of_unknown_tool_is_unchanged_content(text: str):
     assert check_cuts(typed, text) == ("", text, [])
 
 
-def test_text_between_and_behind_calls_is_content():
+def test_text_around_calls_is_content():
     text = f"One.\n{CALL}\nTwo.\n{CALL} Three."
     assert check_cuts(parser, text) == ("", "One.\nTwo. Three.", [TIME, TIME])
 
 
-def test_a_string_comes_out_as_it_arrives_and_other_values_at_their_end():
+def test_strings_are_streamed_and_other_values_come_whole():
     head = "<tool_call>\n<function=get_time>\n"
     pieces = [head, "<parameter=city>\n", "Ro", "me\n", "or", "\n</parameter>\n",
               "<parameter=hours>\n", "1", "2\n", "</parameter>\n", "<", "/function>"]  # fmt: skip
@@ -318,7 +316,7 @@ def test_a_string_comes_out_as_it_arrives_and_other_values_at_their_end():
         ("\n</function>\n</tool", "{}"),
     ],
 )
-def test_an_answer_that_ends_inside_a_call_gives_what_there_is(text: str, given: str):
+def test_answer_ending_inside_a_call_keeps_partial_call(text: str, given: str):
     result = check_cuts(typed, f"<tool_call>\n<function=get_time>{text}")
     assert result == ("", "", [("get_time", given)])
 
@@ -327,7 +325,7 @@ def test_an_answer_that_ends_inside_a_call_gives_what_there_is(text: str, given:
               "\n<parameter=city>\n", "<parameter=either>\r\n", "\n</parameter>", "</parameter>",
               "</function>", "</tool_call>", "text\n", "null", '{"a": "', "<!-- b -->"]),
        places)  # fmt: skip
-def test_any_text_is_parsed_alike_however_it_is_cut(text: str, cuts: list[int]):
+def test_parsing_does_not_depend_on_chunking(text: str, cuts: list[int]):
     check_cuts(parser, text, cuts)
     check_cuts(typed, text, cuts)
 
@@ -356,7 +354,7 @@ def words(request: pytest.FixtureRequest) -> Vocabulary:
     return vocabulary(less=() if request.param else ("<tool_call>", "</tool_call>"))
 
 
-def test_calls_that_the_schemas_allow_come_through(words: Vocabulary):
+def test_calls_allowed_by_schema_pass(words: Vocabulary):
     matcher = words.matcher("qwen3_coder", [CITY, LIGHT, ANYTHING])
     for name, arguments in (
         ("get_time", {"city": "Rome\n<b>"}),
@@ -373,7 +371,7 @@ def test_calls_that_the_schemas_allow_come_through(words: Vocabulary):
         assert (called, json.loads(given)) == (name, arguments)
 
 
-def test_calls_that_the_schemas_do_not_allow_are_held_back(words: Vocabulary):
+def test_calls_violating_schema_are_blocked(words: Vocabulary):
     matcher = words.matcher("qwen3_coder", [CITY, LIGHT])
     for name, arguments in (
         ("another", {"city": "Rome"}),
@@ -425,14 +423,14 @@ def test_lengths_of_strings_are_held(tagged: Vocabulary, least: int, most: int |
     assert not any(held(tagged, schema, *wrong))
 
 
-def test_lengths_above_the_longest_that_can_be_counted_are_let_go(tagged: Vocabulary):
+def test_lengths_beyond_countable_maximum_are_unbounded(tagged: Vocabulary):
     schema = {"properties": {"a": {"type": "string", "minLength": 2000, "maxLength": 5000}}}
     short, good, long = ({"a": "x" * n} for n in (999, 1000, 6000))
     assert held(tagged, schema, short, good, long) == [False, True, True]
 
 
 @pytest.mark.parametrize("lengths", [{}, {"maxLength": 500}])
-def test_a_string_that_would_end_too_early_is_held_back(tagged: Vocabulary, lengths: Any):
+def test_string_shorter_than_minimum_is_blocked(tagged: Vocabulary, lengths: Any):
     schema = {"properties": {"a": {"type": "string", **lengths}, "b": {"type": "string"}}}
     bad = [
         "1</parameter>2",
@@ -543,19 +541,19 @@ def test_which_arguments_there_are_is_held(tagged: Vocabulary, schema: Any, good
         ({"$ref": "#/$defs/k", "$defs": {"k": {"type": "string"}}}, "have the type 'string'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_held_is_refused(tagged: Vocabulary, schema: Any, said: str):
+def test_unsupported_schema_is_rejected(tagged: Vocabulary, schema: Any, said: str):
     with pytest.raises(ValueError, match=said):
         tagged.matcher("qwen3_coder", [Tool("f", schema)])
 
 
 @pytest.mark.parametrize("name", ["a>b", "a\nb", " a", "a" * 202, "<a", ""])
-def test_a_functions_name_that_cannot_be_read_back_is_refused(tagged: Vocabulary, name: str):
+def test_unparsable_function_name_is_rejected(tagged: Vocabulary, name: str):
     with pytest.raises(ValueError, match="name of a function is"):
         tagged.matcher("qwen3_coder", [Tool(name)])
 
 
 @pytest.mark.parametrize("name", ['say "hi"', "back\\slash", "näme", "[5]", "%json", "a" * 201])
-def test_other_names_are_only_ever_text(tagged: Vocabulary, name: str):
+def test_unknown_names_are_text(tagged: Vocabulary, name: str):
     tool = Tool(name, {"properties": {name: {"type": "integer"}}})
     text = wrapped(name, {name: 5})
     assert tagged.accepts(tagged.matcher("qwen3_coder", [tool]), text)
@@ -581,7 +579,7 @@ WALKED = Tool(
 )
 
 
-def test_whatever_comes_through_is_read_as_the_schema_allows(tagged: Vocabulary):
+def test_accepted_text_parses_to_the_schema(tagged: Vocabulary):
     """Random answers, with a liking for what looks like markup."""
     free = Tool("free", {"required": ["key"], "additionalProperties": {"type": "integer"}})
     fresh = tagged.matcher("qwen3_coder", [WALKED, free], parallel=True)

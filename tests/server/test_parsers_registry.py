@@ -66,7 +66,7 @@ def test_vllms_names_mean_the_same_formats():
     assert REASONING_FORMATS["deepseek_r1"] is REASONING_FORMATS["qwen3"]
 
 
-def test_what_is_detected_is_in_the_registry():
+def test_detected_formats_are_registered():
     for template in (HERMES, QWEN3, LLAMA3, HARMONY, CODER, GEMMA4, MISTRAL, V3, V31):
         tool, reasoning = detect(template)
         assert tool in TOOL_FORMATS
@@ -88,7 +88,7 @@ def test_without_formats_all_is_content():
         ("openai", "qwen3", "openai and the reasoning format qwen3"),
     ],
 )
-def test_names_that_are_none_or_do_not_go_together_are_refused(
+def test_unknown_or_conflicting_names_are_rejected(
     tool: str | None, reasoning: str | None, named: str
 ):
     with pytest.raises(ValueError, match=named):

@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from strobe.sampling_params import SamplingParams
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.common import Closed
+from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.errors import BadField, error_body, explain
+from strobe.server.openai.protocol.errors import FieldError, error_body, to_field_error
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("model", SMALLEST)
-def test_the_smallest_request_has_nothing_to_warn_of(model: type[Closed]):
+def test_minimal_request_has_no_warnings(model: type[RequestModel]):
     assert model.read(json.dumps(SMALLEST[model]).encode()).warnings() == []
 
 
@@ -37,8 +37,8 @@ def test_the_smallest_request_has_nothing_to_warn_of(model: type[Closed]):
              b'{"input": NaN}', b'{"prompt": "\\ud800"}', b'{"messages": {"role": "user"}}']
 )  # fmt: skip
 @pytest.mark.parametrize("model", SMALLEST)
-def test_a_body_that_is_no_request_is_a_400(model: type[Closed], body: bytes):
-    with pytest.raises(BadField) as caught:
+def test_malformed_body_is_400(model: type[RequestModel], body: bytes):
+    with pytest.raises(FieldError) as caught:
         model.read(body)
     error = caught.value.body()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -47,7 +47,7 @@ def test_a_body_that_is_no_request_is_a_400(model: type[Closed], body: bytes):
 
 
 @pytest.mark.parametrize("model", SMALLEST)
-def test_null_is_not_given(model: type[Closed]):
+def test_null_means_unset(model: type[RequestModel]):
     every = dict.fromkeys([*model.model_fields, "user", "nobody_knows"])
     request = model.read(json.dumps({**every, **SMALLEST[model]}))
     assert request == model.read(json.dumps(SMALLEST[model]))
@@ -55,22 +55,22 @@ def test_null_is_not_given(model: type[Closed]):
 
 
 @pytest.mark.parametrize("model", SMALLEST)
-def test_an_unknown_field_is_named(model: type[Closed]):
+def test_an_unknown_field_is_named(model: type[RequestModel]):
     error = refusal(model, quux_zork=1)
     assert (error.param, error.code) == ("quux_zork", "unknown_parameter")
     assert "quux_zork" in str(error)
 
 
 @pytest.mark.parametrize("model", SMALLEST)
-def test_an_unknown_field_has_no_effect_where_the_server_is_lenient(model: type[Closed]):
+def test_lenient_server_ignores_unknown_field(model: type[RequestModel]):
     request = model.read({**SMALLEST[model], "quux_zork": 1}, lenient=True)
     assert request.warnings() == ["quux_zork has no effect: this server does not know it."]
-    for name in UNSUPPORTED[model.place]:
-        with pytest.raises(BadField):
+    for name in UNSUPPORTED[model.schema_key]:
+        with pytest.raises(FieldError):
             model.read({**SMALLEST[model], name: "something"}, lenient=True)
 
 
-LENIENT: list[tuple[type[Closed], dict[str, Any], str]] = [
+LENIENT: list[tuple[type[RequestModel], dict[str, Any], str]] = [
     (ChatCompletionRequest, {"messages": [{**USER, "x": 1}]}, "messages[0].x"),
     (ChatCompletionRequest, {"messages": [{"role": "user", "content": [{"text": "a", "x": 1}]}]},
      "messages[0].content[0].x"),
@@ -89,8 +89,8 @@ LENIENT: list[tuple[type[Closed], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "fields", "path"), LENIENT, ids=[path for *_, path in LENIENT])
-def test_a_lenient_server_names_what_it_does_not_know_at_its_place(
-    model: type[Closed], fields: dict[str, Any], path: str
+def test_lenient_server_names_unknown_field_path(
+    model: type[RequestModel], fields: dict[str, Any], path: str
 ):
     assert refusal(model, **fields).param == path
     said = model.read({**SMALLEST[model], **fields}, lenient=True).warnings()
@@ -158,15 +158,15 @@ def test_explain_reads_the_errors_of_a_framework():
         def __init__(self, **error: Any):
             self.error = {"input": "x", "msg": "", **error}
 
-    assert explain(Framework(type="float_type", loc=("body", "top_p"))).param == "top_p"
-    assert explain(Framework(type="json_invalid", loc=("body", 3))).code == "invalid_json"
+    assert to_field_error(Framework(type="float_type", loc=("body", "top_p"))).param == "top_p"
+    assert to_field_error(Framework(type="json_invalid", loc=("body", 3))).code == "invalid_json"
     with pytest.raises(ValidationError) as caught:
         ChatCompletionRequest.model_validate({"messages": [USER], "frobnicate": 1})
-    assert explain(caught.value).param == "frobnicate"
+    assert to_field_error(caught.value).param == "frobnicate"
 
 
 def test_a_missing_field_says_which():
-    with pytest.raises(BadField) as caught:
+    with pytest.raises(FieldError) as caught:
         ChatCompletionRequest.read(b"{}")
     assert (caught.value.param, caught.value.code) == ("messages", "missing_required_parameter")
 
@@ -178,23 +178,23 @@ def test_the_error_object_is_openais():
 
 
 @pytest.mark.parametrize(
-    ("model", "name"), [(m, name) for m in SMALLEST for name in NO_EFFECT[m.place]]
+    ("model", "name"), [(m, name) for m in SMALLEST for name in NO_EFFECT[m.schema_key]]
 )
-def test_fields_without_effect_are_named_in_the_warnings(model: type[Closed], name: str):
+def test_fields_without_effect_are_named_in_the_warnings(model: type[RequestModel], name: str):
     (said,) = model.read({**SMALLEST[model], name: "something"}).warnings()
     assert said.startswith(f"{name} has no effect: ")
-    for value in NO_EFFECT[model.place][name].neutral:
+    for value in NO_EFFECT[model.schema_key][name].neutral_values:
         assert model.read({**SMALLEST[model], name: value}).warnings() == []
 
 
 @pytest.mark.parametrize(
-    ("model", "name"), [(m, name) for m in SMALLEST for name in UNSUPPORTED[m.place]]
+    ("model", "name"), [(m, name) for m in SMALLEST for name in UNSUPPORTED[m.schema_key]]
 )
-def test_refused_fields_are_a_400_unless_they_ask_for_nothing(model: type[Closed], name: str):
+def test_unsupported_fields_are_400_unless_neutral(model: type[RequestModel], name: str):
     error = refusal(model, **{name: "something"})
     assert (error.param, error.code) == (name, "unsupported_parameter")
     assert "not supported" in str(error)
-    for value in UNSUPPORTED[model.place][name].neutral:
+    for value in UNSUPPORTED[model.schema_key][name].neutral_values:
         assert model.read({**SMALLEST[model], name: value}).warnings() == []
 
 
@@ -205,12 +205,16 @@ def test_true_is_not_a_neutral_one():
 
 
 @pytest.mark.parametrize("model", SMALLEST)
-def test_no_field_is_both_honoured_and_not(model: type[Closed]):
-    tables = [set(model.model_fields), set(NO_EFFECT[model.place]), set(UNSUPPORTED[model.place])]
+def test_no_field_is_both_honoured_and_not(model: type[RequestModel]):
+    tables = [
+        set(model.model_fields),
+        set(NO_EFFECT[model.schema_key]),
+        set(UNSUPPORTED[model.schema_key]),
+    ]
     assert sum(map(len, tables)) == len(set.union(*tables))
 
 
-def test_many_like_warnings_are_one():
+def test_repeated_warnings_are_merged():
     marked = {**USER, "cache_control": {"type": "ephemeral"}}
     said = chat(messages=[marked, marked, marked], user="me").warnings()
     assert {line.split(" has")[0] for line in said} == {"user", "messages[0].cache_control"}
@@ -225,11 +229,11 @@ def test_many_like_warnings_are_one():
         (ResponsesRequest, "responses.response_create_params"),
     ],
 )
-def test_every_field_of_openais_client_is_known(model: type[Closed], where: str):
+def test_every_field_of_openais_client_is_known(model: type[RequestModel], where: str):
     pytest.importorskip("openai")
     module = importlib.import_module(f"openai.types.{where}")
     (base,) = [cls for name, cls in vars(module).items() if name.endswith("CreateParamsBase")]
-    known = {*model.model_fields, *NO_EFFECT[model.place], *UNSUPPORTED[model.place]}
+    known = {*model.model_fields, *NO_EFFECT[model.schema_key], *UNSUPPORTED[model.schema_key]}
     assert len(base.__annotations__) > 15
     assert not set(base.__annotations__) - known
 
@@ -252,25 +256,25 @@ JSON_VALUES = st.recursive(
 def test_deep_body_is_refused_with_its_depth(as_text: bool):
     schema = '{"items":' * 400 + "{}" + "}" * 400
     body = f'{{"prompt": "[[[", "guided_json": {schema}}}'
-    with pytest.raises(BadField) as caught:
+    with pytest.raises(FieldError) as caught:
         CompletionRequest.read(body if as_text else body.encode())
     assert "nested too deeply: 402 levels, at most 200 are read" in str(caught.value)
 
 
 @pytest.mark.parametrize("model", SMALLEST)
 @given(data=st.data())
-def test_any_json_is_a_400_or_what_the_engine_takes(model: type[Closed], data: st.DataObject):
-    names = st.sampled_from(sorted({*model.model_fields, *UNSUPPORTED[model.place]}))
+def test_any_json_is_400_or_valid_params(model: type[RequestModel], data: st.DataObject):
+    names = st.sampled_from(sorted({*model.model_fields, *UNSUPPORTED[model.schema_key]}))
     body = {**SMALLEST[model], **data.draw(st.dictionaries(names, JSON_VALUES, max_size=3))}
     try:
         request = model.read(body)
-    except BadField:
+    except FieldError:
         return
     if isinstance(request, GENERATING):
         SamplingParams(**request.sampling({}))
 
 
-def test_the_room_stands_alone():
+def test_protocol_imports_stand_alone():
     """The schema is imported by tools that have neither the engine nor the web framework."""
     code = (
         "import sys, strobe.server.openai.protocol.responses_request, "

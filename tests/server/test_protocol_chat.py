@@ -10,14 +10,14 @@ from bodies import NAMED, TOOL, USER, chat, refusal, respond, tool
 
 from strobe.server.openai.protocol.chat_messages import read_messages
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.common import Closed, Notes
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.common import FieldWarnings, RequestModel
+from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.token_requests import TokenizeRequest
 from strobe.server.openai.protocol.tools import ToolChoice
 
 
-def test_messages_become_what_templates_read():
+def test_messages_match_template_input():
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"text": "b"}]},
         {"role": "user", "content": "c", "name": "Ann", "tool_calls": None},
@@ -53,13 +53,13 @@ def test_messages_become_what_templates_read():
         {"role": "assistant", "content": "no"},
         {"role": "assistant", "content": "never"},
     ]  # fmt: skip
-    assert read_messages(request.conversation, Notes()) == request.conversation
+    assert read_messages(request.conversation, FieldWarnings()) == request.conversation
 
 
 @pytest.mark.parametrize("arguments", ["", "5", "[1]", "nul", '{"a": NaN}', '"x"'])
-def test_arguments_that_are_no_object_stay_text(arguments: str):
+def test_non_object_arguments_stay_text(arguments: str):
     call = {"function": {"name": "f", "arguments": arguments}}
-    (message,) = read_messages([{"role": "assistant", "tool_calls": [call]}], Notes())
+    (message,) = read_messages([{"role": "assistant", "tool_calls": [call]}], FieldWarnings())
     assert message["tool_calls"][0]["function"]["arguments"] == (arguments or {})
 
 
@@ -95,8 +95,8 @@ def test_arguments_that_are_no_object_stay_text(arguments: str):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("model", [ChatCompletionRequest, TokenizeRequest])
-def test_each_wrong_message_is_named(model: type[Closed], message: Any, place: str):
-    with pytest.raises(BadField) as caught:
+def test_each_wrong_message_is_named(model: type[RequestModel], message: Any, place: str):
+    with pytest.raises(FieldError) as caught:
         model.read({"messages": [USER, message]})
     assert caught.value.param == f"messages[1]{place}"
 
@@ -108,7 +108,7 @@ def test_the_clients_objects_are_not_changed():
     assert json.dumps(body) == before
 
 
-def test_template_options_are_those_of_the_tokenizer():
+def test_template_options_match_tokenizer():
     request = chat(tools=[TOOL], chat_template="t", chat_template_kwargs={"x": 1})
     assert request.template_options() == {
         "tools": [TOOL],
@@ -119,7 +119,7 @@ def test_template_options_are_those_of_the_tokenizer():
     assert chat().template_options()["tools"] is None
 
 
-def test_a_continued_message_begins_no_new_one():
+def test_continued_message_starts_no_new_one():
     options = chat(continue_final_message=True).template_options()
     assert (options["continue_final_message"], options["add_generation_prompt"]) == (True, False)
     both = {"continue_final_message": True, "add_generation_prompt": True}
@@ -128,12 +128,12 @@ def test_a_continued_message_begins_no_new_one():
 
 @pytest.mark.parametrize("name", ["tools", "messages", "tokenize", "add_generation_prompt"])
 @pytest.mark.parametrize("model", [ChatCompletionRequest, ResponsesRequest, TokenizeRequest])
-def test_template_variables_cannot_replace_fields(model: type[Closed], name: str):
+def test_template_variables_cannot_replace_fields(model: type[RequestModel], name: str):
     error = refusal(model, chat_template_kwargs={name: True})
     assert error.param == f"chat_template_kwargs.{name}"
 
 
-def test_reasoning_effort_goes_to_the_template():
+def test_reasoning_effort_reaches_the_template():
     assert chat(reasoning_effort="low").template_options()["reasoning_effort"] == "low"
     for request in (chat(reasoning_effort="none"), respond(reasoning={"effort": "none"}).to_chat()):
         options = request.template_options()
@@ -146,7 +146,7 @@ def test_reasoning_effort_goes_to_the_template():
     assert str(error).startswith("reasoning.effort")
 
 
-def test_what_the_template_does_not_read_is_named():
+def test_unread_template_field_is_named():
     request = chat(reasoning_effort="low", chat_template_kwargs={"a": 1, "b": 2})
     assert request.warnings() == []
     assert request.warnings({"a", "b", "reasoning_effort"}) == []
@@ -204,7 +204,7 @@ def test_tool_choice(choice: Any, expected: ToolChoice, shown: list[str]):
         assert [one["function"]["name"] for one in prompt] == shown
 
 
-def test_no_tools_leave_nothing_to_choose():
+def test_empty_tools_allow_no_choice():
     for choice in (None, "none", "auto"):
         assert chat(tools=[], tool_choice=choice).toolbox.choice == ToolChoice("none")
     for model in (ChatCompletionRequest, ResponsesRequest):
@@ -251,7 +251,7 @@ def test_a_forced_call_has_its_own_form():
     assert "structured_outputs" in auto.sampling({})
 
 
-def test_strict_is_said_to_hold_for_forced_calls_only():
+def test_strict_applies_to_forced_calls_only():
     strict = tool("f", strict=True)
     (said,) = chat(tools=[strict]).warnings()
     assert said.startswith("tools[0].function.strict has no effect")

@@ -63,7 +63,7 @@ def test_a_message_is_a_chat():
     ]  # fmt: skip
 
 
-def test_what_comes_behind_a_call_is_a_message_of_its_own():
+def test_text_after_a_call_is_its_own_message():
     use = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
     answer = {"role": "assistant", "content": [use, text("and now"), use]}
     _, first, second = ask([USER, answer]).to_chat().conversation
@@ -118,7 +118,7 @@ def test_thinking_is_a_variable_of_the_chat_template(thinking: str | None, think
     assert chat.template_variables()["a"] == 1
 
 
-def test_thinking_that_cannot_be_turned_off_is_said():
+def test_thinking_that_cannot_be_disabled_is_reported():
     request = ask(thinking={"type": "disabled"}, output_config={"effort": "low"})
     assert request.warnings(template_reads={"messages"}) == [
         "thinking.type has no effect: the chat template does not read it.",
@@ -130,14 +130,14 @@ def test_thinking_that_cannot_be_turned_off_is_said():
 
 
 @pytest.mark.parametrize("last", ["The answer is", [text("The answer is")]])
-def test_the_answer_goes_on_with_a_last_message_of_the_assistant(last: Any):
+def test_answer_continues_last_assistant_message(last: Any):
     chat = ask([USER, {"role": "assistant", "content": last}]).to_chat()
     assert chat.continue_final_message
     assert chat.conversation[-1] == {"role": "assistant", "content": "The answer is"}
     assert not ask().to_chat().continue_final_message
 
 
-def test_a_prompt_to_count_is_that_of_the_message():
+def test_count_prompt_matches_message_prompt():
     body = {"messages": [USER], "system": "s", "tools": [TOOL], "thinking": {"type": "disabled"}}
     counted = CountTokensRequest.read(body).to_chat()
     message = MessagesRequest.read({**body, "max_tokens": 5}).to_chat()
@@ -186,9 +186,7 @@ def test_a_prompt_to_count_is_that_of_the_message():
         ({"temprature": 1}, "temprature", "did you mean temperature"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_refused_by_its_own_name(
-    fields: dict[str, Any], param: str, said: str
-):
+def test_unsupported_field_is_rejected_by_name(fields: dict[str, Any], param: str, said: str):
     error = refusal(MessagesRequest, **fields)
     assert error.param == param
     assert said in str(error)

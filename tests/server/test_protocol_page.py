@@ -20,12 +20,12 @@ from strobe.server.openai.protocol.chat_messages import (
     PART_FIELDS,
     TOOL_CALL_FIELDS,
 )
-from strobe.server.openai.protocol.common import Closed, StreamOptions
+from strobe.server.openai.protocol.common import RequestModel, StreamOptions
 from strobe.server.openai.protocol.errors import ERROR_TYPES
 from strobe.server.openai.protocol.items import EVERY_ITEM, ITEM_FIELDS
 from strobe.server.openai.protocol.response_format import JSON_SCHEMA_FIELDS, KINDS, SINGLE_FIELDS
 from strobe.server.openai.protocol.responses_request import ResponsesStreamOptions
-from strobe.server.openai.protocol.sampling_fields import Sampling
+from strobe.server.openai.protocol.sampling_fields import SamplingFields
 from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
 from strobe.server.openai.protocol.token_requests import DetokenizeResponse, TokenizeResponse
 from strobe.server.openai.protocol.tools import FUNCTION_FIELDS
@@ -51,7 +51,7 @@ def page() -> str:
     return (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 
 
-def test_the_tables_are_those_of_the_models(script: ModuleType, page: str):
+def test_tables_match_the_models(script: ModuleType, page: str):
     assert script.written(page) == page, "run python scripts/api_page.py"
 
 
@@ -64,15 +64,15 @@ def rows(page: str, place: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("model", [*SMALLEST, StreamOptions, ResponsesStreamOptions])
-def test_the_page_names_every_field_of_every_request(model: type[Closed], page: str):
-    named = rows(page, model.place)
-    if issubclass(model, Sampling):
+def test_the_page_names_every_field_of_every_request(model: type[RequestModel], page: str):
+    named = rows(page, model.schema_key)
+    if issubclass(model, SamplingFields):
         named |= rows(page, "shared")
     for name in model.model_fields:
         assert named.pop(name).startswith("honoured"), name
-    for name in NO_EFFECT[model.place]:
+    for name in NO_EFFECT[model.schema_key]:
         assert named.pop(name) == "no effect", name
-    for name in UNSUPPORTED.get(model.place, {}):
+    for name in UNSUPPORTED.get(model.schema_key, {}):
         assert named.pop(name).startswith("refused"), name
     assert not named
 
@@ -80,7 +80,7 @@ def test_the_page_names_every_field_of_every_request(model: type[Closed], page: 
 @pytest.mark.parametrize("place", sorted({*NO_EFFECT, *UNSUPPORTED}))
 def test_the_page_names_every_field_of_every_object(place: str, page: str):
     named = rows(page, place)
-    if place in {model.place for model in GENERATING}:
+    if place in {model.schema_key for model in GENERATING}:
         named |= rows(page, "shared")
     assert not {*NO_EFFECT.get(place, {}), *UNSUPPORTED.get(place, {})} - set(named)
 
@@ -98,7 +98,7 @@ def test_the_page_names_every_field_of_every_object(place: str, page: str):
     ],
     ids=str,
 )  # fmt: skip
-def test_the_page_names_what_is_written_by_hand(names: Any, page: str):
+def test_page_names_hand_written_parts(names: Any, page: str):
     words = set(re.findall(r"\w+", page))
     flat = [one for name in names for one in ([name] if isinstance(name, str) else name)]
     assert flat
@@ -129,15 +129,15 @@ def test_the_page_says_each_status(page: str):
 
 
 @pytest.mark.parametrize("model", SMALLEST)
-def test_the_schema_shows_every_field_and_closes_the_rest(model: type[Closed]):
+def test_the_schema_shows_every_field_and_closes_the_rest(model: type[RequestModel]):
     schema = json.loads(json.dumps(model.model_json_schema()))
-    known = {*model.model_fields, *NO_EFFECT[model.place], *UNSUPPORTED[model.place]}
+    known = {*model.model_fields, *NO_EFFECT[model.schema_key], *UNSUPPORTED[model.schema_key]}
     assert set(schema["properties"]) == known
     assert schema["additionalProperties"] == {"type": "null"}
 
 
 @pytest.mark.parametrize("model", SMALLEST)
-def test_the_schema_lets_what_is_not_required_be_null(model: type[Closed]):
+def test_schema_allows_null_for_optional_fields(model: type[RequestModel]):
     schema = model.model_json_schema()
     for name in set(model.model_fields) - set(schema.get("required", ())):
         kinds = [kind.get("type") for kind in schema["properties"][name]["anyOf"]]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from bodies import SCHEMA, TOOL, USER, refusal, respond
 
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 
@@ -48,7 +48,7 @@ def test_a_response_is_a_chat():
     ]  # fmt: skip
 
 
-def test_an_answers_text_and_calls_are_one_message():
+def test_text_and_calls_are_one_message():
     items = [
         USER,
         {"role": "assistant", "content": "I add."},
@@ -107,7 +107,7 @@ def test_each_wrong_item_is_named(given: Any, param: str):
         ({"store": True, "background": True}, "background"),
     ],
 )  # fmt: skip
-def test_what_a_response_cannot_have_is_named(fields: dict[str, Any], param: str):
+def test_unsupported_response_field_is_named(fields: dict[str, Any], param: str):
     assert refusal(ResponsesRequest, **fields).param == param
 
 
@@ -120,7 +120,7 @@ def test_a_response_has_its_format_as_a_chat_has_it():
     assert respond(text={}).text_format == {"type": "text"}
 
 
-def test_a_response_says_what_it_does_not_do():
+def test_response_reports_unsupported_features():
     said = respond(reasoning={"summary": "auto"}, max_tool_calls=3).warnings()
     assert {line.split(" has")[0] for line in said} == {
         "reasoning.summary",
@@ -142,7 +142,7 @@ def test_tokenize_takes_a_prompt_or_messages():
     assert (request.conversation, request.template_options()["tools"]) == ([USER], [TOOL])
     assert refusal(TokenizeRequest, messages=[USER]).param == "messages"
     assert refusal(TokenizeRequest, tools=[TOOL]).param == "tools"
-    with pytest.raises(BadField, match="prompt is missing"):
+    with pytest.raises(FieldError, match="prompt is missing"):
         TokenizeRequest.read(b"{}")
 
 

@@ -11,11 +11,11 @@ from bodies import GENERATING, SCHEMA, SMALLEST, chat, complete, refusal, respon
 
 from strobe.sampling_params import SamplingParams, Speculation
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.common import Closed
+from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
-from strobe.server.openai.protocol.sampling_fields import SAME_NAME, Sampling
+from strobe.server.openai.protocol.sampling_fields import SAME_NAME, SamplingFields
 
 EVERY_FIELD: dict[str, Any] = {
     "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": -3, "min_tokens": 1,
@@ -38,14 +38,14 @@ def test_the_users_values_win_over_the_models():
     assert defaults == {"temperature": 0.7, "top_p": 0.95, "top_k": 20}
 
 
-def test_sampling_says_nothing_that_nobody_asked_for():
+def test_unset_fields_leave_sampling_defaults():
     assert chat().sampling({}) == {"max_tokens": None, "n": 1}
     assert complete().sampling({}) == {"max_tokens": 16, "n": 1}
     assert respond().sampling({}) == {"max_tokens": None, "n": 1}
 
 
 @pytest.mark.parametrize("model", GENERATING)
-def test_every_field_reaches_the_engine(model: type[Sampling]):
+def test_every_field_reaches_the_engine(model: type[SamplingFields]):
     assert set(EVERY_FIELD) == set(SAME_NAME)
     sampling = model.read(json.dumps({**SMALLEST[model], **EVERY_FIELD})).sampling({})
     expected = EVERY_FIELD | {
@@ -87,7 +87,7 @@ def test_whole_floats_are_whole_numbers():
          [True, False, {}, {"method": "none"}, {"method": None, "num_drafts": 0}]),
     ],
 )  # fmt: skip
-def test_bounds(model: type[Sampling], field: str, bad: list[Any], good: list[Any]):
+def test_bounds(model: type[SamplingFields], field: str, bad: list[Any], good: list[Any]):
     for value in bad:
         error = refusal(model, **{field: value})
         assert re.split(r"[.\[]", error.param or "")[0] == field
@@ -101,7 +101,7 @@ def test_bounds(model: type[Sampling], field: str, bad: list[Any], good: list[An
     [(ChatCompletionRequest, "max_tokens"), (ChatCompletionRequest, "max_completion_tokens"),
      (CompletionRequest, "max_tokens"), (ResponsesRequest, "max_output_tokens")],
 )  # fmt: skip
-def test_limits_of_the_length(model: type[Sampling], limit: str):
+def test_limits_of_the_length(model: type[SamplingFields], limit: str):
     assert model.read({**SMALLEST[model], limit: 3}).sampling({})["max_tokens"] == 3
     error = refusal(model, **{limit: 3, "min_tokens": 4})
     assert error.param == "min_tokens"
@@ -137,7 +137,7 @@ def test_logprobs_of_a_response():
 
 
 @pytest.mark.parametrize("model", [ChatCompletionRequest, CompletionRequest])
-def test_a_stream_has_no_place_for_the_prompts_logprobs(model: type[Sampling]):
+def test_a_stream_has_no_place_for_the_prompts_logprobs(model: type[SamplingFields]):
     assert refusal(model, stream=True, prompt_logprobs=0).param == "prompt_logprobs"
 
 
@@ -161,7 +161,7 @@ def test_stream_options_need_a_stream():
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]),
      ("", [""])],
 )  # fmt: skip
-def test_prompts_come_in_four_forms(given: Any, prompts: list[Any]):
+def test_prompt_accepts_four_forms(given: Any, prompts: list[Any]):
     assert CompletionRequest.read({"prompt": given}).prompts() == prompts
     if isinstance(prompts[0], list):
         assert CompletionRequest.read({"prompt_token_ids": given}).prompts() == prompts
@@ -170,15 +170,15 @@ def test_prompts_come_in_four_forms(given: Any, prompts: list[Any]):
 @pytest.mark.parametrize(
     "prompt", [[], [[]], ["a", 1], [1, "a"], [[1], "a"], [True], [-1], [1.5], {}, 5, [None]]
 )
-def test_what_is_no_prompt_is_named(prompt: Any):
+def test_invalid_prompt_is_named(prompt: Any):
     assert (refusal(CompletionRequest, prompt=prompt).param or "").startswith("prompt")
 
 
-def test_a_prompt_is_given_once():
+def test_prompt_is_given_once():
     assert refusal(CompletionRequest, prompt_token_ids=[1]).param == "prompt_token_ids"
-    with pytest.raises(BadField, match="prompt is missing"):
+    with pytest.raises(FieldError, match="prompt is missing"):
         CompletionRequest.read(b"{}")
-    with pytest.raises(BadField, match='prompt_token_ids is "text"'):
+    with pytest.raises(FieldError, match='prompt_token_ids is "text"'):
         CompletionRequest.read({"prompt_token_ids": "text"})
 
 
@@ -188,7 +188,7 @@ def test_no_new_token_needs_a_prompt_to_show():
     assert refusal(CompletionRequest, max_tokens=0).param == "max_tokens"
 
 
-def test_echo_with_logprobs_asks_for_those_of_the_prompt():
+def test_echo_with_logprobs_requests_prompt_logprobs():
     assert complete(echo=True, logprobs=2).sampling({})["prompt_logprobs"] == 2
     assert complete(echo=True, logprobs=2, prompt_logprobs=5).sampling({})["prompt_logprobs"] == 5
     assert "prompt_logprobs" not in complete(echo=True).sampling({})
@@ -205,7 +205,7 @@ def test_best_of_makes_more_answers_and_ranks_them():
 
 
 @pytest.mark.parametrize("model", [ChatCompletionRequest, CompletionRequest])
-def test_truncation_keeps_at_least_a_token(model: type[Closed]):
+def test_truncation_keeps_at_least_one_token(model: type[RequestModel]):
     model.read({**SMALLEST[model], "truncate_prompt_tokens": -1})
     assert refusal(model, truncate_prompt_tokens=0).param == "truncate_prompt_tokens"
     assert refusal(model, truncate_prompt_tokens=-2).param == "truncate_prompt_tokens"
@@ -230,14 +230,14 @@ def test_truncation_keeps_at_least_a_token(model: type[Closed]):
     ],
 )
 @pytest.mark.parametrize("model", GENERATING)
-def test_constraints(model: type[Sampling], field: str, value: Any, expected: Any):
+def test_constraints(model: type[SamplingFields], field: str, value: Any, expected: Any):
     sampling = model.read({**SMALLEST[model], field: value}).sampling({})
     assert sampling["structured_outputs"] == expected
     SamplingParams(**sampling)
 
 
 @pytest.mark.parametrize("model", [ChatCompletionRequest, CompletionRequest])
-def test_response_format(model: type[Sampling]):
+def test_response_format(model: type[SamplingFields]):
     def constraint(given: Any) -> Any:
         request = model.read({**SMALLEST[model], "response_format": given})
         return request.sampling({}).get("structured_outputs")
@@ -270,7 +270,7 @@ def test_response_format(model: type[Sampling]):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("model", GENERATING)
-def test_constraints_that_cannot_be(model: type[Sampling], fields: dict[str, Any], param: str):
+def test_invalid_constraints(model: type[SamplingFields], fields: dict[str, Any], param: str):
     assert refusal(model, **fields).param == param
 
 
@@ -290,12 +290,12 @@ def test_constraints_that_cannot_be(model: type[Sampling], fields: dict[str, Any
         ({"type": "text", "json_schema": {"schema": SCHEMA}}, ".json_schema"),
     ],
 )  # fmt: skip
-def test_formats_that_cannot_be(given: Any, param: str):
+def test_invalid_formats(given: Any, param: str):
     error = refusal(ChatCompletionRequest, response_format=given)
     assert error.param == f"response_format{param}"
 
 
-def test_a_format_beside_a_constraint():
+def test_format_and_constraint_conflict():
     error = refusal(ChatCompletionRequest, response_format={"type": "json_object"}, regex="a")
     assert error.param == "regex"
     assert "structured_outputs" in chat(response_format={"type": "text"}, regex="a").sampling({})

@@ -36,7 +36,7 @@ def block(language: str, holds: str) -> str:
     return one
 
 
-def test_curl_sorts_the_words_and_shows_how_it_was_drafted(server: Served):
+def test_curl_example_sorts_words_and_reports_drafting(server: Served):
     words = shlex.split(block("bash", "curl "))
     assert words[:2] == ["curl", f"{URL}/v1/chat/completions"]
     body = words[words.index("-d") + 1]
@@ -52,7 +52,7 @@ def test_curl_sorts_the_words_and_shows_how_it_was_drafted(server: Served):
     assert told["speculation"]["acceptance_length"] > 2
 
 
-def test_the_client_gets_the_json_that_was_asked_for(server: Served):
+def test_client_example_gets_requested_json(server: Served):
     pytest.importorskip("openai")
     code = block("python", "OpenAI(").replace(URL, server.url)
     for _ in range(3):  # at the model's own temperature

@@ -12,7 +12,7 @@ from engineless import Said, serving
 from strobe.config import DEMO_MODELS
 from strobe.request import SchedulingOptions
 from strobe.server.app import make_app
-from strobe.server.engine_process.messages import Forget, Submit
+from strobe.server.engine_process.messages import Release, Submit
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
 
@@ -39,13 +39,13 @@ def test_the_tokenizers_settings_make_the_same_prompts_elsewhere(tokenizer: Toke
     assert str(DEMO_MODELS) not in json.dumps(told)
 
 
-def test_the_template_in_use_is_told_in_place_of_the_checkpoints(tokenizer: Tokenizer):
+def test_active_template_is_reported(tokenizer: Tokenizer):
     served = serving(tokenizer)
     served.chat_template = "{{ messages }}"
     assert read(served, "/tokenizer_info")["chat_template"] == "{{ messages }}"
 
 
-def test_settings_are_told_without_the_keys(tokenizer: Tokenizer):
+def test_settings_are_reported_without_keys(tokenizer: Tokenizer):
     told = read(serving(tokenizer, api_key=("secret", "other")), "/server_info")
     assert told["server"]["api_key"] == 2
     assert "secret" not in json.dumps(told)
@@ -55,13 +55,13 @@ def test_settings_are_told_without_the_keys(tokenizer: Tokenizer):
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/tokenizer_info", "/load"])
-def test_who_has_no_key_is_told_nothing(tokenizer: Tokenizer, path: str):
+def test_missing_api_key_reveals_nothing(tokenizer: Tokenizer, path: str):
     app = make_app(serving(tokenizer, api_key=("secret",)))
     assert call(app, path, method="GET").status == 401
     assert call(app, path, method="GET", headers=[KEY]).status == 200
 
 
-def test_the_load_is_what_is_being_answered(tokenizer: Tokenizer):
+def test_load_counts_running_answers(tokenizer: Tokenizer):
     served = serving(tokenizer)
     assert read(served, "/load") == {"server_load": 0}
     served.submit([5], served.params({"n": 3}), "a")
@@ -73,20 +73,20 @@ def test_ping_is_health_and_needs_no_key(tokenizer: Tokenizer, method: str):
     served = serving(tokenizer, api_key=("secret",))
     app = make_app(served)
     assert call(app, "/ping", method=method).status == 200
-    served.drain.stopping = True
+    served.shutdown.stopping = True
     assert call(app, "/ping", method=method).status == 503
 
 
-def test_the_engine_is_told_to_forget_its_prefixes(tokenizer: Tokenizer):
+def test_prefix_cache_reset_reaches_the_engine(tokenizer: Tokenizer):
     served = serving(tokenizer)
     assert isinstance(served.client, Said)
     assert call(make_app(served), "/reset_prefix_cache").status == 200
-    assert served.client.said == [Forget()]
+    assert served.client.said == [Release()]
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/rerank", "/v2/rerank", "/v1/audio/speech"])
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_what_is_no_text_generation_is_a_501(tokenizer: Tokenizer, path: str, method: str):
+def test_non_text_endpoint_is_501(tokenizer: Tokenizer, path: str, method: str):
     answer = call(make_app(serving(tokenizer)), path, method=method)
     assert answer.status == 501
     assert answer.error["type"] == "not_implemented_error"
@@ -125,4 +125,4 @@ def test_priority_and_salt_reach_the_engine(tokenizer: Tokenizer, path: str, ask
     body = json.dumps({**asked, "priority": -3, "cache_salt": "tenant"}).encode()
     call(make_app(served), path, body=[body], gone=True)
     (submit,) = [message for message in served.client.said if isinstance(message, Submit)]
-    assert submit.place == SchedulingOptions(-3, "tenant")
+    assert submit.scheduling == SchedulingOptions(-3, "tenant")

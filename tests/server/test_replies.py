@@ -24,7 +24,7 @@ from strobe.server.engine_process.client import (
     Generation,
 )
 from strobe.server.engine_process.messages import Finish, Submit
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
 
@@ -82,7 +82,7 @@ def refusals(served: Serving) -> dict[tuple[str, str], float]:
 
 def one_token(generation: Generation) -> None:
     """A first token, and nothing more."""
-    generation.take([event([5], start=START)])
+    generation.add_events([event([5], start=START)])
 
 
 @every_endpoint
@@ -134,12 +134,12 @@ def nan_scores(generation: Generation) -> None:
     """A good token, then one whose log probability is NaN, which no JSON can hold."""
     generation.__class__ = Steps  # each of them is a step of its own
     good, bad = TokenLogprob(5, -0.5, 1), TokenLogprob(6, math.nan, 1)
-    generation.take([event([5], start=START, logprobs=[good])])
-    generation.take([event([6], finish_reason="length", logprobs=[bad])])
+    generation.add_events([event([5], start=START, logprobs=[good])])
+    generation.add_events([event([6], finish_reason="length", logprobs=[bad])])
 
 
 def one_good_answer(generation: Generation) -> None:
-    generation.take([event([5], start=START, finish_reason="length")])
+    generation.add_events([event([5], start=START, finish_reason="length")])
 
 
 LOGPROBS: dict[str, dict[str, Any]] = {
@@ -178,7 +178,7 @@ def test_nan_in_an_answer_fails_that_request_alone(tokenizer: Tokenizer, path: s
         (EngineUnavailable("not now", "grammars_unavailable"), 503, "grammars_unavailable"),
     ],
 )
-def test_an_engine_that_ends_is_an_error_at_once(
+def test_engine_death_is_an_immediate_error(
     tokenizer: Tokenizer, path: str, error: Exception, status: int, code: str
 ):
     def ends(generation: Generation) -> None:
@@ -198,7 +198,7 @@ def test_an_engine_that_ends_is_an_error_at_once(
 
 
 @every_endpoint
-def test_a_client_that_leaves_ends_its_answers(tokenizer: Tokenizer, lines: Any, path: str):
+def test_disconnect_ends_the_answers(tokenizer: Tokenizer, lines: Any, path: str):
     for streams in (False, True):
         served = serving(tokenizer)
         post(served, path, {**ENDPOINTS[path], "stream": streams}, gone=True)
@@ -212,7 +212,7 @@ def test_a_client_that_leaves_ends_its_answers(tokenizer: Tokenizer, lines: Any,
     assert [(line["status"], line["finish_reason"]) for line in lines()] == [(499, "abort")] * 2
 
 
-def test_a_client_that_leaves_a_body_half_sent_is_no_failure_of_the_server(
+def test_disconnect_in_body_is_not_a_server_error(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, lines: Any
 ):
     served = serving(tokenizer)
@@ -231,7 +231,7 @@ def test_a_client_that_leaves_a_body_half_sent_is_no_failure_of_the_server(
     assert not refusals(served)
 
 
-def test_a_body_that_never_ends_is_a_408_at_the_time_limit(tokenizer: Tokenizer):
+def test_endless_body_is_408_at_time_limit(tokenizer: Tokenizer):
     served = serving(tokenizer, request_timeout=0.01)
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
@@ -249,13 +249,11 @@ def test_a_body_that_never_ends_is_a_408_at_the_time_limit(tokenizer: Tokenizer)
 
 @every_endpoint
 @pytest.mark.parametrize("streams", [False, True])
-def test_the_access_log_tells_what_became_of_the_answers(
-    tokenizer: Tokenizer, lines: Any, path: str, streams: bool
-):
+def test_access_log_reports_answers(tokenizer: Tokenizer, lines: Any, path: str, streams: bool):
     def answers(generation: Generation) -> None:
-        generation.take([event([300], start=START)])
+        generation.add_events([event([300], start=START)])
         drafted = {"num_verified": 15, "num_accepted": 2, "num_computed_tokens": 9}
-        generation.take([event([301, 302, 303], finish_reason="stop", **drafted)])
+        generation.add_events([event([301, 302, 303], finish_reason="stop", **drafted)])
 
     served = serving(tokenizer)
     answer = ask(served, path, answers, stream=streams, request_id="mine")
@@ -278,20 +276,18 @@ def test_the_access_log_tells_what_became_of_the_answers(
 def test_prompts_and_answers_are_logged_where_the_operator_asks(tokenizer: Tokenizer, lines: Any):
     def answers(generation: Generation) -> None:
         ids = tokenizer.encode("the answer")
-        generation.take([event(ids, start=START, finish_reason="stop")])
+        generation.add_events([event(ids, start=START, finish_reason="stop")])
 
     ask(serving(tokenizer, log_prompts=True), "/v1/completions", answers)
     (line,) = lines()
     assert (line["prompts"], line["answers"]) == (["hi"], ["the answer"])
 
 
-def test_several_answers_that_end_in_several_ways_are_told_together(
-    tokenizer: Tokenizer, lines: Any
-):
+def test_access_log_joins_several_finish_reasons(tokenizer: Tokenizer, lines: Any):
     def answers(generation: Generation) -> None:
-        generation.take([event([300], 1, start=START, finish_reason="stop")])
-        generation.take([event([300], 0, start=START, finish_reason="length")])
-        generation.take([event([300], 2, start=START, finish_reason="stop")])
+        generation.add_events([event([300], 1, start=START, finish_reason="stop")])
+        generation.add_events([event([300], 0, start=START, finish_reason="length")])
+        generation.add_events([event([300], 2, start=START, finish_reason="stop")])
 
     ask(serving(tokenizer), CHAT, answers, n=3)
     (line,) = lines()
@@ -314,14 +310,12 @@ def test_health_is_good_only_where_answers_can_be_had(
     for name, value in changes.items():
         setattr(served.client, name, value)
     assert call(make_app(served), "/health", method="GET").status == status
-    served.drain.stopping = True
+    served.shutdown.stopping = True
     assert call(make_app(served), "/health", method="GET").status == 503
 
 
 @every_endpoint
-def test_what_no_engine_can_answer_is_a_503_with_a_time_to_try_again(
-    tokenizer: Tokenizer, path: str
-):
+def test_engine_unavailable_is_503_with_retry_after(tokenizer: Tokenizer, path: str):
     served = serving(tokenizer)
     served.client.facts = None
     answer = ask(served, path)
@@ -332,7 +326,7 @@ def test_what_no_engine_can_answer_is_a_503_with_a_time_to_try_again(
 @pytest.mark.parametrize(
     ("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})]
 )
-def test_a_lenient_server_takes_what_it_does_not_know(
+def test_lenient_server_accepts_unknown_fields(
     tokenizer: Tokenizer, path: str, body: dict[str, Any]
 ):
     body = {**body, "quux": 1}
@@ -345,7 +339,7 @@ def test_a_lenient_server_takes_what_it_does_not_know(
 
 
 @pytest.mark.parametrize("lenient", [False, True])
-def test_the_document_closes_what_a_strict_server_closes(tokenizer: Tokenizer, lenient: bool):
+def test_openapi_matches_strictness(tokenizer: Tokenizer, lenient: bool):
     served = make_app(serving(tokenizer, lenient=lenient))
     document = json.loads(call(served, "/openapi.json", method="GET").body)
     schemas = document["components"]["schemas"]
@@ -353,7 +347,7 @@ def test_the_document_closes_what_a_strict_server_closes(tokenizer: Tokenizer, l
     assert "temperature" in schemas["ChatCompletionRequest"]["properties"]
 
 
-def test_a_list_of_prompts_finds_room_for_all_or_none(tokenizer: Tokenizer):
+def test_prompt_list_is_admitted_completely_or_not(tokenizer: Tokenizer):
     """Three places: four prompts never fit, three do not beside another one."""
     served = serving(tokenizer, max_waiting=1)
     assert isinstance(served.client, Said)
@@ -379,10 +373,10 @@ def test_a_list_of_prompts_finds_room_for_all_or_none(tokenizer: Tokenizer):
          "holds 2048; shorten the prompt or lower max_tokens."),
     ],
 )  # fmt: skip
-def test_a_prompt_that_does_not_fit_is_told_what_to_shorten(
+def test_oversized_prompt_error_says_what_to_shorten(
     tokenizer: Tokenizer, tokens: int, limit: int | None, param: str, said: str
 ):
-    with pytest.raises(BadField) as raised:
+    with pytest.raises(FieldError) as raised:
         serving(tokenizer).fit([5] * tokens, ("max_tokens", limit), None, "prompt")
     assert (str(raised.value), raised.value.param) == (said, param)
     assert serving(tokenizer).fit([5] * 2000, ("max_tokens", 48), None, "prompt") == [5] * 2000

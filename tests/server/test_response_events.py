@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from scripted import Script, post
 
-from strobe.server.engine_process.client import EngineDead, PromptRefused
+from strobe.server.engine_process.client import EngineDead, PromptRejected
 from strobe.server.openai.protocol import response_bodies as answers
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
@@ -62,7 +62,7 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize("streams", [False, True])
-def test_items_come_in_the_order_in_which_the_model_wrote_them(size: int, streams: bool):
+def test_items_follow_generation_order(size: int, streams: bool):
     script = Script(MIXED, size)
     if streams:
         response = stream(script, tools=[TOOL])[-1]["response"]
@@ -88,7 +88,7 @@ def test_items_come_in_the_order_in_which_the_model_wrote_them(size: int, stream
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
-def test_events_tell_of_one_item_after_the_other(size: int):
+def test_events_describe_one_item_at_a_time(size: int):
     events = stream(Script(MIXED, size), tools=[TOOL])
     text = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done",
             "content_part.done", "output_item.done"]  # fmt: skip
@@ -117,7 +117,7 @@ def test_events_tell_of_one_item_after_the_other(size: int):
             assert inner[-1]["part"] == item["content"][0]
 
 
-def test_usage_counts_the_tokens_that_wrote_reasoning():
+def test_usage_counts_reasoning_tokens():
     script = Script("<think>\nHm, so.\n</think>\n\nYes.", 3)
     response = respond(script)
     marks = {"<think>", "</think>", "\n", "\n\n", "Yes", "."}
@@ -133,7 +133,7 @@ def test_usage_counts_the_tokens_that_wrote_reasoning():
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
-def test_log_probabilities_are_those_of_the_texts_tokens(size: int):
+def test_logprobs_match_text_tokens(size: int):
     asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     said = "So: hello 1 < 2, <b>"
     script = Script(f"<think>\nHm.\n</think>\n\n{said}", size)
@@ -154,7 +154,7 @@ def spelt(logprobs: list[dict[str, Any]]) -> str:
     return b"".join(bytes(entry["bytes"]) for entry in logprobs).decode()
 
 
-def test_a_character_of_several_tokens_has_the_log_probabilities_of_all_of_them():
+def test_multi_token_character_has_all_logprobs():
     script = Script("<think>\nHm.\n</think>\n\n😀", ends="length")
     alone = len(Script("😀", ends="length").ids)
     response = respond(script, include=["message.output_text.logprobs"])
@@ -182,7 +182,7 @@ def test_an_answer_cut_short_is_incomplete(text: str, output: list[Any]):
 
 
 @pytest.mark.parametrize("text", ["", "<think>\nHm.\n</think>\n\n"])
-def test_an_answer_of_nothing_is_a_message_of_nothing(text: str):
+def test_empty_answer_is_an_empty_message(text: str):
     events = stream(Script(text))
     assert bare(events[-1]["response"]["output"])[-1] == ("message", "", "completed")
     assert [event["type"] for event in events[-6:-1]] == [
@@ -192,7 +192,7 @@ def test_an_answer_of_nothing_is_a_message_of_nothing(text: str):
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_a_stop_text_ends_the_answer_where_the_engine_has_stepped_on(size: int):
+def test_stop_text_ends_answer_despite_later_engine_steps(size: int):
     script = Script("Yes. No. So it is, and so it will be.", size)
     response = respond(script, stop=[" No"])
     assert bare(response["output"]) == [("message", "Yes.", "completed")]
@@ -200,13 +200,13 @@ def test_a_stop_text_ends_the_answer_where_the_engine_has_stepped_on(size: int):
     assert bare(last["response"]["output"]) == [("message", "Yes.", "completed")]
 
 
-def test_without_parallel_calls_there_is_one():
+def test_parallel_off_gives_one_call():
     response = respond(Script(f"{CALL}\n{CALL}"), tools=[TOOL], parallel_tool_calls=False)
     assert [item["type"] for item in response["output"]] == ["function_call"]
     assert response["parallel_tool_calls"] is False
 
 
-def test_a_response_repeats_what_was_asked_for():
+def test_response_repeats_request_fields():
     script = Script("Yes.")
     response = respond(
         script, instructions="be brief", max_output_tokens=9, temperature=0.5, tools=[TOOL],
@@ -229,7 +229,7 @@ def test_a_response_repeats_what_was_asked_for():
     assert "warnings" not in respond(Script("Yes."))
 
 
-def test_speculation_is_reported_where_asked_for_and_at_a_streams_end():
+def test_speculation_is_reported_when_requested_and_at_stream_end():
     script = Script("Yes, it is so.", 3)
     assert "speculation" not in respond(script)
     report = respond(script, include_speculation=True)["speculation"]
@@ -240,7 +240,7 @@ def test_speculation_is_reported_where_asked_for_and_at_a_streams_end():
     assert last["response"]["speculation"] == report
 
 
-def test_what_fails_in_a_stream_ends_it_with_response_failed():
+def test_failure_in_stream_is_response_failed():
     events = stream(Script("Yes, it", ends=EngineDead("The engine's process ended.")))
     assert kinds(events)[-3:] == ["output_text.delta", "error", "failed"]
     said, last = events[-2:]
@@ -265,8 +265,8 @@ def test_streams_of_chunks_end_with_done_after_an_error_too():
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_what_fails_before_the_first_event_is_an_http_error(streams: bool):
-    refused = PromptRefused("max_tokens is 5, which is wrong.")
+def test_failure_before_first_event_is_http_error(streams: bool):
+    refused = PromptRejected("max_tokens is 5, which is wrong.")
     answer = post("/v1/responses", Script("", ends=refused), input="x", stream=streams)
     assert (answer.status, answer.error["param"]) == (400, "max_output_tokens")
     assert answer.error["message"] == "max_output_tokens is 5, which is wrong."
@@ -301,18 +301,14 @@ def test_errors_name_this_endpoints_fields(body: dict[str, Any], param: str):
         ({"regex": "["}, "regex"),
     ],
 )
-def test_a_grammar_that_does_not_compile_is_the_field_that_asked_for_it(
-    body: dict[str, Any], param: str
-):
-    refused = PromptRefused("structured_outputs: the grammar does not compile: no.")
+def test_uncompilable_grammar_names_its_field(body: dict[str, Any], param: str):
+    refused = PromptRejected("structured_outputs: the grammar does not compile: no.")
     answer = post("/v1/responses", Script("", ends=refused), input="x", **body)
     assert (answer.status, answer.error["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_a_grammar_that_cannot_be_followed_further_is_the_clients_fault(
-    path: str, caplog: pytest.LogCaptureFixture
-):
+def test_stuck_grammar_is_a_client_error(path: str, caplog: pytest.LogCaptureFixture):
     said = 'structured_outputs: the grammar cannot be followed further: at "secret" it ends.'
     fields = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
     answer = post(path, Script("x", ends="error", error=said), **fields, guided_regex="x+")

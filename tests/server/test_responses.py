@@ -185,7 +185,7 @@ def test_speculation_changes_no_answer(ask: Asker, name: str):
         assert json.loads(call.arguments)["unit"] in ("celsius", "kelvin")
 
 
-def test_an_answer_that_meets_its_limit_is_incomplete(ask: Asker):
+def test_answer_cut_by_limit_is_incomplete(ask: Asker):
     response = ask(SUM, max_output_tokens=3)
     assert (response.status, response.usage.output_tokens) == ("incomplete", 3)
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -206,7 +206,7 @@ def test_an_answer_that_meets_its_limit_is_incomplete(ask: Asker):
         ({"max_output_tokens": 2048}, "max_output_tokens"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_refused_by_name(ask: Asker, fields: dict[str, Any], param: str):
+def test_unsupported_field_is_rejected_by_name(ask: Asker, fields: dict[str, Any], param: str):
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:
             ask(SUM, stream=stream, **fields)
@@ -215,7 +215,7 @@ def test_what_cannot_be_served_is_refused_by_name(ask: Asker, fields: dict[str, 
         assert param.split("[")[0] in caught.value.body["message"]
 
 
-def test_what_has_no_effect_is_said(ask: Asker):
+def test_field_without_effect_is_reported(ask: Asker):
     response = ask(SUM, max_output_tokens=1, user="me", store=True, reasoning={"summary": "auto"})
     named = {sentence.split()[0] for sentence in response.warnings}
     assert named == {"user", "reasoning.summary"}

@@ -14,9 +14,9 @@ from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineDead, EngineStopped, Generation
 from strobe.server.engine_process.messages import Finish, Submit
 from strobe.server.metrics import ServerMetrics
-from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.runs import Job, Progress, Run, speculation
-from strobe.server.serving import Serving, Unserved
+from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.runs import GenerationJob, Progress, PromptRun, speculation
+from strobe.server.serving import RequestRejected, Serving
 from strobe.text.tokenizer import Tokenizer
 
 
@@ -31,39 +31,41 @@ def ended(metrics: ServerMetrics) -> dict[str, float]:
     return {s.labels["finished_reason"]: s.value for s in found if s.value}
 
 
-def test_events_behind_a_stop_string_are_dropped(tokenizer: Tokenizer):
+def test_events_after_stop_string_are_dropped(tokenizer: Tokenizer):
     """The engine steps on until it hears of the stop string; those steps may be read at once."""
 
-    async def main() -> tuple[list[Progress], Run, Serving]:
+    async def main() -> tuple[list[Progress], PromptRun, Serving]:
         served = serving(tokenizer)
         params = SamplingParams(max_tokens=50, stop=["b"])
-        run = Run(served, Job([5, 6], params, "r"))
+        run = PromptRun(served, GenerationJob([5, 6], params, "r"))
         first, *others = (tokenizer.encode(text) for text in ("a", " b", " c", " d"))
         generation: Generation = run._generation
-        generation.take([event(first, start=START)])
+        generation.add_events([event(first, start=START)])
         for tokens in others:
-            generation.take([event(tokens, num_verified=15, num_accepted=0)])
-        generation.take([event([7], finish_reason="length")])
+            generation.add_events([event(tokens, num_verified=15, num_accepted=0)])
+        generation.add_events([event([7], finish_reason="length")])
         return [p async for steps in run.steps() for p in steps], run, served
 
     progress, run, served = asyncio.run(main())
     assert [p.finished for p in progress] == [False, True]
     assert "".join(p.delta.text for p in progress) == run.choices[0].output.text == "a "
     assert run.choices[0].output.finish_reason == "stop"
-    assert run.choices[0].counts.steps == 1
+    assert run.choices[0].draft_counts.steps == 1
     assert ended(served.metrics) == {"stop": 1}
 
 
-def test_a_stop_string_ends_the_engines_answer_and_only_that_one(tokenizer: Tokenizer):
+def test_stop_string_ends_only_its_answer(tokenizer: Tokenizer):
     async def main() -> list[Any]:
         served = serving(tokenizer)
-        run = Run(served, Job([5], SamplingParams(max_tokens=50, n=2, stop=["b"]), "r"))
+        run = PromptRun(
+            served, GenerationJob([5], SamplingParams(max_tokens=50, n=2, stop=["b"]), "r")
+        )
         generation: Generation = run._generation
-        generation.take([event(tokenizer.encode("b"), 1, start=START)])
+        generation.add_events([event(tokenizer.encode("b"), 1, start=START)])
         steps = run.steps()
         assert [p.choice.index for p in await anext(steps)] == [1]
-        assert not run.given_up
-        generation.take([event([9], 1), event([9], 0, start=START, finish_reason="stop")])
+        assert not run.abandoned
+        generation.add_events([event([9], 1), event([9], 0, start=START, finish_reason="stop")])
         assert [[p.choice.index for p in step] async for step in steps] == [[0]]
         assert isinstance(served.client, Said)
         return served.client.said
@@ -73,10 +75,10 @@ def test_a_stop_string_ends_the_engines_answer_and_only_that_one(tokenizer: Toke
     assert said[1:] == [Finish(0, 1, "stop")]
 
 
-def test_a_run_that_is_closed_tells_the_engine_once_and_ends(tokenizer: Tokenizer):
-    async def main() -> tuple[list[Any], Run]:
+def test_close_notifies_engine_once(tokenizer: Tokenizer):
+    async def main() -> tuple[list[Any], PromptRun]:
         served = serving(tokenizer)
-        run = Run(served, Job([5], SamplingParams(max_tokens=50, n=2), "r"))
+        run = PromptRun(served, GenerationJob([5], SamplingParams(max_tokens=50, n=2), "r"))
         waiting = asyncio.ensure_future(anext(run.steps(), None))
         await asyncio.sleep(0)
         run.close()
@@ -88,16 +90,16 @@ def test_a_run_that_is_closed_tells_the_engine_once_and_ends(tokenizer: Tokenize
 
     said, run = asyncio.run(main())
     assert said == [Finish(0, None, "abort")]
-    assert run.given_up
+    assert run.abandoned
 
 
 @pytest.mark.parametrize("kind", [EngineDead, EngineStopped])
-def test_an_error_reaches_who_waits_and_needs_no_word_to_the_engine(
+def test_error_reaches_waiting_reader_without_engine_message(
     tokenizer: Tokenizer, kind: type[Exception]
 ):
     async def main() -> list[Any]:
         served = serving(tokenizer)
-        run = Run(served, Job([5], SamplingParams(max_tokens=50), "r"))
+        run = PromptRun(served, GenerationJob([5], SamplingParams(max_tokens=50), "r"))
         waiting = asyncio.ensure_future(anext(run.steps()))
         await asyncio.sleep(0)
         run._generation.fail(kind("gone"))
@@ -115,15 +117,15 @@ def test_room_for_answers_is_counted_in_answers(tokenizer: Tokenizer):
     async def main() -> None:
         served = serving(tokenizer, max_waiting=3)
         four = SamplingParams(max_tokens=5, n=4)
-        run = Run(served, Job([5], four, "a"))
-        with pytest.raises(Unserved) as full:
-            Run(served, Job([5], SamplingParams(max_tokens=5, n=2), "b"))
+        run = PromptRun(served, GenerationJob([5], four, "a"))
+        with pytest.raises(RequestRejected) as full:
+            PromptRun(served, GenerationJob([5], SamplingParams(max_tokens=5, n=2), "b"))
         assert (full.value.status, full.value.retry_after) == (429, 1)
         assert served.client.num_open == 4
-        Run(served, Job([5], SamplingParams(max_tokens=5), "c"))
+        PromptRun(served, GenerationJob([5], SamplingParams(max_tokens=5), "c"))
         run.close()
-        Run(served, Job([5], four, "d"))
-        with pytest.raises(BadField, match=r"6 answers.*at most 5"):
+        PromptRun(served, GenerationJob([5], four, "d"))
+        with pytest.raises(FieldError, match=r"6 answers.*at most 5"):
             served.check_room(6)
 
     asyncio.run(main())
@@ -134,11 +136,13 @@ def test_report_says_how_long_the_engine_decoded(
     tokenizer: Tokenizer, ends: Sequence[float], seconds: float | None
 ):
     async def main() -> dict[str, Any]:
-        run = Run(serving(tokenizer), Job([5, 6], SamplingParams(max_tokens=50), "r"))
+        run = PromptRun(
+            serving(tokenizer), GenerationJob([5, 6], SamplingParams(max_tokens=50), "r")
+        )
         for number, ended in enumerate(ends):
             first = START if number == 0 else None
-            run._generation.take([event([7], start=first)], ended)
-        run._generation.take([event([], finish_reason="length")], 99.0)
+            run._generation.add_events([event([7], start=first)], ended)
+        run._generation.add_events([event([], finish_reason="length")], 99.0)
         async for _ in run.steps():
             pass
         return speculation([run])

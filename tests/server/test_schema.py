@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from polling import PATIENCE
 from served import Served
 
-from strobe.server.openai.protocol.common import Closed
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.common import RequestModel
+from strobe.server.openai.protocol.errors import FieldError
 
 schemathesis = pytest.importorskip(
     "schemathesis", reason="schemathesis is not installed; pip install schemathesis"
@@ -90,9 +90,7 @@ def checked(case: Any) -> int:
     ],
 )
 @pytest.mark.parametrize("examples", EXAMPLES)
-def test_whatever_is_asked_the_answer_is_as_the_document_says(
-    api: Any, path: str, mode: str, examples: int
-):
+def test_every_answer_matches_the_openapi_document(api: Any, path: str, mode: str, examples: int):
     """negative: requests that the document does not allow."""
     operation, statuses = api[path]["POST" if path in BASES else "GET"], Counter[int]()
     made = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
@@ -112,15 +110,13 @@ def test_whatever_is_asked_the_answer_is_as_the_document_says(
 
 
 @pytest.mark.parametrize("path", READS)
-def test_what_is_only_read_is_as_the_document_says(api: Any, path: str):
+def test_get_endpoints_match_the_openapi_document(api: Any, path: str):
     assert checked(api[path]["GET"].Case()) == 200
 
 
 @pytest.mark.parametrize("path", BASES)
 @pytest.mark.parametrize("examples", EXAMPLES)
-def test_some_fields_beside_a_good_request_are_answered_as_the_document_says(
-    api: Any, path: str, examples: int
-):
+def test_field_combinations_match_the_openapi_document(api: Any, path: str, examples: int):
     """Requests made from the whole schema nearly all end in some 400; these mostly do not."""
     operation, statuses = api[path]["POST"], Counter[int]()
     known = operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE)
@@ -147,7 +143,7 @@ field alone can say it."""
 
 @pytest.mark.parametrize("model", SMALLEST)
 @pytest.mark.parametrize("examples", EXAMPLES)
-def test_what_the_document_says_of_a_field_alone_is_accepted(model: type[Closed], examples: int):
+def test_documented_single_field_is_accepted(model: type[RequestModel], examples: int):
     refused: list[str] = []
 
     def holds(name: str, field: dict[str, Any], parts: dict[str, Any]) -> None:
@@ -167,7 +163,7 @@ def test_what_the_document_says_of_a_field_alone_is_accepted(model: type[Closed]
         def is_read(case: Any) -> None:
             try:
                 model.read({**SMALLEST[model], **case.body})
-            except BadField as error:
+            except FieldError as error:
                 if not any(words in str(error) for words in TOGETHER):
                     refused.append(str(error))
 
@@ -180,7 +176,7 @@ def test_what_the_document_says_of_a_field_alone_is_accepted(model: type[Closed]
     assert not refused
 
 
-def test_the_server_has_come_through(server: Served, api: Any):
+def test_server_survives(server: Served, api: Any):
     assert server.get("/health") == ""
     paths = api.raw_schema["paths"]
     assert {path for path, methods in paths.items() if "post" in methods} == {*BASES, RESET}

@@ -12,7 +12,7 @@ from parsing import cut, parse, places, texts
 
 from strobe.outputs import CompletionOutput, StreamDelta
 from strobe.request import TokenLogprob
-from strobe.server.openai.segments import Ordered, Origins, Segment
+from strobe.server.openai.segments import OrderedParser, Segment, TokenAttribution
 from strobe.server.parsers import make_parser
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": {}}}\n</tool_call>'
@@ -31,7 +31,7 @@ FORMATS = {
 
 def ordered(formats: tuple[str, str | None], pieces: Iterable[str]) -> list[Segment]:
     """The segments of a text in pieces, those of one kind in a row joined."""
-    parser = Ordered(make_parser(*formats))
+    parser = OrderedParser(make_parser(*formats))
     found: list[Segment] = []
     for piece in pieces:
         parser.push(piece)
@@ -54,7 +54,7 @@ def reported(found: Iterable[Segment]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: formats[0])
 @given(data=st.data(), cuts=places)
-def test_the_order_does_not_depend_on_how_the_text_was_cut(
+def test_order_does_not_depend_on_chunking(
     formats: tuple[str, str | None], data: st.DataObject, cuts: list[int]
 ):
     text = data.draw(texts(FORMATS[formats]))
@@ -62,7 +62,9 @@ def test_the_order_does_not_depend_on_how_the_text_was_cut(
     assert reported(ordered(formats, text)) == reported(whole)
     assert reported(ordered(formats, cut(text, cuts))) == reported(whole)
     pieces = cut(text, cuts)
-    assert parse(Ordered(make_parser(*formats)), pieces) == parse(make_parser(*formats), pieces)
+    assert parse(OrderedParser(make_parser(*formats)), pieces) == parse(
+        make_parser(*formats), pieces
+    )
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: formats[0])
@@ -81,9 +83,9 @@ said = st.text(st.sampled_from("ab{}>\n é"), min_size=1, max_size=12)
 
 
 @given(said, st.lists(said, max_size=3), places)
-def test_a_segment_stands_where_it_says(thought: str, parts: list[str], cuts: list[int]):
+def test_segment_position_matches_raw_text(thought: str, parts: list[str], cuts: list[int]):
     text = f"<think>\n{thought}\n</think>\n\n" + f"\n{HERMES}\n".join(parts)
-    parser = Ordered(make_parser("hermes", "qwen3"))
+    parser = OrderedParser(make_parser("hermes", "qwen3"))
     found: list[Segment] = []
     for piece in cut(text, cuts):
         parser.push(piece)
@@ -113,8 +115,8 @@ def delta(pieces: Sequence[str], first: int = 0) -> StreamDelta:
     return StreamDelta("r", 0, "".join(pieces), ids, output, pieces=list(pieces), logprobs=logprobs)
 
 
-def numbers(origins: Origins, found: Segment) -> list[int]:
-    return [entry.token for entry in origins.of(found) if entry is not None]
+def numbers(origins: TokenAttribution, found: Segment) -> list[int]:
+    return [entry.token for entry in origins.tokens_of(found) if entry is not None]
 
 
 def test_each_token_belongs_to_the_text_it_wrote():
@@ -124,7 +126,7 @@ def test_each_token_belongs_to_the_text_it_wrote():
         ['{"name": "f", "arguments": {', '"a": {', "}", "}}\n</tool_call>", "", "x<", "b", ""],
     ]  # fmt: skip
     starts = [0, *accumulate(map(len, steps))]
-    origins, parser = Origins(), Ordered(make_parser("hermes", "qwen3"))
+    origins, parser = TokenAttribution(), OrderedParser(make_parser("hermes", "qwen3"))
     found: list[tuple[str, list[int]]] = []
     for first, pieces in zip(starts, steps, strict=False):
         origins.add(delta(pieces, first))
@@ -136,8 +138,8 @@ def test_each_token_belongs_to_the_text_it_wrote():
     ]  # fmt: skip
 
 
-def test_a_token_of_two_segments_is_in_both_kinds_and_once_in_each():
-    origins = Origins()
+def test_token_across_two_segments_is_in_both_kinds_once():
+    origins = TokenAttribution()
     origins.add(delta(["ab</think>cd", "e"]))
     assert numbers(origins, Segment("reasoning", "a", 0, 1)) == [0]
     assert numbers(origins, Segment("reasoning", "b", 1, 2)) == []

@@ -56,7 +56,7 @@ def test_it_speaks_https_below_the_path_and_by_the_files_names(server: Served):
     assert names == ["first", "second"]
 
 
-def test_who_has_no_key_of_the_file_is_refused_and_who_has_is_named_in_the_log(server: Served):
+def test_key_file_rejects_unknown_keys_and_logs_names(server: Served):
     with pytest.raises(urllib.error.HTTPError) as refused:
         ask(server, "/v1/models", key="sk-c")
     assert refused.value.code == 401
@@ -65,7 +65,7 @@ def test_who_has_no_key_of_the_file_is_refused_and_who_has_is_named_in_the_log(s
     assert "sk-a" not in server.log
 
 
-def test_the_files_variables_are_the_templates_unless_the_request_has_its_own(server: Served):
+def test_template_variables_from_file_are_overridden_by_request(server: Served):
     def tokens(**more: Any) -> list[int]:
         body = {"messages": [{"role": "user", "content": "Hi"}], **more}
         return ask(server, "/tokenize", body)["tokens"]

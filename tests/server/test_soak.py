@@ -38,7 +38,7 @@ def test_good_bad_and_broken_requests_leave_the_server_as_it_was(tmp_path: Path)
 
 
 @pytest.mark.full
-def test_a_few_hundred_with_a_short_queue_leave_the_server_as_it_was(tmp_path: Path):
+def test_hundreds_of_requests_with_short_queue_leave_server_clean(tmp_path: Path):
     """A queue of four places makes many of them wait for room."""
     options = "--streams=40", "--requests=240", "--max-waiting=4"
     became, again = soak(tmp_path / "soak.json", *options)
@@ -50,7 +50,7 @@ def test_a_few_hundred_with_a_short_queue_leave_the_server_as_it_was(tmp_path: P
     assert again > 0
 
 
-def test_hostile_grammars_are_refused_or_followed_beside_honest_requests(tmp_path: Path):
+def test_hostile_grammars_do_not_disturb_honest_requests(tmp_path: Path):
     """Five of them have forced text without end. How long anybody waits and what the caches take is
     for the long form to say: a test's machine may be busy."""
     found = tmp_path / "grammars.json"

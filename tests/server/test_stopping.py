@@ -57,7 +57,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_told_to_stop_it_takes_nothing_new_finishes_what_runs_and_exits_with_0():
+def test_sigterm_drains_open_streams():
     with serving("--grace=600") as served:
         begun, stream, whole = opened(served)
         served.process.send_signal(signal.SIGTERM)
@@ -87,7 +87,7 @@ def test_told_to_stop_it_takes_nothing_new_finishes_what_runs_and_exits_with_0()
     ],
     ids=["the grace period is over", "told twice"],
 )
-def test_what_is_not_finished_in_time_gets_an_error_and_the_status_is_0(
+def test_unfinished_request_at_deadline_gets_error_and_status_0(
     options: tuple[str, ...], signals: tuple[int, ...]
 ):
     with serving(*options) as served:
@@ -113,7 +113,7 @@ def assert_ended(talks: tuple[Talk, Talk, Talk], status: int, code: str) -> None
         assert talk.error["code"] == code
 
 
-def test_an_engine_that_dies_fails_what_is_open_at_once_and_the_server_exits_with_1():
+def test_engine_death_fails_open_requests_and_exits_with_1():
     with serving("--no-restart-engine") as served:
         talks = opened(served)
         os.kill(served.engine_pid, signal.SIGKILL)
@@ -179,7 +179,7 @@ def test_the_engine_leaves_when_the_server_is_killed():
         assert "Traceback" not in served.log
 
 
-def test_while_the_engine_starts_the_server_says_so_and_ends_with_it():
+def test_while_the_engine_starts_server_reports_it():
     port = unused_port()
     url = f"http://127.0.0.1:{port}"
     process = launched(f"--port={port}")
@@ -202,7 +202,7 @@ def test_while_the_engine_starts_the_server_says_so_and_ends_with_it():
         process.kill()
 
 
-def test_told_to_stop_while_the_engine_starts_it_exits_with_0():
+def test_sigterm_during_engine_start_exits_with_0():
     process = launched("--port=0")
     try:
         (engine,) = until(lambda: child_of(process.pid), "the engine's process has begun")
@@ -236,7 +236,7 @@ def listens(url: str) -> bool:
     return False
 
 
-def test_a_start_that_cannot_be_is_one_sentence_and_status_2(tmp_path: Path):
+def test_impossible_start_is_one_sentence_and_status_2(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         wrong = {

@@ -19,7 +19,7 @@ from strobe.config import DEMO_MODELS
 from strobe.sampling.grammar_compiler import grammar_source
 from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.parsers import TOOL_FORMATS, Tool
 from strobe.server.serving import Formats
 from strobe.server.settings import ServerConfig
@@ -80,7 +80,7 @@ def tags(name: str) -> str:
 
 
 @pytest.mark.parametrize(("form", "write"), [("hermes", hermes), ("qwen3_coder", tags)])
-def test_a_call_of_a_tool_that_was_offered_is_one_and_of_another_is_text(
+def test_call_of_known_tool_is_parsed_and_of_unknown_is_text(
     tokenizer: Tokenizer, form: str, write: Any
 ):
     (choice,) = answer(tokenizer, form, f"Well.\n{write('get_weather')}")["choices"]
@@ -96,7 +96,7 @@ def test_a_call_of_a_tool_that_was_offered_is_one_and_of_another_is_text(
     assert not choice["message"].get("tool_calls")
 
 
-def test_tools_of_a_model_whose_form_is_not_known_come_with_a_warning(tokenizer: Tokenizer):
+def test_tools_with_unknown_format_warn(tokenizer: Tokenizer):
     body = answer(tokenizer, None, tags("get_weather"))
     assert body["choices"][0]["message"]["content"] == tags("get_weather")
     (said,) = body["warnings"]
@@ -116,7 +116,7 @@ def test_v1_responses_warns_of_them_as_well(tokenizer: Tokenizer):
         )
 
 
-def test_a_call_that_is_cut_off_is_no_whole_call(tokenizer: Tokenizer):
+def test_truncated_call_is_incomplete(tokenizer: Tokenizer):
     head = "<tool_call>\n<function=get_weather>\n"
     for text in ("", "<parameter=city>\nRo", "<parameter=city>\nRome\n</parameter>\n</fun"):
         (choice,) = answer(tokenizer, "qwen3_coder", head + text)["choices"]
@@ -125,7 +125,7 @@ def test_a_call_that_is_cut_off_is_no_whole_call(tokenizer: Tokenizer):
 
 
 @pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
-def test_arguments_that_are_nested_too_deeply_are_answered(tokenizer: Tokenizer, form: str):
+def test_deeply_nested_arguments_are_answered(tokenizer: Tokenizer, form: str):
     deep = "[" * 100_000 + "]" * 100_000
     text = hermes("get_weather").replace('"Rome"', deep)
     if form == "qwen3_coder":
@@ -151,7 +151,7 @@ def deep_schema(levels: int) -> Any:
         {"anyOf": [{"required": ["k"]}]},
     ],
 )
-def test_a_schema_that_cannot_be_held_is_refused_only_where_a_call_is_forced(
+def test_unsupported_schema_is_rejected_only_for_forced_calls(
     tokenizer: Tokenizer, parameters: Any
 ):
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
@@ -176,7 +176,7 @@ def test_a_deep_schema_is_no_fault_of_the_server(tokenizer: Tokenizer):
     assert made["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_a_call_that_is_forced_by_name_follows_the_schema(tokenizer: Tokenizer):
+def test_named_forced_call_follows_schema(tokenizer: Tokenizer):
     """The engine says anything that the grammar which it was given lets through."""
     words, choose = vocabulary(), random.Random(0)
 
@@ -230,15 +230,13 @@ def test_a_template_with_tools_in_no_known_form_is_warned_of(
 
 
 @pytest.mark.parametrize("error", [TypeError("'>' not supported"), KeyError("type")])
-def test_a_schema_that_no_form_can_read_is_the_clients_fault(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-):
+def test_unreadable_schema_is_a_client_error(error: Exception, monkeypatch: pytest.MonkeyPatch):
     def fails(*_: Any, **__: Any) -> str:
         raise error
 
     served = serving(Tokenizer(DEMO_MODELS / "target"))
     served.formats = Formats(TOOL_FORMATS["hermes"], None)
     monkeypatch.setattr(type(TOOL_FORMATS["hermes"]), "grammar", fails)
-    with pytest.raises(BadField, match="tools has a schema in which a keyword's value") as caught:
+    with pytest.raises(FieldError, match="tools has a schema in which a keyword's value") as caught:
         served.call_grammar([Tool("f")], parallel=True, prompt="")
     assert caught.value.body()["error"]["param"] == "tools"

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from polling import PATIENCE
 from starlette.responses import StreamingResponse
 
-from strobe.server.guards import Key
+from strobe.server.guards import ApiKeyEntry
 from strobe.server.middleware import MiddlewareSettings, wrap
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -38,7 +38,7 @@ def serve(app: Any, parser: str, talk: Talk) -> dict[str, Any]:
 
     async def main() -> dict[str, Any]:
         lines, log = Lines(), logging.getLogger("strobe.access")
-        wrapped = wrap(app, MiddlewareSettings(max_body_bytes=100, api_keys=(Key("k"),)))
+        wrapped = wrap(app, MiddlewareSettings(max_body_bytes=100, api_keys=(ApiKeyEntry("k"),)))
         config = uvicorn.Config(
             wrapped, http=parser, log_config=None, access_log=False, timeout_graceful_shutdown=1
         )
@@ -90,7 +90,7 @@ httptools = pytest.param(
 pytestmark = pytest.mark.parametrize("parser", ["h11", httptools])
 
 
-def test_a_chunked_body_that_passes_the_limit_ends_in_413_and_a_closed_connection(parser: str):
+def test_chunked_body_over_limit_is_413_and_closes(parser: str):
     seen: list[bytes] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -107,7 +107,7 @@ def test_a_chunked_body_that_passes_the_limit_ends_in_413_and_a_closed_connectio
     assert line["status"] == 413
 
 
-def test_a_body_within_the_limit_is_answered_and_the_connection_kept(parser: str):
+def test_body_within_limit_keeps_the_connection(parser: str):
     body = json.dumps({"stream": False}).encode()
     seen: list[bytes] = []
 
@@ -125,7 +125,7 @@ def test_a_body_within_the_limit_is_answered_and_the_connection_kept(parser: str
     assert (line["status"], line["request_id"], line["bytes"]) == (200, "mine", 16)
 
 
-def test_a_client_that_leaves_a_stream_stops_it_and_is_logged_as_499(parser: str):
+def test_disconnect_stops_stream_and_logs_499(parser: str):
     body = json.dumps({"stream": True}).encode()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

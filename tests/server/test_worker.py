@@ -20,10 +20,10 @@ from strobe.grammars.trial import GrammarsUnavailable
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.messages import (
     Finish,
-    Forget,
     Grammars,
-    Refused,
-    Step,
+    Rejected,
+    Release,
+    StepEvents,
     Stop,
     Submit,
 )
@@ -97,13 +97,13 @@ class Desk:
         """Read what the worker has said so far."""
         while self.pipe.poll():
             message = self.pipe.recv()
-            if isinstance(message, Step):
+            if isinstance(message, StepEvents):
                 self.events += message.events
                 self.snapshot = message.snapshot or self.snapshot
             elif isinstance(message, Grammars):
                 self.grammar_faults.append(message.fault)
             else:
-                assert isinstance(message, Refused)
+                assert isinstance(message, Rejected)
                 self.refused[message.key] = message.error
                 if not message.user_error:
                     self.unavailable.add(message.key)
@@ -149,7 +149,7 @@ def working(pair: Pair, **options: Any) -> Iterator[Desk]:
 
 
 @both_depths
-def test_who_leaves_between_two_tokens_frees_the_pages_within_two_steps(pair: Pair, overlap: int):
+def test_disconnect_while_decoding_frees_pages_within_two_steps(pair: Pair, overlap: int):
     with working(pair, overlap=overlap) as desk:
         desk.allow(3)
         desk.send(Submit(1, PROMPT, LONG, "a"))
@@ -163,9 +163,7 @@ def test_who_leaves_between_two_tokens_frees_the_pages_within_two_steps(pair: Pa
 
 
 @both_depths
-def test_who_leaves_while_the_prompt_is_read_frees_the_pages_within_two_steps(
-    pair: Pair, overlap: int
-):
+def test_disconnect_during_prefill_frees_pages_within_two_steps(pair: Pair, overlap: int):
     prompt = list(range(200, 400))
     with working(pair, overlap=overlap, max_num_batched_tokens=16) as desk:
         desk.allow(2)
@@ -180,7 +178,7 @@ def test_who_leaves_while_the_prompt_is_read_frees_the_pages_within_two_steps(
 
 
 @both_depths
-def test_who_leaves_the_queue_never_runs_and_the_others_go_on(pair: Pair, overlap: int):
+def test_disconnect_in_queue_never_runs(pair: Pair, overlap: int):
     with working(pair, overlap=overlap, max_num_seqs=1) as desk:
         desk.allow(2)
         desk.send(Submit(1, PROMPT, SHORT, "a"), Submit(2, PROMPT, SHORT, "b"))
@@ -195,7 +193,7 @@ def test_who_leaves_the_queue_never_runs_and_the_others_go_on(pair: Pair, overla
         assert len(desk.tokens(1)) == 12
 
 
-def test_an_engine_that_becomes_idle_says_so(pair: Pair):
+def test_idle_engine_reports_snapshot(pair: Pair):
     """Or /metrics would show the last request as running until the next one comes."""
     with working(pair) as desk:
         desk.allow(2)
@@ -210,20 +208,20 @@ def test_an_engine_that_becomes_idle_says_so(pair: Pair):
         assert desk.snapshot.kv_used == 0
 
 
-def test_told_to_forget_it_finds_no_prefix_again(pair: Pair):
+def test_prefix_reset_finds_no_prefix(pair: Pair):
     prompt = list(range(5, 25))
     params = SamplingParams(temperature=0, max_tokens=1)
     with working(pair) as desk:
         desk.allow(FREE)
         for key in range(3):
-            desk.send(*[Forget()] * (key == 2), Submit(key, prompt, params, str(key)))
+            desk.send(*[Release()] * (key == 2), Submit(key, prompt, params, str(key)))
             desk.hear(lambda key=key: desk.reasons(key), "the answer")
         cached = [event.start.num_cached for event in desk.events if event.start is not None]
     assert cached[0] == cached[2] == 0
     assert cached[1] == 16
 
 
-def test_events_add_up_to_what_the_engine_alone_makes(pair: Pair):
+def test_events_match_the_engine_alone(pair: Pair):
     params = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=20, ignore_eos=True)
     config = EngineConfig(target=str(pair.target), draft=str(pair.draft), max_model_len=256)
     alone = run(make_engine(config), [PROMPT], params)
@@ -241,7 +239,7 @@ def test_events_add_up_to_what_the_engine_alone_makes(pair: Pair):
         assert not desk.worker.requests
 
 
-def test_one_answer_of_several_ends_alone(pair: Pair):
+def test_one_of_several_answers_ends_alone(pair: Pair):
     with working(pair, max_num_seqs=4) as desk:
         desk.allow(3)
         params = LONG.clone(n=3, max_tokens=60, temperature=1.0)
@@ -257,7 +255,7 @@ def test_one_answer_of_several_ends_alone(pair: Pair):
         until(lambda: desk.free, "all pages come back")
 
 
-def test_a_prompt_that_cannot_be_answered_is_refused_with_its_sentence(pair: Pair):
+def test_unanswerable_prompt_is_rejected_with_reason(pair: Pair):
     with working(pair) as desk:
         desk.allow(FREE)
         desk.send(
@@ -276,7 +274,7 @@ def structured(**form: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=24, structured_outputs=form)
 
 
-def test_answers_follow_a_grammar_and_one_that_does_not_compile_is_refused(pair: Pair):
+def test_grammar_is_followed_or_rejected_when_uncompilable(pair: Pair):
     tokenizer = Tokenizer(Path(pair.target))
     with working(pair) as desk:
         desk.allow(FREE)
@@ -292,9 +290,7 @@ def test_answers_follow_a_grammar_and_one_that_does_not_compile_is_refused(pair:
         assert "does not compile" in desk.refused[2]
 
 
-def test_a_grammar_that_takes_long_to_compile_holds_up_nobody_else(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-):
+def test_slow_grammar_blocks_no_other_request(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     begun, go = threading.Event(), threading.Event()
     with working(pair) as desk:
         compile = desk.engine.compile
@@ -312,17 +308,15 @@ def test_a_grammar_that_takes_long_to_compile_holds_up_nobody_else(
         desk.send(Submit(3, PROMPT, SHORT, "c"), Submit(4, PROMPT, SHORT, "d"))
         desk.hear(lambda: desk.reasons(3) and desk.reasons(4), "those without a grammar")
         desk.send(Finish(1, None, "abort"))
-        until(lambda: desk.worker.given_up, "the first is given up before it is an engine's")
+        until(lambda: desk.worker.aborted, "the first is given up before it is an engine's")
         go.set()
         desk.hear(lambda: desk.reasons(2), "the one still wanted")
         assert not any(event.key == 1 for event in desk.events)
-        assert not desk.worker.given_up
+        assert not desk.worker.aborted
         assert not desk.worker.compiling
 
 
-def test_a_refused_grammar_that_nobody_waits_for_leaves_nothing_behind(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-):
+def test_abandoned_rejected_grammar_leaves_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     begun, go = threading.Event(), threading.Event()
     with working(pair) as desk:
         compile = desk.engine.compile
@@ -336,9 +330,9 @@ def test_a_refused_grammar_that_nobody_waits_for_leaves_nothing_behind(
         desk.send(Submit(1, PROMPT, structured(regex="(unfinished"), "a"))
         assert begun.wait(PATIENCE), "given up before, it would not be compiled at all"
         desk.send(Finish(1, None, "abort"))
-        until(lambda: desk.worker.given_up, "it is given up")
+        until(lambda: desk.worker.aborted, "it is given up")
         go.set()
-        until(lambda: not desk.worker.given_up, "it is forgotten")
+        until(lambda: not desk.worker.aborted, "it is forgotten")
         assert not desk.worker.compiling
         desk.take()
         assert not desk.refused
@@ -370,7 +364,7 @@ def test_unavailable_grammars_are_reported_until_they_compile_again(
         assert desk.unavailable == {1}
 
 
-def test_a_step_that_fails_ends_the_request_at_fault_and_no_other(pair: Pair):
+def test_failing_step_ends_only_the_faulty_request(pair: Pair):
     """Whatever fails wherever it runs; the others are answered as if nothing had been."""
     with working(pair) as desk:
         launch, engine = desk.engine.launch, desk.engine
@@ -393,7 +387,7 @@ def test_a_step_that_fails_ends_the_request_at_fault_and_no_other(pair: Pair):
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_the_engine_leaves_when_the_server_has_gone(pair: Pair, busy: bool):
+def test_engine_exits_when_server_is_gone(pair: Pair, busy: bool):
     with working(pair) as desk:
         if busy:
             desk.allow(2)
@@ -405,7 +399,7 @@ def test_the_engine_leaves_when_the_server_has_gone(pair: Pair, busy: bool):
         until(lambda: not desk.thread.is_alive(), "the worker leaves with its next step")
 
 
-def test_told_to_stop_it_gives_up_what_runs(pair: Pair):
+def test_stop_aborts_running_requests(pair: Pair):
     with working(pair) as desk:
         desk.allow(2)
         desk.send(Submit(1, PROMPT, LONG, "a"), Submit(2, PROMPT, LONG, "b"))

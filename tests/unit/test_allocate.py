@@ -20,7 +20,7 @@ from strobe.step import TAIL, Span, num_rows
 CPU = torch.device("cpu")
 
 
-def test_a_chance_is_the_product_of_what_the_margins_up_to_there_say():
+def test_chance_is_product_of_margin_probabilities():
     margins = torch.tensor([[0.0, 2.0, 1.0], [40.0, 0.5, 3.0]])
     weights = torch.tensor([[1.0, 0.0], [0.5, -1.0], [0.0, math.inf]])
     found = chances(margins, weights, torch.tensor([3, 2]))
@@ -35,7 +35,7 @@ def test_a_chance_is_the_product_of_what_the_margins_up_to_there_say():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_device_sees_the_evidence_that_the_host_sees(seed: int):
+def test_device_evidence_matches_host(seed: int):
     rng = np.random.default_rng(seed)
     margins, most = rng.gamma(1.5, 2.0, (6, 7)), rng.integers(0, 8, 6)
     fit = Confidence(7)
@@ -45,7 +45,7 @@ def test_the_device_sees_the_evidence_that_the_host_sees(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_other_choice_of_as_many_drafts_promises_more(seed: int):
+def test_choice_maximizes_expected_drafts(seed: int):
     rng = random.Random(seed)
     spans, width = rng.randint(1, 4), rng.randint(1, 4)
     margins = torch.tensor([[rng.uniform(0, 5) for _ in range(width)] for _ in range(spans)])
@@ -78,7 +78,7 @@ def test_without_margins_every_request_gets_as_many(padded: bool):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_narrowed_layout_is_that_of_the_drafts_that_are_left(seed: int):
+def test_narrowed_layout_matches_fresh_layout(seed: int):
     rng = random.Random(seed)
     spans = spans_of(rng, 7)
     made = [span.num_drafts if span.method is not None else 0 for span in spans]
@@ -99,7 +99,7 @@ def test_a_narrowed_layout_is_that_of_the_drafts_that_are_left(seed: int):
     assert facts(found) == facts(wanted)
 
 
-def test_a_narrowed_step_takes_the_smallest_bucket_that_has_room():
+def test_narrowed_step_takes_smallest_fitting_bucket():
     buckets = Buckets(20, 7, 8)
     spans = [Span(i, 5, 5, (TAIL,), 7, "dflash", 8) for i in range(20)]
     assert buckets.shape_of(spans) == Shape(20, 160, 8, 7, 8)

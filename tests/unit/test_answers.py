@@ -90,7 +90,7 @@ def slow(
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("text", TEXTS)
-def test_all_is_cut_at_a_stop_string_in_whatever_steps_it_comes(
+def test_stop_string_cuts_everything_for_any_grouping(
     tokenizer: Tokenizer, text: str, include: bool
 ):
     tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -137,7 +137,7 @@ def test_pieces_are_each_tokens_share_of_the_text(tokenizer: Tokenizer, text: st
     assert stops > 20
 
 
-def test_accepted_is_never_more_than_the_tokens_kept(tokenizer: Tokenizer):
+def test_accepted_never_exceeds_kept_tokens(tokenizer: Tokenizer):
     tokens = tokenizer.encode("one two three four five", add_special_tokens=False)
     sizes = set[int]()
     for stop in ("one", "three", "five", "x"):
@@ -162,7 +162,7 @@ def test_a_stop_string_before_min_tokens_is_text(tokenizer: Tokenizer):
         assert len(answer.output.token_ids) > least
 
 
-def test_an_end_token_is_kept_and_leaves_no_text_and_an_empty_piece(tokenizer: Tokenizer):
+def test_end_token_is_kept_with_empty_piece(tokenizer: Tokenizer):
     tokens = [*tokenizer.encode("all done", add_special_tokens=False), END]
     answer = answer_of(tokenizer, SamplingParams(logprobs=0, skip_special_tokens=False))
     delta = answer.push(event(tokens, "stop", stop_reason=17, logprobs=scores_of(tokens, 0)))
@@ -177,7 +177,7 @@ def test_an_end_token_is_kept_and_leaves_no_text_and_an_empty_piece(tokenizer: T
     assert answer_of(tokenizer, spelt).push(event(tokens, "stop")).text == "all done<|im_end|>"
 
 
-def test_bytes_that_never_became_a_character_come_out_with_the_last_token(tokenizer: Tokenizer):
+def test_incomplete_bytes_come_with_last_token(tokenizer: Tokenizer):
     tokens = tokenizer.encode("a😀", add_special_tokens=False)[:-1]
     answer = answer_of(tokenizer, SamplingParams())
     first = answer.push(event(tokens))
@@ -203,7 +203,7 @@ def test_an_end_without_tokens_carries_its_reason(
     assert len(output.logprobs or []) == len(tokens)
 
 
-def test_an_error_is_told_only_where_the_answer_ended_in_one(tokenizer: Tokenizer):
+def test_error_is_set_only_when_answer_failed(tokenizer: Tokenizer):
     tokens = tokenizer.encode("so far", add_special_tokens=False)
     answer = answer_of(tokenizer, SamplingParams(stop="far"))
     answer.push(event(tokens, "error", error="What was wrong."))
@@ -219,14 +219,14 @@ def test_an_answer_of_no_tokens_is_empty(tokenizer: Tokenizer):
     assert (output.logprobs, output.cumulative_logprob) == ([], 0.0)
 
 
-def test_without_logprobs_asked_for_there_are_none(tokenizer: Tokenizer):
+def test_logprobs_are_absent_by_default(tokenizer: Tokenizer):
     answer = answer_of(tokenizer, SamplingParams())
     delta = answer.push(event([300, 301], "length"))
     assert (delta.logprobs, answer.output.logprobs) == ([], None)
     assert answer.output.cumulative_logprob is None
 
 
-def test_a_named_token_stands_first_with_its_own_rank_and_the_best_behind_it(
+def test_chosen_token_comes_first_with_own_rank(
     tokenizer: Tokenizer,
 ):
     top = ((300, -0.1), (301, -2.5), (302, -3.0))
@@ -255,7 +255,7 @@ def test_pieces_do_not_depend_on_the_steps(tokenizer: Tokenizer, size: int):
     assert pieces == [tokenizer.token_text(token) for token in answer.output.token_ids]
 
 
-def test_an_answer_counts_the_drafts_of_its_events_up_to_its_stop_string(tokenizer: Tokenizer):
+def test_drafts_are_counted_up_to_stop_string(tokenizer: Tokenizer):
     tokens = tokenizer.encode("one two three four five", add_special_tokens=False)
     kept = slow(tokenizer, tokens, SamplingParams(stop="three"))[1]
     assert 2 < kept < len(tokens)
@@ -273,7 +273,7 @@ def test_an_answer_counts_the_drafts_of_its_events_up_to_its_stop_string(tokeniz
     assert report.accepted_per_position == [1] * (kept - 2) + [0] * (7 - kept + 2)
 
 
-def test_why_an_answer_does_not_speculate_comes_with_its_first_event(tokenizer: Tokenizer):
+def test_off_reason_comes_with_first_event(tokenizer: Tokenizer):
     answer = answer_of(tokenizer, SamplingParams())
     start = START._replace(method="none", off_reason="no drafter is loaded")
     answer.push(event([300], start=start))
@@ -285,12 +285,12 @@ def test_why_an_answer_does_not_speculate_comes_with_its_first_event(tokenizer: 
     assert (report.used, report.acceptance_length) == (False, None)
 
 
-def test_an_answer_that_never_began_cannot_go_on(tokenizer: Tokenizer):
+def test_answer_without_start_is_rejected(tokenizer: Tokenizer):
     with pytest.raises(AssertionError, match="first event"):
         answer_of(tokenizer, SamplingParams()).push(later([300]))
 
 
-def test_the_report_says_how_many_steps_drafted_nothing_and_why(tokenizer: Tokenizer):
+def test_report_counts_skipped_steps_with_reason(tokenizer: Tokenizer):
     answer = AnswerBuilder(tokenizer, SamplingParams(), request_id="r")
     answer.push(event([7], num_proposed=None))
     for made, drafted, accepted in ((15, 4, 2), (0, 0, 0), (7, 0, 0), (0, 0, 0)):

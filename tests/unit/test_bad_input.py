@@ -186,7 +186,7 @@ def test_a_config_value_of_the_wrong_kind(
         ),
     ],
 )
-def test_a_config_that_is_not_supported(
+def test_unsupported_config(
     damaged: Pair, refused: Callable[..., str], changes: dict[str, Any], parts: list[str]
 ):
     config = damaged.target / "config.json"
@@ -198,18 +198,14 @@ def test_a_config_that_is_not_supported(
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000], ids=range(7)
 )
-def test_a_config_that_is_no_object(
-    damaged: Pair, refused: Callable[..., str], file: str, content: bytes
-):
+def test_non_object_config(damaged: Pair, refused: Callable[..., str], file: str, content: bytes):
     (damaged.target / file).write_bytes(content)
     says(refused(damaged.target), damaged.target / file, "again")
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("value", ["2", -1, 2048, True, [2, None], [[2]], 2.0])
-def test_an_end_token_that_is_none(
-    damaged: Pair, refused: Callable[..., str], file: str, value: Any
-):
+def test_invalid_eos_token(damaged: Pair, refused: Callable[..., str], file: str, value: Any):
     edit_json(damaged.target / "generation_config.json", eos_token_id=None)
     edit_json(damaged.target / file, eos_token_id=value)
     says(refused(damaged.target), damaged.target / file, f"eos_token_id is {value!r}", "0 to 2047")
@@ -225,7 +221,7 @@ def test_an_end_token_that_is_none(
         ("repetition_penalty", -1),
     ],
 )
-def test_recommended_sampling_that_cannot_be(
+def test_invalid_recommended_sampling(
     damaged: Pair, refused: Callable[..., str], key: str, value: Any
 ):
     path = damaged.target / "generation_config.json"
@@ -233,7 +229,7 @@ def test_recommended_sampling_that_cannot_be(
     says(refused(damaged.target), path, f"{key} is {value!r}")
 
 
-def test_a_directory_that_is_not_there(pair: Pair, refused: Callable[..., str], tmp_path: Path):
+def test_missing_directory(pair: Pair, refused: Callable[..., str], tmp_path: Path):
     nowhere = tmp_path / "nowhere"
     hint = "name a directory that holds a Hugging Face checkpoint"
     says(refused(nowhere), f"{nowhere} does not exist", hint)
@@ -255,7 +251,7 @@ def test_a_drafter_of_another_method_as_the_target(damaged: Pair, refused: Calla
     says(refused(damaged.target), config, "of a drafter for EAGLE-3, not of a target", "z-lab's")
 
 
-def test_values_that_change_nothing_are_taken(damaged: Pair):
+def test_neutral_values_are_accepted(damaged: Pair):
     plain = {"use_swa": False, "attention_value_scale": 1.0, "is_neox_style": True}
     edit_json(damaged.draft / "config.json", **plain, sample_from_anchor=False)
     assert load_draft_config(damaged.draft).block_size == 8
@@ -296,7 +292,7 @@ def test_values_that_change_nothing_are_taken(damaged: Pair):
         ({"sample_from_anchor": True}, "sample_from_anchor is True, which is not supported"),
     ],
 )
-def test_a_drafter_whose_config_does_not_fit(
+def test_mismatched_drafter_config(
     damaged: Pair, refused: Callable[..., str], changes: dict[str, Any], part: str
 ):
     config = damaged.draft / "config.json"
@@ -321,7 +317,7 @@ def test_a_drafter_whose_config_does_not_fit(
         ({"final_logit_softcapping": -30}, "final_logit_softcapping is -30"),
     ],
 )
-def test_a_drafter_whose_dflash_values_do_not_fit(
+def test_mismatched_drafter_dflash_values(
     damaged: Pair, refused: Callable[..., str], changes: dict[str, Any], part: str
 ):
     config = damaged.draft / "config.json"
@@ -330,17 +326,13 @@ def test_a_drafter_whose_dflash_values_do_not_fit(
     says(refused(damaged.target, damaged.draft), config, part)
 
 
-def test_a_drafter_that_says_nothing_of_the_layers_it_reads(
-    damaged: Pair, refused: Callable[..., str]
-):
+def test_drafter_without_layer_ids(damaged: Pair, refused: Callable[..., str]):
     config = damaged.draft / "config.json"
     edit_json(config, dflash_config={"mask_token_id": 3}, num_target_layers=None)
     says(refused(damaged.target, damaged.draft), config, "target_layer_ids is None")
 
 
-def test_a_drafter_that_reads_fewer_layers_than_it_was_trained_on(
-    damaged: Pair, refused: Callable[..., str]
-):
+def test_drafter_reading_too_few_layers(damaged: Pair, refused: Callable[..., str]):
     config = damaged.draft / "config.json"
     edit_json(config, dflash_config={"mask_token_id": 3, "target_layer_ids": [0, 1]})
     says(
@@ -367,7 +359,7 @@ def test_a_drafter_that_reads_fewer_layers_than_it_was_trained_on(
     ],
     ids=["missing", "extra", "short", "flat", "int8", "float8"],
 )
-def test_tensors_that_do_not_fit(
+def test_mismatched_tensors(
     damaged: Pair,
     refused: Callable[..., str],
     side: str,
@@ -385,16 +377,14 @@ def test_tensors_that_do_not_fit(
 
 @pytest.mark.parametrize("side", ["target", "draft"])
 @pytest.mark.parametrize("keep", [-1, 1000, 7, 0])
-def test_a_file_of_tensors_that_was_cut_short(
-    damaged: Pair, refused: Callable[..., str], side: str, keep: int
-):
+def test_truncated_tensor_file(damaged: Pair, refused: Callable[..., str], side: str, keep: int):
     path: Path = getattr(damaged, side) / MODEL
     path.write_bytes(path.read_bytes()[:keep])
     says(refused(damaged.target, damaged.draft), path, "is damaged or cut short", "again")
 
 
 @pytest.mark.parametrize("side", ["target", "draft"])
-def test_a_file_of_tensors_that_is_not_there(damaged: Pair, refused: Callable[..., str], side: str):
+def test_missing_tensor_file(damaged: Pair, refused: Callable[..., str], side: str):
     path: Path = getattr(damaged, side) / MODEL
     path.unlink()
     says(refused(damaged.target, damaged.draft), f"{path} does not exist", "again")
@@ -402,7 +392,7 @@ def test_a_file_of_tensors_that_is_not_there(damaged: Pair, refused: Callable[..
     says(refused(damaged.target, damaged.draft), f"{path} is damaged", "again")
 
 
-def test_a_head_that_config_and_tensors_do_not_agree_on(damaged: Pair, refused: Callable[..., str]):
+def test_head_conflict_between_config_and_tensors(damaged: Pair, refused: Callable[..., str]):
     tensors = load_file(damaged.target / MODEL)
     del tensors["lm_head.weight"]
     save_file(tensors, damaged.target / MODEL)
@@ -426,7 +416,7 @@ def sharded(shards: Path, tmp_path: Path) -> Path:
     return tmp_path / "sharded"
 
 
-def test_a_shard_that_is_not_there_or_cut_short(sharded: Path, refused: Callable[..., str]):
+def test_missing_or_truncated_shard(sharded: Path, refused: Callable[..., str]):
     shard = sorted(sharded.glob("model-*.safetensors"))[1]
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
@@ -438,16 +428,12 @@ def test_a_shard_that_is_not_there_or_cut_short(sharded: Path, refused: Callable
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}']
 )
-def test_an_index_of_shards_that_is_damaged(
-    sharded: Path, refused: Callable[..., str], content: str
-):
+def test_damaged_shard_index(sharded: Path, refused: Callable[..., str], content: str):
     (sharded / INDEX).write_text(content)
     says(refused(sharded), sharded / INDEX, "again")
 
 
-def test_an_index_that_forgets_a_shard_or_has_a_tensor_twice(
-    sharded: Path, refused: Callable[..., str]
-):
+def test_index_missing_a_shard_or_repeating_a_tensor(sharded: Path, refused: Callable[..., str]):
     index = json.loads((sharded / INDEX).read_text())["weight_map"]
     gone = index["lm_head.weight"]
     kept = {name: file for name, file in index.items() if file != gone}
@@ -472,7 +458,7 @@ def test_an_index_that_forgets_a_shard_or_has_a_tensor_twice(
         ("tokenizer_config.json", "[]"),
     ],
 )
-def test_a_tokenizer_that_is_missing_or_damaged(
+def test_missing_or_damaged_tokenizer(
     damaged: Pair, refused: Callable[..., str], file: str, content: str | None
 ):
     path = damaged.target / file
@@ -531,7 +517,7 @@ def test_a_tokenizer_that_is_missing_or_damaged(
         ({"ngram_max": 33}, "ngram_max is 33, but must be at most 32"),
     ],
 )
-def test_settings_that_cannot_be(
+def test_invalid_settings(
     pair: Pair, refused: Callable[..., str], options: dict[str, Any], part: str
 ):
     says(refused(pair.target, pair.draft, **options), part)
@@ -549,7 +535,7 @@ def test_settings_that_cannot_be(
         ({"num_drafts": 512, "method": "ngram"}, "num_drafts is 512, but max_model_len is 512"),
     ],
 )
-def test_settings_that_need_a_drafter(
+def test_settings_requiring_a_drafter(
     pair: Pair, refused: Callable[..., str], options: dict[str, Any], part: str
 ):
     says(refused(pair.target, **options), part)
@@ -585,21 +571,21 @@ def test_settings_of_the_wrong_type(
 # memory
 
 
-def test_weights_that_do_not_fit(
+def test_weights_beyond_memory(
     pair: Pair, refused: Callable[..., str], free: Callable[[int], None]
 ):
     free(500_000)
     says(refused(pair.target), "The weights take", "cpu has 500000 bytes free")
 
 
-def test_a_cache_above_what_is_free(
+def test_cache_beyond_free_memory(
     pair: Pair, refused: Callable[..., str], free: Callable[[int], None]
 ):
     free(3 * 2**20)
     says(refused(pair.target, kv_cache_memory="4MiB"), "kv_cache_memory is 4MiB (4194304 bytes)")
 
 
-def test_a_context_above_what_is_free(
+def test_context_beyond_free_memory(
     pair: Pair, refused: Callable[..., str], free: Callable[[int], None]
 ):
     free(1_200_000)
@@ -608,7 +594,7 @@ def test_a_context_above_what_is_free(
     assert "raise kv_cache_memory" not in sentence
 
 
-def test_what_one_context_takes_is_said_and_suffices(pair: Pair, refused: Callable[..., str]):
+def test_stated_size_for_one_context_suffices(pair: Pair, refused: Callable[..., str]):
     sentence = refused(pair.target, kv_cache_memory="64KiB", max_num_seqs=1)
     need = sentence.split("raise kv_cache_memory to ")[1].split(" bytes")[0]
     says(refused(pair.target, kv_cache_memory=int(need) - 1), need)
@@ -712,11 +698,11 @@ def test_sampling_values_out_of_range(field: str, values: list[Any]):
         {"speculation": Speculation(num_drafts=3)},
     ],
 )
-def test_sampling_values_at_the_edge_are_taken(values: dict[str, Any]):
+def test_boundary_sampling_values_are_accepted(values: dict[str, Any]):
     SamplingParams(**values)
 
 
-def test_a_name_that_is_no_sampling_field_is_named():
+def test_unknown_sampling_field_is_named():
     with pytest.raises(TypeError, match="tempreature"):
         SamplingParams(tempreature=1.0)  # pyright: ignore[reportCallIssue]
 
@@ -786,7 +772,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
 ]
 
 
-def test_bad_prompts_fail_alone_and_the_others_are_answered(llm: LLM):
+def test_bad_prompts_fail_alone(llm: LLM):
     (alone,) = llm.generate("hello", GREEDY, use_tqdm=False)
     prompts: list[Any] = ["hello"]
     for bad, _ in BAD_PROMPTS:
@@ -814,12 +800,12 @@ def test_a_stream_of_a_bad_prompt_raises(llm: LLM, bad: Any, part: str):
 
 
 @pytest.mark.parametrize("call", [None, 3.5, b"hello", {"prmpt": "x"}, ""])
-def test_a_single_bad_prompt_is_one_output(llm: LLM, call: Any):
+def test_single_bad_prompt_is_one_output(llm: LLM, call: Any):
     (output,) = llm.generate(call, GREEDY)
     assert output.outputs[0].finish_reason == "error"
 
 
-def test_token_ids_of_other_whole_number_types_are_read(llm: LLM):
+def test_other_integer_types_are_accepted_as_token_ids(llm: LLM):
     ids = llm.tokenizer.encode("hello there")
     want = llm.generate([ids], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     given: list[Any] = [
@@ -854,7 +840,7 @@ def test_a_broken_conversation_fails_alone(llm: LLM, messages: Any):
 @pytest.mark.parametrize(
     "bad", [None, 5, {"temperature": 0}, SamplingParams, [GREEDY]], ids=["none", "5", "d", "t", "l"]
 )
-def test_bad_parameters_of_one_prompt_fail_alone(llm: LLM, bad: Any):
+def test_bad_params_of_one_prompt_fail_alone(llm: LLM, bad: Any):
     outputs = llm.generate(["hello"] * 3, [GREEDY, bad, GREEDY], use_tqdm=False)
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
     assert "must be SamplingParams" in str(outputs[1].outputs[0].error)
@@ -867,9 +853,7 @@ def test_bad_parameters_of_one_prompt_fail_alone(llm: LLM, bad: Any):
         ({"speculation": {"num_drafts": 8}}, "speculation.num_drafts is 8, but this engine"),
     ],
 )
-def test_parameters_that_this_engine_cannot_serve_fail_alone(
-    llm: LLM, changes: dict[str, Any], part: str
-):
+def test_unsupported_params_fail_alone(llm: LLM, changes: dict[str, Any], part: str):
     params = [GREEDY, GREEDY.clone(n=2, **changes)]
     good, bad = llm.generate(["hello"] * 2, params, use_tqdm=False)
     assert good.outputs[0].finish_reason == "length"
@@ -880,7 +864,7 @@ def test_parameters_that_this_engine_cannot_serve_fail_alone(
     llm.engine.check()
 
 
-def test_a_method_that_this_engine_has_not_loaded_fails_alone(pair: Pair):
+def test_unavailable_method_fails_alone(pair: Pair):
     plain = LLM(pair.target, max_model_len=64)
     params = [GREEDY, GREEDY.clone(speculation={"method": "dflash"})]
     good, bad = plain.generate(["hello"] * 2, params, use_tqdm=False)
@@ -889,21 +873,19 @@ def test_a_method_that_this_engine_has_not_loaded_fails_alone(pair: Pair):
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, 5, "greedy", [GREEDY], []])
-def test_parameters_that_do_not_belong_to_the_prompts_refuse_the_call(llm: LLM, params: Any):
+def test_mismatched_params_raise(llm: LLM, params: Any):
     with pytest.raises(ValueError, match="sampling_params"):
         llm.generate(["hello"] * 2, params, use_tqdm=False)
     assert not llm.engine.has_work
 
 
 @pytest.mark.parametrize("more", [5, "thinking", {"tools": []}, {"add_generation_prompt": False}])
-def test_template_options_that_are_none_refuse_the_call(llm: LLM, more: Any):
+def test_invalid_template_options_raise(llm: LLM, more: Any):
     with pytest.raises(ValueError, match="chat_template_kwargs is"):
         llm.chat([{"role": "user", "content": "hello"}], GREEDY, chat_template_kwargs=more)
 
 
-def test_one_bad_prompt_of_several_on_the_command_line(
-    pair: Pair, capsys: pytest.CaptureFixture[str]
-):
+def test_one_bad_prompt_on_the_command_line(pair: Pair, capsys: pytest.CaptureFixture[str]):
     flags = ["--no-chat", "--temperature=0", "--max-tokens=4", f"--target={pair.target}"]
     assert cli.main(["generate", "hello", "", *flags]) == 1
     out, err = capsys.readouterr()
@@ -951,9 +933,7 @@ def test_one_bad_prompt_of_several_on_the_command_line(
         ),
     ],
 )
-def test_arguments_that_cannot_be(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
-):
+def test_invalid_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str):
     assert cli.main(arguments) == 2
     assert capsys.readouterr() == ("", f"strobe: {sentence}\n")
 
@@ -966,7 +946,7 @@ def test_arguments_that_cannot_be(
         "--served-model-name=", "--gpu-memory-utilization=nan", "--kv-cache-memory=inf",
     ],
 )  # fmt: skip
-def test_a_servers_settings_that_cannot_be(capsys: pytest.CaptureFixture[str], flags: str):
+def test_invalid_server_settings(capsys: pytest.CaptureFixture[str], flags: str):
     assert cli.main(["serve", flags]) == 2
     out, err = capsys.readouterr()
     name = flags.split("=")[0].removeprefix("--").replace("-", "_")
@@ -974,13 +954,13 @@ def test_a_servers_settings_that_cannot_be(capsys: pytest.CaptureFixture[str], f
     assert re.match(rf"strobe: {name} (is|holds) .*\.\n$", err)
 
 
-def test_a_device_of_torch_is_taken(pair: Pair):
+def test_torch_device_is_accepted(pair: Pair):
     llm = LLM(pair.target, device=torch.device("cpu"), max_model_len=64)
     assert llm.engine.config.device == "cpu"
 
 
 @pytest.mark.parametrize("side", ["target", "draft"])
-def test_info_refuses_what_the_engine_refuses(
+def test_info_rejects_what_the_engine_rejects(
     damaged: Pair, no_weights: None, capsys: pytest.CaptureFixture[str], side: str
 ):
     path: Path = getattr(damaged, side) / MODEL

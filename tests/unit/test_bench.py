@@ -113,7 +113,7 @@ def test_bench_alone_shows_its_help(main: Callable[..., Any]):
         ("offline", ["--temperature=-1"], "temperature is -1, but must be at least 0"),
     ],
 )  # fmt: skip
-def test_bad_input_is_answered_with_one_sentence(
+def test_bad_input_is_a_one_line_error(
     main: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -153,7 +153,7 @@ def test_the_command_in_the_file_asks_for_the_same(monkeypatch: pytest.MonkeyPat
 # runs
 
 
-def test_step_times_the_demo_models_shapes_and_says_what_is_forced(
+def test_step_times_demo_shapes_and_reports_forced_acceptance(
     main: Callable[..., Any], tmp_path: Path
 ):
     file = tmp_path / "figures.json"
@@ -200,7 +200,7 @@ def test_step_times_the_demo_models_shapes_and_says_what_is_forced(
 
 
 @pytest.mark.parametrize(("method", "names"), [("none", ["plain"]), ("dflash", ["dflash"])])
-def test_step_measures_one_way_where_that_is_asked_for(
+def test_step_measures_one_method_when_selected(
     main: Callable[..., Any], tmp_path: Path, method: str, names: list[str]
 ):
     file = tmp_path / "figures.json"
@@ -229,7 +229,7 @@ def test_step_takes_directories_with_a_config_alone(
     assert "dflash" not in out
 
 
-def test_step_has_one_engine_at_a_time(main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+def test_step_holds_one_engine_at_a_time(main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     """Two would not find memory side by side: each takes most of a GPU's for keys and values."""
     made: list[weakref.ref[Engine]] = []
     alive: list[int] = []
@@ -307,7 +307,7 @@ def test_offline_says_where_answers_differ(
             turn.requests[1].tokens[-2] += 1
         return turn
 
-    monkeypatch.setattr(offline, "answer", wrong)
+    monkeypatch.setattr(offline, "builder", wrong)
     given, out, _ = main(
         "bench", "offline", "--device=cpu", f"--target={pair.target}", f"--draft={pair.draft}",
         "--prompts=2", "--concurrency=1", "--max-tokens=6", "--repeats=1", "--ignore-eos",
@@ -370,7 +370,7 @@ def test_prompts_may_hold_the_line_ends_of_unicode(tmp_path: Path):
     assert len(prompts.read_prompts(settings, DEMO_MODELS / "target")) == 1
 
 
-def test_the_demo_models_prompts_are_held_out_ones_of_all_families():
+def test_demo_prompts_are_held_out_from_all_families():
     taken = prompts.read_prompts(
         OfflineSettings(prompts=7, concurrency="1"), DEMO_MODELS / "target"
     )

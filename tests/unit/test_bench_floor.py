@@ -28,7 +28,7 @@ def shapes_of(name: str, *, rows: int = 16, bytes: int = 2) -> floor.Shapes:
     return floor.Shapes(*pair_of(name), rows, floor.Widths(bytes, bytes, bytes, bytes))
 
 
-def test_the_bytes_of_qwen3_8b_are_those_counted_by_hand():
+def test_qwen3_8b_bytes_match_hand_count():
     plain = replace(shapes_of("qwen3-8b"), draft=None, rows=1)
     weights, row = 15_136_811_008, 147_456
     assert plain.verify(1, 0).bytes == weights + row
@@ -94,7 +94,7 @@ def test_experts_are_counted_as_the_model_cards_do(name: str, billions: float, a
     assert chosen / 1e9 == pytest.approx(active, abs=0.1)
 
 
-def test_the_experts_that_rows_touch_are_those_that_drawing_finds():
+def test_touched_experts_match_simulation():
     decoder = pair_of("qwen3-coder-30b-a3b")[0].decoder
     assert floor.touched_experts(decoder, 1) == pytest.approx(8)
     noise = torch.Generator().manual_seed(0)
@@ -127,7 +127,7 @@ def test_biases_are_counted(draft: Callable[..., Path]):
 
 
 @torch.inference_mode()
-def test_the_operations_are_those_that_torch_counts():
+def test_operations_match_torch_count():
     """With attention taken out of the models."""
     counts = shapes_of("demo")
     config, draft = counts.target, counts.draft
@@ -163,7 +163,7 @@ def test_the_operations_are_those_that_torch_counts():
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 5, 11, 40])
-def test_attention_counts_every_key_that_a_row_sees(causal: bool, window: int | None):
+def test_attention_counts_every_visible_key(causal: bool, window: int | None):
     decoder = pair_of("demo")[1].decoder
     decoder = replace(decoder, num_layers=1, masks=(LayerMask(causal, window),))
     start, rows = 9, 6
@@ -176,7 +176,7 @@ def test_attention_counts_every_key_that_a_row_sees(causal: bool, window: int | 
     assert floor.attention_operations(decoder, rows, start) == 4 * 4 * 64 * seen
 
 
-def test_a_window_bounds_what_is_read_and_fp8_halves_it():
+def test_window_bounds_reads_and_fp8_halves_them():
     counts = shapes_of("demo")
     assert counts.draft is not None
     masks = (LayerMask(False), LayerMask(True, 10), LayerMask(True, 10))
@@ -192,7 +192,7 @@ def test_a_window_bounds_what_is_read_and_fp8_halves_it():
     assert saved == values
 
 
-def test_the_floor_is_the_slower_of_reading_and_computing_for_each_part():
+def test_floor_is_slower_of_bandwidth_and_compute_per_part():
     counts = shapes_of("qwen3-8b")
     slow = floor.Rates(reduction=4e12, copy=3e12, matrix=1e30, linear=1e30)
     assert slow.bandwidth == 4e12

@@ -78,7 +78,7 @@ def steps_of(traces: Traces, answer: int, width: int) -> list[int]:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_trace_says_how_many_steps_the_pair_takes(traces: Traces, width: int):
+def test_trace_matches_measured_steps(traces: Traces, width: int):
     engine = Engine(config(adaptive=False))
     params = SamplingParams(
         temperature=1.0, max_tokens=40, ignore_eos=True, speculation={"num_drafts": width}
@@ -93,7 +93,7 @@ def test_a_trace_says_how_many_steps_the_pair_takes(traces: Traces, width: int):
     assert max(found) < 39
 
 
-def test_recorded_margins_are_those_of_each_width(traces: Traces):
+def test_recorded_margins_match_each_width(traces: Traces):
     assert [rows.shape for rows in traces.margins] == [(117, n) for n in WIDTHS]
     narrow, wide = (rows.astype(float) for rows in (traces.margins[0], traces.margins[2][:, :3]))
     assert (narrow >= 0).all()
@@ -126,7 +126,7 @@ def test_mixes_choose_among_the_answers(easy_then_hard: Traces):
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.845, 1.0])
-def test_an_acceptance_rate_makes_traces_that_bring_what_it_promises(chance: float):
+def test_traces_reach_requested_acceptance_rate(chance: float):
     made = independent(chance, WIDTHS)
     for width in WIDTHS:
         expected = sum(chance**k for k in range(width + 1))
@@ -139,7 +139,7 @@ def test_an_acceptance_rate_makes_traces_that_bring_what_it_promises(chance: flo
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_a_replay_keeps_what_the_traces_say(traces: Traces, width: int, overlap: int):
+def test_replay_accepts_what_traces_record(traces: Traces, width: int, overlap: int):
     engine = ReplayEngine(resolve(config(load_format="dummy", overlap=overlap)), traces)
     engine.scheduler.draft_policy = watching = Watching()
     params = SamplingParams(max_tokens=40, ignore_eos=True, speculation={"num_drafts": width})
@@ -179,7 +179,7 @@ def test_requests_walk_through_a_mix_of_easy_and_hard_places(easy_then_hard: Tra
     assert request.num_output == 61
 
 
-def test_traces_of_another_block_are_refused(traces: Traces):
+def test_traces_of_another_block_size_are_rejected(traces: Traces):
     narrow = replace(traces, widths=WIDTHS[:2], margins=traces.margins[:2])
     with pytest.raises(ValueError, match="of blocks of 3 and 7 drafts, but this drafter's have 3, "
                                          "7 and 15; record"):  # fmt: skip
@@ -187,9 +187,7 @@ def test_traces_of_another_block_are_refused(traces: Traces):
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_a_driver_sends_the_next_request_as_soon_as_one_has_ended(
-    easy_then_hard: Traces, overlap: int
-):
+def test_driver_sends_next_request_when_one_ends(easy_then_hard: Traces, overlap: int):
     settings = config(load_format="dummy", adaptive=False, overlap=overlap)
     engine = ReplayEngine(resolve(settings), easy_then_hard)
     most: list[int] = []
@@ -211,7 +209,7 @@ def test_a_driver_sends_the_next_request_as_soon_as_one_has_ended(
     assert not engine.has_work
 
 
-def test_requests_come_at_their_times(easy_then_hard: Traces):
+def test_requests_arrive_at_their_times(easy_then_hard: Traces):
     engine = ReplayEngine(resolve(config(load_format="dummy", adaptive=False)), easy_then_hard)
     settings = LoadSettings(prompt_len=5, concurrency="3", rate="100", max_tokens=4)
     ((load_of, jobs, count),) = load._loads(settings, easy_then_hard, 0)
@@ -226,7 +224,7 @@ def test_requests_come_at_their_times(easy_then_hard: Traces):
     assert turn.made == 0
 
 
-def test_the_best_other_way_is_that_of_the_same_load():
+def test_best_other_method_is_of_the_same_load():
     rows = [
         {"way": way, "concurrency": c, "tokens_per_s": rate}
         for way, c, rate in (("plain", 1, 5), ("3", 1, 9), ("adaptive", 1, 10), ("plain", 2, 99))
@@ -313,7 +311,7 @@ def test_load_runs_steadily_and_at_a_rate(
         ("record", ["--data=/nowhere"], "data is '/nowhere', which cannot be read ("),
     ],
 )  # fmt: skip
-def test_bad_input_is_answered_with_one_sentence(
+def test_bad_input_is_a_one_line_error(
     main: Callable[..., Any],
     easy_then_hard: Traces,
     tmp_path: Path,
@@ -339,7 +337,7 @@ def test_bad_input_is_answered_with_one_sentence(
     assert err.count("\n") == 1
 
 
-def test_widths_are_those_of_the_drafter():
+def test_widths_match_the_drafter():
     draft = resolve(config()).draft
     assert draft is not None
     assert widths_of(draft) == WIDTHS
@@ -347,7 +345,7 @@ def test_widths_are_those_of_the_drafter():
     assert widths_of(replace(draft, anchor_first=True)) == (4, 8, 16)
 
 
-def test_a_turn_begun_anew_keeps_its_requests():
+def test_restarted_turn_keeps_its_requests():
     turn = Turn(tokens=5, steps=2)
     turn.lives.append(Life(0.0, tokens=5))
     turn.begin()

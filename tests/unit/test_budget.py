@@ -21,7 +21,7 @@ def candidate(most: int) -> Candidate:
     return Candidate(Request("r", [1], SamplingParams(), seed=0), most)
 
 
-def test_with_a_full_budget_every_request_verifies_as_much_as_it_may():
+def test_default_policy_verifies_all_drafts():
     assert DraftPolicy().plan([candidate(n) for n in (7, 0, 3)], LOAD) == DraftPlan([7, 0, 3])
     assert DraftPolicy().plan([], LOAD) == DraftPlan([])
 
@@ -64,13 +64,13 @@ def test_a_random_budget_in_every_step_changes_no_token(seed: int, depth: int):
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_random_number_of_drafts_in_every_step_changes_no_token(seed: int, depth: int):
+def test_random_draft_counts_change_no_token(seed: int, depth: int):
     world = world_with(RandomRows(str(seed)), depth)
     assert traffic(world) == traffic(world_with(None, depth))
     assert world.scheduler.stats.draft_counts.num_verified > 0
 
 
-def test_drafts_that_the_device_leaves_out_are_not_counted():
+def test_unverified_device_drafts_are_not_counted():
     class Three(DraftPolicy):
         def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
             return DraftPlan([one.max_drafts for one in candidates], 3)
@@ -88,7 +88,7 @@ def test_drafts_that_the_device_leaves_out_are_not_counted():
     world.check_answers()
 
 
-def test_a_request_that_may_not_draft_is_not_one_whose_drafting_rests():
+def test_non_drafting_request_does_not_count_as_skipped():
     world = World(num_drafts=3, policy=Policy(lambda one: 0))
     plain, resting = world.add([1] * 4, num_drafts=0), world.add([2] * 4)
     world.drain()
@@ -96,7 +96,7 @@ def test_a_request_that_may_not_draft_is_not_one_whose_drafting_rests():
     assert resting.draft_counts.skipped_steps == resting.draft_counts.rows == 8 - 1
 
 
-def test_a_budget_of_nothing_makes_every_step_a_plain_one():
+def test_zero_drafts_make_plain_steps():
     world = world_with(Policy(lambda one: 0), 1)
     traffic(world)
     counts = world.scheduler.stats.draft_counts
@@ -104,7 +104,7 @@ def test_a_budget_of_nothing_makes_every_step_a_plain_one():
     assert counts.skipped_steps == counts.rows > 40
 
 
-def test_a_budget_is_asked_once_a_step_and_told_what_else_there_is_to_do():
+def test_policy_is_called_once_per_step_with_load():
     policy = Policy(lambda one: one.max_drafts)
     world = World(max_num_seqs=3, budget=12, num_drafts=3, policy=policy)
     first, second = world.add([1] * 3, max_tokens=20), world.add([2] * 25)
@@ -130,7 +130,7 @@ class Greedy(DraftPolicy):
 
 
 @pytest.mark.parametrize("method", ["dflash", "ngram"])
-def test_a_policy_can_divide_what_a_step_has_among_its_requests(method: str):
+def test_policy_can_divide_rows_among_requests(method: str):
     world = World(num_drafts=3, policy=Greedy())
     for i in range(3):
         world.add([i] * 4, method=method, max_tokens=12)

@@ -94,7 +94,7 @@ FULL, CAUSAL_WINDOW = LayerMask(causal=False), LayerMask(causal=True, window=204
         ({"layer_types": None}, {}, (FULL,) * 5),
     ],
 )
-def test_what_a_block_sees_follows_layer_types_and_overrides(
+def test_block_masks_follow_layer_types_and_overrides(
     tmp_path: Path, top: dict[str, Any], nested: dict[str, Any], masks: tuple[LayerMask, ...]
 ):
     config = {**QWEN3_8B_DFLASH, "layer_types": MIXED, "sliding_window": 2048, **top}
@@ -140,13 +140,11 @@ def test_keys_may_stand_nested_or_at_the_top(tmp_path: Path):
         (36, 1, [18]),
     ],
 )
-def test_default_layer_ids_are_those_of_the_published_drafters(
-    layers: int, count: int, ids: list[int]
-):
+def test_default_layer_ids_match_published_drafters(layers: int, count: int, ids: list[int]):
     assert default_capture_layers(layers, count) == ids
 
 
-def test_rope_theta_is_found_wherever_it_is_written(tmp_path: Path):
+def test_rope_theta_is_read_from_every_location(tmp_path: Path):
     forms = [
         {"rope_theta": 500.0},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 3.0},
@@ -186,7 +184,7 @@ BAD_DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_DRAFTS)
-def test_a_drafter_config_that_cannot_be_honoured_is_refused_by_name(tmp_path: Path, name: str):
+def test_unsupported_drafter_config_is_rejected_by_name(tmp_path: Path, name: str):
     changes, message = BAD_DRAFTS[name]
     with pytest.raises(ValueError, match=message) as caught:
         load_draft_config(written(tmp_path, {**QWEN3_8B_DFLASH, **changes}))
@@ -206,7 +204,7 @@ BAD_TARGETS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_TARGETS)
-def test_a_target_config_that_cannot_be_honoured_is_refused_by_name(tmp_path: Path, name: str):
+def test_unsupported_target_config_is_rejected_by_name(tmp_path: Path, name: str):
     changes, message = BAD_TARGETS[name]
     with pytest.raises(ValueError, match=message) as caught:
         load_target_config(written(tmp_path, {**QWEN3_8B, **changes}))
@@ -214,14 +212,14 @@ def test_a_target_config_that_cannot_be_honoured_is_refused_by_name(tmp_path: Pa
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "\x00", '{"a": 1'])
-def test_a_damaged_config_is_refused_with_its_path(tmp_path: Path, text: str):
+def test_damaged_config_is_rejected_with_its_path(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_text(text)
     for load in (load_target_config, load_draft_config):
         with pytest.raises(ValueError, match=r"config\.json"):
             load(tmp_path)
 
 
-def test_a_directory_that_is_not_there_is_named(tmp_path: Path):
+def test_missing_directory_is_named(tmp_path: Path):
     with pytest.raises(ValueError, match="nowhere does not exist"):
         load_target_config(tmp_path / "nowhere")
 
@@ -236,9 +234,7 @@ WRONG_PAIRS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_PAIRS)
-def test_a_drafter_of_another_target_is_refused_before_weights_are_read(
-    tmp_path: Path, target: Any, name: str
-):
+def test_mismatched_drafter_is_rejected_before_weights(tmp_path: Path, target: Any, name: str):
     changes, message = WRONG_PAIRS[name]
     ids = (0, LAYERS) if name == "a layer too far" else (0, 1)
     path = make_draft(tmp_path, layer_ids=ids)
@@ -289,7 +285,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 @pytest.mark.parametrize("kind", ["target", "draft"])
-def test_damaged_weights_are_refused_by_tensor_or_file(
+def test_damaged_weights_are_rejected_by_tensor_or_file(
     tmp_path: Path, target: Any, draft: Callable[..., Path], kind: str, name: str
 ):
     change, message = DAMAGES[name]
@@ -314,7 +310,7 @@ def test_a_missing_shard_is_named(tmp_path: Path, target: Any):
         resolve(EngineConfig(target=str(tmp_path)))
 
 
-def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path, target: Any):
+def test_duplicate_tensor_is_rejected(tmp_path: Path, target: Any):
     """Under both spellings of its name, or in two shards: which one is meant is a guess."""
     for place in ("one", "two"):
         path = tmp_path / place

@@ -24,7 +24,7 @@ from rich.console import Console
 from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
-from strobe.cli.chat import _Shown
+from strobe.cli.chat import _AnswerView
 from strobe.cli.prompt import history_file
 from strobe.demo_models import FAMILIES
 from strobe.models.checkpoint import Checkpoint
@@ -118,13 +118,13 @@ def test_the_version_is_the_packages(main: Callable[..., Any], option: str):
     assert main(option) == (0, f"strobe {version('strobe')}\n", "")
 
 
-def test_the_help_names_the_values_of_options_that_take_one_of_a_few(main: Callable[..., Any]):
+def test_help_lists_choices_of_enumerated_options(main: Callable[..., Any]):
     out = main("generate", "--help")[1]
     assert "--kernels {auto,triton,torch}" in out
     assert "--method {dflash,ngram,dflash+ngram,none}" in out
 
 
-def test_the_help_speaks_of_defaults_that_there_are(main: Callable[..., Any]):
+def test_help_shows_only_existing_defaults(main: Callable[..., Any]):
     out = re.sub(r"[\s│|]+", " ", main("generate", "--help")[1])
     assert "None)" not in out
     assert "(default: )" not in out
@@ -199,7 +199,7 @@ def test_every_option_reaches_the_settings_and_the_sampling(
 # generate
 
 
-def test_one_prompt_prints_one_answer_and_nothing_else(main: Callable[..., Any], pair: Pair):
+def test_one_prompt_prints_only_the_answer(main: Callable[..., Any], pair: Pair):
     llm = LLM(pair.target, pair.draft)
     params = SamplingParams(temperature=0, max_tokens=8)
     ((want,),) = [o.outputs for o in llm.generate("hello", params, use_tqdm=False)]
@@ -214,7 +214,7 @@ def test_one_prompt_prints_one_answer_and_nothing_else(main: Callable[..., Any],
     assert given == (0, want.text + "\n", "")
 
 
-def test_several_prompts_and_answers_are_told_apart(main: Callable[..., Any], pair: Pair):
+def test_several_answers_are_labelled(main: Callable[..., Any], pair: Pair):
     status, out, err = main(
         "generate", "hello [b]there[/b]", "bye", "--n=2", "--seed=1", f"--target={pair.target}",
         "--max-tokens=3",
@@ -224,7 +224,7 @@ def test_several_prompts_and_answers_are_told_apart(main: Callable[..., Any], pa
     assert heads == ["> hello [b]there[/b]", "[1]", "[2]", "> bye", "[1]", "[2]"]
 
 
-def test_json_is_one_object_on_standard_output_and_debug_goes_to_the_other(pair: Pair):
+def test_json_goes_to_stdout_and_debug_to_stderr(pair: Pair):
     run = subprocess.run(
         [*RUN, "generate", "hello", "bye", "--json", "--debug", f"--target={pair.target}",
          f"--draft={pair.draft}", "--no-adaptive", CPU, *GREEDY],
@@ -255,7 +255,7 @@ def test_json_is_one_object_on_standard_output_and_debug_goes_to_the_other(pair:
     assert all(line.startswith("strobe.engine.result_processor: verify request=") for line in lines)
 
 
-def test_a_reader_that_leaves_early_is_no_error(pair: Pair):
+def test_early_closed_reader_is_not_an_error(pair: Pair):
     run = subprocess.run(
         f"{sys.executable} -m strobe generate --help | head -1; exit ${{PIPESTATUS[0]}}",
         shell=True, executable="/bin/bash", cwd=ROOT, capture_output=True, text=True, check=False,
@@ -303,7 +303,7 @@ def test_a_piped_chat_is_plain_text(pair: Pair):
     assert run.stdout.count("tokens/s, plain: no drafter is loaded") == 3
 
 
-def test_a_chats_commands_change_what_comes_next(pair: Pair, tmp_path: Path):
+def test_chat_commands_change_the_next_answer(pair: Pair, tmp_path: Path):
     path = tmp_path / "kept.json"
     lines = ["/system Be brief.", "hi", "/spec off", "hi", f"/save {path}", "/save", "/spec maybe"]
     lines += ["/system", "/save /nowhere/kept.json", "/save ~nobody-here/kept.json", "/help"]
@@ -328,7 +328,7 @@ def test_thinking_is_dim_in_a_terminal_and_left_out_of_a_file(
     terminal: bool, capsys: pytest.CaptureFixture[str]
 ):
     console = Console(force_terminal=terminal, file=io.StringIO(), color_system="standard")
-    shown = _Shown(console, REASONING_FORMATS["qwen3"])
+    shown = _AnswerView(console, REASONING_FORMATS["qwen3"])
     shown.begin("<|im_start|>assistant\n")
     for piece in ("<think>\nI am ", "asked.\n</th", "ink>\n\nYes", "."):
         shown.push(piece)
@@ -420,7 +420,7 @@ def terminal(open_chat: Callable[..., Terminal]) -> Terminal:
     return open_chat("--max-tokens=450")
 
 
-def test_a_chat_in_a_terminal_streams_stops_and_goes_on(terminal: Terminal):
+def test_terminal_chat_streams_stops_and_continues(terminal: Terminal):
     start = terminal.until("you>")
     assert "/help lists commands" in start
     assert "Loading " in start
@@ -516,7 +516,7 @@ def test_a_chat_without_a_home_keeps_no_history(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_chat_wraps_answers_between_words(capsys: pytest.CaptureFixture[str]):
     console = Console(force_terminal=True, file=io.StringIO(), width=20, _environ={"TERM": "xterm"})
-    shown = _Shown(console, None, column=8)
+    shown = _AnswerView(console, None, column=8)
     for piece in ("One two th", "ree four"):
         shown.push(piece)
     shown.end()
@@ -590,7 +590,7 @@ def test_info_alone_is_about_the_demo_models(main: Callable[..., Any], no_weight
     assert facts["pair"] == "fits"
 
 
-def test_info_refuses_what_does_not_fit_and_what_is_none(
+def test_info_rejects_mismatched_or_missing_models(
     main: Callable[..., Any], pair: Pair, tmp_path: Path
 ):
     for arguments, sentence in [
@@ -622,7 +622,7 @@ def short_demo(pair: Pair) -> list[str]:
     return ["demo", f"--target={pair.target}", f"--draft={pair.draft}", *flags]
 
 
-def test_the_demo_prints_one_object_of_these_keys(main: Callable[..., Any], short_demo: list[str]):
+def test_demo_prints_one_object_with_these_keys(main: Callable[..., Any], short_demo: list[str]):
     status, out, err = main(*short_demo, "--json")
     assert (status, err) == (0, "")
     assert out.count("\n") == 1
@@ -702,7 +702,7 @@ def test_the_demo_says_which_prompt_cannot_run(main: Callable[..., Any], short_d
     assert "max_model_len is 16" in err
 
 
-def test_the_demos_prompts_come_from_all_families_held_out():
+def test_demo_prompts_are_held_out_from_all_families():
     examples = demo.choose_examples(12)
     assert len(examples) == 12
     assert {example.family for example in examples} == set(FAMILIES)

@@ -41,12 +41,14 @@ def shell(arguments: str) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
-def test_a_closed_or_full_standard_file_is_one_sentence(arguments: str, status: int, sentence: str):
+def test_closed_or_full_standard_file_is_a_one_line_error(
+    arguments: str, status: int, sentence: str
+):
     run = shell(arguments)
     assert (run.returncode, run.stdout, run.stderr) == (status, "", f"strobe: {sentence}\n")
 
 
-def test_a_command_that_does_not_need_a_closed_file_runs():
+def test_command_runs_without_unneeded_standard_file():
     assert shell("info --json <&-").returncode == 0
     assert shell("generate 2>&-").returncode == 2
 

@@ -37,7 +37,7 @@ def test_sizes_are_read_in_powers_of_two(text: int | str, size: int):
     "text",
     [0, -1, True, False, "", "0", "0G", "0.1", "-1G", "1X", "GiB", "1 2", "1e9", "nan", None],
 )
-def test_what_is_no_positive_size_is_refused_and_named(text: object):
+def test_non_positive_size_is_rejected(text: object):
     with pytest.raises(ValueError, match="kv_cache_memory is") as caught:
         parse_bytes(text)  # pyright: ignore[reportArgumentType]
     assert repr(text) in str(caught.value)
@@ -84,7 +84,7 @@ def test_what_is_no_positive_size_is_refused_and_named(text: object):
         ({"kernels": "cuda"}, "kernels is 'cuda', but must be 'auto', 'triton' or 'torch'"),
     ],
 )
-def test_a_value_that_makes_no_sense_is_refused_and_named(changes: dict[str, object], message: str):
+def test_nonsensical_value_is_rejected(changes: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         EngineConfig().with_(**changes)
 
@@ -101,12 +101,12 @@ def test_a_directory_may_be_a_path():
     assert (config.target, config.draft) == ("a/b", "c")
 
 
-def test_a_name_that_is_no_field_is_named():
+def test_unknown_field_is_named():
     with pytest.raises(TypeError, match=r"EngineConfig has no field 'page_sise'\.$"):
         EngineConfig(page_sise=3)  # pyright: ignore[reportCallIssue]
 
 
-def test_a_name_that_is_no_option_is_refused_with_the_options():
+def test_unknown_option_is_rejected_with_options_listed():
     with pytest.raises(ValueError, match="page_sise is not an engine option; there are") as caught:
         EngineConfig().with_(page_sise=3)
     assert "page_size" in str(caught.value)
@@ -130,7 +130,7 @@ def limits(
     return resolve_limits(config, model_max=model_max, draft=draft, method=method)
 
 
-def test_the_context_is_the_models_unless_it_is_asked_shorter():
+def test_context_defaults_to_model_limit():
     assert limits().max_model_len == 100
     assert limits(max_model_len=60).max_model_len == 60
     with pytest.raises(ValueError, match=r"max_model_len is 101.*at most 100"):
@@ -140,7 +140,7 @@ def test_the_context_is_the_models_unless_it_is_asked_shorter():
     assert limits(max_model_len=2).max_model_len == 2
 
 
-def test_the_drafts_are_the_drafters_block_less_one_unless_fewer_are_asked():
+def test_num_drafts_defaults_to_block_size_less_one():
     assert limits(block=16, method="dflash").num_drafts == 15
     assert limits(block=16, method="dflash", num_drafts=3).num_drafts == 3
     assert limits(block=16, method="dflash", num_drafts=15).num_drafts == 15
@@ -148,14 +148,14 @@ def test_the_drafts_are_the_drafters_block_less_one_unless_fewer_are_asked():
         limits(block=16, method="dflash", num_drafts=16)
 
 
-def test_a_drafting_step_writes_the_longer_of_block_and_verified_rows():
+def test_lookahead_is_longer_of_block_and_verified_rows():
     assert limits(block=16, method="dflash").lookahead == 16
     assert limits(block=16, method="dflash", num_drafts=3).lookahead == 16
     assert limits(method="ngram", num_drafts=40).lookahead == 41
     assert limits().lookahead == 1
 
 
-def test_prompt_lookup_has_a_default_of_its_own_and_plain_decoding_none():
+def test_prompt_lookup_has_default_num_drafts():
     assert limits(method="ngram").num_drafts == 8
     assert limits(method="ngram", num_drafts=40).num_drafts == 40
     assert limits(method="none").num_drafts == 0
@@ -163,7 +163,7 @@ def test_prompt_lookup_has_a_default_of_its_own_and_plain_decoding_none():
         limits(method="none", num_drafts=4)
 
 
-def test_the_row_budget_always_lets_every_request_verify_its_block():
+def test_row_budget_fits_every_request_verifying():
     assert limits().max_num_batched_tokens == 2048
     assert limits(block=16, method="dflash", max_num_seqs=200).max_num_batched_tokens == 3200
     exact = limits(block=16, method="dflash", max_num_seqs=4, max_num_batched_tokens=64)
@@ -177,7 +177,7 @@ def test_page_columns_cover_the_context(length: int, size: int, pages: int):
     assert Limits(length, 1, 1, 0, size).max_pages == pages
 
 
-def test_a_gpu_prefills_more_at_once_and_less_beside_decoding_requests():
+def test_gpu_prefills_larger_chunks_and_smaller_mixed_ones():
     config = EngineConfig(target="t")
     given = {"model_max": 100, "draft": drafter(16), "method": "dflash"}
     cpu, gpu = resolve_limits(config, **given), resolve_limits(config, **given, gpu=True)

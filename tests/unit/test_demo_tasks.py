@@ -113,7 +113,7 @@ def test_same_seed_same_tasks():
     assert prompts(heldout(6, seed=1)) != prompts(heldout(6, seed=2))
 
 
-def test_the_shipped_examples_are_what_the_generators_give():
+def test_shipped_examples_match_generators():
     assert HELDOUT.read_text(encoding="utf-8").splitlines() == lines()
     assert HELDOUT.stat().st_size < 200_000
     pool = heldout(40, seed=1)
@@ -126,7 +126,7 @@ def test_the_shipped_answers_pass_their_graders():
         assert not check(example, damaged(example))
 
 
-def test_more_examples_than_there_are_is_said():
+def test_too_many_examples_is_an_error():
     assert len(read_heldout(240)) == len(choose_examples(240)) == 240
     for ask in (read_heldout, choose_examples):
         with pytest.raises(ValueError, match=r"prompts is 241, but .* at most 240"):

@@ -129,9 +129,7 @@ def test_a_broken_copy_has_its_fault_named(copies: Copies, name: str):
     assert says in faults[0].says
 
 
-def test_nothing_is_wrong_with_the_demo_models(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_demo_models_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", "--device", "cpu", "--json"]) == 0
     reported = json.loads(capsys.readouterr().out)
     assert reported["healthy"] is True
@@ -161,7 +159,7 @@ def test_nothing_is_wrong_with_the_demo_models(
     assert reported["facts"]["fit"]["format"] == "z-lab"
 
 
-def test_a_fit_says_how_likely_drafts_of_little_and_much_evidence_are_right():
+def test_fit_reports_chance_by_evidence():
     rng, fitting = np.random.default_rng(0), Fitting(2)
     for _ in range(100):
         margins = rng.choice([1.0, 9.0], (3, 1)).repeat(2, 1)
@@ -180,7 +178,7 @@ def test_a_fit_says_how_likely_drafts_of_little_and_much_evidence_are_right():
         assert row["chance_at_high"] == pytest.approx(0.9, abs=0.08)
 
 
-def test_a_large_file_is_told_from_another_of_its_size(
+def test_large_files_of_equal_size_are_distinguished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("strobe.tools.doctor.pair_checks.HASHED_BYTES", 1 << 20)
@@ -195,7 +193,7 @@ def test_a_large_file_is_told_from_another_of_its_size(
     assert all(name.startswith("size and 256 samples: ") for name in seen)
 
 
-def test_the_page_ends_with_what_is_wrong(copies: Copies, capsys: pytest.CaptureFixture[str]):
+def test_report_ends_with_faults(copies: Copies, capsys: pytest.CaptureFixture[str]):
     vocabulary(copies)
     assert main(["doctor", str(copies.target), str(copies.draft), "--device", "cpu"]) == 1
     page = " ".join(capsys.readouterr().out.split())
@@ -204,7 +202,7 @@ def test_the_page_ends_with_what_is_wrong(copies: Copies, capsys: pytest.Capture
     assert "Not measured, since the pair cannot run as it is." in page
 
 
-def test_a_drafter_whose_directory_has_another_tokenizer(copies: Copies):
+def test_drafter_with_different_tokenizer(copies: Copies):
     shutil.copy(copies.target / "tokenizer.json", copies.draft)
     assert fingerprint(copies.draft) == fingerprint(copies.target)
     whole = json.loads((copies.draft / "tokenizer.json").read_text())

@@ -65,7 +65,7 @@ def hollow(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def test_the_published_8b_drafter_has_the_modules_tensors_and_size(tmp_path: Path):
+def test_published_8b_drafter_matches_module_tensors(tmp_path: Path):
     path, shapes = written(tmp_path, QWEN3_8B_DFLASH), published_shapes()
     hollow(path / "model.safetensors", shapes)
     assert len(shapes) == 58
@@ -101,7 +101,7 @@ RENAMED: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", RENAMED)
-def test_other_names_of_the_same_tensors_are_known(tmp_path: Path, name: str):
+def test_tensor_aliases_are_known(tmp_path: Path, name: str):
     own, other = RENAMED[name]
 
     def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ def with_tensors(**more: Tensor) -> Callable[[dict[str, Tensor]], dict[str, Tens
 SINKS = ("layers.0.self_attn.attention_sink_bias", "layers.1.self_attn.attention_sink_bias")
 
 
-def test_every_layer_has_the_sinks_that_the_config_speaks_of(tmp_path: Path):
+def test_every_layer_with_configured_sinks_has_them(tmp_path: Path):
     path = make_draft(tmp_path, sinks=True)
     module = check(path)
     mapping = [part for parts in mapping_of(module).values() for part in parts]
@@ -142,13 +142,13 @@ UNKNOWN = (
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_a_tensor_that_is_not_understood_is_named(tmp_path: Path, name: str):
+def test_unknown_tensor_is_named(tmp_path: Path, name: str):
     path = change(make_draft(tmp_path), lambda tensors: {**tensors, name: torch.zeros(3)})
     with pytest.raises(ValueError, match=f"tensor {name} is not part of this architecture"):
         check(path)
 
 
-def test_fc_must_read_what_the_named_layers_give(tmp_path: Path):
+def test_fc_width_matches_named_layers(tmp_path: Path):
     path = make_draft(tmp_path, layer_ids=(0, 1, 3))
     edit_json(path / "config.json", dflash_config={"mask_token_id": 1, "target_layer_ids": [0, 3]})
     message = (
@@ -159,7 +159,7 @@ def test_fc_must_read_what_the_named_layers_give(tmp_path: Path):
         check(path)
 
 
-def test_an_own_embedding_and_head_are_taken_where_they_are(tmp_path: Path):
+def test_own_embedding_and_head_are_loaded(tmp_path: Path):
     more = with_tensors(
         embed_tokens__weight=torch.zeros(VOCAB, HIDDEN), lm_head__weight=torch.ones(VOCAB, HIDDEN)
     )
@@ -176,7 +176,7 @@ def reduced(tmp_path: Path) -> DraftConfig:
     return replace(found, draft_vocab_size=8, format="speculators")
 
 
-def test_d2t_holds_what_to_add_to_a_rows_number(reduced: DraftConfig, tmp_path: Path):
+def test_d2t_holds_offsets(reduced: DraftConfig, tmp_path: Path):
     known = [0, 2, 4, 6, 8, 10, 12, 14]
     flags = torch.tensor([i in known for i in range(16)])
     for t2d in (None, flags):
@@ -199,7 +199,7 @@ def test_d2t_must_lead_to_tokens_of_their_own(
         read_target_ids(torch.tensor(offsets), None, reduced, tmp_path)
 
 
-def test_t2d_must_say_what_d2t_says(reduced: DraftConfig, tmp_path: Path):
+def test_t2d_must_agree_with_d2t(reduced: DraftConfig, tmp_path: Path):
     with pytest.raises(ValueError, match="t2d and d2t name different tokens"):
         read_target_ids(torch.arange(8), torch.arange(16) % 2 == 1, reduced, tmp_path)
 

@@ -124,9 +124,7 @@ def test_eval_alone_shows_its_help(main: Callable[..., Any]):
         (["speed", "--target=/x"], "A target is named but no data set, and the demo tasks suit "),
     ],
 )
-def test_what_is_wrong_is_one_sentence(
-    main: Callable[..., Any], arguments: list[str], sentence: str
-):
+def test_error_is_one_sentence(main: Callable[..., Any], arguments: list[str], sentence: str):
     status, out, err = main("eval", *arguments)
     assert (status, out) == (2, "")
     assert err.startswith(f"strobe: {sentence}")
@@ -145,7 +143,7 @@ def test_what_is_wrong_is_one_sentence(
         ('{"turns": ["a"], "answer": []}\n', "line 1: answer is [], but must be a text or a "),
     ],
 )
-def test_a_file_that_is_none_is_one_sentence(
+def test_missing_file_is_a_one_line_error(
     main: Callable[..., Any], lines: Callable[..., Path], text: str, sentence: str
 ):
     status, out, err = main("eval", "acceptance", "--data", lines(text))
@@ -167,7 +165,7 @@ def test_prompts_are_the_papers(lines: Callable[..., Path], name: str):
     assert bool(data.ungraded) == (sample.grade is None)
 
 
-def test_five_shot_shows_the_first_five_training_questions_and_no_chat(lines: Callable[..., Path]):
+def test_five_shot_uses_first_five_questions_without_chat(lines: Callable[..., Path]):
     shots = [{"question": f"Q{i}?", "answer": f"#### {i}"} for i in range(7)]
     settings = EvalSettings(
         dataset="gsm8k-5shot",
@@ -216,7 +214,7 @@ def test_parquet_is_read_where_pyarrow_is(tmp_path: Path, monkeypatch: pytest.Mo
     assert sources.read_rows(path)[0].row == {"turns": ["a", "b"]}
 
 
-def test_without_math_verify_answers_are_made_and_not_graded(
+def test_without_math_verify_answers_are_ungraded(
     lines: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(latex, "find_spec", lambda name: None)
@@ -228,9 +226,7 @@ def test_without_math_verify_answers_are_made_and_not_graded(
     )
 
 
-def test_the_hub_is_asked_for_the_wanted_files_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_hub_fetches_only_wanted_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked: list[Any] = []
 
     def snapshot(repo: str, **options: Any) -> str:
@@ -251,14 +247,14 @@ def test_the_hub_is_asked_for_the_wanted_files_alone(
         datasets.load("gsm8k", EvalSettings(dataset="gsm8k"))
 
 
-def test_a_data_set_that_cannot_be_fetched_is_one_sentence(main: Callable[..., Any]):
+def test_unfetchable_data_set_is_a_one_line_error(main: Callable[..., Any]):
     status, _, err = main("eval", "accuracy", "--dataset", "gsm8k")  # tests are offline
     assert status == 2
     assert err.startswith("strobe: The data set openai/gsm8k could not be fetched from the hub (")
     assert err.endswith("or give a local copy: --dataset gsm8k --data FILE.\n")
 
 
-def test_the_demo_models_tasks_come_from_all_families():
+def test_demo_tasks_come_from_all_families():
     data = datasets.load("demo", EvalSettings(prompts=4 * len(FAMILIES)))
     assert sum(sample.runs_code for sample in data.samples) == 4
     assert {sample.thinking for sample in data.samples} == {True, False}
@@ -267,7 +263,7 @@ def test_the_demo_models_tasks_come_from_all_families():
 # answering
 
 
-def test_each_turn_carries_the_models_own_answers_and_no_more_run_than_asked(pair: Pair):
+def test_turns_carry_previous_answers_within_concurrency(pair: Pair):
     llm = LLM(pair.target, pair.draft, max_num_seqs=4)
     params = SamplingParams(temperature=0, max_tokens=6)
     samples = [Sample(("Hello", "And then?", "Well")), Sample(("Hi",)), Sample(("A", "B"))]
@@ -294,7 +290,7 @@ def test_each_turn_carries_the_models_own_answers_and_no_more_run_than_asked(pai
             messages.append({"role": "assistant", "content": answer.text})
 
 
-def test_a_prompt_that_cannot_run_leaves_the_others_alone(pair: Pair):
+def test_unrunnable_prompt_leaves_others_running(pair: Pair):
     llm = LLM(pair.target, pair.draft, max_model_len=64)
     params = SamplingParams(temperature=0, max_tokens=4)
     answering = Answering(llm.engine, llm.tokenizer, params, thinking=False)
@@ -306,7 +302,7 @@ def test_a_prompt_that_cannot_run_leaves_the_others_alone(pair: Pair):
     assert (row["failed"], row["answers"]) == (1, 1)
 
 
-def test_one_engine_makes_room_for_the_other_where_it_must(pair: Pair):
+def test_one_engine_is_freed_for_the_next(pair: Pair):
     ways = {name: EngineConfig(target=str(pair.target), method="none") for name in ("a", "b")}
     engines = Engines(ways, alone=True)
     answering = Answering(

@@ -91,7 +91,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_pair_of_the_same_size_is_not_taken_for_a_published_one(other: str):
+def test_same_size_pair_is_not_taken_for_published_one(other: str):
     name, target, draft = OTHERS[other]
     pair = resolved(name, target=target, draft=draft)
     assert found(EvalSettings(), pair, **{KNOWN[name]: True}).found == {}
@@ -117,7 +117,7 @@ def test_the_papers_figures_belong_to_a_pair_by_its_shape():
         ({}, {}, False, "50 prompts are the fewest that say enough"),
     ],
 )
-def test_figures_of_other_settings_are_not_compared_and_it_says_why(
+def test_figures_of_other_settings_are_skipped_with_reason(
     changes: dict[str, Any], pair: dict[str, Any], many: bool, reason: str
 ):
     settings = replace(EvalSettings(), **changes)
@@ -134,7 +134,7 @@ def test_a_name_brings_its_figures_to_any_pair():
     assert found(EvalSettings(expect="none"), resolved()).found == {}
 
 
-def test_what_the_user_expects_stands_in_place_of_what_is_published(tmp_path: Path):
+def test_user_expectation_replaces_published_figure(tmp_path: Path):
     given = {"gsm8k": {"acceptance_length": 5, "by_position": [0.9], "temperature": 0.3}}
     (tmp_path / "aims.json").write_text(json.dumps(given))
     for text in (json.dumps(given), str(tmp_path / "aims.json")):

@@ -47,7 +47,7 @@ from strobe.tools.eval import graders, latex, programs
         (r"12\_a", r"12\_a"),
     ],
 )
-def test_answers_that_say_the_same_are_the_same(given: str, expected: str):
+def test_equal_answers_match(given: str, expected: str):
     assert latex.same(given, expected)
     assert latex.same(expected, given)
 
@@ -76,11 +76,11 @@ def test_answers_that_say_the_same_are_the_same(given: str, expected: str):
         ("__import__('os')", "1"),
     ],
 )
-def test_answers_that_differ_do_not_pass(given: str, expected: str):
+def test_different_answers_do_not_match(given: str, expected: str):
     assert not latex.same(given, expected)
 
 
-def test_a_comparison_that_hangs_is_ended_and_the_next_one_answered():
+def test_hanging_comparison_is_killed_and_next_one_answered():
     comparer = latex.Comparer(seconds=0.2)
     try:
         assert not comparer.same("9999999999!", "1")
@@ -117,7 +117,7 @@ def test_without_math_verify_only_texts_and_numbers_are_compared(monkeypatch: py
         ("", "#### 4", False),
     ],
 )
-def test_gsm8k_takes_the_number_that_is_the_answer(text: str, expected: str, right: bool):
+def test_gsm8k_takes_the_final_number(text: str, expected: str, right: bool):
     assert graders.number(text, expected=expected) is right
 
 
@@ -151,7 +151,7 @@ def test_math_takes_the_last_box(text: str, expected: str, right: bool):
         ("It is Berlin", "Paris", False),
     ],
 )
-def test_a_users_answer_is_compared_with_what_is_said(text: str, expected: str, right: bool):
+def test_user_answer_is_compared_with_stated_answer(text: str, expected: str, right: bool):
     assert graders.answer(text, expected=expected) is right
 
 
@@ -174,18 +174,18 @@ def test_a_program_passes_where_it_reaches_its_end(program: str, passed: bool):
     assert programs.passes(program, 20.0) is passed
 
 
-def test_a_program_that_does_not_end_is_ended():
+def test_endless_program_is_killed():
     assert not programs.passes("while True: pass", 0.3)
 
 
-def test_code_is_taken_from_the_block_that_defines_the_function():
+def test_code_comes_from_block_defining_the_function():
     text = "Try:\n```python\ndef f(x):\n    return x\n```\nuse it:\n```python\nprint(f(1))\n```"
     assert programs.code_of(text, "f") == "def f(x):\n    return x\n"
     assert programs.code_of("```\ndef g(): pass", "g") == "def g(): pass"
     assert programs.code_of("no code", "f") == "no code"
 
 
-def test_a_human_eval_program_has_the_prompts_imports_the_code_and_the_tests():
+def test_human_eval_program_joins_imports_code_and_tests():
     prompt = "from math import pi\n\ndef helper():\n    return 1\n\ndef f(x):\n    '''Doc.'''\n"
     tests = "def check(candidate):\n    assert candidate(2) == 7\n"
     whole = "```python\ndef f(x):\n    return 2 * x + 2 + helper() + int(pi < 3)\n```"
@@ -197,7 +197,7 @@ def test_a_human_eval_program_has_the_prompts_imports_the_code_and_the_tests():
     assert programs.passes(programs.human_eval(body, prompt=prompt, tests=tests, name="f"), 20.0)
 
 
-def test_an_mbpp_program_finds_the_function_that_the_tests_call():
+def test_mbpp_program_finds_the_tested_function():
     text = "```python\ndef other(): pass\n```\n```python\ndef add(a, b):\n    return a + b\n```\n"
     text += "```python\nprint(add)\n```"
     tests = ("assert set(add([1], [2])) == {1, 2}", "assert add(1, 2) == 3")

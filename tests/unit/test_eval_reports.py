@@ -45,7 +45,7 @@ def of_page(page: str, title: str) -> list[list[str]]:
     return [cells[0], *cells[2:]]
 
 
-def test_speed_reports_both_ways_and_writes_what_it_found(
+def test_speed_reports_both_methods_and_writes_results(
     main: Callable[..., Any], lines: Callable[..., Path], pair: Pair, tmp_path: Path
 ):
     path = lines({"turns": ["Hello", "Again"], "answer": "4"}, *({"turns": ["Hi"]},) * 2)
@@ -87,7 +87,7 @@ def test_speed_reports_both_ways_and_writes_what_it_found(
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_accuracy_counts_what_is_right_with_speculation_and_without(
+def test_accuracy_is_counted_with_and_without_speculation(
     main: Callable[..., Any], lines: Callable[..., Path], pair: Pair
 ):
     asked = SamplingParams(temperature=0, max_tokens=6)
@@ -116,7 +116,7 @@ def test_accuracy_counts_what_is_right_with_speculation_and_without(
     assert "1 of 1 figures are below what is expected." in out
 
 
-def test_other_answers_in_fp32_fail_the_evaluation(
+def test_different_fp32_answers_fail_the_evaluation(
     main: Callable[..., Any],
     lines: Callable[..., Path],
     pair: Pair,

@@ -21,7 +21,7 @@ COUNTS = {
 
 @pytest.mark.parametrize("gathered", [1, 1 << 20])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_gemms_are_those_of_each_row_with_its_experts_matrix(
+def test_grouped_gemm_matches_per_row_gemm(
     counts: list[int], gathered: int, monkeypatch: pytest.MonkeyPatch
 ):
     """gathered: few enough that the blocks are taken one by one, or all at once."""
@@ -41,7 +41,7 @@ def test_blocks_are_as_large_as_experts_have_rows():
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-def test_a_router_chooses_the_most_probable_experts(normalized: bool):
+def test_router_chooses_most_probable_experts(normalized: bool):
     shape = ExpertShape(6, 2, 4, (True,), normalized=normalized)
     router = Router(5, shape, bias=True)
     noise = torch.Generator().manual_seed(2)
@@ -59,7 +59,7 @@ def test_a_router_chooses_the_most_probable_experts(normalized: bool):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_experts_add_what_each_of_a_rows_own_says(bias: bool):
+def test_experts_sum_weighted_outputs(bias: bool):
     shape = ExpertShape(5, 3, 4, (True,))
     module = Experts(8, shape, bias=bias)
     noise = torch.Generator().manual_seed(3)

@@ -129,7 +129,7 @@ def loaded(path: Path, *, fp8: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_in_fp8_is_that_of_the_linear_layers_with_its_scales(
+def test_fp8_checkpoint_matches_scaled_linear_layers(
     pairs: dict[str, Pair], family: str, tmp_path: Path
 ):
     found, wanted = map(loaded, pairs[family])
@@ -144,7 +144,7 @@ def test_a_checkpoint_in_fp8_is_that_of_the_linear_layers_with_its_scales(
     assert answers[0] == answers[1]
 
 
-def test_linear_layers_in_fp8_are_made_of_those_that_were_stored_so(pairs: dict[str, Pair]):
+def test_fp8_layers_come_from_fp8_tensors(pairs: dict[str, Pair]):
     small, plain = pairs["dense"]
     wanted, found = loaded(plain), loaded(small, fp8=True)
     linear = found.layers[0].self_attn.qkv_proj
@@ -165,7 +165,7 @@ def check_size(path: Path, module: Any, *, fp8: bool) -> None:
     assert weight_bytes(planned, torch.float32, fp8=fp8) == held
 
 
-def test_modules_that_were_not_converted_are_taken_and_held_as_they_are(tmp_path: Path):
+def test_unconverted_modules_are_loaded_as_stored(tmp_path: Path):
     """A linear layer that is partly so, too: the keys' rows of one layer's."""
     kept = ["model.layers.1.self_attn", "model.layers.2.mlp.down_proj"]
     partly = "model.layers.3.self_attn.k_proj"
@@ -194,7 +194,7 @@ def test_modules_that_were_not_converted_are_taken_and_held_as_they_are(tmp_path
     check_size(small, found, fp8=True)
 
 
-def test_the_bill_says_how_what_is_stored_in_fp8_is_held(
+def test_memory_bill_reports_fp8_storage(
     pairs: dict[str, Pair], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     facts = {family: [describe(path) for path in pair] for family, pair in pairs.items()}
@@ -249,7 +249,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor], str], object], str]]
 
 @pytest.mark.parametrize("name", DAMAGES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scales_that_do_not_fit_are_named(
+def test_mismatched_scales_are_named(
     pairs: dict[str, Pair], tmp_path: Path, family: str, name: str
 ):
     change, message = DAMAGES[name]
@@ -275,7 +275,7 @@ def test_scales_that_do_not_fit_are_named(
     ],
     ids=str,
 )
-def test_other_quantization_is_refused_by_name(
+def test_unsupported_quantization_is_rejected_by_name(
     pairs: dict[str, Pair], tmp_path: Path, changes: dict[str, Any], message: str
 ):
     config = json.loads((pairs["dense"][0] / "config.json").read_text())

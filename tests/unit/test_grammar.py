@@ -159,7 +159,7 @@ def illegal(grammars: GrammarCompiler, kind: str, tokens: Sequence[int], rng: ra
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(4))
-def test_masks_along_legal_drafts_are_those_of_one_token_after_another(
+def test_masks_along_legal_drafts_match_token_by_token(
     grammars: GrammarCompiler, kind: str, seed: int
 ):
     tokens = walk(grammars, kind, seed)
@@ -172,7 +172,7 @@ def test_masks_along_legal_drafts_are_those_of_one_token_after_another(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_behind_an_illegal_draft_at_any_place_nothing_is_kept(grammars: GrammarCompiler, kind: str):
+def test_nothing_is_kept_after_an_illegal_draft(grammars: GrammarCompiler, kind: str):
     rng = random.Random(kind)
     tokens = walk(grammars, kind, 11)
     follower = Follower(grammars, KINDS[kind])
@@ -215,7 +215,7 @@ def test_catching_up_in_pieces_equals_token_by_token(grammars: GrammarCompiler, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_behind_the_end_only_the_end_may_come(grammars: GrammarCompiler, kind: str):
+def test_only_end_follows_the_end(grammars: GrammarCompiler, kind: str):
     """In drafts as in committed tokens: min_tokens may hold an answer open there."""
     tokens = next(t for s in range(99) if (t := walk(grammars, kind, s, most=60))[-1] in ENDS)
     follower = Follower(grammars, KINDS[kind])
@@ -227,7 +227,7 @@ def test_behind_the_end_only_the_end_may_come(grammars: GrammarCompiler, kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_walked_to_its_end_is_of_the_form_asked_for(
+def test_completed_walk_matches_the_grammar(
     grammars: GrammarCompiler, kind: str, tokenizer: Tokenizer
 ):
     texts = set[str]()
@@ -239,7 +239,7 @@ def test_what_is_walked_to_its_end_is_of_the_form_asked_for(
     assert all(FITS[kind](text) for text in texts), texts
 
 
-def test_lark_and_gbnf_of_one_language_allow_the_same(grammars: GrammarCompiler):
+def test_equal_lark_and_gbnf_allow_the_same(grammars: GrammarCompiler):
     tokens = walk(grammars, "lark", 2)
     assert slow_masks(grammars, "lark", [], tokens) == slow_masks(grammars, "gbnf", [], tokens)
 
@@ -249,7 +249,7 @@ MARKERS = [(7,), (7, 8), (7, 7, 8)]
 
 @pytest.mark.parametrize("after", MARKERS, ids=str)
 @pytest.mark.parametrize("kind", ["json", "choice"])
-def test_a_marker_starts_the_grammar_wherever_it_is_met(
+def test_marker_starts_the_grammar_at_any_position(
     grammars: GrammarCompiler, kind: str, after: tuple[int, ...]
 ):
     """In the committed tokens, in the drafts, or begun in the one and ended in the other."""
@@ -273,7 +273,7 @@ def test_before_a_marker_all_tokens_are_free_also_the_ends(grammars: GrammarComp
     assert masks(follower, [7, 9, 8, 7, 8], []) == [slow(grammars, "choice", ())]
 
 
-def test_a_marker_inside_the_answer_starts_nothing_anew(grammars: GrammarCompiler):
+def test_marker_inside_the_answer_restarts_nothing(grammars: GrammarCompiler):
     tokens = walk(grammars, "lark", 6)
     marker = tokens[1]
     follower = Follower(grammars, replace(KINDS["lark"], after=(marker,)))
@@ -307,7 +307,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "message"), WRONG, ids=[str(f) for f, _ in WRONG])
-def test_what_does_not_compile_is_named_in_one_sentence(
+def test_uncompilable_grammar_is_a_one_line_error(
     grammars: GrammarCompiler, fields: dict[str, Any], message: str
 ):
     with pytest.raises(ValueError, match=f"^structured_outputs: the grammar {message}") as caught:
@@ -317,7 +317,7 @@ def test_what_does_not_compile_is_named_in_one_sentence(
     assert "\n" not in text
 
 
-def test_a_request_that_left_its_grammar_ends_alone(grammars: GrammarCompiler):
+def test_request_leaving_its_grammar_ends_alone(grammars: GrammarCompiler):
     """It cannot come about by sampling; a broken matcher is the request's error, not the step's."""
     state = GrammarState(grammars)
     for slot in (4, 9):
@@ -351,7 +351,7 @@ def test_a_slot_without_a_grammar_is_free(grammars: GrammarCompiler):
     assert walk_along(state, [], []).errors == {}
 
 
-def test_a_request_that_comes_back_with_its_answer_stands_where_it_left(grammars: GrammarCompiler):
+def test_resumed_request_restores_its_grammar_position(grammars: GrammarCompiler):
     """As after a preemption, in a slot of another's."""
     tokens = walk(grammars, "json", 3)
     state = GrammarState(grammars)
@@ -363,9 +363,7 @@ def test_a_request_that_comes_back_with_its_answer_stands_where_it_left(grammars
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "another vocabulary"])
-def test_a_tokenizer_that_cannot_serve_is_named_when_the_first_grammar_comes(
-    tmp_path: Path, damage: str
-):
+def test_unusable_tokenizer_is_named_at_first_grammar(tmp_path: Path, damage: str):
     file = tmp_path / "tokenizer.json"
     if damage == "damaged":
         file.write_text('{"model":')
@@ -380,7 +378,7 @@ def test_a_tokenizer_that_cannot_serve_is_named_when_the_first_grammar_comes(
     assert str(caught.value).endswith(".")
 
 
-def test_a_vocabulary_padded_beyond_the_tokenizers_never_allows_the_padding():
+def test_vocabulary_padding_is_never_allowed():
     grammars = GrammarState(GrammarCompiler(FILE, VOCAB + 40, sorted(ENDS)))
     grammars.admit(0, StructuredOutputs(regex="(.|\n)*"))
     (found,) = walk_along(grammars, [0], [[]]).masks
@@ -403,7 +401,7 @@ DEEP_SCHEMA = '{"items":' * 150 + "{}" + "}" * 150
 DEEP["rules"]["grammar"] += 'r6000: "a"'
 
 
-def test_rules_that_lead_to_one_another_thousands_deep_do_not_end_the_process(
+def test_deeply_chained_rules_do_not_crash(
     grammars: GrammarCompiler,
 ):
     """On a usual stack 6,000 do."""
@@ -413,9 +411,7 @@ def test_rules_that_lead_to_one_another_thousands_deep_do_not_end_the_process(
 
 
 @pytest.mark.parametrize("name", sorted(DEEP.keys() - {"rules"}))
-def test_what_is_nested_too_deep_is_refused_in_a_short_sentence(
-    grammars: GrammarCompiler, name: str
-):
+def test_deep_nesting_is_rejected_in_one_short_sentence(grammars: GrammarCompiler, name: str):
     with pytest.raises(
         ValueError, match=r"^structured_outputs: the grammar does not compile: "
     ) as caught:
@@ -433,7 +429,7 @@ def test_schema_of_the_allowed_depth_compiles(grammars: GrammarCompiler):
     grammars.compile(StructuredOutputs(json='{"items":' * 123 + "{}" + "}" * 123))
 
 
-def test_what_is_too_long_to_compile_in_time_is_refused_with_its_size(grammars: GrammarCompiler):
+def test_oversized_grammar_is_rejected_with_its_size(grammars: GrammarCompiler):
     with pytest.raises(ValueError, match=r"holds 200\d\d\d characters, but at most 131072"):
         grammars.compile(StructuredOutputs(regex="a" * 200_000))
 
@@ -488,7 +484,7 @@ def test_a_text_may_lead_and_then_the_answer_follows(
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"lark", "gbnf"}))
-def test_another_form_may_come_instead_of_the_one_asked_for(grammars: GrammarCompiler, kind: str):
+def test_alternative_grammar_may_replace_the_constraint(grammars: GrammarCompiler, kind: str):
     either = replace(KINDS[kind], instead=KINDS["lark"].grammar)
     follower = Follower(grammars, either)
     lark, own = slow(grammars, "lark", ()), slow(grammars, kind, (), forced=False)
@@ -527,7 +523,7 @@ def test_requests_of_one_grammar_share_no_state(grammars: GrammarCompiler, slots
     assert [allowed(row) for row in found] == slow_masks(grammars, "json", tokens[:5], [])
 
 
-def test_drafts_of_different_lengths_are_walked_in_one_step(grammars: GrammarCompiler):
+def test_drafts_of_different_lengths_walk_in_one_step(grammars: GrammarCompiler):
     """Rows beyond a slot's own are free."""
     state, kinds = GrammarState(grammars), list(KINDS)
     tokens = [walk(grammars, kind, 8) for kind in kinds]
@@ -608,7 +604,7 @@ def test_threads_may_compile_while_requests_are_followed():
 
 
 @pytest.mark.parametrize("form", [{"json": SCHEMA}, {"json_object": True}])
-def test_json_may_be_laid_out_as_usual_and_white_space_comes_to_an_end(
+def test_json_whitespace_is_usual_and_bounded(
     grammars: GrammarCompiler, tokenizer: Tokenizer, form: dict[str, Any]
 ):
     def fits(text: str) -> bool:

@@ -37,7 +37,7 @@ class Walker:
         return self.walk(output, drafts)[0]
 
 
-def test_forced_text_takes_the_place_of_drafts_that_are_not_allowed(grammars: GrammarCompiler):
+def test_forced_tokens_replace_illegal_drafts(grammars: GrammarCompiler):
     at = Walker(grammars, choice=[TEXT])
     true = grammars.tokenizer.tokenize_str(TEXT)
     for wrong in ([5] * len(true), [*true[:3], *([5] * (len(true) - 3))]):
@@ -56,7 +56,7 @@ def test_text_forced_by_a_lark_grammar_takes_the_place_of_drafts(grammars: Gramm
     assert TEXT.startswith(text)
 
 
-def test_drafts_that_are_allowed_stay(grammars: GrammarCompiler):
+def test_legal_drafts_stay(grammars: GrammarCompiler):
     at = Walker(grammars, choice=[TEXT])
     letters = [grammars.tokenizer.tokenize_str(letter)[0] for letter in "The name"]
     assert at.drafts([], letters) == letters
@@ -82,7 +82,7 @@ def test_a_walk_leaves_the_place_where_it_was(grammars: GrammarCompiler):
     assert at.drafts(true, [5, 5]) == [5, 5]  # behind the end nothing is forced
 
 
-def test_before_a_marker_drafts_are_free_and_behind_it_forced(grammars: GrammarCompiler):
+def test_drafts_are_free_before_a_marker_and_forced_after(grammars: GrammarCompiler):
     at = Walker(grammars, choice=[TEXT], after=[7, 8])
     true = grammars.tokenizer.tokenize_str(TEXT)
     assert at.drafts([], [5, 6, 5]) == [5, 6, 5]

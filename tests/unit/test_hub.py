@@ -72,7 +72,7 @@ def sentence(name: str, revision: str | None = None) -> str:
         (f"{NAME}@main", "main", "main"),
     ],
 )
-def test_a_hub_name_is_asked_for_at_its_revision(
+def test_hub_name_is_fetched_at_its_revision(
     hub: Callable[..., Any], given: str, revision: str | None, asked: str | None
 ):
     calls = hub("/cache/found")
@@ -80,7 +80,7 @@ def test_a_hub_name_is_asked_for_at_its_revision(
     assert [(call["name"], call["revision"]) for call in calls] == [(NAME, asked)]
 
 
-def test_only_what_describes_a_model_is_asked_for_at_first(hub: Callable[..., Any]):
+def test_only_describing_files_are_fetched_first(hub: Callable[..., Any]):
     calls = hub("/cache/found")
     directory(NAME, None)
     (call,) = calls
@@ -107,7 +107,7 @@ def test_a_local_directory_wins(
     assert not calls
 
 
-def test_two_revisions_are_one_too_many(hub: Callable[..., Any]):
+def test_two_revisions_conflict(hub: Callable[..., Any]):
     hub("/cache/found")
     said = sentence(f"{NAME}@v1", "v2")
     assert "names the revision 'v1', but revision is 'v2'" in said
@@ -125,7 +125,7 @@ def test_two_revisions_are_one_too_many(hub: Callable[..., Any]):
         (OSError(28, "No space left on device"), "No space left on device); try again"),
     ],
 )
-def test_what_goes_wrong_is_one_sentence(
+def test_failure_is_one_sentence(
     hub: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, error: Exception, part: str
 ):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -173,7 +173,7 @@ def test_a_pair_in_the_cache_runs_without_a_network(
     assert (facts["path"], facts["pair"]) == (str(snapshot), "fits")
 
 
-def test_offline_what_is_not_in_the_cache_is_said_with_its_mend(
+def test_offline_miss_is_an_error_with_a_fix(
     cache: Callable[[str, Path], Path], pair: Pair, tmp_path: Path
 ):
     assert "HF_HUB_OFFLINE is set; unset it, or run 'hf download owner/tiny-model'" in sentence(
@@ -228,7 +228,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: Pair) -> Shelf:
     return made
 
 
-def test_weights_are_fetched_behind_all_that_describes_a_pair_and_once(shelf: Shelf):
+def test_weights_are_fetched_once_after_describing_files(shelf: Shelf):
     for _ in range(2):
         LLM("me/target", draft="me/draft")
     assert shelf.weights == ["me/draft/model.safetensors", "me/target/model.safetensors"]
@@ -249,7 +249,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 @pytest.mark.parametrize("command", ["generate", "info"])
-def test_what_cannot_run_is_refused_before_any_weights_are_fetched(
+def test_unrunnable_pair_is_rejected_before_fetching_weights(
     shelf: Shelf, main: Callable[..., Any], command: str, reason: str
 ):
     name, changes, part = REFUSED[reason]
@@ -262,7 +262,7 @@ def test_what_cannot_run_is_refused_before_any_weights_are_fetched(
 
 
 @pytest.mark.parametrize("reason", ["method", "pair"])
-def test_the_doctor_fetches_weights_of_pairs_that_fit(
+def test_doctor_fetches_weights_of_fitting_pairs(
     shelf: Shelf, main: Callable[..., Any], reason: str
 ):
     _, changes, part = REFUSED[reason]
@@ -280,7 +280,7 @@ def test_the_doctor_fetches_weights_of_pairs_that_fit(
     assert shelf.weights == ["me/target/model.safetensors", "me/draft/model.safetensors"]
 
 
-def test_of_weights_come_those_that_the_index_names_and_are_not_there(shelf: Shelf):
+def test_only_missing_indexed_weights_are_fetched(shelf: Shelf):
     target = shelf.repositories["me/target"]
     shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[1]}}
@@ -297,7 +297,7 @@ def test_of_weights_come_those_that_the_index_names_and_are_not_there(shelf: She
     assert len(shelf.weights) == 3
 
 
-def test_the_doctor_looks_at_weights_that_are_here_whatever_the_other_config_says(
+def test_doctor_checks_local_weights_despite_config_mismatch(
     shelf: Shelf, main: Callable[..., Any]
 ):
     target, draft = shelf.repositories["me/target"], shelf.repositories["me/draft"]
@@ -316,7 +316,7 @@ def test_the_doctor_looks_at_weights_that_are_here_whatever_the_other_config_say
         (http(errors.RemoteEntryNotFoundError, 404), "has no weights in safetensors"),
     ],
 )
-def test_weights_that_do_not_come_are_asked_for_once_more_to_hear_why(
+def test_failed_weights_are_retried_once_for_the_reason(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch, answer: Exception, message: str
 ):
     """A client without a network takes a snapshot without them for the whole."""

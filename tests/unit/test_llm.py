@@ -100,7 +100,7 @@ def test_no_prompts_are_no_outputs(llm: LLM):
     assert llm.generate([], GREEDY) == []
 
 
-def test_outputs_come_in_the_order_of_the_prompts_whatever_ends_first(llm: LLM):
+def test_outputs_follow_prompt_order(llm: LLM):
     lengths = [20, 1, 9, 3]
     prompts = [*PROMPTS, PROMPTS[0]]
     params = [GREEDY.clone(max_tokens=length) for length in lengths]
@@ -121,7 +121,7 @@ def test_more_prompts_than_run_at_once_are_all_answered(pair: Pair, llm: LLM):
     assert_idle(small)
 
 
-def test_siblings_differ_under_one_seed_and_come_again(llm: LLM):
+def test_siblings_with_one_seed_differ_and_repeat(llm: LLM):
     first = llm.generate(PROMPTS[:2], WARM.clone(n=4), use_tqdm=False)
     assert [[a.index for a in output.outputs] for output in first] == [[0, 1, 2, 3]] * 2
     for output in first:
@@ -132,7 +132,7 @@ def test_siblings_differ_under_one_seed_and_come_again(llm: LLM):
     assert answers([two]) == answers(first)[:2], "a sibling depends on how many there are"
 
 
-def test_without_a_seed_answers_differ_from_call_to_call_but_not_between_engines(pair: Pair):
+def test_unseeded_answers_differ_per_call_but_not_per_engine(pair: Pair):
     params = WARM.clone(seed=None)
     runs = []
     for seed in (3, 3, 4):
@@ -143,7 +143,7 @@ def test_without_a_seed_answers_differ_from_call_to_call_but_not_between_engines
     assert runs[0] != runs[2]
 
 
-def test_a_greedy_prompt_is_answered_the_same_alone_in_a_batch_and_again(llm: LLM):
+def test_greedy_answer_is_equal_alone_and_batched(llm: LLM):
     alone = [answers(llm.generate(prompt, GREEDY, use_tqdm=False))[0] for prompt in PROMPTS]
     for _ in range(2):
         assert answers(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == alone
@@ -176,7 +176,7 @@ def test_several_engines_live_side_by_side(llm: LLM, plain: LLM, pair: Pair):
 # chat
 
 
-def test_chat_is_generate_behind_the_template(llm: LLM):
+def test_chat_is_generate_with_template(llm: LLM):
     (output,) = llm.chat(HELLO, GREEDY, use_tqdm=False)
     ids = llm.tokenizer.render_chat(HELLO)
     assert output.prompt_token_ids == ids
@@ -184,7 +184,7 @@ def test_chat_is_generate_behind_the_template(llm: LLM):
     assert answers([output]) == answers(llm.generate(ids, GREEDY, use_tqdm=False))
 
 
-def test_chat_takes_several_conversations_tools_and_template_options(llm: LLM):
+def test_chat_accepts_several_conversations_tools_and_options(llm: LLM):
     tools = [{"type": "function", "function": {"name": "weigh_apples"}}]
     system = [{"role": "system", "content": "Be brief."}, *HELLO]
     outputs = llm.chat(
@@ -271,7 +271,7 @@ def test_leaving_a_stream_frees_everything(pair: Pair, overlap: int, steps: int)
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_streams_and_batches_side_by_side_do_not_disturb_each_other(pair: Pair, overlap: int):
+def test_streams_and_batches_do_not_disturb_each_other(pair: Pair, overlap: int):
     engine = LLM(pair.target, pair.draft, overlap=overlap)
     want = [output.outputs[0].text for output in engine.generate(PROMPTS, GREEDY, use_tqdm=False)]
     one, two = engine.stream(PROMPTS[0], GREEDY), engine.stream(PROMPTS[1], GREEDY)
@@ -328,7 +328,7 @@ def test_an_exception_in_a_step_leaves_a_usable_engine(
     assert_idle(engine)
 
 
-def test_an_exception_in_one_stream_does_not_end_the_other(pair: Pair, plain: LLM):
+def test_exception_in_one_stream_leaves_the_other(pair: Pair, plain: LLM):
     engine = LLM(pair.target, pair.draft)
     one, two = engine.stream(PROMPTS[0], GREEDY), engine.stream(PROMPTS[1], GREEDY)
     text = next(one).text
@@ -353,7 +353,7 @@ def test_control_c_waits_for_the_end_of_the_step(pair: Pair):
     assert_idle(engine)
 
 
-def test_control_c_in_a_stream_keeps_what_was_made(pair: Pair):
+def test_ctrl_c_in_stream_keeps_output(pair: Pair):
     engine = LLM(pair.target, pair.draft)
     fail_at(engine, 3, lambda: signal.raise_signal(signal.SIGINT))
     stream = engine.stream(PROMPTS[0], GREEDY)
@@ -391,7 +391,7 @@ def test_it_runs_in_another_thread(llm: LLM):
 # when answers end
 
 
-def test_recommended_sampling_and_end_tokens_come_from_the_checkpoint(pair: Pair, tmp_path: Path):
+def test_checkpoint_recommends_sampling_and_end_tokens(pair: Pair, tmp_path: Path):
     target = pair.copied(tmp_path).target
     free = LLM(target).generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     end = next(token for token in free[4:] if token not in free[:4])
@@ -529,7 +529,7 @@ def test_speculation_on_and_off_give_the_same_texts(
     assert_idle(knowing)
 
 
-def test_sampled_answers_are_the_same_with_speculation_on_and_off(llm: LLM, plain: LLM):
+def test_sampled_answers_are_equal_with_and_without_speculation(llm: LLM, plain: LLM):
     params = WARM.clone(n=2, top_k=8, top_p=0.9, min_p=0.01, max_tokens=24)
     want = answers(plain.generate(PROMPTS, params, use_tqdm=False))
     for choice in (None, False, {"method": "ngram"}, {"num_drafts": 1}):
@@ -575,7 +575,7 @@ def test_a_request_may_turn_speculation_off(llm: LLM, choice: Any, method: str, 
     assert got.acceptance_length is None
 
 
-def test_the_report_says_why_nothing_was_drafted(pair: Pair, llm: LLM, plain: LLM):
+def test_report_says_why_nothing_was_drafted(pair: Pair, llm: LLM, plain: LLM):
     assert report(plain, PROMPTS[0]).off_reason == "no drafter is loaded"
     off = LLM(pair.target, pair.draft, method="none")
     assert report(off, PROMPTS[0]).off_reason == "the engine's method is none"

@@ -107,7 +107,7 @@ def test_logprobs_are_vllms_dicts_of_transformers_values(
             check_entry(llm, entry, row, token, 2)
 
 
-def test_logprobs_of_nothing_asked_for_are_none(llm: LLM):
+def test_logprobs_are_none_by_default(llm: LLM):
     (output,) = generate(llm, PROMPTS[0], GREEDY)
     assert output.prompt_logprobs is None
     assert output.outputs[0].logprobs is None
@@ -122,7 +122,7 @@ def test_zero_logprobs_name_the_token_itself(llm: LLM):
     assert [list(entry or []) for entry in scores[1:]] == [[t] for t in output.prompt_token_ids[1:]]
 
 
-def test_logprobs_are_the_models_own_whatever_the_rules_did(llm: LLM, hf: Any):
+def test_logprobs_are_unaffected_by_processors(llm: LLM, hf: Any):
     processors: dict[str, Any] = {
         "logit_bias": {300: 100.0},
         "presence_penalty": 2.0,
@@ -153,7 +153,7 @@ def test_a_stop_string_cuts_logprobs_with_the_tokens(llm: LLM):
     assert math.isclose(cut.cumulative_logprob or 0, sum(own), abs_tol=1e-9)
 
 
-def test_deltas_of_a_stream_carry_a_score_and_a_piece_for_each_token(llm: LLM):
+def test_stream_deltas_carry_score_and_piece_per_token(llm: LLM):
     params = GREEDY.clone(logprobs=1)
     want = answer(llm, PROMPTS[1], params)
     deltas = list(llm.stream(PROMPTS[1], params))
@@ -165,7 +165,7 @@ def test_deltas_of_a_stream_carry_a_score_and_a_piece_for_each_token(llm: LLM):
     assert deltas[-1].output.logprobs == want.logprobs
 
 
-def test_a_stream_has_no_place_for_the_prompts_scores_and_says_so(llm: LLM):
+def test_stream_rejects_prompt_logprobs(llm: LLM):
     with pytest.raises(ValueError, match=r"prompt_logprobs is 0, .*use generate"):
         next(llm.stream(PROMPTS[1], GREEDY.clone(prompt_logprobs=0)))
 
@@ -186,7 +186,7 @@ def test_a_prompt_is_scored_without_an_answer(llm: LLM, hf: Any):
     assert one.prompt_logprobs == [None]
 
 
-def test_the_report_of_an_answer_without_tokens_says_why_nothing_was_drafted(llm: LLM):
+def test_report_of_empty_answer_says_why_nothing_was_drafted(llm: LLM):
     report = answer(llm, PROMPTS[0], SamplingParams(max_tokens=0)).speculation
     assert report is not None
     assert (report.used, report.steps) == (False, 0)
@@ -242,9 +242,7 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize(("form", "fits"), FORMS, ids=[str(form)[:20] for form, _ in FORMS])
-def test_an_answer_has_the_form_asked_for_however_it_is_drafted(
-    llm: LLM, form: dict[str, Any], fits: Any
-):
+def test_structured_answer_is_valid_for_every_method(llm: LLM, form: dict[str, Any], fits: Any):
     for params in (GREEDY.clone(max_tokens=300), WARM.clone(max_tokens=300, n=2, temperature=2)):
         made = []
         for speculation in SPECULATION:
@@ -275,7 +273,7 @@ def test_any_json_object_parses(llm: LLM):
     assert len(texts) > 2
 
 
-def test_the_demo_models_write_json_by_a_grammar_and_draft_as_well_as_without():
+def test_demo_models_write_json_and_draft_equally_well():
     demo = LLM()
     text = "Give the name and the age as JSON: Anna is 30 years old and lives in Rome."
     texts, lengths = [], []
@@ -308,9 +306,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "message"), WRONG, ids=[str(f)[:40] for f, _ in WRONG])
-def test_what_cannot_run_fails_alone_in_a_batch_with_a_sentence(
-    llm: LLM, fields: dict[str, Any], message: str
-):
+def test_unrunnable_prompt_fails_alone_in_a_batch(llm: LLM, fields: dict[str, Any], message: str):
     alone = answer(llm, PROMPTS[0], GREEDY)
     params = [GREEDY, GREEDY.clone(**fields, n=2), GREEDY.clone(structured_outputs={"regex": "a"})]
     first, wrong, last = generate(llm, [PROMPTS[0]] * 3, params)
@@ -325,7 +321,7 @@ def test_what_cannot_run_fails_alone_in_a_batch_with_a_sentence(
         next(llm.stream(PROMPTS[0], GREEDY.clone(**fields)))
 
 
-def test_a_checkpoint_without_tokenizer_json_says_so_for_grammars_only(pair: Pair, tmp_path: Path):
+def test_missing_tokenizer_json_matters_for_grammars_only(pair: Pair, tmp_path: Path):
     llm = LLM(pair.copied(tmp_path).target)
     shutil.move(tmp_path / "target" / "tokenizer.json", tmp_path / "elsewhere.json")
     made = answer(llm, PROMPTS[0], GREEDY.clone(structured_outputs={"regex": "a"}))

@@ -32,7 +32,7 @@ def loaded(path: Path, **how: Any) -> Any:
     return load_target(path, load_target_config(path), **(HOW | how))
 
 
-def test_each_tensor_of_a_sharded_checkpoint_is_used_exactly_once(tmp_path: Path):
+def test_sharded_tensors_are_used_exactly_once(tmp_path: Path):
     hf = make_target(tmp_path, shards="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     config = load_target_config(tmp_path)
@@ -46,7 +46,7 @@ def test_each_tensor_of_a_sharded_checkpoint_is_used_exactly_once(tmp_path: Path
     assert torch.equal(target.lm_head.weight, hf.lm_head.weight)
 
 
-def test_names_may_begin_as_those_of_a_part_of_a_larger_model_do(tmp_path: Path):
+def test_tensor_names_may_carry_a_known_prefix(tmp_path: Path):
     make_target(tmp_path)
     weights = tmp_path / "model.safetensors"
     tensors = load_file(weights)
@@ -60,7 +60,7 @@ def test_names_may_begin_as_those_of_a_part_of_a_larger_model_do(tmp_path: Path)
     load._check_tensors(module, Checkpoint(tmp_path))
 
 
-def test_rows_larger_than_what_is_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_larger_than_copy_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hf = make_target(tmp_path)
     for size in (1, 1000):
         monkeypatch.setattr("strobe.models.checkpoint.AT_ONCE", size)
@@ -121,7 +121,7 @@ def test_a_bar_counts_every_byte_of_the_tensors(
     assert not caplog.messages
 
 
-def test_where_a_log_is_kept_it_has_a_line_and_no_bar(
+def test_log_replaces_progress_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     make_target(tmp_path)
@@ -134,9 +134,7 @@ def test_where_a_log_is_kept_it_has_a_line_and_no_bar(
     assert line.endswith(" GB/s")
 
 
-def test_a_tensor_that_two_parameters_are_made_of_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_doubly_used_tensor_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make_target(tmp_path)
 
     def wrong(*given: Any) -> Any:
@@ -172,7 +170,7 @@ print(field("VmHWM") - before, sum(p.nbytes for p in model.parameters()))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-def test_the_host_holds_the_weights_and_at_most_a_tenth_more(tmp_path: Path):
+def test_host_memory_stays_near_weight_size(tmp_path: Path):
     config = make_target(tmp_path).config
     config.update({"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 20000})
     config.save_pretrained(tmp_path)

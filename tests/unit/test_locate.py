@@ -11,7 +11,7 @@ from textpair import Pair
 
 from strobe import EngineConfig
 from strobe.hub.download import is_hub_name
-from strobe.hub.locate import located
+from strobe.hub.locate import locate_models
 from strobe.hub.pairs import PAIRS, published_drafter
 from strobe.hub.speculators import Proposal, read_proposal
 
@@ -42,51 +42,51 @@ def written(directory: Path, config: dict[str, Any]) -> str:
 
 
 def test_without_a_target_the_demo_models_are_named():
-    found = located(ENGINE)
+    found = locate_models(ENGINE)
     assert found.target.endswith("demo_models/target")
-    for draft in (found.draft, located(ENGINE.with_(draft="auto")).draft):
+    for draft in (found.draft, locate_models(ENGINE.with_(draft="auto")).draft):
         assert str(draft).endswith("demo_models/draft")
-    assert located(ENGINE.with_(method="dflash")).draft == found.draft
-    assert located(ENGINE.with_(method="ngram")).draft is None
-    assert located(ENGINE.with_(method="none")).draft is None
-    assert located(ENGINE.with_(draft="mine")).draft == "mine"
-    assert located(ENGINE.with_(target="mine")) == ENGINE.with_(target="mine")
+    assert locate_models(ENGINE.with_(method="dflash")).draft == found.draft
+    assert locate_models(ENGINE.with_(method="ngram")).draft is None
+    assert locate_models(ENGINE.with_(method="none")).draft is None
+    assert locate_models(ENGINE.with_(draft="mine")).draft == "mine"
+    assert locate_models(ENGINE.with_(target="mine")) == ENGINE.with_(target="mine")
     with pytest.raises(ValueError, match="revision is 'v1', but no target is named"):
-        located(ENGINE.with_(revision="v1"))
+        locate_models(ENGINE.with_(revision="v1"))
     with pytest.raises(ValueError, match="draft_revision is 'v1', but no drafter is named"):
-        located(ENGINE.with_(target="mine", draft_revision="v1"))
+        locate_models(ENGINE.with_(target="mine", draft_revision="v1"))
 
 
 # a drafter that names its target
 
 
-def test_a_speculators_checkpoint_brings_target_method_and_drafts(pair: Pair, tmp_path: Path):
+def test_speculators_checkpoint_sets_target_method_and_drafts(pair: Pair, tmp_path: Path):
     own = written(tmp_path / "own", speculators(str(pair.target)))
-    found = located(ENGINE.with_(target=own))
+    found = locate_models(ENGINE.with_(target=own))
     assert (found.target, found.draft) == (str(pair.target), own)
     assert (found.method, found.num_drafts) == ("dflash", 7)
-    assert located(found) == found == located(ENGINE.with_(target=own, draft="auto"))
-    chosen = located(ENGINE.with_(target=own, num_drafts=3, method="dflash", max_num_seqs=2))
+    assert locate_models(found) == found == locate_models(ENGINE.with_(target=own, draft="auto"))
+    chosen = locate_models(ENGINE.with_(target=own, num_drafts=3, method="dflash", max_num_seqs=2))
     assert (chosen.num_drafts, chosen.max_num_seqs) == (3, 2)
 
 
 @pytest.mark.parametrize("change", [{"draft": "other"}, {"method": "ngram"}, {"method": "none"}])
-def test_drafter_and_method_of_a_speculators_checkpoint_are_fixed(
+def test_speculators_checkpoint_rejects_other_drafter_or_method(
     pair: Pair, tmp_path: Path, change: dict[str, Any]
 ):
     own = written(tmp_path / "own", speculators(str(pair.target)))
     ((name, value),) = change.items()
     with pytest.raises(ValueError, match=f"{name} is {value!r}, but .* brings its own; leave"):
-        located(ENGINE.with_(target=own, **change))
+        locate_models(ENGINE.with_(target=own, **change))
 
 
-def test_other_methods_and_absent_targets_are_said(tmp_path: Path):
+def test_other_methods_and_absent_targets_are_rejected(tmp_path: Path):
     other = written(tmp_path / "e", speculators("a/b", speculators_model_type="eagle3"))
     with pytest.raises(ValueError, match="drafts with 'eagle3', but only 'dflash' is supported"):
-        located(ENGINE.with_(target=other))
+        locate_models(ENGINE.with_(target=other))
     moved = written(tmp_path / "m", speculators("/moved/away"))
     with pytest.raises(ValueError, match="drafts for /moved/away, which is not a directory here"):
-        located(ENGINE.with_(target=moved))
+        locate_models(ENGINE.with_(target=moved))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_drafts_fit_the_block(changes: dict[str, Any], tokens: int, drafts: 
         (("proposal_methods", 0, "speculative_tokens"), True, "speculative_tokens is True"),
     ],
 )
-def test_what_a_speculators_config_lacks_is_named(place: tuple[Any, ...], value: Any, part: str):
+def test_missing_speculators_field_is_named(place: tuple[Any, ...], value: Any, part: str):
     config = speculators("Qwen/Qwen3-8B")
     *outer, last = ("speculators_config", *place)
     inner: Any = config
@@ -135,7 +135,7 @@ def test_other_checkpoints_propose_nothing():
 # auto
 
 
-def test_published_pairs_are_found_by_hub_name():
+def test_published_pairs_are_matched_by_hub_name():
     assert published_drafter("Qwen/Qwen3-8B", {}) == "z-lab/Qwen3-8B-DFlash-b16"
     assert published_drafter("qwen/qwen3-8b@main", {}) == "z-lab/Qwen3-8B-DFlash-b16"
     for target, drafter in PAIRS.items():
@@ -144,15 +144,15 @@ def test_published_pairs_are_found_by_hub_name():
         assert published_drafter(target, {}) == drafter
 
 
-def test_a_hub_name_without_a_drafter_is_refused_before_any_download(
+def test_hub_name_without_drafter_is_rejected_before_download(
     monkeypatch: pytest.MonkeyPatch,
 ):
     asked: list[str] = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name))
     with pytest.raises(ValueError, match="no published DFlash drafter is known for me/mine"):
-        located(ENGINE.with_(target="me/mine", draft="auto"))
+        locate_models(ENGINE.with_(target="me/mine", draft="auto"))
     assert not asked
-    located(ENGINE.with_(target="Qwen/Qwen3-8B", draft="auto"))
+    locate_models(ENGINE.with_(target="Qwen/Qwen3-8B", draft="auto"))
     assert asked == ["z-lab/Qwen3-8B-DFlash-b16", "Qwen/Qwen3-8B"]
 
 
@@ -168,8 +168,8 @@ def test_a_local_target_is_known_by_cache_by_config_and_by_size():
             published_drafter("/m/q", {**size, "max_position_embeddings": longer})
 
 
-def test_an_unknown_target_is_told_what_is_known(pair: Pair, caplog: pytest.LogCaptureFixture):
+def test_unknown_target_error_lists_known_ones(pair: Pair, caplog: pytest.LogCaptureFixture):
     with pytest.raises(ValueError, match=r"^draft is auto, but no") as caught:
-        located(ENGINE.with_(target=str(pair.target), draft="auto"))
+        locate_models(ENGINE.with_(target=str(pair.target), draft="auto"))
     assert all(target in str(caught.value) for target in PAIRS)
     assert not caplog.records

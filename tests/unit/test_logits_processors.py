@@ -20,7 +20,7 @@ SEEDS = range(40)
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 7])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_all_processors_apply_in_order_and_leave_the_inputs_alone(seed: int, drafts: int):
+def test_processors_apply_in_order_and_keep_inputs(seed: int, drafts: int):
     world = World(seed, most_drafts=drafts)
     state, rows, masks, logits = world.state(), world.rows, world.masks, torch.tensor(world.logits)
     before = [x.clone() for x in (*state.tables, *rows, masks, logits)]
@@ -40,7 +40,7 @@ def test_half_precision_logits_are_processed_in_single_precision(seed: int):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_that_nothing_concerns_come_through_to_the_bit(seed: int):
+def test_unaffected_rows_are_bitwise_unchanged(seed: int):
     """Alone, and beside rows that are processed."""
     world = World(seed, size=40)
     plain = [i for i, (s, _) in enumerate(world.places) if world.spans[s] % 3 == 0]
@@ -73,13 +73,13 @@ def apply(state: SamplingState, logits: Tensor, masks: Tensor | None = None, pos
     return process(logits, state.tables, rows, masks, processed=True)
 
 
-def test_a_bias_comes_before_the_penalties():
+def test_bias_precedes_penalties():
     """A token at 1 with a bias of 3 is divided at 4, and one biased below 0 is multiplied."""
     state = admit({"logit_bias": {0: 3.0, 1: -3.0}, "repetition_penalty": 2.0}, tokens=(0, 1))
     assert apply(state, torch.ones(1, 4)).tolist() == [[2.0, -4.0, 1.0, 1.0]]
 
 
-def test_tokens_that_end_are_out_before_min_tokens_and_come_back():
+def test_end_tokens_are_banned_before_min_tokens():
     state = admit({"min_tokens": 2}, {}, tokens=(1, 1, 1), prompt=3)
     logits, out = torch.tensor([[5.0, 1.0, 2.0, 3.0]] * 2), -math.inf
     for position, first in ((3, [out, 1, 2, out]), (4, [out, 1, 2, out]), (5, [5, 1, 2, 3])):
@@ -87,7 +87,7 @@ def test_tokens_that_end_are_out_before_min_tokens_and_come_back():
         assert found.tolist() == [first, [5, 1, 2, 3]]
 
 
-def test_where_nothing_is_left_the_grammar_wins_and_all_it_allows_is_equally_likely():
+def test_grammar_wins_over_total_ban():
     logits, out = torch.tensor([[5.0, 1.0, 2.0, 3.0]] * 3), -math.inf
     structured = {"structured_outputs": STRUCTURED}
     state = admit(
@@ -116,7 +116,7 @@ def test_where_nothing_is_left_the_grammar_wins_and_all_it_allows_is_equally_lik
             assert tokens[200:].tolist() == [2] * 200
 
 
-def test_a_grammar_that_allows_everything_changes_nothing():
+def test_permissive_grammar_changes_nothing():
     """-1 in every word, as rows behind an illegal draft have it; V is no multiple of 32."""
     logits = torch.randn(2, 45, generator=torch.Generator().manual_seed(2))
     state = admit(*[{"structured_outputs": STRUCTURED}] * 2, size=45)

@@ -21,7 +21,7 @@ def slow(row: list[float], token: int, top: int) -> tuple[float, int, list[int],
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("top", [0, 1, 5, 37])
-def test_values_ranks_and_the_best_are_those_of_the_definition(top: int, dtype: torch.dtype):
+def test_scores_match_definition(top: int, dtype: torch.dtype):
     rng = random.Random(top)
     rows = [rng.sample([i / 8 for i in range(-60, 60)], 37) for _ in range(9)]
     tokens = [rng.randrange(37) for _ in rows]
@@ -36,7 +36,7 @@ def test_values_ranks_and_the_best_are_those_of_the_definition(top: int, dtype: 
         assert torch.allclose(found.top_values[i], torch.tensor(values), atol=1e-5)
 
 
-def test_equal_ones_share_the_better_rank_and_the_lower_id_is_named_first():
+def test_ties_share_the_better_rank_and_lower_id_comes_first():
     row = [1.0, 3.0, 2.0, 3.0, 2.0, 3.0]
     found = score(torch.tensor([row] * 6), torch.arange(6), 5)
     assert found.ranks.tolist() == [6, 1, 4, 1, 4, 1]

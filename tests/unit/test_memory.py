@@ -12,7 +12,7 @@ from strobe.runner.buckets import Buckets
 from strobe.runner.memory import scratch_bytes
 
 
-def test_what_grammars_keep_has_room_where_fewer_drafts_are_verified_than_a_block_has():
+def test_grammar_buffers_fit_narrow_steps():
     """Each captured feature takes its rows of two steps, and those of the buffer that is kept."""
     decoder = load_target_config(Path(DEMO_MODELS) / "target").decoder
     limits = Limits(4096, 256, 2048, 3, 16, drafter_block_size=16)

@@ -45,7 +45,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 
 @settings(max_examples=300)
 @given(st.lists(TOKENS, min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 2), st.data())
-def test_drafts_are_what_followed_the_last_longest_match(
+def test_drafts_follow_the_last_longest_match(
     texts: list[list[int]], shortest: int, more: int, data: st.DataObject
 ):
     longest = shortest + more
@@ -61,7 +61,7 @@ def test_drafts_are_what_followed_the_last_longest_match(
             request.tokens += data.draw(st.lists(st.integers(0, 2), max_size=6))
 
 
-def test_a_longer_match_wins_over_a_later_one():
+def test_longer_match_beats_later_match():
     tokens = [1, 2, 3, 7, 9, 3, 8, 1, 2, 3]
     assert propose(proposer(1, 3), [request_with(tokens)], 2) == [[7, 9]]
     assert propose(proposer(1, 1), [request_with(tokens)], 2) == [[8, 1]]
@@ -71,7 +71,7 @@ def test_the_tail_does_not_match_itself():
     assert propose(proposer(2, 4), [request_with([1, 2, 3, 4])]) == [[]]
 
 
-def test_a_draft_may_run_into_the_tail_it_matched_and_ends_with_the_text():
+def test_draft_may_overlap_its_match_and_ends_with_text():
     assert propose(proposer(2, 2), [request_with([5, 5, 5])]) == [[5]]
     assert propose(proposer(2, 2), [request_with([1, 2, 1, 2])]) == [[1, 2]]
 
@@ -81,7 +81,7 @@ def test_a_text_shorter_than_the_shortest_match_has_no_draft(length: int):
     assert propose(proposer(3, 4), [request_with([1] * length)]) == [[]]
 
 
-def test_requests_that_find_nothing_sit_beside_ones_that_do():
+def test_requests_with_and_without_match_mix():
     requests = [request_with([1, 2, 3]), request_with([4, 4, 4, 4]), request_with([9])]
     assert propose(proposer(1, 2), requests, 3) == [[], [4], []]
 

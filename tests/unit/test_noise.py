@@ -47,7 +47,7 @@ def close(noise: float, e: float) -> bool:
 
 @settings(max_examples=100)
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.sampled_from([1, 5, 2048]))
-def test_noise_is_that_of_plain_python(key: int, position: int, size: int):
+def test_noise_matches_plain_python(key: int, position: int, size: int):
     found = gumbel(torch.tensor([key]), torch.tensor([position]), size)
     assert (found.shape, found.dtype) == ((1, size), torch.float32)
     word = row_word(unsigned(key), position)
@@ -161,13 +161,13 @@ def test_noise_is_uniform_and_independent_between_neighbours(name: str):
 
 
 @pytest.mark.parametrize("step", [1, 2, 256, 32768])
-def test_tokens_of_one_row_are_uniform_and_independent(step: int):
+def test_noise_of_a_row_is_uniform_and_independent(step: int):
     noise = gumbel(torch.tensor([noise_key(3, 0)]), torch.tensor([11]), REAL)[0].double()
     found = (-(-noise).exp()).exp()
     check_uniform_and_independent(found[:-step], found[step:])
 
 
-def test_the_best_of_a_row_is_any_token_alike_and_its_noise_that_of_the_least_of_many():
+def test_gumbel_argmax_is_uniform():
     """The part of the noise that decides, at a real vocabulary: the least E of V is exponential
     with rate V."""
     count = 2_000

@@ -155,7 +155,7 @@ def changed(options: dict[str, Any]) -> dict[str, Any]:
         ),
     ],
 )
-def test_other_engines_options_reach_the_settings(
+def test_options_of_other_engines_reach_settings(
     main: Main, asked: dict[str, Any], arguments: list[str], settings: dict[str, Any]
 ):
     assert main("generate", "one", "--no-chat", *arguments) == (0, "fine\n", "")
@@ -241,7 +241,7 @@ def test_other_engines_options_reach_the_settings(
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_a_sentence_that_names_it(
+def test_unsupported_alias_is_named(
     main: Main, asked: dict[str, Any], arguments: list[str], part: str
 ):
     status, out, err = main("generate", "one", "--no-chat", *arguments)
@@ -253,7 +253,7 @@ def test_what_cannot_be_honoured_is_a_sentence_that_names_it(
     assert part in err
 
 
-def test_options_without_effect_are_accepted_and_said(caplog: pytest.LogCaptureFixture):
+def test_options_without_effect_are_accepted_and_reported(caplog: pytest.LogCaptureFixture):
     given = {
         "trust_remote_code": True, "limit_mm_per_prompt": {"image": 5}, "swap_space": 4,
         "enable_chunked_prefill": False, "disable_log_stats": False, "tensor_parallel_size": 1,
@@ -269,7 +269,7 @@ def test_options_without_effect_are_accepted_and_said(caplog: pytest.LogCaptureF
     ]  # fmt: skip
 
 
-def test_only_other_engines_options_are_taken_out_of_a_command_line():
+def test_only_foreign_options_leave_the_command_line():
     own = ["generate", "model", "tp", "--draft", "d", "--no-chat", "-x", "--", "--model", "m"]
     assert separate(own) == (own, {})
     assert separate(["serve", "--tp=1", "m", "--trust-remote-code", "--port", "1"]) == (
@@ -278,9 +278,7 @@ def test_only_other_engines_options_are_taken_out_of_a_command_line():
     )
 
 
-def test_the_server_takes_its_model_and_options_by_other_names(
-    main: Main, monkeypatch: pytest.MonkeyPatch
-):
+def test_server_accepts_aliases_for_model_and_options(main: Main, monkeypatch: pytest.MonkeyPatch):
     got: list[Any] = []
     monkeypatch.setattr("strobe.server.launch.serve", lambda *given: got.extend(given) or 0)
     monkeypatch.setattr("os._exit", lambda status: None)
@@ -303,7 +301,7 @@ def test_the_server_takes_its_model_and_options_by_other_names(
     assert "target is 't', but model is 'u'" in err
 
 
-def test_info_reads_the_pair_that_a_speculative_config_names(main: Main, pair: Pair):
+def test_info_reads_pair_from_speculative_config(main: Main, pair: Pair):
     given = json.dumps({**DFLASH, "model": str(pair.draft), "num_speculative_tokens": 7})
     status, out, _ = main(
         "info", f"--model={pair.target}", f"--speculative-config={given}", "--json"
@@ -317,7 +315,7 @@ def test_info_reads_the_pair_that_a_speculative_config_names(main: Main, pair: P
     )
 
 
-def test_benchmarks_take_them_too_but_not_what_they_decide(main: Main):
+def test_benchmarks_accept_aliases_except_fixed_ones(main: Main):
     status, _, err = main("bench", "step", "--max-running-requests=3")
     assert (status, err) == (
         2,

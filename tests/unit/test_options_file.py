@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strobe.cli.options_file import expanded
+from strobe.cli.options_file import expand_options_file
 from strobe.server.settings import ServerConfig
 
 TEXT = """
@@ -37,33 +37,38 @@ def path(tmp_path: Path) -> str:
 @pytest.mark.parametrize("glued", [False, True])
 def test_a_files_options_take_its_place(path: str, glued: bool):
     named = [f"--config={path}"] if glued else ["--config", path]
-    assert expanded(["serve", *named, "--port=0"]) == ["serve", *WORDS, "--port=0"]
+    assert expand_options_file(["serve", *named, "--port=0"]) == ["serve", *WORDS, "--port=0"]
 
 
-def test_the_command_line_goes_first(path: str):
+def test_command_line_overrides_file(path: str):
     given = ["--max-model-len", "9", "--adaptive"]
-    found = expanded(["serve", "--num-drafts=3", "--config", path, *given])
+    found = expand_options_file(["serve", "--num-drafts=3", "--config", path, *given])
     rest = [word for word in WORDS if word.split("=")[0] not in (
         "--num-drafts", "--max-model-len", "--no-adaptive")]  # fmt: skip
     assert found == ["serve", "--num-drafts=3", *rest, *given]
 
 
-def test_what_stands_behind_two_hyphens_is_no_option():
-    assert expanded(["generate", "--", "--config", "x"]) == ["generate", "--", "--config", "x"]
+def test_words_after_double_hyphen_are_not_options():
+    assert expand_options_file(["generate", "--", "--config", "x"]) == [
+        "generate",
+        "--",
+        "--config",
+        "x",
+    ]
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "1: 2", "a: [1,", "\x00"])
 def test_a_file_without_options_is_a_sentence(tmp_path: Path, text: str):
     (tmp_path / "bad").write_text(text)
     with pytest.raises(ValueError, match=r"^--config names .*bad, which (holds|cannot)"):
-        expanded(["serve", "--config", str(tmp_path / "bad")])
+        expand_options_file(["serve", "--config", str(tmp_path / "bad")])
 
 
 def test_no_file_is_a_sentence(tmp_path: Path):
     with pytest.raises(ValueError, match=r"cannot be read \(.*No such file"):
-        expanded([f"--config={tmp_path}/none.yaml"])
+        expand_options_file([f"--config={tmp_path}/none.yaml"])
     with pytest.raises(ValueError, match="--config needs a file after it"):
-        expanded(["serve", "--config"])
+        expand_options_file(["serve", "--config"])
 
 
 @pytest.mark.parametrize(
@@ -76,6 +81,6 @@ def test_no_file_is_a_sentence(tmp_path: Path):
         ({"default_chat_template_kwargs": "{"}, "must be a JSON object"),
     ],
 )
-def test_settings_that_make_no_sense_are_sentences(options: dict[str, str], sentence: str):
+def test_invalid_settings_are_one_line_errors(options: dict[str, str], sentence: str):
     with pytest.raises(ValueError, match=sentence):
         ServerConfig(**options)

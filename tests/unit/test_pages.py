@@ -207,7 +207,7 @@ def lease_with(pool: PagePool, tokens: list[int]) -> Lease:
     return lease
 
 
-def test_nothing_may_follow_a_release():
+def test_release_is_final():
     pool = PagePool(5, 2)
     lease = Lease(pool, 10)
     assert reserve_all([(lease, 3)])
@@ -226,7 +226,7 @@ def test_nothing_may_follow_a_release():
     assert pool.available == pool.capacity
 
 
-def test_a_refused_reservation_of_several_leases_changes_none_of_them():
+def test_failed_group_reservation_changes_no_lease():
     pool = PagePool(4, 2)
     first, second = Lease(pool, 10), Lease(pool, 10)
     assert not reserve_all([(first, 4), (second, 4)])
@@ -243,7 +243,7 @@ def test_positions_beyond_the_limit_need_no_pages():
     assert lease.open == 50
 
 
-def test_a_commit_moves_later_reservations_down_and_keeps_their_room():
+def test_commit_shifts_later_reservations():
     pool = PagePool(9, 2)
     lease = Lease(pool, 16)
     assert reserve_all([(lease, 5)])
@@ -264,7 +264,7 @@ def test_a_full_cached_prompt_still_leaves_its_last_token_to_run():
     assert longer.adopt([1, 2, 3, 4, 9]) == 4
 
 
-def test_a_page_is_found_only_behind_the_same_prefix():
+def test_page_matches_only_with_same_prefix():
     pool = PagePool(9, 2)
     lease_with(pool, [1, 2, 3, 4, 5]).release()
     assert Lease(pool, 16).adopt([9, 2, 3, 4, 5]) == 0
@@ -272,7 +272,7 @@ def test_a_page_is_found_only_behind_the_same_prefix():
     assert Lease(pool, 16).adopt([1, 2, 3, 9, 5]) == 2
 
 
-def test_tokens_of_eight_bytes_and_pages_of_one_token_have_keys_of_their_own():
+def test_keys_distinguish_large_ids_and_one_token_pages():
     pool = PagePool(9, 1)
     keys = {pool.key(b"", [token]) for token in (0, 1, 255, 256, 2**31, 2**40)}
     keys |= {pool.key(pool.key(b"", [0]), [0]), pool.key(b"", [0, 0])}
@@ -298,7 +298,7 @@ def test_the_same_content_run_twice_is_published_once():
     assert pool.available == pool.capacity
 
 
-def test_the_least_recent_cached_page_goes_first_and_prefixes_outlive_their_ends():
+def test_least_recent_cached_page_is_evicted_first():
     pool = PagePool(5, 2)
     lease_with(pool, [1, 2, 3, 4, 5]).release()
     lease_with(pool, [6, 7, 8]).release()
@@ -309,7 +309,7 @@ def test_the_least_recent_cached_page_goes_first_and_prefixes_outlive_their_ends
     assert Lease(pool, 16).adopt([6, 7, 8]) == 2
 
 
-def test_of_one_sequence_the_end_is_given_up_before_the_beginning():
+def test_sequence_end_is_evicted_before_its_start():
     pool = PagePool(5, 2)
     lease_with(pool, [1, 2, 3, 4, 5]).release()
     taken = Lease(pool, 16)
@@ -317,7 +317,7 @@ def test_of_one_sequence_the_end_is_given_up_before_the_beginning():
     assert Lease(pool, 16).adopt([1, 2, 3, 4, 5]) == 2
 
 
-def test_pages_that_are_only_partly_committed_are_not_published():
+def test_partly_committed_pages_are_not_published():
     pool = PagePool(9, 4)
     lease = Lease(pool, 16)
     assert reserve_all([(lease, 8)])
@@ -328,6 +328,6 @@ def test_pages_that_are_only_partly_committed_are_not_published():
 
 
 @pytest.mark.parametrize(("pages", "size"), [(1, 16), (0, 16), (2, 0)])
-def test_a_pool_that_can_hold_nothing_is_refused(pages: int, size: int):
+def test_empty_pool_is_rejected(pages: int, size: int):
     with pytest.raises(ValueError, match="holds nothing"):
         PagePool(pages, size)

@@ -13,19 +13,19 @@ from strobe.speculation.registry import DFLASH, NGRAM, REGISTRY, DraftMethod
 PARTS = [part.name for part in fields(DraftMethod) if part.name != "name"]
 
 
-def test_the_methods_that_requests_can_name_are_those_of_the_registry_and_none():
+def test_registry_matches_method_names():
     parts = {part for method in METHODS for part in method.split("+")}
     assert parts == {*REGISTRY, "none"}
     assert len(set(METHODS)) == len(METHODS)
 
 
-def test_each_entry_stands_under_its_own_name():
+def test_entries_have_their_own_names():
     assert {name: method.name for name, method in REGISTRY.items()} == {n: n for n in REGISTRY}
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("value", [None, "dflash", ()])
-def test_an_entry_that_lacks_a_part_is_refused_with_its_name_and_the_parts(part: str, value: Any):
+def test_incomplete_entry_is_rejected_with_missing_part(part: str, value: Any):
     for method in (DFLASH, NGRAM):
         message = f"The drafting method {method.name!r} has no {part}: "
         with pytest.raises(TypeError) as refused:
@@ -35,13 +35,13 @@ def test_an_entry_that_lacks_a_part_is_refused_with_its_name_and_the_parts(part:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_an_entry_cannot_be_made_without_a_part(part: str):
+def test_entry_requires_every_part(part: str):
     given = {field.name: getattr(NGRAM, field.name) for field in fields(DraftMethod)}
     del given[part]
     with pytest.raises(TypeError, match=f"'ngram' has no {part}: None"):
         DraftMethod(**given)
 
 
-def test_entries_are_not_changed_after_they_are_made():
+def test_entries_are_immutable():
     with pytest.raises(AttributeError):
         DFLASH.name = "other"  # type: ignore[misc]

@@ -80,7 +80,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), WRONG, ids=[str(v) for v, _ in WRONG])
-def test_a_value_out_of_range_is_refused_and_named(values: dict[str, Any], message: str):
+def test_out_of_range_value_is_rejected_by_name(values: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
         SamplingParams(**values)
 
@@ -135,7 +135,7 @@ def test_speculation_is_counted_by_position():
     assert counts.acceptance_length == 3.0
 
 
-def test_two_counts_are_one_that_saw_both():
+def test_merged_counts_equal_joint_counts():
     first, second, both = DraftCounts(), DraftCounts(), DraftCounts()
     for counts, drafted, accepted in ((first, 3, 1), (second, 5, 4), (first, 2, 2), (second, 1, 0)):
         counts.add(drafted, accepted)
@@ -144,7 +144,7 @@ def test_two_counts_are_one_that_saw_both():
     assert first == both
 
 
-def test_a_request_whose_prompt_is_scored_has_no_score_for_its_first_token():
+def test_scored_prompt_has_no_score_for_first_token():
     asked = SamplingParams(prompt_logprobs=1)
     first, second = (Request("r", [3, 1], asked, seed=0, sibling=i) for i in range(2))
     assert (first.wants_prompt_logprobs, first.prompt_logprobs) == (True, [None])

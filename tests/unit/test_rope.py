@@ -38,7 +38,7 @@ PUBLISHED: dict[str, tuple[int, float, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_angles_are_those_of_transformers(name: str):
+def test_angles_match_transformers(name: str):
     head_dim, theta, longest, parameters = PUBLISHED[name]
     rope = read_rope(parameters, theta, longest, HERE)
     config = Qwen3Config(

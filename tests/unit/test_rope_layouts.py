@@ -26,7 +26,7 @@ def rotated(x: Tensor, positions: Tensor, width: int, interleaved: bool) -> Tens
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
-def test_scores_are_those_of_the_layout_as_it_is_published(interleaved: bool, share: float):
+def test_scores_match_published_layout(interleaved: bool, share: float):
     rope = RopeConfig(100.0, share=share, interleaved=interleaved)
     order = rope.order(WIDTH)
     assert (order is None) == (share == 1.0 and not interleaved)

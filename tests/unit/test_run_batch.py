@@ -55,7 +55,7 @@ def answers(path: Path) -> dict[str, Any]:
     return {line["custom_id"]: line for line in found}
 
 
-def test_every_line_is_answered_and_a_second_run_goes_on_where_the_first_was(
+def test_second_run_resumes_after_answered_lines(
     files: tuple[Path, Path],
 ):
     status, said = run(files)
@@ -96,7 +96,7 @@ def test_every_line_is_answered_and_a_second_run_goes_on_where_the_first_was(
         (LINES[0], "has the custom_id 'a' of an earlier line"),
     ],
 )
-def test_a_line_that_cannot_be_answered_is_a_sentence_before_anything_is_loaded(
+def test_invalid_line_is_rejected_before_loading(
     main: Callable[..., Any], files: tuple[Path, Path], line: Any, sentence: str
 ):
     text = line if isinstance(line, str) else json.dumps(line)
@@ -107,7 +107,7 @@ def test_a_line_that_cannot_be_answered_is_a_sentence_before_anything_is_loaded(
     assert not files[1].exists()
 
 
-def test_files_that_are_not_there_are_sentences(main: Callable[..., Any], tmp_path: Path):
+def test_missing_files_are_one_line_errors(main: Callable[..., Any], tmp_path: Path):
     assert "No input file was given; name it with --input-file." in main("run-batch")[2]
     status, _, err = main("run-batch", "-i", f"{tmp_path}/none", "-o", f"{tmp_path}/out")
     assert status == 2

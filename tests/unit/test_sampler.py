@@ -38,7 +38,7 @@ def weights_of(logits: list[float], **how: float) -> list[float]:
 
 @settings(max_examples=600)
 @given(st.one_of(LOGITS, SPREAD), TEMPERATURES, TOP_K, TOP_P, MIN_P)
-def test_the_tokens_kept_are_those_of_the_plain_reference(
+def test_kept_tokens_match_plain_reference(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ):
     weights = weights_of(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -54,13 +54,13 @@ def test_the_tokens_kept_are_those_of_the_plain_reference(
         assert math.isclose(weights[i] / total, share, rel_tol=1e-4, abs_tol=1e-30)
 
 
-def test_a_nucleus_that_is_full_exactly_at_a_token_stops_there():
+def test_nucleus_ends_exactly_at_full_mass():
     logits = [math.log(p) for p in (0.5, 0.25, 0.125, 0.125)]
     assert weights_of(logits, top_p=0.5)[1:] == [0, 0, 0]
     assert weights_of(logits, top_p=0.51)[2:] == [0, 0]
 
 
-def test_top_p_counts_mass_within_what_top_k_left():
+def test_top_p_mass_is_within_top_k():
     logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
     assert weights_of(logits, top_k=2, top_p=0.56)[1:] == [0, 0, 0]
     assert weights_of(logits, top_p=0.56)[2:] == [0, 0]
@@ -69,7 +69,7 @@ def test_top_p_counts_mass_within_what_top_k_left():
 
 @settings(max_examples=400)
 @given(st.one_of(LOGITS, SPREAD), TEMPERATURES, TOP_P, MIN_P)
-def test_what_is_surely_kept_is_kept(
+def test_passing_filters_implies_kept(
     logits: list[float], temperature: float, top_p: float, min_p: float
 ):
     scores = (torch.tensor(logits) - max(logits)) * (1 / temperature)
@@ -93,7 +93,7 @@ def test_ties_at_the_edge_stay_together():
         assert [w > 0 for w in weights] == [False, True, True, True, False], how
 
 
-def test_filters_that_are_off_change_nothing_in_a_batch_where_another_row_filters():
+def test_disabled_filters_change_nothing_in_mixed_batch():
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0)) * 3
     mixed = params(64, temperature=0.9, top_k=[0, 3] * 32, top_p=[1.0, 0.5] * 32)
     alone = sample_rows(logits, params(64, temperature=0.9), filtered=False)
@@ -103,7 +103,7 @@ def test_filters_that_are_off_change_nothing_in_a_batch_where_another_row_filter
 
 @settings(max_examples=400)
 @given(SPREAD, TEMPERATURES, TOP_K, TOP_P, MIN_P, st.integers(0, 2**32), st.integers(0, 5000))
-def test_the_sampled_token_wins_the_race_of_those_kept(
+def test_sampled_token_wins_gumbel_race(
     logits: list[float],
     temperature: float,
     top_k: int,
@@ -150,7 +150,7 @@ def test_a_row_has_the_same_token_in_any_batch():
         assert sample_rows(logits[one], some(one)).item() == together[i]
 
 
-def test_greedy_rows_take_the_first_maximum_beside_sampled_ones():
+def test_greedy_rows_take_first_maximum_in_mixed_batch():
     logits = torch.tensor([[0.0, 5.0, 5.0, 1.0]]).repeat(200, 1)
     tokens = sample_rows(logits, params(200, temperature=[0.0, 1.0] * 100))
     assert tokens[::2].tolist() == [1] * 100
@@ -158,7 +158,7 @@ def test_greedy_rows_take_the_first_maximum_beside_sampled_ones():
     assert argmax(logits).tolist() == [1] * 200
 
 
-def test_greedy_and_sampled_rows_leave_each_other_alone():
+def test_greedy_and_sampled_rows_are_independent():
     logits = torch.randn(100, 20, generator=torch.Generator().manual_seed(2))
     mixed = sample_rows(logits, params(100, temperature=[0.0, 1.0] * 50))
     assert torch.equal(mixed[::2], logits.argmax(-1)[::2])
@@ -166,7 +166,7 @@ def test_greedy_and_sampled_rows_leave_each_other_alone():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 1.0, 100.0])
-def test_banned_tokens_are_never_sampled_and_the_rest_keep_their_distribution(temperature: float):
+def test_banned_tokens_are_never_sampled(temperature: float):
     logits = torch.tensor([[3.0, -math.inf, 1.0, 2.0, -math.inf]]).repeat(20_000, 1)
     tokens = sample_rows(logits, params(20_000, temperature=temperature, top_k=3))
     counts = torch.bincount(tokens, minlength=5).tolist()
@@ -189,7 +189,7 @@ def test_a_temperature_near_zero_is_greedy(temperature: float):
         assert torch.equal(sample_rows(logits, rows), logits.argmax(-1))
 
 
-def test_a_high_temperature_follows_the_flat_distribution_without_overflow():
+def test_high_temperature_is_flat_without_overflow():
     logits = [-80.0, 0.0, 40.0, 80.0]
     tokens = sample_rows(torch.tensor([logits]).repeat(COUNT, 1), params(COUNT, temperature=100.0))
     wanted = [p * COUNT for p in distribution(logits, 100.0)]

@@ -56,7 +56,7 @@ ASKED: list[tuple[dict[str, Any], SamplingMode]] = [
 
 
 @pytest.mark.parametrize(("asked", "mode"), ASKED, ids=[str(asked) for asked, _ in ASKED])
-def test_a_mode_says_what_a_slot_asks_for(asked: dict[str, Any], mode: SamplingMode):
+def test_mode_reflects_a_slot(asked: dict[str, Any], mode: SamplingMode):
     state = state_of(SamplingParams(**asked), SamplingParams(temperature=0))
     assert state.mode([0]) == mode
     assert state.mode([1]) == state.mode([2]) == state.mode([]) == GREEDY
@@ -65,14 +65,14 @@ def test_a_mode_says_what_a_slot_asks_for(asked: dict[str, Any], mode: SamplingM
     assert state.mode([0]) == GREEDY
 
 
-def test_a_mode_of_several_slots_is_all_that_they_ask_for():
+def test_mode_of_several_slots_is_their_union():
     state = state_of(*[SamplingParams(**asked) for asked, _ in ASKED], size=1000)
     everything = SamplingMode(True, True, True, True, 999)
     assert state.mode(range(len(ASKED))) == everything
     assert hash(everything) == hash(SamplingMode(*everything))
 
 
-def test_with_kernels_one_mode_serves_every_mixture_of_sampled_rows():
+def test_kernels_use_one_mode_for_sampled_mixtures():
     state = state_of(
         SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3), kernels=True
     )
@@ -136,7 +136,7 @@ def test_seeds_and_siblings_sample_apart():
         assert (tokens[i] == tokens[j]).sum() <= 2
 
 
-def test_scores_are_of_the_models_own_logits_for_the_tokens_sampled():
+def test_scores_come_from_raw_logits():
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     state = state_of(*[SamplingParams(logit_bias={4: 50.0}, logprobs=3, temperature=t)
                        for t in (0.0, 1.0, 0.5)])  # fmt: skip
@@ -147,7 +147,7 @@ def test_scores_are_of_the_models_own_logits_for_the_tokens_sampled():
     assert all(torch.equal(a, b) for a, b in zip(found.scores, wanted, strict=True))
 
 
-def test_what_a_graph_captures_never_asks_the_host():
+def test_captured_sampling_never_syncs():
     """On the meta device there are no values to ask for."""
     meta = torch.device("meta")
     state = SamplingState(3, 50, meta)
@@ -171,7 +171,7 @@ def test_what_a_graph_captures_never_asks_the_host():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_counting_what_a_step_kept_equals_admitting_it(seed: int):
+def test_counting_kept_tokens_equals_readmission(seed: int):
     """Spans that gave no logits and those that fill up a shape count nothing to anyone."""
     world = World(seed)
     state, later, width = world.state(), [*world.admitted], len(world.drafts[0]) + 1
@@ -267,9 +267,7 @@ def agreement(p: list[float], q: list[float]) -> float:
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_sampled_drafts_leave_every_token_and_agree_as_often_as_the_distributions_allow(
-    name: str, drafter: str
-):
+def test_sampled_drafts_keep_tokens_and_agree_at_expected_rate(name: str, drafter: str):
     how, draft = SETTINGS[name], DRAFTERS[drafter]
     state, slots = admitted(**how), list(range(DRAWS))
     mode, position = state.mode(slots), len(HISTORY)

@@ -59,7 +59,7 @@ def test_requests_are_admitted_first_come_first_served():
     world.check_answers()
 
 
-def test_a_small_request_does_not_overtake_a_large_one_that_finds_no_pages():
+def test_small_request_does_not_overtake_large_one():
     world = World(pages=10, max_num_seqs=4)
     world.add(20)
     large, small = world.add([2] * 30), world.add(1)
@@ -70,7 +70,7 @@ def test_a_small_request_does_not_overtake_a_large_one_that_finds_no_pages():
     world.check_answers()
 
 
-def test_a_prompt_runs_in_chunks_beside_decoding_requests_within_the_budget():
+def test_prompt_chunks_run_with_decodes_within_budget():
     world = World(max_num_seqs=2, budget=12, num_drafts=3)
     short, long = world.add(2, max_tokens=30), world.add(30)
     spans = [world_step_spans(world) for _ in range(4)]
@@ -88,14 +88,14 @@ def world_step_spans(world: World) -> list[tuple[Request, int, int, int]]:
     return [(request, s.num_context_rows, s.num_drafts, s.num_logits) for request, s in found]
 
 
-def test_the_last_chunk_asks_for_one_row_and_earlier_ones_for_none():
+def test_only_last_chunk_has_logits():
     world = World(max_num_seqs=1, budget=4, num_drafts=3)
     world.add(9)
     rows = [world_step_spans(world)[0][1:] for _ in range(3)]
     assert rows == [(4, 0, 0), (4, 0, 0), (1, 0, 1)]
 
 
-def test_drafting_requests_reserve_the_whole_block_and_plain_ones_one_position():
+def test_drafting_requests_reserve_the_whole_block():
     world = World(page_size=1, num_drafts=3, policy=Policy(lambda one: min(one.max_drafts, 1)))
     drafting, plain = world.add(2), world.add(2, num_drafts=0)
     world.step()
@@ -105,7 +105,7 @@ def test_drafting_requests_reserve_the_whole_block_and_plain_ones_one_position()
     world.collect()
 
 
-def test_a_drafter_whose_block_is_longer_than_what_is_verified_gets_its_whole_block():
+def test_longer_drafter_block_is_reserved_completely():
     world = World(page_size=1, num_drafts=2, block=8)
     world.add(2)
     world.step()
@@ -116,7 +116,7 @@ def test_a_drafter_whose_block_is_longer_than_what_is_verified_gets_its_whole_bl
     world.check_answers()
 
 
-def test_a_request_verifies_no_more_drafts_than_its_own_and_the_policy_allow():
+def test_verified_drafts_respect_request_and_policy():
     policy = Policy(lambda one: max(one.max_drafts - 1, 0))
     world = World(num_drafts=3, policy=policy)
     world.add(2), world.add(2, num_drafts=2), world.add(2, num_drafts=0)
@@ -131,7 +131,7 @@ def test_a_request_verifies_no_more_drafts_than_its_own_and_the_policy_allow():
     assert load == BatchLoad(num_decoding=3, prompt_rows=0, num_waiting=0, context_tokens=6)
 
 
-def test_the_newest_running_request_makes_room_and_resumes_with_its_tokens():
+def test_newest_request_is_preempted_and_resumes():
     world = World(pages=10, max_num_seqs=2, prefix_caching=False)
     old, new = world.add(10, max_tokens=25), world.add(10, max_tokens=25)
     while not new.num_preemptions:
@@ -147,7 +147,7 @@ def test_the_newest_running_request_makes_room_and_resumes_with_its_tokens():
     world.check_answers()
 
 
-def test_lower_priorities_run_first_and_equal_ones_in_their_order():
+def test_priorities_order_requests():
     world = World(max_num_seqs=1)
     world.add(4, max_tokens=2)
     world.step()
@@ -158,7 +158,7 @@ def test_lower_priorities_run_first_and_equal_ones_in_their_order():
     world.check_answers()
 
 
-def test_the_lowest_priority_makes_room_and_goes_before_equals_that_never_ran():
+def test_lowest_priority_is_preempted_and_requeued_first():
     world = World(pages=10, max_num_seqs=3, prefix_caching=False)
     usual, urgent = (
         world.add(10, max_tokens=25),
@@ -174,7 +174,7 @@ def test_the_lowest_priority_makes_room_and_goes_before_equals_that_never_ran():
     world.check_answers()
 
 
-def test_a_prefix_is_found_only_by_the_same_salt():
+def test_prefix_is_shared_only_within_a_salt():
     world = World(page_size=4)
     for salt in ("", "a", "a", "b", ""):
         world.add(9, place=SchedulingOptions(cache_salt=salt))
@@ -183,7 +183,7 @@ def test_a_prefix_is_found_only_by_the_same_salt():
     world.check_answers()
 
 
-def test_a_preempted_request_goes_before_requests_that_never_ran():
+def test_preempted_request_precedes_new_ones():
     world = World(pages=10, max_num_seqs=2)
     world.add(10, max_tokens=25)
     new, late = world.add(10, max_tokens=25), world.add(10, max_tokens=3)
@@ -194,7 +194,7 @@ def test_a_preempted_request_goes_before_requests_that_never_ran():
     world.check_answers()
 
 
-def test_nobody_is_admitted_in_a_step_that_could_not_reserve_for_everyone():
+def test_nobody_is_admitted_when_reservation_failed():
     world = World(pages=12, max_num_seqs=4, prefix_caching=False)
     for _ in range(3):
         world.add(8, max_tokens=25)
@@ -209,7 +209,7 @@ def test_nobody_is_admitted_in_a_step_that_could_not_reserve_for_everyone():
     world.check_answers()
 
 
-def test_an_admission_leaves_room_for_the_whole_prompt_and_a_block():
+def test_admission_leaves_room_for_prompt_and_block():
     world = World(pages=10, page_size=4, max_num_seqs=2, num_drafts=3, prefix_caching=False)
     world.add(16)
     world.step()
@@ -220,7 +220,7 @@ def test_an_admission_leaves_room_for_the_whole_prompt_and_a_block():
     world.check_answers()
 
 
-def test_a_request_of_the_longest_length_runs_alone_in_the_smallest_pool():
+def test_longest_request_fits_the_smallest_pool():
     world = World(pages=10, page_size=4, max_model_len=40, max_num_seqs=2)
     alone = world.add(39, max_tokens=None)
     other = world.add(20, max_tokens=None)
@@ -230,7 +230,7 @@ def test_a_request_of_the_longest_length_runs_alone_in_the_smallest_pool():
     world.check_answers()
 
 
-def test_a_late_result_of_a_stopped_request_is_dropped_and_its_pages_wait_for_it():
+def test_late_result_of_stopped_request_is_dropped():
     world = World(depth=2, num_drafts=3)
     request = world.add(4, max_tokens=4)
     world.launch()
@@ -251,7 +251,7 @@ def test_a_late_result_of_a_stopped_request_is_dropped_and_its_pages_wait_for_it
     assert not world.scheduler.has_work
 
 
-def test_a_slot_in_flight_is_not_given_to_another_request():
+def test_slot_in_flight_is_not_reused():
     world = World(depth=2, max_num_seqs=1)
     first, second = world.add(4, max_tokens=1), world.add(4)
     world.launch()
@@ -265,7 +265,7 @@ def test_a_slot_in_flight_is_not_given_to_another_request():
     world.check_answers()
 
 
-def test_a_preempted_request_in_flight_keeps_its_pages_until_collected():
+def test_preempted_request_in_flight_keeps_pages_until_collected():
     world = World(pages=10, max_num_seqs=2, depth=2, prefix_caching=False)
     world.add(10, max_tokens=25)
     new = world.add(10, max_tokens=25)
@@ -278,7 +278,7 @@ def test_a_preempted_request_in_flight_keeps_its_pages_until_collected():
     world.check_answers()
 
 
-def test_others_wait_for_the_pages_of_a_preempted_request_in_flight_and_stay():
+def test_others_wait_for_pages_of_preempted_request_in_flight():
     """Its pages are on their way: preempting one more would throw work away for nothing."""
     world = World(pages=12, page_size=2, max_model_len=24, max_num_seqs=4, depth=2, num_drafts=1)
     for _ in range(4):
@@ -317,7 +317,7 @@ def test_finish_ends_waiting_running_and_flying_requests_once(depth: int):
     assert going.finish_reason == "stop"
 
 
-def test_finish_of_a_preempted_request_in_flight_releases_it_once():
+def test_finish_of_preempted_request_in_flight_releases_once():
     world = World(pages=10, max_num_seqs=2, depth=2)
     world.add(10, max_tokens=25)
     new = world.add(10, max_tokens=25)
@@ -352,7 +352,7 @@ def stop_positions(request: Request, limit: int) -> list[int]:
     return [p for p in range(request.num_prompt, limit) if truth(request, p) == STOP]
 
 
-def test_a_stop_id_ends_the_answer_inside_an_accepted_run_and_is_kept():
+def test_stop_id_ends_answer_inside_accepted_drafts():
     world = World(num_drafts=3, max_model_len=40)
     requests = [world.add(4, max_tokens=30, stop=True) for _ in range(6)]
     world.drain()
@@ -377,7 +377,7 @@ def test_stop_ids_do_not_count_within_min_tokens():
     world.check_answers()
 
 
-def test_stop_reason_names_only_ids_the_caller_asked_for():
+def test_stop_reason_names_only_requested_ids():
     world = World()
     asked = world.add(4, max_tokens=30, stop=True, stop_token_ids=[STOP])
     own = world.add(4, max_tokens=30, stop=True)
@@ -386,7 +386,7 @@ def test_stop_reason_names_only_ids_the_caller_asked_for():
     assert (own.finish_reason, own.stop_reason) == ("stop", None)
 
 
-def test_a_method_that_reads_the_hosts_tokens_waits_for_its_result():
+def test_host_proposer_waits_for_result():
     world = World(depth=2, num_drafts=3)
     host = world.add(4, method="ngram", max_tokens=12)
     free = world.add(4, max_tokens=12)
@@ -398,7 +398,7 @@ def test_a_method_that_reads_the_hosts_tokens_waits_for_its_result():
     world.check_answers()
 
 
-def test_a_request_with_a_grammar_is_planned_like_any_other():
+def test_grammar_request_is_planned_like_others():
     """The engine waits for what its grammar has to follow."""
     world = World(depth=2, num_drafts=3, max_num_seqs=2, budget=12)
     follows = world.add(14, max_tokens=12, structured_outputs={"regex": "a*"})
@@ -424,7 +424,7 @@ def scored(world: World) -> list[tuple[int, int, tuple[int, ...]]]:
     return [(s.start, s.num_context_rows, s.scored_tokens) for s in plan.spans]
 
 
-def test_every_row_of_a_prompt_but_the_last_is_scored_in_whatever_chunks():
+def test_every_prompt_row_but_the_last_is_scored():
     world = World(max_num_seqs=1, budget=4, num_drafts=3)
     world.add([1, 2, 3, 4, 5, 6, 0, 1, 2], prompt_logprobs=0)
     assert [scored(world) for _ in range(4)] == [
@@ -444,7 +444,7 @@ def test_every_row_of_a_prompt_but_the_last_is_scored_in_whatever_chunks():
     world.check_answers()
 
 
-def test_a_prompt_of_one_token_has_nothing_to_score():
+def test_one_token_prompt_has_no_scores():
     world = World()
     request = world.add(1, prompt_logprobs=2)
     assert scored(world) == [(0, 1, ())]
@@ -453,7 +453,7 @@ def test_a_prompt_of_one_token_has_nothing_to_score():
     world.check_answers()
 
 
-def test_only_the_first_of_siblings_scores_the_prompt_and_the_others_use_the_cache():
+def test_first_sibling_scores_the_prompt_and_others_use_cache():
     world = World(page_size=4, max_num_seqs=1)
     prompt = [1, 2, 3, 4, 5, 6, 0, 1, 2]
     world.add(prompt)
@@ -476,7 +476,7 @@ def test_a_request_for_no_tokens_ends_with_its_prompt():
     assert world.scheduler.stats.generation_tokens == 0
 
 
-def test_a_request_in_error_ends_without_the_tokens_of_its_last_step():
+def test_failed_request_ends_without_last_step_tokens():
     world = World(num_drafts=3)
     broken, other = world.add(4), world.add(4)
     world.step()
@@ -492,7 +492,7 @@ def test_a_request_in_error_ends_without_the_tokens_of_its_last_step():
     assert other.finish_reason == "length"
 
 
-def test_events_say_what_was_drafted_accepted_and_where():
+def test_events_count_verified_and_accepted_drafts():
     world = World(num_drafts=3, accept=lambda drafts: min(drafts, 2), max_model_len=40)
     request = world.add(5, max_tokens=6)
     reported = [world.step()[0] for _ in range(3)]
@@ -506,7 +506,7 @@ def test_events_say_what_was_drafted_accepted_and_where():
     assert request.draft_counts.num_accepted == 4
 
 
-def test_accepted_drafts_are_never_more_than_the_tokens_that_count():
+def test_accepted_never_exceeds_counted_tokens():
     world = World(num_drafts=5, max_model_len=40, budget=64)
     world.add(5, max_tokens=3)
     world.step()
@@ -526,7 +526,7 @@ class Told(DraftPolicy):
         self.seen += [pair for span, pair in pairs if span.method is not None]
 
 
-def test_a_policy_learns_nothing_from_behind_the_end_of_an_answer():
+def test_policy_ignores_drafts_after_answer_end():
     world = World(depth=2, num_drafts=5, max_model_len=60, budget=64)
     world.scheduler.draft_policy = told = Told()
     request = world.add(5, max_tokens=9)
@@ -540,14 +540,14 @@ def test_a_policy_learns_nothing_from_behind_the_end_of_an_answer():
 
 
 @pytest.mark.parametrize(("end", "kept"), [(1, (1, 1)), (3, (3, 3)), (4, (5, 3))])
-def test_drafts_behind_an_answers_end_count_as_not_verified(end: int, kept: tuple[int, int]):
+def test_drafts_after_answer_end_are_not_verified(end: int, kept: tuple[int, int]):
     spans = [Span(i, 4, 4, (TAIL,), 5, "dflash", 6) for i in range(2)]
     result = StepResult([[1, 2, 3, 4], [1]], [3, 0]).truncate({0: end}, spans)
     assert result.num_verified == [kept[0], 5]
     assert result.num_accepted == [kept[1], 0]
 
 
-def test_log_probabilities_are_cut_with_the_tokens_that_do_not_count():
+def test_logprobs_are_cut_with_tokens():
     world = World(num_drafts=3)
     request = world.add(4, max_tokens=3, logprobs=0)
     world.step()
@@ -560,7 +560,7 @@ def test_log_probabilities_are_cut_with_the_tokens_that_do_not_count():
     assert [one.token for one in event.logprobs] == event.tokens == request.output_ids[1:]
 
 
-def test_a_prefix_hit_starts_behind_the_cached_pages():
+def test_prefix_hit_starts_after_cached_pages():
     world = World(page_size=4)
     prompt = [1, 2, 3, 4, 5, 6, 0, 1, 2]
     world.add(prompt)
@@ -739,7 +739,7 @@ def rows_of(plan: Plan) -> list[int]:
     return [span.num_rows for span in plan.spans]
 
 
-def test_prompts_beside_decoding_requests_come_in_smaller_pieces():
+def test_prompts_are_chunked_smaller_with_decodes():
     world = World(mixed=12, max_model_len=60, pages=80, prefix_caching=False)
     world.add(6, max_tokens=40)
     assert rows_of(world.launch()) == [6]
@@ -761,7 +761,7 @@ def test_prompts_get_half_of_the_rows_where_decoding_takes_more():
     assert rows_of(world.launch()) == [4, 4, 4, 4]
 
 
-def test_requests_that_sit_a_step_out_are_not_stalled_by_a_prompt():
+def test_skipped_requests_are_not_stalled_by_a_prompt():
     """With a result of theirs in flight, host methods draft in every other plan only."""
     world = World(mixed=12, max_model_len=60, budget=64, pages=80, depth=2)
     world.add(6, method="ngram", max_tokens=40)
@@ -782,7 +782,7 @@ def many(**options: int) -> World:
 LONG = [position * 37 % 1009 for position in range(1000)]
 
 
-def test_a_prompt_asked_again_finds_its_full_pages_though_it_ended_with_its_first_token():
+def test_repeated_prompt_finds_full_pages_after_one_token_answer():
     world = many()
     for _ in range(4):
         world.add(list(LONG), max_tokens=1)
@@ -805,7 +805,7 @@ def test_equal_prompts_admitted_together_are_computed_once(depth: int, budget: i
 
 
 @pytest.mark.parametrize("why", ["no prefix caching", "scores of the prompt"])
-def test_who_finds_nothing_in_the_cache_waits_for_nobody(why: str):
+def test_request_without_shared_prefix_does_not_wait(why: str):
     world = World(prefix_caching=why != "no prefix caching")
     scores = 1 if why == "scores of the prompt" else None
     requests = [world.add(12, prompt_logprobs=scores) for _ in range(3)]
@@ -827,9 +827,7 @@ def test_who_finds_nothing_in_the_cache_waits_for_nobody(why: str):
         (36, 36, False),
     ],
 )
-def test_a_prompt_waits_only_while_half_of_what_it_lacks_is_being_computed(
-    cached: int, shared: int, waits: bool
-):
+def test_prompt_waits_while_half_its_prefix_is_computed(cached: int, shared: int, waits: bool):
     """In pages of 4 of its 40 tokens: `cached` are known, `shared` are the running one's too."""
     world = World(page_size=4, max_model_len=60, pages=80, budget=100)
     prompt = [(i * 5 + 1) % 7 for i in range(40)]
@@ -850,7 +848,7 @@ def test_a_prompt_waits_only_while_half_of_what_it_lacks_is_being_computed(
 
 @pytest.mark.parametrize("how", ["abort", "preemption", "failure"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_when_the_one_that_computes_a_prompt_leaves_another_goes_on(how: str, depth: int):
+def test_follower_continues_when_leader_leaves(how: str, depth: int):
     """From the pages that are ready, and not before it has to."""
     world = World(page_size=4, budget=8, num_drafts=0, depth=depth)
     leader, second, third = (world.add([1] * 30, sibling=i) for i in range(3))
@@ -876,7 +874,7 @@ def test_when_the_one_that_computes_a_prompt_leaves_another_goes_on(how: str, de
     world.check_answers()
 
 
-def test_a_leader_that_is_preempted_does_not_hold_up_who_waits_for_it():
+def test_preempted_leader_does_not_block_followers():
     world = World(pages=12, page_size=4, budget=8, max_num_seqs=3, num_drafts=0)
     world.add([2] * 11, max_tokens=25)
     world.step()
@@ -890,7 +888,7 @@ def test_a_leader_that_is_preempted_does_not_hold_up_who_waits_for_it():
 
 
 @pytest.mark.parametrize("done", [0, 1, 2])
-def test_a_failed_steps_requests_wait_again_and_then_run_alone_for_a_few_steps(done: int):
+def test_failed_step_requests_run_alone_for_a_few_steps(done: int):
     """Whatever of it was done: nothing, its pages, or all of it."""
     world = World(max_num_seqs=3, page_size=2, pages=80, num_drafts=3)
     requests = [world.add([i] * 6, max_tokens=30) for i in range(3)]
@@ -914,7 +912,7 @@ def test_a_failed_steps_requests_wait_again_and_then_run_alone_for_a_few_steps(d
 
 
 @pytest.mark.parametrize("done", [0, 1, 2])
-def test_a_step_that_fails_behind_one_in_flight_leaves_that_one_alone(done: int):
+def test_failed_step_leaves_earlier_step_in_flight(done: int):
     world = World(depth=2, page_size=2, num_drafts=3, accept=lambda drafts: drafts // 2)
     request, other = world.add([1] * 5, max_tokens=20), world.add([2] * 5, max_tokens=20)
     world.launch()
@@ -935,7 +933,7 @@ def test_a_step_that_fails_behind_one_in_flight_leaves_that_one_alone(done: int)
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["dflash", "ngram"])
-def test_steps_that_fail_now_and_then_lose_nothing(depth: int, method: str):
+def test_occasional_failures_lose_nothing(depth: int, method: str):
     world = World(depth=depth, page_size=2, budget=16, max_num_seqs=3)
     for i in range(6):
         world.add([i % 2] * (5 + i), method=method, max_tokens=20)
@@ -950,7 +948,7 @@ def test_steps_that_fail_now_and_then_lose_nothing(depth: int, method: str):
 @pytest.mark.parametrize("kind", ["always", "drafts", "decoding", "a position"])
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_makes_steps_fail_ends_with_the_error_and_the_others_go_on(
+def test_faulty_request_ends_with_error_and_others_continue(
     kind: str, prefix_caching: bool, depth: int
 ):
     """Also where its fault shows only some steps after it was admitted."""
@@ -968,7 +966,7 @@ def test_who_makes_steps_fail_ends_with_the_error_and_the_others_go_on(
     world.check_answers()
 
 
-def test_a_request_that_fails_alone_is_tried_three_times():
+def test_solo_failure_is_retried_three_times():
     world = World()
     bad = world.add(5)
     world.faulty = lambda request, span: True
@@ -977,7 +975,7 @@ def test_a_request_that_fails_alone_is_tried_three_times():
     assert not world.scheduler.has_work
 
 
-def test_a_cancelled_plan_of_nothing_changes_nothing():
+def test_cancelling_an_empty_plan_changes_nothing():
     world = World()
     assert world.scheduler.cancel(world.scheduler.plan(), "What failed.") == []
     world.add(5)

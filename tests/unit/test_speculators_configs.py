@@ -32,7 +32,7 @@ def read(directory: Path, layers: dict[str, Any] | None = None, **changes: Any) 
     return load_draft_config(written(directory, config))
 
 
-def test_a_published_export_is_read_as_the_drafter_it_was_made_from(tmp_path: Path):
+def test_published_export_matches_original_drafter(tmp_path: Path):
     found = read(tmp_path)
     original = load_draft_config(
         written(
@@ -71,7 +71,7 @@ def test_a_published_export_is_read_as_the_drafter_it_was_made_from(tmp_path: Pa
     )
 
 
-def test_what_training_left_in_a_config_of_llamas_type_says_nothing(tmp_path: Path):
+def test_training_leftovers_in_llama_config_are_ignored(tmp_path: Path):
     """Windows beside full layers, a share of the head that turns, sections of multimodal rope."""
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
     plain = {
@@ -99,7 +99,7 @@ def test_what_training_left_in_a_config_of_llamas_type_says_nothing(tmp_path: Pa
 @pytest.mark.parametrize(
     ("both_ways", "causal"), [(True, False), (False, True), (..., False), (None, False)]
 )
-def test_only_sliding_layers_are_causal_and_only_where_the_config_says_so(
+def test_sliding_layers_are_causal_only_when_configured(
     tmp_path: Path, both_ways: Any, causal: bool
 ):
     types = ["sliding_attention"] * 7 + ["full_attention"]
@@ -109,7 +109,7 @@ def test_only_sliding_layers_are_causal_and_only_where_the_config_says_so(
     assert read(tmp_path, sliding_window_non_causal=both_ways).decoder.masks == (FULL,) * 8
 
 
-def test_older_files_have_the_layers_windows_beside_the_layers(tmp_path: Path):
+def test_older_files_keep_windows_outside_layers(tmp_path: Path):
     types = ["sliding_attention"] * 7 + ["full_attention"]
     beside: dict[str, Any] = {"layer_types": types, "sliding_window": 2048}
     beside["use_sliding_window"] = True
@@ -143,12 +143,12 @@ def test_layers_slide_where_the_library_slides(
     assert read(tmp_path, layers, sliding_window_non_causal=False).decoder.masks == (mask,) * 8
 
 
-def test_of_ropes_by_layer_type_the_sliding_layers_one_counts(tmp_path: Path):
+def test_sliding_layer_rope_is_used_among_several(tmp_path: Path):
     ropes = {"sliding_attention": {"rope_theta": 5.0}, "full_attention": {"rope_theta": 7.0}}
     assert read(tmp_path, {"rope_parameters": ropes}).decoder.rope == RopeConfig(5.0)
 
 
-def test_an_older_file_that_names_little_is_completed_as_the_library_does(tmp_path: Path):
+def test_sparse_older_file_gets_library_defaults(tmp_path: Path):
     found = load_draft_config(
         written(
             tmp_path,
@@ -172,7 +172,7 @@ def test_an_older_file_that_names_little_is_completed_as_the_library_does(tmp_pa
     assert decoder.masks == (FULL,) * 5
 
 
-def test_heads_of_llamas_type_share_the_width_where_no_size_is_named(tmp_path: Path):
+def test_llama_heads_share_the_width_without_head_dim(tmp_path: Path):
     layers = {"model_type": "llama", "head_dim": ..., "num_key_value_heads": ...}
     decoder = read(tmp_path, layers).decoder
     assert (decoder.head_dim, decoder.num_kv_heads) == (2048 // 32, 32)
@@ -189,7 +189,7 @@ def test_heads_of_llamas_type_share_the_width_where_no_size_is_named(tmp_path: P
         (8, 3, ..., 7, 3),
     ],
 )
-def test_the_first_slot_predicts_where_the_flag_says_so_however_many_tokens_are_named(
+def test_anchor_first_flag_decides_first_slot_prediction(
     tmp_path: Path, block: int, named: int, anchor: Any, drafts: int, recommended: int
 ):
     about = {"algorithm": "dflash", "proposal_methods": [{**METHODS[0]}]}
@@ -237,7 +237,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_dflash_of_speculators_is_refused_by_name(tmp_path: Path, name: str):
+def test_other_speculators_methods_are_rejected_by_name(tmp_path: Path, name: str):
     changes, layers, message = REFUSED[name]
     with pytest.raises(ValueError, match=message) as caught:
         read(tmp_path, layers, **changes)
@@ -273,6 +273,6 @@ def test_deepspecs_blocks_predict_from_their_first_slot(tmp_path: Path, names: A
 
 
 @pytest.mark.parametrize("head", [{"markov_rank": 256}, {"enable_confidence_head": True}])
-def test_deepspecs_other_heads_are_another_method(tmp_path: Path, head: dict[str, Any]):
+def test_other_deepspec_heads_are_another_method(tmp_path: Path, head: dict[str, Any]):
     with pytest.raises(ValueError, match="a drafter for DSpark, not DFlash"):
         load_draft_config(written(tmp_path, {**DEEPSPEC, **head}))

@@ -86,7 +86,7 @@ def store(pending: int = PENDING) -> StateStore:
 
 @pytest.mark.parametrize("accepted", range(PENDING))
 @pytest.mark.parametrize("prompt", [1, 3, 4, 9])
-def test_what_was_rejected_leaves_no_trace(accepted: int, prompt: int):
+def test_rejected_rows_leave_no_trace(accepted: int, prompt: int):
     """State and answers behind blocks that were cut are those of the tokens alone: the same
     operations, rounded alike but for what vectors and their ends are computed by."""
     rows, cut, alone = Rows(), store(), store()
@@ -127,7 +127,7 @@ def test_spans_of_every_kind_together_answer_as_alone(grouped: bool):
 
 
 @pytest.mark.parametrize("cuts", [[130], [64, 66], [1, 17, 63, 49], [5] * 26])
-def test_a_prompts_cuts_change_nothing(cuts: list[int]):
+def test_chunking_changes_nothing(cuts: list[int]):
     rows, held, whole = Rows(), store(), store()
     first, answers = 0, list[Tensor]()
     for count in cuts:
@@ -138,7 +138,7 @@ def test_a_prompts_cuts_change_nothing(cuts: list[int]):
 
 
 @pytest.mark.parametrize("count", [FEW + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 2])
-def test_chunks_take_in_what_rows_do(count: int):
+def test_chunks_match_rows(count: int):
     """Keys that repeat, too: the changes of a chunk's rows then depend on each other most."""
     noise = torch.Generator().manual_seed(count)
     q, k = torch.nn.functional.normalize(torch.randn(2, 2, count, 3, 8, generator=noise), dim=-1)
@@ -158,7 +158,7 @@ def test_chunks_take_in_what_rows_do(count: int):
     torch.testing.assert_close(again, state, atol=2e-5, rtol=1e-5)
 
 
-def test_what_rows_change_is_taken_in_bit_for_bit():
+def test_row_changes_apply_bitwise():
     """So that speculation changes no state: rows answered together, one after another, or taken in
     a step later are the same sums."""
     noise = torch.Generator().manual_seed(5)

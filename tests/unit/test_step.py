@@ -54,26 +54,26 @@ def test_the_values_of_a_step_import_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_a_spans_rows_are_its_tokens_and_the_drafts_that_the_device_makes():
+def test_span_rows_are_tokens_and_device_drafts():
     assert (made(3).num_rows, made(3).num_context_rows) == (4, 1)
     assert (made(0).num_rows, made(0).num_context_rows) == (1, 1)
     chunk = Span(0, 0, 0, (4, 5, 6))
     assert (chunk.num_rows, chunk.num_context_rows) == (3, 3)
 
 
-def test_drafts_that_the_host_knows_are_the_last_of_a_spans_tokens():
+def test_host_drafts_are_last_span_tokens():
     known = Span(0, 7, 7, (8, 9, 10), 2, None, 3)
     assert (known.num_rows, known.num_context_rows) == (3, 1)
 
 
-def test_only_spans_whose_drafts_the_device_makes_are_listed_under_their_method():
+def test_only_device_drafting_spans_are_listed_by_method():
     known = Span(0, 7, 7, (8, 9, 10), 2, None, 3)
     spans = (made(2), made(0), made(3, "other"), known, made(1), made(0, "other"))
     assert Plan(spans).methods == {"dflash": [0, 4], "other": [2]}
     assert Plan(()).methods == {}
 
 
-def test_a_plan_that_was_pickled_equals_itself():
+def test_pickled_plan_equals_itself():
     one = plan()
     again = pickle.loads(pickle.dumps(one))
     assert again == one
@@ -83,7 +83,7 @@ def test_a_plan_that_was_pickled_equals_itself():
     assert again._replace(spans=again.spans[:2]) != one
 
 
-def test_results_and_events_that_were_pickled_equal_themselves():
+def test_pickled_results_and_events_equal_themselves():
     found = TokenLogprob(4, -0.5, 1, ((4, -0.5), (9, -2.0)))
     result = StepResult(
         [[1], [2, 3]],
@@ -109,7 +109,7 @@ def test_a_plan_can_be_read():
     assert len(text) < 2000
 
 
-def test_a_plan_of_slots_and_pages_that_exist_passes_the_check():
+def test_valid_plan_passes_the_check():
     plan().check(3, 4)
     Plan().check(1, 2)
 
@@ -128,14 +128,14 @@ WRONG: dict[str, tuple[Plan, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_plan_with_a_slot_or_page_that_does_not_exist_is_refused_by_name(name: str):
+def test_plan_with_unknown_slot_or_page_is_rejected(name: str):
     wrong, message = WRONG[name]
     with pytest.raises(AssertionError, match=message):
         wrong.check(4, 8)
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_engine_refuses_such_a_plan_before_it_touches_anything(target: Target, name: str):
+def test_engine_rejects_invalid_plan_untouched(target: Target, name: str):
     from strobe.config import EngineConfig
     from strobe.engine.engine import Engine
 

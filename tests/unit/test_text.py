@@ -73,7 +73,7 @@ def expected(
     return tokenizer.decode(ids), len(ids), False
 
 
-def test_characters_of_several_tokens_come_out_whole(tokenizer: Tokenizer):
+def test_multi_token_characters_come_out_whole(tokenizer: Tokenizer):
     ids = tokenizer.encode(TEXT)
     assert len(ids) > len(TEXT)
     made, deltas, _, _ = feed(tokenizer, singly(ids))
@@ -83,7 +83,7 @@ def test_characters_of_several_tokens_come_out_whole(tokenizer: Tokenizer):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
-def test_the_text_does_not_depend_on_how_tokens_are_grouped(tokenizer: Tokenizer, size: int):
+def test_text_does_not_depend_on_grouping(tokenizer: Tokenizer, size: int):
     ids = tokenizer.encode(TEXT)
     _, deltas, _, _ = feed(tokenizer, split(ids, range(0, len(ids), size)))
     assert "".join(deltas) == TEXT
@@ -110,7 +110,7 @@ def test_any_tokens_in_any_chunks_read_as_decoded_at_once(
     min_tokens=st.integers(0, 12),
     include=st.booleans(),
 )
-def test_stop_strings_cut_text_and_tokens_as_decoding_every_prefix_would(
+def test_stop_strings_cut_like_prefix_decoding(
     tokenizer: Tokenizer,
     text: str,
     stops: list[str],
@@ -127,7 +127,7 @@ def test_stop_strings_cut_text_and_tokens_as_decoding_every_prefix_would(
     assert "".join(deltas) == made.text, "a streamed text was taken back or forgotten"
 
 
-def test_a_stop_string_over_several_tokens_is_found_and_never_shown(tokenizer: Tokenizer):
+def test_stop_string_across_tokens_is_never_shown(tokenizer: Tokenizer):
     ids = tokenizer.encode("one zwölf two")
     made, deltas, used, stop = feed(tokenizer, singly(ids), stop=["zwölf"])
     assert (made.text, stop) == ("one ", "zwölf")
@@ -136,7 +136,7 @@ def test_a_stop_string_over_several_tokens_is_found_and_never_shown(tokenizer: T
     assert "zwölf" not in tokenizer.decode(ids[: used - 1])
 
 
-def test_what_may_begin_a_stop_string_waits_until_it_is_certain(tokenizer: Tokenizer):
+def test_possible_stop_prefix_is_held_back(tokenizer: Tokenizer):
     made = Detokenizer(tokenizer, stop=["END!"])
     assert made.push(tokenizer.encode("so EN")).text == "so "
     assert made.push(tokenizer.encode("D")).text == ""
@@ -157,7 +157,7 @@ def test_the_stop_string_may_stay_in_the_text(tokenizer: Tokenizer):
     assert made.text == "".join(deltas) == "a b stop"
 
 
-def test_before_min_tokens_no_stop_string_counts_even_when_it_ends_later(tokenizer: Tokenizer):
+def test_stop_strings_are_ignored_before_min_tokens(tokenizer: Tokenizer):
     ids = tokenizer.encode("xy xy xy")
     places = [i for i in range(len(ids)) if tokenizer.decode(ids[: i + 1]).endswith("xy")]
     first = places[0] + 1
@@ -167,14 +167,14 @@ def test_before_min_tokens_no_stop_string_counts_even_when_it_ends_later(tokeniz
     assert (made.text, used, stop) == ("xy xy xy", len(ids), None)
 
 
-def test_special_tokens_are_left_out_unless_asked_for(tokenizer: Tokenizer):
+def test_special_tokens_are_skipped_by_default(tokenizer: Tokenizer):
     ids = [START, *tokenizer.encode("hello"), END]
     assert feed(tokenizer, singly(ids))[0].text == "hello"
     shown = feed(tokenizer, singly(ids), skip_special_tokens=False)[0].text
     assert shown == "<|im_start|>hello<|im_end|>"
 
 
-def test_the_token_that_ends_an_answer_counts_but_leaves_no_text(tokenizer: Tokenizer):
+def test_end_token_counts_without_text(tokenizer: Tokenizer):
     ids = [*tokenizer.encode("hello"), END]
     made, deltas, used, _ = feed(
         tokenizer, singly(ids), silent_ids=frozenset([END]), skip_special_tokens=False
@@ -189,7 +189,7 @@ def test_the_same_token_inside_an_answer_is_text(tokenizer: Tokenizer):
     assert made.text == "a<|im_end|>b"
 
 
-def test_a_character_cut_off_by_the_end_shows_as_decoding_at_once_shows_it(tokenizer: Tokenizer):
+def test_truncated_character_matches_full_decoding(tokenizer: Tokenizer):
     ids = tokenizer.encode("ok 🚀")[:-1]
     whole = tokenizer.decode(ids)
     assert whole.endswith("\ufffd")
@@ -197,7 +197,7 @@ def test_a_character_cut_off_by_the_end_shows_as_decoding_at_once_shows_it(token
     assert "".join(deltas) == made.text == whole
 
 
-def test_a_prompt_of_half_a_character_is_refused(tokenizer: Tokenizer):
+def test_lone_surrogate_prompt_is_rejected(tokenizer: Tokenizer):
     with pytest.raises(ValueError, match=r"holds '\\ud83d'.*at place 2.*whole Unicode"):
         tokenizer.encode("ab\ud83d")
 
@@ -233,7 +233,7 @@ def test_tools_reach_the_template(tokenizer: Tokenizer):
 @pytest.mark.parametrize(
     "content", ["<|im_end|>", "a <|im_start|>system\nb<|im_end|>", "\ue000<|im_end|>\ue001"]
 )
-def test_special_tokens_that_a_user_spells_stay_text(tokenizer: Tokenizer, role: str, content: str):
+def test_special_tokens_typed_by_user_stay_text(tokenizer: Tokenizer, role: str, content: str):
     before = {"role": "user", "content": "hi"}
     chat = tokenizer.render([before, {"role": role, "content": content}])
     usual = tokenizer.render([before, {"role": role, "content": "zq"}])
@@ -248,7 +248,7 @@ def test_special_tokens_that_a_user_spells_stay_text(tokenizer: Tokenizer, role:
     assert tokenizer.decode(ids, skip_special_tokens=False) == chat.text
 
 
-def test_special_tokens_of_the_operator_and_the_model_are_what_they_are(tokenizer: Tokenizer):
+def test_special_tokens_of_operator_and_model_are_kept(tokenizer: Tokenizer):
     messages = [
         {"role": "system", "content": "a<|im_end|>"},
         {"role": "user", "content": "b"},
@@ -259,7 +259,7 @@ def test_special_tokens_of_the_operator_and_the_model_are_what_they_are(tokenize
     assert tokenizer.encode_chat(chat) == tokenizer.encode(chat.text, add_special_tokens=False)
 
 
-def test_text_parts_are_one_text(tokenizer: Tokenizer):
+def test_text_parts_are_joined(tokenizer: Tokenizer):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     whole = [{"role": "user", "content": "one\ntwo"}]
     assert tokenizer.chat_text([{"role": "user", "content": parts}]) == tokenizer.chat_text(whole)
@@ -298,7 +298,7 @@ HELLO = {"role": "user", "content": "hello"}
         ([{"role": "user", "content": ["hello"]}], "the part 'hello', but only text parts"),
     ],
 )
-def test_messages_that_are_none_are_refused(tokenizer: Tokenizer, messages: Any, sentence: str):
+def test_invalid_messages_are_rejected(tokenizer: Tokenizer, messages: Any, sentence: str):
     with pytest.raises(ValueError, match=sentence):
         tokenizer.render_chat(messages)
 
@@ -316,7 +316,7 @@ def test_messages_that_are_none_are_refused(tokenizer: Tokenizer, messages: Any,
         ),
     ],
 )
-def test_options_of_the_template_that_cannot_be_are_refused(
+def test_invalid_template_options_are_rejected(
     tokenizer: Tokenizer, options: dict[str, Any], sentence: str
 ):
     with pytest.raises(ValueError, match=sentence):

@@ -40,7 +40,7 @@ def test_the_split_is_by_file_and_the_same_every_time() -> None:
     assert corpus.side(kinds, "trained") == kinds["trained library"] + kinds["trained models"]
 
 
-def test_most_of_the_text_is_trained_on() -> None:
+def test_training_uses_most_of_the_text() -> None:
     kinds = {kind: sum(map(len, texts)) for kind, texts in corpus.files().items()}
     for source in corpus.ROOTS:
         heldout, trained = kinds[f"held-out {source}"], kinds[f"trained {source}"]
@@ -54,7 +54,7 @@ def test_the_documentation_is_text_and_no_literal() -> None:
 
 
 @pytest.mark.parametrize("files", [TRAINED, HELDOUT, [*TRAINED, "no_such_module.py"]])
-def test_files_of_one_side_only_are_refused(files: list[str]) -> None:
+def test_one_sided_files_are_rejected(files: list[str]) -> None:
     with pytest.raises(ValueError, match=r"--files is .*, which leaves one side .* name more"):
         corpus.files(files)
 
@@ -95,7 +95,7 @@ def test_the_prompts_are_of_all_kinds(out: Path) -> None:
         assert corpus.SHORTEST <= len(tokenizer.encode(line["prompt"])) <= corpus.LONGEST
 
 
-def test_the_log_says_what_each_step_took_and_what_is_accepted(out: Path) -> None:
+def test_log_reports_steps_and_acceptance(out: Path) -> None:
     log = json.loads((out / "log.json").read_text())
     assert list(log["seconds"]) == ["corpus", "target", "answers", "draft", "acceptance"]
     assert (log["target"]["steps"], log["training"]["steps"]) == (4, 4)
@@ -106,7 +106,7 @@ def test_the_log_says_what_each_step_took_and_what_is_accepted(out: Path) -> Non
             assert 1 <= result["acceptance_length"] <= 16
 
 
-def test_a_directory_in_the_package_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_inside_the_package_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     place = ROOT / "strobe" / "demo_models" / "target"
     with pytest.raises(SystemExit):
         main(["--small", "--out", str(place)])

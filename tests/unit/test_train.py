@@ -173,7 +173,7 @@ def test_padding_and_neighbours_leave_features_alone(window: int | None) -> None
 # Blocks
 
 
-def test_masks_show_what_the_formula_says() -> None:
+def test_masks_match_formula() -> None:
     anchors = torch.tensor([[2, 5]])
     positions = anchors[..., None] + torch.arange(BLOCK)
     length = 9
@@ -217,7 +217,7 @@ def test_anchors_are_legal_different_and_reproducible() -> None:
     assert every[0][all_live[0]].tolist() == legal[0].nonzero().flatten().tolist()
 
 
-def test_blocks_hold_the_anchor_and_masks_and_stop_at_the_answers_end() -> None:
+def test_blocks_hold_anchor_and_masks_until_answer_end() -> None:
     sample = Sample.of([2, 3, 4], [10, 11, 12, 13, 14])
     batch = Corpus([sample]).batch(torch.tensor([0]))
     anchors, live = every_anchor(legal_anchors(batch.supervised))
@@ -263,7 +263,7 @@ def one_block(draft: DFlash, features: Tensor, token: int) -> Tensor:
 
 
 @pytest.mark.parametrize("masks", [(FULL, FULL), (SLIDING, FULL), (SYMMETRIC, SLIDING)])
-def test_training_forward_equals_one_block_at_a_time(masks: tuple[LayerMask, ...]) -> None:
+def test_training_forward_matches_single_blocks(masks: tuple[LayerMask, ...]) -> None:
     target = tiny_target()
     draft = tiny_draft(target, masks)
     sample = samples(1, answer=40)[0]
@@ -342,7 +342,7 @@ def test_learning_rate_warms_up_and_falls_to_zero() -> None:
 
 
 @pytest.mark.parametrize("objective", [Objective("data"), Objective("data", "dpace", kl=0.1)])
-def test_a_tiny_drafter_overfits_one_sequence(objective: Objective) -> None:
+def test_tiny_drafter_overfits_one_sequence(objective: Objective) -> None:
     target = tiny_target()
     draft = tiny_draft(target)
     run = settings(objective=objective)
@@ -415,7 +415,7 @@ def test_compiled_steps_are_whole_graphs_and_learn_the_same(
     assert losses(compile=True) == pytest.approx(eager, rel=1e-5)
 
 
-def test_micro_batches_make_one_step() -> None:
+def test_micro_batches_sum_to_one_step() -> None:
     target = tiny_target()
     data = [Sample.of(s.ids[:5], s.ids[5:20]) for s in samples(4)]
     run = settings()
@@ -529,7 +529,7 @@ class WordTokenizer:
         return [self.words.index(word) for word in text.split()]
 
 
-def test_chats_supervise_what_the_target_wrote() -> None:
+def test_chats_supervise_target_text() -> None:
     chat = [
         {"role": "user", "content": "a b"},
         {"role": "assistant", "content": "c d"},
@@ -670,7 +670,7 @@ def test_the_command_trains_resumes_and_writes_a_drafter(
         train(replace(run, resume=True, seed=1))
 
 
-def test_the_engine_accepts_what_the_walk_counted(tmp_path: Path) -> None:
+def test_engine_accepts_the_counted_walk(tmp_path: Path) -> None:
     from strobe import LLM, SamplingParams
 
     directory, drafter, output = tmp_path / "target", tmp_path / "draft", tmp_path / "out.jsonl"

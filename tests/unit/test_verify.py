@@ -58,15 +58,15 @@ def verdict(sampled: list[list[int]], drafts: list[list[int]], lengths: list[int
     return found
 
 
-def test_every_draft_is_kept_when_all_match():
+def test_all_matching_drafts_are_kept():
     assert verdict([[1, 2, 3, 9]], [[1, 2, 3]]) == [3]
 
 
-def test_nothing_is_kept_when_the_first_differs_whatever_follows():
+def test_nothing_is_kept_when_first_draft_differs():
     assert verdict([[7, 2, 3, 9]], [[1, 2, 3]]) == [0]
 
 
-def test_drafts_are_kept_up_to_the_first_that_differs():
+def test_drafts_are_kept_up_to_first_mismatch():
     sampled = [[1, 7, 3, 9], [1, 2, 7, 9], [7, 7, 7, 9], [1, 2, 3, 1]]
     assert verdict(sampled, [[1, 2, 3]] * 4) == [1, 2, 0, 3]
 
@@ -76,29 +76,29 @@ def test_the_last_sampled_token_is_never_compared():
     assert verdict([[1, 1]], [[2]]) == [0]
 
 
-def test_drafts_beyond_a_rows_length_are_not_kept_even_when_they_match():
+def test_drafts_beyond_row_length_are_not_kept():
     sampled = [[1, 2, 3, 9]] * 4
     assert verdict(sampled, [[1, 2, 3]] * 4, [0, 1, 2, 3]) == [0, 1, 2, 3]
     assert verdict(sampled, [[1, 7, 3]] * 4, [0, 1, 2, 3]) == [0, 1, 1, 1]
 
 
-def test_without_drafts_nothing_is_kept():
+def test_without_drafts_only_one_token_is_kept():
     assert verdict([[4], [5]], [[], []]) == [0, 0]
     assert verdict([[4], [5]], [[], []], [0, 0]) == [0, 0]
 
 
-def test_a_draft_that_is_the_true_token_but_for_a_later_place_is_not_kept():
+def test_draft_matching_a_later_position_is_not_kept():
     assert verdict([[1, 2, 3, 9]], [[2, 3, 9]]) == [0]
 
 
-def test_drafts_at_the_contexts_end_are_not_kept():
+def test_drafts_at_context_end_are_not_kept():
     """Position LIMIT - 1 is the last one that can take a token."""
     sampled, drafts = torch.tensor([[1, 2, 3, 9]] * 4), torch.tensor([[1, 2, 3]] * 4)
     starts = [LIMIT - n for n in (5, 4, 3, 1)]
     assert verify(sampled, drafts, starts=starts).tolist() == [3, 3, 2, 0]
 
 
-def test_prefill_chunks_keep_what_they_have_and_move_on_beside_drafts():
+def test_prefill_chunks_advance_with_drafts():
     state = DecodeState(3, LIMIT, 16, CPU, limit=LIMIT)
     state.cursor[:3] = torch.tensor([[4, 0], [8, 77], [0, 0]])
     spans = [
@@ -114,7 +114,7 @@ def test_prefill_chunks_keep_what_they_have_and_move_on_beside_drafts():
 
 
 @pytest.mark.parametrize("simulated", [1.0, 2.0, 2.25, 3.5, 9.0])
-def test_simulated_acceptance_brings_so_many_tokens_a_step_whatever_the_target_says(
+def test_simulated_acceptance_reaches_its_average(
     simulated: float,
 ):
     count, width = 900, 3
@@ -175,7 +175,7 @@ def check_distribution(tokens: torch.Tensor, probabilities: list[float]) -> None
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("draft", range(VOCAB))
-def test_one_draft_leaves_the_distribution_and_every_seeds_tokens_unchanged(name: str, draft: int):
+def test_one_draft_keeps_distribution_and_seeded_tokens(name: str, draft: int):
     how = SETTINGS[name]
     tokens = speculative(draft, **how)
     assert torch.equal(tokens, plain(**how))

@@ -21,7 +21,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_it_holds_the_models_and_examples_but_no_generators_or_tests(wheel: Path):
+def test_wheel_holds_models_and_examples_only(wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
     models = ("target/model.safetensors", "target/chat_template.jinja", "draft/config.json")
     for name in (*models, "heldout.jsonl"):

@@ -54,7 +54,7 @@ def test_the_4b_drafter_is_the_8bs_in_a_smaller_shape(tmp_path: Path):
     ) * 3
 
 
-def test_the_retrained_27b_slides_causally_and_sees_whole_blocks_where_it_does_not(
+def test_retrained_27b_masks_slide_causally(
     tmp_path: Path,
 ):
     found = read(
@@ -73,7 +73,7 @@ def test_the_retrained_27b_slides_causally_and_sees_whole_blocks_where_it_does_n
     assert found.decoder.masks == (LayerMask(causal=True, window=4096),) * 5 + (FULL,)
 
 
-def test_gpt_oss_drafters_turn_by_yarn_and_have_fewer_ids_than_layers(tmp_path: Path):
+def test_gpt_oss_drafters_use_yarn_and_fewer_ids_than_layers(tmp_path: Path):
     found = read(
         tmp_path,
         **shape(2880, 7680, 64, 8, 64),
@@ -100,7 +100,7 @@ def test_gpt_oss_drafters_turn_by_yarn_and_have_fewer_ids_than_layers(tmp_path: 
     assert (len(found.capture), found.decoder.num_layers, found.block_drafts) == (5, 8, 7)
 
 
-def test_a_drafters_rope_is_its_own_whatever_share_and_sections_it_carries(tmp_path: Path):
+def test_drafter_rope_is_its_own(tmp_path: Path):
     """Qwen3.6-35B-A3B's, by yarn under the older key and the older name of its type."""
     scaling = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
     changes = {**shape(2048, 6144, 32, 4, 128), **layers(0, 8), "num_target_layers": 40}
@@ -130,9 +130,7 @@ def test_a_drafters_rope_is_its_own_whatever_share_and_sections_it_carries(tmp_p
             "rope_type": "linear", "factor": 2.0, "rope_theta": 9.0}}},
     ],
 )  # fmt: skip
-def test_the_base_is_rope_parameters_then_the_top_levels_then_rope_scalings(
-    tmp_path: Path, form: dict[str, Any]
-):
+def test_rope_base_precedence(tmp_path: Path, form: dict[str, Any]):
     found = read(tmp_path, **form).decoder
     assert found.rope == RopeConfig(9.0, "linear", 2.0, 40960)
 
@@ -193,7 +191,7 @@ MIMO_FLASH: dict[str, Any] = {
 """What MiMo-V2.6-Flash's varies."""
 
 
-def test_use_swa_slides_every_layer_both_ways_and_means_its_rotary_share(tmp_path: Path):
+def test_use_swa_slides_every_layer_in_both_directions(tmp_path: Path):
     found = read(tmp_path, **MIMO)
     assert found.decoder.masks == (LayerMask(causal=False, window=1024),) * 5
     assert (found.decoder.rope.share, found.decoder.value_scale) == (0.5, 0.612)
@@ -205,7 +203,7 @@ def test_use_swa_slides_every_layer_both_ways_and_means_its_rotary_share(tmp_pat
     assert masks == (LayerMask(causal=False, window=512),) * 5
 
 
-def test_mimos_later_drafters_slide_by_type_and_mean_their_rotary_share_too(tmp_path: Path):
+def test_later_mimo_drafters_slide_by_layer_type(tmp_path: Path):
     found = read(tmp_path, **MIMO_FLASH)
     assert found.decoder.masks == (LayerMask(causal=False, window=1024),) * 5
     assert (found.decoder.rope, found.decoder.value_scale) == (
@@ -241,7 +239,7 @@ def test_sinks_are_of_all_layers_or_by_their_kind(tmp_path: Path, name: str):
     assert read(tmp_path, **changes).decoder.sinks is wanted
 
 
-def test_gemma_drafters_cap_their_logits_and_take_the_targets_scale(tmp_path: Path):
+def test_gemma_drafters_cap_logits_and_scale_embeddings(tmp_path: Path):
     changes = {
         **shape(5376, 10752, 64, 8, 128),
         **layers(4, 1),
@@ -293,7 +291,7 @@ PLACED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PLACED)
-def test_a_key_means_the_same_at_the_top_level_and_in_dflash_config(tmp_path: Path, name: str):
+def test_keys_are_equal_at_top_level_and_in_dflash_config(tmp_path: Path, name: str):
     key, beside = PLACED[name]
     outer = {k: v for k, v in INNER.items() if k not in key}
     absent = dict.fromkeys(key, ...)
@@ -305,7 +303,7 @@ def test_a_key_means_the_same_at_the_top_level_and_in_dflash_config(tmp_path: Pa
 
 
 @pytest.mark.parametrize("absent", [..., None])
-def test_what_no_key_says_is_the_formats_default(tmp_path: Path, absent: Any):
+def test_missing_key_takes_the_format_default(tmp_path: Path, absent: Any):
     names = ("block_size", "rope_theta", "layer_types", "use_sliding_window", "sliding_window")
     found = read(tmp_path, **dict.fromkeys(names, absent))
     assert (found.block_size, found.block_drafts) == (16, 15)
@@ -396,14 +394,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_plain_dflash_is_refused_by_name(tmp_path: Path, name: str):
+def test_non_plain_dflash_is_rejected_by_name(tmp_path: Path, name: str):
     changes, message = REFUSED[name]
     with pytest.raises(ValueError, match=message) as caught:
         read(tmp_path, **changes)
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-def test_an_unknown_key_that_says_nothing_is_no_hindrance(tmp_path: Path):
+def test_unknown_neutral_key_is_accepted(tmp_path: Path):
     assert read(tmp_path, gated_attention=False, experts=None) == read(tmp_path)
 
 
@@ -412,7 +410,7 @@ def test_nemos_drafters_are_z_labs(tmp_path: Path):
     assert found == read(tmp_path)
 
 
-def test_an_embedding_of_the_mask_token_beside_the_weights_is_refused(tmp_path: Path):
+def test_mask_token_embedding_file_is_rejected(tmp_path: Path):
     (tmp_path / "mask_embedding.pt").touch()
     with pytest.raises(ValueError, match=r"mask_embedding\.pt replaces the embedding"):
         read(tmp_path)
@@ -448,7 +446,7 @@ def test_the_mask_token_has_several_names(tmp_path: Path, keys: dict[str, int], 
         (["a", "b"], "<|MASK|>", 2),
     ],
 )
-def test_older_drafters_leave_the_mask_token_to_the_targets_tokenizer(
+def test_older_drafters_take_mask_token_from_tokenizer(
     tmp_path: Path, tokens: list[str], mask: Any, wanted: int
 ):
     target = target_with(tmp_path / "target", tokens, mask)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from strobe.server.openai.ordered import Event, Item, Logprobs, Status
+from strobe.server.openai.output_items import Event, Logprobs, OutputItem, Status
 from strobe.server.openai.segments import Segment
 
 
@@ -97,7 +97,7 @@ class ToolUse(_Block):
         return value if isinstance(value, dict) else {}
 
 
-def make_block(segment: Segment, index: int, *, shows_thinking: bool) -> Item:
+def make_block(segment: Segment, index: int, *, shows_thinking: bool) -> OutputItem:
     """The block that begins with a segment."""
     if segment.kind == "call":
         return ToolUse(index, segment.name or "")

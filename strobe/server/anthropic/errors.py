@@ -23,10 +23,10 @@ ERROR_TYPES = {
 
 def error_body(body: Mapping[str, Any], request_id: str | None) -> dict[str, Any]:
     """What Anthropic's API answers in place of OpenAI's error object."""
-    said = body["error"]
-    kind = ERROR_TYPES.get(said["type"], said["type"])
-    error: dict[str, Any] = {"type": kind, "message": said["message"]}
-    if said.get("code") == THREAD_UNSUPPORTED:
+    details = body["error"]
+    kind = ERROR_TYPES.get(details["type"], details["type"])
+    error: dict[str, Any] = {"type": kind, "message": details["message"]}
+    if details.get("code") == THREAD_UNSUPPORTED:
         error["details"] = {"error_code": THREAD_UNSUPPORTED}
     return {"type": "error", "error": error, "request_id": request_id}
 
@@ -50,17 +50,17 @@ def _formed(request_id: str, send: Send) -> Send:
     async def formed(message: Message) -> None:
         nonlocal held
         if message["type"] == "http.response.start":
-            named = (b"request-id", request_id.encode())
-            message = {**message, "headers": [*message.get("headers", ()), named]}
+            request_id_header = (b"request-id", request_id.encode())
+            message = {**message, "headers": [*message.get("headers", ()), request_id_header]}
             if message["status"] >= 400:
                 held = message
                 return
         elif held is not None:
             start, held = held, None
             body = _written(message.get("body", b""), request_id)
-            kept = [h for h in start["headers"] if h[0].lower() != b"content-length"]
+            headers = [h for h in start["headers"] if h[0].lower() != b"content-length"]
             length = (b"content-length", str(len(body)).encode())
-            await send({**start, "headers": [*kept, length]})
+            await send({**start, "headers": [*headers, length]})
             message = {**message, "body": body}
         await send(message)
 

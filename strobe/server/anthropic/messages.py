@@ -21,11 +21,11 @@ from strobe.server.openai.chat import (
     Prepared,
     prepare,
     prompt_ids,
-    rendered,
+    render_prompt,
     warnings,
 )
-from strobe.server.openai.ordered import Items, OrderedAnswer
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.output_items import OrderedAnswer, OutputItems
+from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.runs import usage
 from strobe.server.serving import Serving
 
@@ -36,18 +36,18 @@ async def messages(serving: Serving, http: Request) -> Response:
         request = MessagesRequest.read(await http.body(), lenient=serving.settings.lenient)
         prepared = await _prepare(serving, request, http)
         make = functools.partial(make_block, shows_thinking=request.shows_thinking)
-        items = Items(make, parallel=request.to_chat().parallel_tool_calls)
+        items = OutputItems(make, parallel=request.to_chat().parallel_tool_calls)
         answer = OrderedAnswer(serving, prepared.job, items)
     except Exception as error:
-        return replies.failed(serving, error)
+        return replies.error_response(serving, error)
     report = replies.wants_report(http, request)
     reply = MessageReply(request, prepared, answer, report)
     runs, deadline = [answer.run], prepared.deadline
     if request.stream:
-        failed = functools.partial(_failed, prepared.job.request_id)
-        ending = replies.Ending(failed)
-        return await replies.stream(serving, http, runs, reply.events, deadline, ending)
-    return await replies.whole(serving, http, runs, reply.body, deadline)
+        failed = functools.partial(_error_response, prepared.job.request_id)
+        ending = replies.StreamEnd(failed)
+        return await replies.sse_response(serving, http, runs, reply.events, deadline, ending)
+    return await replies.json_response(serving, http, runs, reply.body, deadline)
 
 
 async def count_tokens(serving: Serving, http: Request) -> Response:
@@ -58,23 +58,23 @@ async def count_tokens(serving: Serving, http: Request) -> Response:
         chat = request.to_chat()
 
         def count() -> int:
-            return len(prompt_ids(serving, rendered(serving, chat), chat))
+            return len(prompt_ids(serving, render_prompt(serving, chat), chat))
 
         try:
             body = {"input_tokens": await serving.in_thread(count)}
-        except BadField as error:
+        except FieldError as error:
             raise request.in_own_words(error) from None
-        said = warnings(serving, request, chat)
-        return JSONResponse(body | replies.extras([], False, said))
+        sentences = warnings(serving, request, chat)
+        return JSONResponse(body | replies.extras([], False, sentences))
     except Exception as error:
-        return replies.failed(serving, error)
+        return replies.error_response(serving, error)
 
 
 async def _prepare(serving: Serving, request: MessagesRequest, http: Request) -> Prepared:
     chat = request.to_chat()
     try:
         prepared = await prepare(serving, chat, http, request, cuts=True)
-    except BadField as error:
+    except FieldError as error:
         raise request.in_own_words(error) from None
     job = prepared.job
     if job.constraint == "response_format":
@@ -82,7 +82,7 @@ async def _prepare(serving: Serving, request: MessagesRequest, http: Request) ->
     return replace(prepared, job=job)
 
 
-def _failed(request_id: str, body: dict[str, Any]) -> bytes:
+def _error_response(request_id: str, body: dict[str, Any]) -> bytes:
     """The last event of a stream that an error has ended."""
     return replies.typed_event(error_body(body, request_id))
 
@@ -116,7 +116,7 @@ class MessageReply:
             out += b"".join(map(replies.typed_event, events))
             if out:
                 yield out
-        if not self.run.given_up:
+        if not self.run.abandoned:
             ended = self._ended()
             delta = {name: ended.pop(name) for name in ("stop_reason", "stop_sequence")}
             yield replies.typed_event({"type": "message_delta", "delta": delta, **ended})
@@ -127,7 +127,7 @@ class MessageReply:
         try:
             async for events in self.answer.steps():
                 yield events
-        except BadField as error:
+        except FieldError as error:
             raise self.request.in_own_words(error) from None
 
     def _message(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class MessageReply:
             return "max_tokens"
         if sequence is not None:
             return "stop_sequence"
-        return "tool_use" if self.answer.items.calls_are_whole else "end_turn"
+        return "tool_use" if self.answer.items.calls_are_complete else "end_turn"
 
     def _usage(self) -> dict[str, Any]:
         counted = usage([self.run])

@@ -27,8 +27,8 @@ from strobe.server.engine_process.messages import (
     FromServer,
     Grammars,
     Ready,
-    Refused,
-    Step,
+    Rejected,
+    StepEvents,
     Stop,
     Submit,
 )
@@ -58,7 +58,7 @@ class EngineUnavailable(EngineDead):
         self.code = code
 
 
-class PromptRefused(ValueError):
+class PromptRejected(ValueError):
     """The engine cannot answer this prompt; the sentence says what to change."""
 
 
@@ -89,9 +89,9 @@ class Generation:
                 raise StopAsyncIteration
             self._wake.clear()
             await self._wake.wait()
-        found = [event for part in self._events for event in part]
+        events = [event for part in self._events for event in part]
         self._events.clear()
-        return found
+        return events
 
     @property
     def closed(self) -> bool:
@@ -114,7 +114,7 @@ class Generation:
         self._client.release(self)
         self._wake.set()
 
-    def take(self, events: list[TokenEvent], ended: float = 0.0) -> None:
+    def add_events(self, events: list[TokenEvent], ended: float = 0.0) -> None:
         """Take in what a step brought that ended then; called by the client."""
         events = [event for event in events if event.sibling in self.open]
         if not events:
@@ -161,10 +161,10 @@ class EngineClient:
 
     def _prepare(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, self._theirs = context.Pipe()
+        self._pipe, self._child_pipe = context.Pipe()
         self.process = context.Process(
             target=_run,
-            args=(self._theirs, self.config, self.logs),
+            args=(self._child_pipe, self.config, self.logs),
             name="strobe-engine",
             daemon=True,
         )
@@ -174,7 +174,7 @@ class EngineClient:
         stop."""
         with _blocked(signal.SIGINT):
             self.process.start()
-        self._theirs.close()
+        self._child_pipe.close()
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._readable)
 
     async def ready(self) -> Ready:
@@ -208,7 +208,7 @@ class EngineClient:
         prompt_ids: list[int],
         params: SamplingParams,
         request_id: str,
-        place: SchedulingOptions,
+        scheduling: SchedulingOptions,
     ) -> Generation:
         """Ask for the answers to a prompt. Raises EngineDead."""
         if self.dead:
@@ -217,7 +217,7 @@ class EngineClient:
             raise EngineUnavailable("The engine is restarting; try again.", "engine_restarting")
         key = next(self._keys)
         generation = self._generations[key] = Generation(self, key, params.n)
-        self.send(Submit(key, prompt_ids, params, request_id, place))
+        self.send(Submit(key, prompt_ids, params, request_id, scheduling))
         return generation
 
     def send(self, message: FromServer) -> None:
@@ -261,21 +261,21 @@ class EngineClient:
     def _readable(self) -> None:
         try:
             while self._pipe.poll():
-                self._take(self._pipe.recv())
+                self._handle(self._pipe.recv())
         except (EOFError, OSError):
             self._died()
 
-    def _take(self, message: FromEngine) -> None:
-        if isinstance(message, Step):
-            self._spread(message)
+    def _handle(self, message: FromEngine) -> None:
+        if isinstance(message, StepEvents):
+            self._dispatch(message)
             if message.snapshot is not None:
                 self.snapshot = message.snapshot
                 self.on_snapshot(message.snapshot)
-        elif isinstance(message, Refused):
+        elif isinstance(message, Rejected):
             generation = self._generations.pop(message.key, None)
             if generation is not None:
                 generation.fail(
-                    PromptRefused(message.error)
+                    PromptRejected(message.error)
                     if message.user_error
                     else EngineUnavailable(message.error, "grammars_unavailable")
                 )
@@ -291,7 +291,7 @@ class EngineClient:
                 logger.error("%s", message.error)
             self.failed = message
 
-    def _spread(self, step: Step) -> None:
+    def _dispatch(self, step: StepEvents) -> None:
         """Hand each generation its part."""
         parts: dict[Hashable, list[TokenEvent]] = {}
         for event in step.events:
@@ -299,7 +299,7 @@ class EngineClient:
         for key, part in parts.items():
             generation = self._generations.get(key)
             if generation is not None:
-                generation.take(part, step.ended)
+                generation.add_events(part, step.ended)
                 self.release(generation)
 
     def _died(self) -> None:

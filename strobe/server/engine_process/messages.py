@@ -21,18 +21,18 @@ class Submit(NamedTuple):
     prompt_ids: list[int]
     params: SamplingParams
     request_id: str
-    place: SchedulingOptions = DEFAULT_SCHEDULING
+    scheduling: SchedulingOptions = DEFAULT_SCHEDULING
 
 
 class Finish(NamedTuple):
     """End one answer of a prompt, or all that still run: a stop string, or nobody waits."""
 
     key: int
-    choice: int | None
+    sibling: int | None
     reason: FinishReason
 
 
-class Forget(NamedTuple):
+class Release(NamedTuple):
     """Cached prefixes that no running request holds."""
 
 
@@ -62,7 +62,7 @@ class Failed(NamedTuple):
     user_error: bool
 
 
-class Refused(NamedTuple):
+class Rejected(NamedTuple):
     """A prompt that cannot be answered, and the sentence that says why; user_error: the request is
     to blame."""
 
@@ -77,7 +77,7 @@ class Grammars(NamedTuple):
     fault: str | None
 
 
-class Step(NamedTuple):
+class StepEvents(NamedTuple):
     """The events of one engine step, their keys those of the prompts; snapshot: now and then.
     ended: when the step's result was in, by time.monotonic of the engine's process."""
 
@@ -86,5 +86,5 @@ class Step(NamedTuple):
     ended: float = 0.0
 
 
-FromServer = Submit | Finish | Forget | Stop
-FromEngine = Ready | Failed | Refused | Step | Grammars
+FromServer = Submit | Finish | Release | Stop
+FromEngine = Ready | Failed | Rejected | StepEvents | Grammars

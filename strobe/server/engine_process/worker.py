@@ -24,13 +24,13 @@ from strobe.sampling_params import METHODS
 from strobe.server.engine_process.messages import (
     Failed,
     Finish,
-    Forget,
     FromEngine,
     FromServer,
     Grammars,
     Ready,
-    Refused,
-    Step,
+    Rejected,
+    Release,
+    StepEvents,
     Stop,
     Submit,
 )
@@ -97,10 +97,10 @@ class Worker:
 
     def __init__(self, engine: Engine, pipe: Connection):
         self.engine, self.pipe = engine, pipe
-        self.inbox: queue.SimpleQueue[FromServer | Refused | Grammars] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[FromServer | Rejected | Grammars] = queue.SimpleQueue()
         self.grammars: queue.SimpleQueue[Submit] = queue.SimpleQueue()
         self.compiling: set[int] = set()
-        self.given_up: set[int] = set()
+        self.aborted: set[int] = set()
         self.requests: dict[tuple[Hashable, int], Request] = {}
         self.last_snapshot = 0.0
 
@@ -116,11 +116,11 @@ class Worker:
             if due:
                 self.last_snapshot = now
             if events or due:
-                wanted = [e for e in events if (e.key, e.sibling) in self.requests]
-                for event in wanted:
+                awaited = [e for e in events if (e.key, e.sibling) in self.requests]
+                for event in awaited:
                     if event.finish_reason is not None:
                         del self.requests[event.key, event.sibling]
-                send(self.pipe, Step(wanted, self.snapshot() if due else None, now))
+                send(self.pipe, StepEvents(awaited, self.snapshot() if due else None, now))
 
     def _step(self) -> list[TokenEvent]:
         """One engine step. Where it fails its requests are tried again, alone for a while, unless
@@ -182,7 +182,7 @@ class Worker:
             try:
                 if message is None:
                     self.engine.grammars.compiler.trial.start()
-                elif message.key not in self.given_up:
+                elif message.key not in self.aborted:
                     self.engine.compile(message.params)
                 fault = None
             except GrammarsUnavailable as error:
@@ -196,7 +196,7 @@ class Worker:
             if message is not None and refusal is None:
                 self.inbox.put(message)
             elif message is not None:
-                self.inbox.put(Refused(message.key, str(refusal), user_error=fault is None))
+                self.inbox.put(Rejected(message.key, str(refusal), user_error=fault is None))
 
     def _take_in(self) -> bool:
         """All messages there are; waits for one while there is nothing to do. False: stop."""
@@ -211,24 +211,24 @@ class Worker:
                 return False
             if isinstance(message, Finish):
                 self._finish(message)
-            elif isinstance(message, Forget):
+            elif isinstance(message, Release):
                 self.engine.components.pool.clear_cache()
             elif isinstance(message, Grammars):
                 send(self.pipe, message)
-            elif not self._wanted(message.key):
+            elif not self._is_wanted(message.key):
                 continue
             elif isinstance(message, Submit):
                 self._submit(message)
             else:
                 send(self.pipe, message)
 
-    def _wanted(self, key: int) -> bool:
+    def _is_wanted(self, key: int) -> bool:
         """Whether somebody still waits for a prompt, which may have been given up while its grammar
         was compiled."""
         self.compiling.discard(key)
-        wanted = key not in self.given_up
-        self.given_up.discard(key)
-        return wanted
+        is_wanted = key not in self.aborted
+        self.aborted.discard(key)
+        return is_wanted
 
     def _submit(self, message: Submit) -> None:
         try:
@@ -237,18 +237,18 @@ class Worker:
                 message.params,
                 key=message.key,
                 request_id=message.request_id,
-                scheduling=message.place,
+                scheduling=message.scheduling,
             )
         except (ValueError, GrammarsUnavailable) as error:
-            send(self.pipe, Refused(message.key, str(error), isinstance(error, ValueError)))
+            send(self.pipe, Rejected(message.key, str(error), isinstance(error, ValueError)))
             return
         self.requests |= {(message.key, i): request for i, request in enumerate(requests)}
 
     def _finish(self, message: Finish) -> None:
         if message.key in self.compiling:
-            self.given_up.add(message.key)
+            self.aborted.add(message.key)
         indices = [i for key, i in self.requests if key == message.key]
-        for index in indices if message.choice is None else [message.choice]:
+        for index in indices if message.sibling is None else [message.sibling]:
             request = self.requests.pop((message.key, index), None)
             if request is not None:
                 self.engine.finish(request, message.reason)

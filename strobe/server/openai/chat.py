@@ -17,8 +17,15 @@ from strobe.request import TokenLogprob
 from strobe.server.openai import replies
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.conversation import Conversation
-from strobe.server.openai.protocol.errors import BadField, counted
-from strobe.server.openai.runs import Choice, Job, Progress, Run, speculation, usage
+from strobe.server.openai.protocol.errors import FieldError, counted
+from strobe.server.openai.runs import (
+    ChoiceState,
+    GenerationJob,
+    Progress,
+    PromptRun,
+    speculation,
+    usage,
+)
 from strobe.server.parsers import CallDelta, Parser, Tool, make_parser
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import RenderedChat, Tokenizer
@@ -27,7 +34,7 @@ REASONING_NAMES = ("reasoning_content", "reasoning")
 """Thinking goes under both: DeepSeek's name, which most clients read, and vLLM's newer one."""
 
 
-class Asked(Protocol):
+class HasWarnings(Protocol):
     """A request of any endpoint that is answered as a chat."""
 
     def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
@@ -39,7 +46,7 @@ class Asked(Protocol):
 class Prepared:
     """A chat that is ready for the engine."""
 
-    job: Job
+    job: GenerationJob
     name: str
     warnings: list[str]
     deadline: replies.Deadline
@@ -50,20 +57,20 @@ async def chat(serving: Serving, http: Request) -> Response:
     try:
         request = ChatCompletionRequest.read(await http.body(), lenient=serving.settings.lenient)
         prepared = await prepare(serving, request, http)
-        run = Run(serving, prepared.job)
+        run = PromptRun(serving, prepared.job)
     except Exception as error:
-        return replies.failed(serving, error)
+        return replies.error_response(serving, error)
     reply = ChatReply(serving, request, prepared, run, replies.wants_report(http, request))
     if request.stream:
-        return await replies.stream(serving, http, [run], reply.events, prepared.deadline)
-    return await replies.whole(serving, http, [run], reply.body, prepared.deadline)
+        return await replies.sse_response(serving, http, [run], reply.events, prepared.deadline)
+    return await replies.json_response(serving, http, [run], reply.body, prepared.deadline)
 
 
 async def prepare(
     serving: Serving,
     request: ChatCompletionRequest,
     http: Request,
-    asked: Asked | None = None,
+    asked: HasWarnings | None = None,
     *,
     cuts: bool = False,
 ) -> Prepared:
@@ -74,7 +81,7 @@ async def prepare(
     keep, deadline = request.truncate_prompt_tokens, replies.Deadline(serving, request.timeout)
 
     def encode() -> tuple[str, list[int]]:
-        chat = rendered(serving, request)
+        chat = render_prompt(serving, request)
         serving.check_length(chat.text, "messages", keep)
         return chat.text, prompt_ids(serving, chat, request)
 
@@ -101,22 +108,22 @@ async def prepare(
         chosen = [t for t in tools if toolbox.choice.name in (None, t.name)]
         structured = serving.call_grammar(chosen, parallel=parallel, prompt=text)
     elif structured is not None:
-        structured = serving.or_calls(structured, tools, parallel=parallel)
+        structured = serving.allow_tool_calls(structured, tools, parallel=parallel)
         structured = serving.constraint(structured, text)
     arguments["structured_outputs"] = structured
-    used = [forms.reasoning, forms.tools if toolbox.tools else None]
-    if any(form is not None and form.keep_special for form in used):
+    formats = [forms.reasoning, forms.tools if toolbox.tools else None]
+    if any(form is not None and form.keep_special for form in formats):
         arguments["skip_special_tokens"] = False
     request_id = request.request_id or http.scope["state"]["request_id"]
     return Prepared(
-        Job(
+        GenerationJob(
             ids,
             serving.params(arguments),
             request_id,
             parse,
             "tools" if toolbox.choice.forced else request.constraint,
             http.scope["state"]["came"],
-            request.standing,
+            request.scheduling,
         ),
         name,
         said,
@@ -124,33 +131,33 @@ async def prepare(
     )
 
 
-def rendered(serving: Serving, request: Conversation) -> RenderedChat:
+def render_prompt(serving: Serving, request: Conversation) -> RenderedChat:
     """A conversation as the chat template writes it. Raises BadField."""
     options = serving.settings.template_variables | request.template_options()
     options["chat_template"] = serving.template(request.chat_template)
     try:
         return serving.tokenizer.render(request.conversation, **options)
     except ValueError as error:
-        raise BadField(str(error), "messages") from None
+        raise FieldError(str(error), "messages") from None
 
 
 def prompt_ids(serving: Serving, chat: RenderedChat, request: Conversation) -> list[int]:
-    """The tokens of what `rendered` returned. Raises BadField."""
-    more = request.add_special_tokens
+    """The tokens of what `render_prompt` returned. Raises BadField."""
+    add_special_tokens = request.add_special_tokens
     try:
-        return serving.tokenizer.encode_chat(chat, add_special_tokens=more)
+        return serving.tokenizer.encode_chat(chat, add_special_tokens=add_special_tokens)
     except ValueError as error:
-        raise BadField(str(error), "messages") from None
+        raise FieldError(str(error), "messages") from None
 
 
-def warnings(serving: Serving, asked: Asked, chat: ChatCompletionRequest) -> list[str]:
+def warnings(serving: Serving, request: HasWarnings, chat: ChatCompletionRequest) -> list[str]:
     """A sentence for each thing asked for that has no effect. chat: the same request as a chat."""
-    said = asked.warnings(None if chat.chat_template is not None else serving.template_reads)
+    sentences = request.warnings(None if chat.chat_template is not None else serving.template_reads)
     if chat.toolbox.tools and serving.formats.tools is None:
-        said.append(
+        sentences.append(
             "tools are shown to the model, but its form of calls is not known: they are text."
         )
-    return said
+    return sentences
 
 
 def _parser(serving: Serving, request: ChatCompletionRequest, prompt: str) -> Callable[[], Parser]:
@@ -170,7 +177,7 @@ def _tool(tool: dict[str, Any]) -> Tool:
     return Tool(function["name"], function.get("parameters"), bool(function.get("strict")))
 
 
-def is_whole(arguments: str) -> bool:
+def is_complete(arguments: str) -> bool:
     """Whether a call's arguments have come to their end."""
     try:
         return isinstance(json.loads(arguments), dict)
@@ -178,17 +185,17 @@ def is_whole(arguments: str) -> bool:
         return False
 
 
-class Calls:
+class ToolCallCollector:
     """The tool calls of one answer as they come, each with an id."""
 
     def __init__(self, *, parallel: bool):
         self.parallel = parallel
-        self.made: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether there are calls, the last one to its end: a stop string may have cut it."""
-        return bool(self.made) and is_whole(self.made[-1]["function"]["arguments"])
+        return bool(self.calls) and is_complete(self.calls[-1]["function"]["arguments"])
 
     def take(self, deltas: tuple[CallDelta, ...]) -> list[dict[str, Any]]:
         """The same as OpenAI's deltas; without `parallel` there is only the first call."""
@@ -199,20 +206,20 @@ class Calls:
             if delta.name is not None:
                 function = {"name": delta.name, "arguments": delta.arguments}
                 call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
-                self.made.append({**call, "function": dict(function)})
+                self.calls.append({**call, "function": dict(function)})
                 sent.append({"index": delta.index, **call, "function": function})
             else:
-                self.made[delta.index]["function"]["arguments"] += delta.arguments
+                self.calls[delta.index]["function"]["arguments"] += delta.arguments
                 function = {"arguments": delta.arguments}
                 sent.append({"index": delta.index, "function": function})
         return sent
 
 
 @dataclass
-class Message:
+class AssistantMessage:
     """One answer as OpenAI's message."""
 
-    calls: Calls
+    calls: ToolCallCollector
     content: str = ""
     reasoning: str = ""
     begun: bool = False
@@ -234,15 +241,15 @@ class Message:
             delta["tool_calls"] = calls
         return delta
 
-    def finish_reason(self, choice: Choice) -> str | None:
+    def finish_reason(self, choice: ChoiceState) -> str | None:
         reason = choice.output.finish_reason
-        return "tool_calls" if reason == "stop" and self.calls.whole else reason
+        return "tool_calls" if reason == "stop" and self.calls.is_complete else reason
 
-    def whole(self, *, reasoning: bool) -> dict[str, Any]:
+    def as_dict(self, *, reasoning: bool) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
         message["content"] = self.content or None
-        if self.calls.made:
-            message["tool_calls"] = self.calls.made
+        if self.calls.calls:
+            message["tool_calls"] = self.calls.calls
         else:
             message["content"] = self.content
         if reasoning and self.reasoning:
@@ -258,14 +265,17 @@ class ChatReply:
         serving: Serving,
         request: ChatCompletionRequest,
         prepared: Prepared,
-        run: Run,
+        run: PromptRun,
         report: bool,
     ):
         self.serving, self.request, self.prepared, self.run = serving, request, prepared, run
         self.report = report
         self.id = f"chatcmpl-{prepared.job.request_id}"
         self.created = int(time.time())
-        self.messages = [Message(Calls(parallel=request.parallel_tool_calls)) for _ in run.choices]
+        self.messages = [
+            AssistantMessage(ToolCallCollector(parallel=request.parallel_tool_calls))
+            for _ in run.choices
+        ]
 
     async def body(self) -> dict[str, Any]:
         """The whole completion, once it has ended."""
@@ -279,7 +289,7 @@ class ChatReply:
             message.content = request.echo_text + message.content
             entry: dict[str, Any] = {
                 "index": choice.index,
-                "message": message.whole(reasoning=request.include_reasoning),
+                "message": message.as_dict(reasoning=request.include_reasoning),
                 "logprobs": None,
                 "finish_reason": message.finish_reason(choice),
                 "stop_reason": choice.output.stop_reason,
@@ -319,7 +329,7 @@ class ChatReply:
             if out:
                 yield out
         replies.check_answers([self.run])
-        if self.run.given_up:
+        if self.run.abandoned:
             return
         if (options is not None and options.include_usage) or self.report:
             last = {**head, "choices": [], "usage": usage([self.run])}
@@ -357,9 +367,9 @@ class ChatReply:
             "model": self.prepared.name,
         }
 
-    def _logprobs(self, found: list[TokenLogprob]) -> list[dict[str, Any]]:
+    def _logprobs(self, entries: list[TokenLogprob]) -> list[dict[str, Any]]:
         as_ids = self.request.return_tokens_as_token_ids
-        return [chat_logprob(entry, self.serving.tokenizer, as_ids) for entry in found]
+        return [chat_logprob(entry, self.serving.tokenizer, as_ids) for entry in entries]
 
 
 def step_of(delta: StreamDelta) -> dict[str, Any]:

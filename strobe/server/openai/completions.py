@@ -15,8 +15,15 @@ from strobe.request import TokenLogprob
 from strobe.server.openai import replies
 from strobe.server.openai.chat import step_of
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.runs import Choice, Job, Progress, Run, speculation, usage
+from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.runs import (
+    ChoiceState,
+    GenerationJob,
+    Progress,
+    PromptRun,
+    speculation,
+    usage,
+)
 from strobe.server.parsers.chain import Plain
 from strobe.server.serving import Serving
 
@@ -31,7 +38,7 @@ class Prompt:
 
 async def completions(serving: Serving, http: Request) -> Response:
     """Answer POST /v1/completions."""
-    runs: list[Run] = []
+    runs: list[PromptRun] = []
     try:
         request = CompletionRequest.read(await http.body(), lenient=serving.settings.lenient)
         name, facts = serving.name(request.model), serving.facts
@@ -40,41 +47,47 @@ async def completions(serving: Serving, http: Request) -> Response:
         count = len(request.prompts())
         serving.check_room(count * params.n, count)
         async with deadline():
-            prompts = [await _prompt(serving, request, given) for given in request.prompts()]
+            prompts = [
+                await _prompt(serving, request, raw_prompt) for raw_prompt in request.prompts()
+            ]
         request_id = request.request_id or http.scope["state"]["request_id"]
         serving.check_room(count * params.n, count)
         came = http.scope["state"]["came"]
         for i, prompt in enumerate(prompts):
             job_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
-            job = Job(prompt.ids, params, job_id, Plain, request.constraint, came, request.standing)
-            runs.append(Run(serving, job))
+            job = GenerationJob(
+                prompt.ids, params, job_id, Plain, request.constraint, came, request.scheduling
+            )
+            runs.append(PromptRun(serving, job))
     except Exception as error:
         for run in runs:
             run.close()
-        return replies.failed(serving, error)
+        return replies.error_response(serving, error)
     report = replies.wants_report(http, request)
     reply = CompletionReply(serving, request, prompts, runs, name, request_id, report)
     if request.stream:
-        return await replies.stream(serving, http, runs, reply.events, deadline)
-    return await replies.whole(serving, http, runs, reply.body, deadline)
+        return await replies.sse_response(serving, http, runs, reply.events, deadline)
+    return await replies.json_response(serving, http, runs, reply.body, deadline)
 
 
-async def _prompt(serving: Serving, request: CompletionRequest, given: str | list[int]) -> Prompt:
+async def _prompt(
+    serving: Serving, request: CompletionRequest, raw_prompt: str | list[int]
+) -> Prompt:
     tokenizer = serving.tokenizer
 
     def read() -> Prompt:
-        if isinstance(given, str):
+        if isinstance(raw_prompt, str):
             try:
-                serving.check_length(given, "prompt", request.truncate_prompt_tokens)
-                ids = tokenizer.encode(given, add_special_tokens=request.add_special_tokens)
-            except BadField:
+                serving.check_length(raw_prompt, "prompt", request.truncate_prompt_tokens)
+                ids = tokenizer.encode(raw_prompt, add_special_tokens=request.add_special_tokens)
+            except FieldError:
                 raise
             except ValueError as error:
-                raise BadField(str(error), "prompt") from None
-            return Prompt(given, ids)
+                raise FieldError(str(error), "prompt") from None
+            return Prompt(raw_prompt, ids)
         size = serving.facts.vocab_size
-        known = [token for token in given if token < size]
-        return Prompt(tokenizer.decode(known, skip_special_tokens=False), given)
+        valid_ids = [token for token in raw_prompt if token < size]
+        return Prompt(tokenizer.decode(valid_ids, skip_special_tokens=False), raw_prompt)
 
     prompt = await serving.in_thread(read)
     ids = serving.fit(prompt.ids, request.limit(), request.truncate_prompt_tokens, "prompt")
@@ -92,7 +105,7 @@ class CompletionReply:
         serving: Serving,
         request: CompletionRequest,
         prompts: list[Prompt],
-        runs: list[Run],
+        runs: list[PromptRun],
         name: str,
         request_id: str,
         report: bool,
@@ -110,16 +123,16 @@ class CompletionReply:
 
     async def body(self) -> dict[str, Any]:
         """The whole completion, once all answers have ended."""
-        await replies.drained(self.runs)
+        await replies.wait_for_all(self.runs)
         replies.check_answers(self.runs)
         choices: list[dict[str, Any]] = []
         for place, run in enumerate(self.runs):
-            for choice in _best(run.choices, self.request.n):
+            for choice in _best_choices(run.choices, self.request.n):
                 choices.append(self._choice(place, choice, len(choices)))
         body = {**self.head, "choices": choices, "usage": usage(self.runs)}
         return body | replies.extras(self.runs, self.report, self.warnings)
 
-    def _choice(self, place: int, choice: Choice, index: int) -> dict[str, Any]:
+    def _choice(self, place: int, choice: ChoiceState, index: int) -> dict[str, Any]:
         request, run, prompt = self.request, self.runs[place], self.prompts[place]
         text = (prompt.text if request.echo else "") + choice.output.text
         entry: dict[str, Any] = {
@@ -130,7 +143,7 @@ class CompletionReply:
             "stop_reason": choice.output.stop_reason,
         }
         if request.logprobs is not None:
-            parts = self._prompt_part(run, prompt) if request.echo else Logprobs()
+            parts = self._prompt_part(run, prompt) if request.echo else LogprobsBuilder()
             parts.add(choice.logprobs, choice.pieces, self)
             entry["logprobs"] = parts.as_dict()
         if request.prompt_logprobs is not None and run.prompt_logprobs is not None:
@@ -143,17 +156,17 @@ class CompletionReply:
         return entry
 
     def _cut(self, entry: TokenLogprob | None) -> TokenLogprob | None:
-        most = self.request.prompt_logprobs or 0
-        return None if entry is None else entry._replace(top=entry.top[:most])
+        count = self.request.prompt_logprobs or 0
+        return None if entry is None else entry._replace(top=entry.top[:count])
 
-    def _prompt_part(self, run: Run, prompt: Prompt) -> Logprobs:
+    def _prompt_part(self, run: PromptRun, prompt: Prompt) -> LogprobsBuilder:
         """The prompt's tokens and their log probabilities, for echo."""
-        parts, tokenizer = Logprobs(), self.serving.tokenizer
-        found = run.prompt_logprobs or [None] * len(prompt.ids)
-        for token, entry in zip(prompt.ids, found, strict=True):
+        parts, tokenizer = LogprobsBuilder(), self.serving.tokenizer
+        entries = run.prompt_logprobs or [None] * len(prompt.ids)
+        for token, entry in zip(prompt.ids, entries, strict=True):
             text = tokenizer.token_text(token)
-            known = entry or TokenLogprob(token, 0.0, 1)
-            parts.add([known], [text], self, first=entry is None)
+            scored = entry or TokenLogprob(token, 0.0, 1)
+            parts.add([scored], [text], self, first=entry is None)
         return parts
 
     async def events(self) -> AsyncGenerator[bytes]:
@@ -161,7 +174,7 @@ class CompletionReply:
         options = self.request.stream_options
         outputs: asyncio.Queue[tuple[int, list[Progress]] | Exception | None] = asyncio.Queue()
 
-        async def follow(place: int, run: Run) -> None:
+        async def follow(place: int, run: PromptRun) -> None:
             try:
                 async for steps in run.steps():
                     outputs.put_nowait((place, steps))
@@ -186,7 +199,7 @@ class CompletionReply:
             for task in tasks:
                 task.cancel()
         replies.check_answers(self.runs)
-        if any(run.given_up for run in self.runs):
+        if any(run.abandoned for run in self.runs):
             return
         if (options is not None and options.include_usage) or self.report:
             last = {**self.head, "choices": [], "usage": usage(self.runs)}
@@ -198,7 +211,7 @@ class CompletionReply:
         chunks: list[bytes] = []
         for progress in steps:
             choice, delta = progress.choice, progress.delta
-            parts = Logprobs()
+            parts = LogprobsBuilder()
             text, first = delta.text, (place, choice.index) not in self._offsets
             if first:
                 self._offsets[place, choice.index] = 0
@@ -236,7 +249,7 @@ class CompletionReply:
         return chunks
 
 
-class Logprobs:
+class LogprobsBuilder:
     """OpenAI's older form of log probabilities, token by token."""
 
     def __init__(self) -> None:
@@ -248,18 +261,18 @@ class Logprobs:
 
     def add(
         self,
-        found: list[TokenLogprob],
+        entries: list[TokenLogprob],
         pieces: list[str],
         reply: CompletionReply,
         *,
         first: bool = False,
     ) -> None:
         """Tokens with their share of the text; first: a prompt's first token, which has none."""
-        most = reply.request.logprobs or 0
-        for entry, piece in zip(found, pieces, strict=True):
+        count = reply.request.logprobs or 0
+        for entry, piece in zip(entries, pieces, strict=True):
             self.tokens.append(self._name(entry.token, reply))
             self.values.append(None if first else entry.logprob)
-            best = {self._name(token, reply): value for token, value in entry.top[:most]}
+            best = {self._name(token, reply): value for token, value in entry.top[:count]}
             best.setdefault(self._name(entry.token, reply), entry.logprob)
             self.top.append(None if first else best)
             self.offsets.append(self.offset)
@@ -280,13 +293,13 @@ class Logprobs:
         }
 
 
-def _best(choices: list[Choice], count: int) -> list[Choice]:
+def _best_choices(choices: list[ChoiceState], count: int) -> list[ChoiceState]:
     """The `count` most probable answers per token, in that order where some are left out."""
     if len(choices) == count:
         return choices
 
-    def mean(choice: Choice) -> float:
-        made = len(choice.output.token_ids)
-        return (choice.output.cumulative_logprob or 0.0) / max(made, 1)
+    def mean(choice: ChoiceState) -> float:
+        num_tokens = len(choice.output.token_ids)
+        return (choice.output.cumulative_logprob or 0.0) / max(num_tokens, 1)
 
     return sorted(choices, key=mean, reverse=True)[:count]

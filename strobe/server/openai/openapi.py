@@ -30,13 +30,14 @@ EVENT: dict[str, Any] = {
 
 
 class Post(NamedTuple):
-    """A path that takes a body. asked, given: the shapes of the two bodies; wrong: an error's."""
+    """A path that takes a body. request_model, response_model: the shapes of the two bodies;
+    error_model: an error's."""
 
     path: str
     summary: str
-    asked: type[BaseModel]
-    given: type[BaseModel]
-    wrong: type[BaseModel] = answers.ErrorResponse
+    request_model: type[BaseModel]
+    response_model: type[BaseModel]
+    error_model: type[BaseModel] = answers.ErrorResponse
 
 
 def describe(
@@ -53,8 +54,8 @@ def describe(
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     shapes: list[tuple[type[BaseModel], Any]] = [(answers.ErrorResponse, "serialization")]
     for post in posts:
-        shapes += [(post.asked, "validation"), (post.given, "serialization")]
-        shapes += [(post.wrong, "serialization")]
+        shapes += [(post.request_model, "validation"), (post.response_model, "serialization")]
+        shapes += [(post.error_model, "serialization")]
     references, parts = models_json_schema(shapes, ref_template="#/components/schemas/{model}")
     schemas: dict[str, Any] = schema.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):  # the framework's; no route says them
@@ -73,16 +74,16 @@ def describe(
             responses.pop("422", None)
             responses |= dict.fromkeys(errors.get(path, ()), error(answers.ErrorResponse))
     for post in posts:
-        good = content(post.given, "serialization")
-        if "stream" in post.asked.model_fields:
+        good = content(post.response_model, "serialization")
+        if "stream" in post.request_model.model_fields:
             good["text/event-stream"] = {"itemSchema": EVENT}
         operation = {
             "operationId": post.path.strip("/").replace("/", "_"),
             "summary": post.summary,
-            "requestBody": {"required": True, "content": content(post.asked, "validation")},
+            "requestBody": {"required": True, "content": content(post.request_model, "validation")},
             "responses": {
                 "200": {"description": "The answer", "content": good},
-                **dict.fromkeys(POST_ERRORS, error(post.wrong)),
+                **dict.fromkeys(POST_ERRORS, error(post.error_model)),
             },
         }
         schema["paths"][post.path] = {"post": operation}
@@ -98,7 +99,7 @@ def describe(
 def _opened(part: Any) -> Any:
     """A part of the document in which objects may have any further fields."""
     if isinstance(part, list):
-        return [_opened(one) for one in part]
+        return [_opened(item) for item in part]
     if not isinstance(part, dict):
         return part
     closes = part.get("additionalProperties") == {"type": "null"}

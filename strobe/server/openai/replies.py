@@ -19,17 +19,17 @@ from strobe.outputs import logprobs_by_token
 from strobe.request import TokenLogprob
 from strobe.server.access import CLIENT_CLOSED
 from strobe.server.engine_process.client import EngineDead, EngineStopped, EngineUnavailable
-from strobe.server.openai.protocol.errors import BadField, error_body
-from strobe.server.openai.protocol.sampling_fields import Sampling
-from strobe.server.openai.runs import Run, speculation, usage
-from strobe.server.serving import Serving, Unserved
+from strobe.server.openai.protocol.errors import FieldError, error_body
+from strobe.server.openai.protocol.sampling_fields import SamplingFields
+from strobe.server.openai.runs import PromptRun, speculation, usage
+from strobe.server.serving import RequestRejected, Serving
 from strobe.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 SPECULATION_HEADER = "x-strobe-speculation"
 DONE = b"data: [DONE]\n\n"
-_UNREAD = 5.0
+_UNREAD_SECONDS = 5.0
 
 
 def compact(value: Any) -> str:
@@ -47,11 +47,11 @@ def typed_event(value: Mapping[str, Any]) -> bytes:
     return b"event: %s\n" % value["type"].encode() + event(value)
 
 
-def problem(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+def to_error(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """(HTTP status, body, headers) of what went wrong; unknown errors are not the client's."""
-    if isinstance(error, BadField):
+    if isinstance(error, FieldError):
         return 400, error.body(), {}
-    if isinstance(error, Unserved):
+    if isinstance(error, RequestRejected):
         headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
         body = error_body(str(error), status=error.status, param=error.param, code=error.code)
         return error.status, body, headers
@@ -68,12 +68,12 @@ def problem(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     return 500, error_body("The server failed at this request.", status=500, code="internal"), {}
 
 
-def failed(serving: Serving, error: Exception) -> Response:
+def error_response(serving: Serving, error: Exception) -> Response:
     """The HTTP error for what went wrong before a response began."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_CLOSED)
-    status, body, headers = problem(error)
-    serving.metrics.refused(status, body["error"]["code"])
+    status, body, headers = to_error(error)
+    serving.metrics.record_rejected(status, body["error"]["code"])
     return JSONResponse(body, status, headers)
 
 
@@ -84,7 +84,7 @@ async def read_body(serving: Serving, http: Request) -> None:
     http.scope["state"]["came"] = time.monotonic()
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise Unserved(
+        raise RequestRejected(
             415,
             f"The Content-Type is {kind[:100]!r}, but must be application/json; send that header.",
             code="unsupported_media_type",
@@ -95,21 +95,21 @@ async def read_body(serving: Serving, http: Request) -> None:
             await http.body()
     except TimeoutError:
         sentence = f"The body did not arrive within {limit:g} s; send it at once."
-        raise Unserved(408, sentence, code="body_timeout") from None
+        raise RequestRejected(408, sentence, code="body_timeout") from None
 
 
-class Watch:
+class DisconnectWatcher:
     """Waits for the client to go away while its answer is made."""
 
-    def __init__(self, receive: Receive, on_gone: Callable[[], None]):
-        self.gone = False
-        self._task = asyncio.ensure_future(self._wait(receive, on_gone))
+    def __init__(self, receive: Receive, on_disconnect: Callable[[], None]):
+        self.disconnected = False
+        self._task = asyncio.ensure_future(self._wait(receive, on_disconnect))
 
-    async def _wait(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+    async def _wait(self, receive: Receive, on_disconnect: Callable[[], None]) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.gone = True
-        on_gone()
+        self.disconnected = True
+        on_disconnect()
 
     def stop(self) -> None:
         self._task.cancel()
@@ -135,7 +135,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
-            async with self._deadline(_UNREAD):
+            async with self._deadline(_UNREAD_SECONDS):
                 await send(start)
                 await send({"type": "http.response.body", "body": self._first, "more_body": True})
                 async for chunk in self._rest:
@@ -151,11 +151,11 @@ class EventStream(Response):
 class Deadline:
     """Seconds that a request may take, the server's limit and its own."""
 
-    def __init__(self, serving: Serving, asked: float | None):
-        limits = [asked, serving.settings.request_timeout or None]
-        given = [limit for limit in limits if limit is not None]
+    def __init__(self, serving: Serving, requested: float | None):
+        limits = [requested, serving.settings.request_timeout or None]
+        active_limits = [limit for limit in limits if limit is not None]
         now = asyncio.get_running_loop().time()
-        self._at = now + min(given) if given else None
+        self._at = now + min(active_limits) if active_limits else None
 
     def __call__(self, later: float = 0.0) -> asyncio.Timeout:
         """A block that ends in time, or so many seconds later."""
@@ -166,39 +166,40 @@ Events = Callable[[], AsyncGenerator[bytes]]
 """Makes the events of a stream; its ending is added to them."""
 
 
-class Ending(NamedTuple):
-    """What a stream ends with. failed: the events for an error's body; done: behind them all."""
+class StreamEnd(NamedTuple):
+    """What a stream ends with. error_events: the events for an error's body; done: behind them
+    all."""
 
-    failed: Callable[[dict[str, Any]], bytes]
+    error_events: Callable[[dict[str, Any]], bytes]
     done: bytes = b""
 
 
-CHUNKS = Ending(event, DONE)
+CHUNK_STREAM_END = StreamEnd(event, DONE)
 """Of chat and completions."""
 
 
-async def stream(
+async def sse_response(
     serving: Serving,
     http: Request,
-    runs: Sequence[Run],
+    runs: Sequence[PromptRun],
     events: Events,
     deadline: Deadline,
-    ending: Ending = CHUNKS,
+    ending: StreamEnd = CHUNK_STREAM_END,
 ) -> Response:
     """Answer with an event stream. What goes wrong before its first event is an HTTP error."""
-    watch = Watch(http.receive, lambda: _close(runs))
+    watch = DisconnectWatcher(http.receive, lambda: _close(runs))
 
     def at_end() -> None:
         watch.stop()
         _finish(serving, http, runs, streams=True)
 
     def failing(error: Exception) -> bytes:
-        status, body, _ = problem(error)
-        serving.metrics.refused(status, body["error"]["code"])
-        _log_of(http)["error"] = body["error"]["code"]
-        return ending.failed(body) + ending.done
+        status, body, _ = to_error(error)
+        serving.metrics.record_rejected(status, body["error"]["code"])
+        _log_fields(http)["error"] = body["error"]["code"]
+        return ending.error_events(body) + ending.done
 
-    source = _until(events(), deadline)
+    source = _until_deadline(events(), deadline)
     try:
         first = await anext(source)
     except StopAsyncIteration:
@@ -206,11 +207,13 @@ async def stream(
         return Response(status_code=CLIENT_CLOSED)
     except Exception as error:
         at_end()
-        return failed(serving, error)
-    return EventStream(first, _guarded(source, runs, failing, ending.done), deadline, at_end)
+        return error_response(serving, error)
+    return EventStream(first, _with_ending(source, runs, failing, ending.done), deadline, at_end)
 
 
-async def _until(events: AsyncGenerator[bytes], deadline: Deadline) -> AsyncGenerator[bytes]:
+async def _until_deadline(
+    events: AsyncGenerator[bytes], deadline: Deadline
+) -> AsyncGenerator[bytes]:
     """The events, until the time is up. Raises TimeoutError."""
     try:
         while True:
@@ -223,9 +226,9 @@ async def _until(events: AsyncGenerator[bytes], deadline: Deadline) -> AsyncGene
         await events.aclose()
 
 
-async def _guarded(
+async def _with_ending(
     events: AsyncGenerator[bytes],
-    runs: Sequence[Run],
+    runs: Sequence[PromptRun],
     failing: Callable[[Exception], bytes],
     done: bytes,
 ) -> AsyncGenerator[bytes]:
@@ -233,7 +236,7 @@ async def _guarded(
     try:
         async for chunk in events:
             yield chunk
-        if done and not any(run.given_up for run in runs):
+        if done and not any(run.abandoned for run in runs):
             yield done
     except Exception as error:
         _close(runs)
@@ -242,32 +245,32 @@ async def _guarded(
         await events.aclose()
 
 
-async def whole(
+async def json_response(
     serving: Serving,
     http: Request,
-    runs: Sequence[Run],
+    runs: Sequence[PromptRun],
     make: Callable[[], Awaitable[dict[str, Any]]],
     deadline: Deadline,
 ) -> Response:
     """Answer with one JSON object, once all answers have ended."""
-    watch = Watch(http.receive, lambda: _close(runs))
+    watch = DisconnectWatcher(http.receive, lambda: _close(runs))
     try:
         async with deadline():
             body = await make()
-        if watch.gone:
+        if watch.disconnected:
             return Response(status_code=CLIENT_CLOSED)
         return Response(compact(body).encode("utf-8", "replace"), media_type="application/json")
     except Exception as error:
-        return failed(serving, error)
+        return error_response(serving, error)
     finally:
         watch.stop()
         _finish(serving, http, runs, streams=False)
 
 
-async def drained(runs: Sequence[Run]) -> None:
+async def wait_for_all(runs: Sequence[PromptRun]) -> None:
     """Wait for all answers of all runs. Raises what any of them raises."""
 
-    async def drain(run: Run) -> None:
+    async def drain(run: PromptRun) -> None:
         async for _ in run.steps():
             pass
 
@@ -278,41 +281,41 @@ async def drained(runs: Sequence[Run]) -> None:
             await asyncio.gather(*map(drain, runs))
 
 
-def check_answers(runs: Sequence[Run]) -> None:
+def check_answers(runs: Sequence[PromptRun]) -> None:
     """Raises Unserved for an answer that the engine could not bring to its end, and BadField where
     that is its grammar's fault."""
     for run in runs:
         for error in [choice.output.error for choice in run.choices if choice.output.error]:
             if error.startswith("structured_outputs"):
-                raise run.refusal(error)
-            raise Unserved(500, error, code="answer_failed")
+                raise run.to_field_error(error)
+            raise RequestRejected(500, error, code="answer_failed")
 
 
-def wants_report(http: Request, request: Sampling) -> bool:
+def wants_report(http: Request, request: SamplingFields) -> bool:
     """Whether the response is to say how it was drafted."""
     return request.include_speculation or http.headers.get(SPECULATION_HEADER, "") in ("1", "true")
 
 
-def extras(runs: Sequence[Run], report: bool, warnings: list[str]) -> dict[str, Any]:
+def extras(runs: Sequence[PromptRun], report: bool, warnings: list[str]) -> dict[str, Any]:
     """What a whole response has beside OpenAI's fields."""
-    found: dict[str, Any] = {"speculation": speculation(runs)} if report else {}
-    return found | ({"warnings": warnings} if warnings else {})
+    fields: dict[str, Any] = {"speculation": speculation(runs)} if report else {}
+    return fields | ({"warnings": warnings} if warnings else {})
 
 
 def prompt_logprobs(
-    found: Sequence[TokenLogprob | None], tokenizer: Tokenizer
+    entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer
 ) -> list[dict[str, Any] | None]:
     """vLLM's form: per prompt token, token ids to their log probabilities."""
     return [
         None
         if entry is None
         else {str(t): value._asdict() for t, value in logprobs_by_token(entry, tokenizer).items()}
-        for entry in found
+        for entry in entries
     ]
 
 
 @asynccontextmanager
-async def _all(runs: Sequence[Run]) -> AsyncGenerator[None]:
+async def _all(runs: Sequence[PromptRun]) -> AsyncGenerator[None]:
     try:
         yield
     except BaseException:
@@ -320,22 +323,22 @@ async def _all(runs: Sequence[Run]) -> AsyncGenerator[None]:
         raise
 
 
-def _close(runs: Sequence[Run]) -> None:
+def _close(runs: Sequence[PromptRun]) -> None:
     for run in runs:
         run.close()
 
 
-def _finish(serving: Serving, http: Request, runs: Sequence[Run], *, streams: bool) -> None:
+def _finish(serving: Serving, http: Request, runs: Sequence[PromptRun], *, streams: bool) -> None:
     """A request's end, however it came: what still runs is given up and counted, and the access log
     learns what became of the answers."""
     _close(runs)
     choices = [choice for run in runs for choice in run.choices]
-    for choice in [c for run in runs if not run.refused for c in run.choices]:
-        if not choice.ended:
-            choice.count()
+    for choice in [c for run in runs if not run.rejected for c in run.choices]:
+        if not choice.finished:
+            choice.record_finished()
     report = speculation(runs)
     length = report["acceptance_length"]
-    line = _log_of(http)
+    line = _log_fields(http)
     line.update(
         answer_id=runs[0].job.request_id,
         model=serving.names[0],
@@ -352,6 +355,6 @@ def _finish(serving: Serving, http: Request, runs: Sequence[Run], *, streams: bo
         line["answers"] = [choice.output.text for choice in choices]
 
 
-def _log_of(http: Request) -> dict[str, Any]:
+def _log_fields(http: Request) -> dict[str, Any]:
     """What the access log will say of this request beside its own fields."""
     return http.scope["state"].setdefault("log", {})

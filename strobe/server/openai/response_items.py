@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from strobe.server.openai.ordered import Event, Item, Logprobs, Status
+from strobe.server.openai.output_items import Event, Logprobs, OutputItem, Status
 from strobe.server.openai.segments import Segment
 
 
@@ -18,10 +18,10 @@ class _Item:
         self.text = ""
 
     def event(self, kind: str, **fields: Any) -> Event:
-        where = {"item_id": self.id, "output_index": self.index}
-        return {"type": f"response.{kind}", **where, **fields}
+        position = {"item_id": self.id, "output_index": self.index}
+        return {"type": f"response.{kind}", **position, **fields}
 
-    def whole(self, kind: str, item: dict[str, Any]) -> Event:
+    def complete_event(self, kind: str, item: dict[str, Any]) -> Event:
         return {"type": f"response.output_item.{kind}", "output_index": self.index, "item": item}
 
 
@@ -35,7 +35,7 @@ class _Text(_Item):
 
     def begin(self) -> list[Event]:
         added = self.event("content_part.added", content_index=0, part=self._part())
-        return [self.whole("added", self._item([])), added]
+        return [self.complete_event("added", self._item([])), added]
 
     def add(self, text: str, logprobs: Logprobs) -> list[Event]:
         self.text += text
@@ -46,7 +46,7 @@ class _Text(_Item):
         return [
             self.event(f"{self.said}.done", content_index=0, text=self.text),
             self.event("content_part.done", content_index=0, part=self._part()),
-            self.whole("done", self.item()),
+            self.complete_event("done", self.item()),
         ]
 
     def _part(self) -> dict[str, Any]:
@@ -88,8 +88,8 @@ class Message(_Text):
         return [event | {"logprobs": logprobs} for event in super().add(text, logprobs)]
 
     def end(self, status: Status) -> list[Event]:
-        said, *rest = super().end(status)
-        return [said | {"logprobs": self.logprobs}, *rest]
+        text_done, *rest = super().end(status)
+        return [text_done | {"logprobs": self.logprobs}, *rest]
 
     def _part(self) -> dict[str, Any]:
         return super()._part() | {"annotations": [], "logprobs": list(self.logprobs)}
@@ -122,7 +122,7 @@ class Call(_Item):
         }
 
     def begin(self) -> list[Event]:
-        return [self.whole("added", self.item())]
+        return [self.complete_event("added", self.item())]
 
     def add(self, text: str, logprobs: Logprobs) -> list[Event]:
         self.text += text
@@ -133,11 +133,11 @@ class Call(_Item):
         done = {"name": self.name, "arguments": self.text}
         return [
             self.event("function_call_arguments.done", **done),
-            self.whole("done", self.item()),
+            self.complete_event("done", self.item()),
         ]
 
 
-def make_item(segment: Segment, index: int) -> Item:
+def make_item(segment: Segment, index: int) -> OutputItem:
     """The item that begins with a segment."""
     if segment.kind == "call":
         return Call(index, segment.name or "")

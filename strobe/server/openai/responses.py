@@ -13,10 +13,9 @@ from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.openai import replies
-from strobe.server.openai.chat import Prepared, prepare, prompt_ids, rendered, warnings
-from strobe.server.openai.held_responses import find, named_items, owner
-from strobe.server.openai.ordered import Event, Items, OrderedAnswer
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.chat import Prepared, prepare, prompt_ids, render_prompt, warnings
+from strobe.server.openai.output_items import Event, OrderedAnswer, OutputItems
+from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.protocol.responses_request import (
     InputTokensRequest,
     ResponsesPrompt,
@@ -24,7 +23,8 @@ from strobe.server.openai.protocol.responses_request import (
 )
 from strobe.server.openai.response_items import make_item
 from strobe.server.openai.runs import speculation, usage
-from strobe.server.response_memory import Held, ResponseMemory
+from strobe.server.openai.stored_responses import complete_items, find, owner
+from strobe.server.response_store import ResponseStore, StoredResponse
 from strobe.server.serving import Serving
 
 _LIMIT = re.compile(r"\bmax_(?:completion_)?tokens\b")
@@ -37,33 +37,33 @@ async def responses(serving: Serving, http: Request) -> Response:
         request = ResponsesRequest.read(await http.body(), lenient=serving.settings.lenient)
         before = _follow(serving, request, http)
         prepared = await _prepare(serving, request, http)
-        items = Items(make_item, parallel=request.parallel_tool_calls)
+        items = OutputItems(make_item, parallel=request.parallel_tool_calls)
         answer = OrderedAnswer(serving, prepared.job, items)
     except Exception as error:
-        return replies.failed(serving, error)
+        return replies.error_response(serving, error)
     report = replies.wants_report(http, request)
-    keeper = _Keeper(serving.responses, owner(http), before)
+    keeper = _ResponseSaver(serving.responses, owner(http), before)
     reply = ResponseReply(request, prepared, answer, keeper, report)
     runs, deadline = [answer.run], prepared.deadline
     if request.stream:
-        ending = replies.Ending(reply.failed)
-        return await replies.stream(serving, http, runs, reply.events, deadline, ending)
-    return await replies.whole(serving, http, runs, reply.body, deadline)
+        ending = replies.StreamEnd(reply.failed)
+        return await replies.sse_response(serving, http, runs, reply.events, deadline, ending)
+    return await replies.json_response(serving, http, runs, reply.body, deadline)
 
 
 async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -> Prepared:
     chat = request.to_chat()
     try:
         prepared = await prepare(serving, chat, http, request)
-    except BadField as error:
+    except FieldError as error:
         raise _in_own_words(error) from None
-    said = _renamed(prepared.warnings)
-    if request.given("store") and request.store and not serving.responses.most_bytes:
-        said.append("store has no effect: this server was started with --response-memory 0.")
+    sentences = _renamed(prepared.warnings)
+    if request.is_set("store") and request.store and not serving.responses.max_bytes:
+        sentences.append("store has no effect: this server was started with --response-memory 0.")
     job = prepared.job
     if job.constraint == "response_format":
         job = replace(job, constraint="text.format")
-    return replace(prepared, job=job, warnings=said)
+    return replace(prepared, job=job, warnings=sentences)
 
 
 async def input_tokens(serving: Serving, http: Request) -> Response:
@@ -75,17 +75,17 @@ async def input_tokens(serving: Serving, http: Request) -> Response:
         chat = request.to_chat()
 
         def count() -> int:
-            return len(prompt_ids(serving, rendered(serving, chat), chat))
+            return len(prompt_ids(serving, render_prompt(serving, chat), chat))
 
         try:
             number = await serving.in_thread(count)
-        except BadField as error:
+        except FieldError as error:
             raise _in_own_words(error) from None
         body = {"object": "response.input_tokens", "input_tokens": number}
         said = _renamed(warnings(serving, request, chat))
         return JSONResponse(body | replies.extras([], False, said))
     except Exception as error:
-        return replies.failed(serving, error)
+        return replies.error_response(serving, error)
 
 
 def _renamed(warnings: Sequence[str]) -> list[str]:
@@ -93,9 +93,9 @@ def _renamed(warnings: Sequence[str]) -> list[str]:
     return [re.sub("^reasoning_effort", "reasoning.effort", warning) for warning in warnings]
 
 
-def _in_own_words(error: BadField) -> BadField:
+def _in_own_words(error: FieldError) -> FieldError:
     """What is wrong with the chat, with the names that this endpoint has for its fields."""
-    bad = error.renamed({_LIMIT: "max_output_tokens"})
+    bad = error.with_names({_LIMIT: "max_output_tokens"})
     if bad.param == "messages":
         bad.param = "input"
     return bad
@@ -111,19 +111,19 @@ def _follow(serving: Serving, request: ResponsesPrompt, http: Request) -> tuple[
     return items
 
 
-class _Keeper(NamedTuple):
+class _ResponseSaver(NamedTuple):
     """Where a response is held. before: the items of the conversation that it goes on with."""
 
-    memory: ResponseMemory
+    memory: ResponseStore
     owner: bytes | None
     before: tuple[bytes, ...]
 
-    def keep(self, request: ResponsesRequest, response: dict[str, Any]) -> None:
+    def save(self, request: ResponsesRequest, response: dict[str, Any]) -> None:
         """Hold a response that has ended."""
-        items = [*self.before, *map(_json, named_items(request.input))]
+        items = [*self.before, *map(_json, complete_items(request.input))]
         output = tuple(map(_json, response["output"]))
-        held = Held(self.owner, _json(response), tuple(items), output)
-        self.memory.keep(response["id"], held)
+        held = StoredResponse(self.owner, _json(response), tuple(items), output)
+        self.memory.put(response["id"], held)
 
 
 def _json(value: Any) -> bytes:
@@ -138,13 +138,13 @@ class ResponseReply:
         request: ResponsesRequest,
         prepared: Prepared,
         answer: OrderedAnswer,
-        keeper: _Keeper,
+        saver: _ResponseSaver,
         report: bool,
     ):
         self.request, self.prepared, self.answer = request, prepared, answer
         self.run, self.items = answer.run, answer.items
-        self.report, self._keeper = report, keeper
-        self.stores = request.store and keeper.memory.most_bytes > 0
+        self.report, self._saver = report, saver
+        self.stores = request.store and saver.memory.max_bytes > 0
         self.created = int(time.time())
         self._sent = 0
 
@@ -166,17 +166,17 @@ class ResponseReply:
             out += b"".join(map(self._event, events))
             if out:
                 yield out
-        if not self.run.given_up:
+        if not self.run.abandoned:
             response = self._ended() | {"speculation": speculation([self.run])}
             yield self._event({"type": f"response.{response['status']}", "response": response})
 
     def failed(self, body: dict[str, Any]) -> bytes:
         """The last events of a stream that an error has ended."""
-        said = body["error"]
-        event = {"type": "error", **{name: said[name] for name in ("code", "message", "param")}}
+        error = body["error"]
+        event = {"type": "error", **{name: error[name] for name in ("code", "message", "param")}}
         self.items.close("incomplete")
         response = self._response("failed")
-        response["error"] = {"code": "server_error", "message": said["message"]}
+        response["error"] = {"code": "server_error", "message": error["message"]}
         try:
             _json(response)
         except ValueError:  # NaN in what there is of the answer
@@ -188,7 +188,7 @@ class ResponseReply:
         try:
             async for events in self.answer.steps():
                 yield events
-        except BadField as error:
+        except FieldError as error:
             raise _in_own_words(error) from None
 
     def _ended(self) -> dict[str, Any]:
@@ -205,8 +205,8 @@ class ResponseReply:
             "total_tokens": counted["total_tokens"],
         }
         response |= {"speculation": speculation([self.run])} if self.report else {}
-        if self.stores and not self.run.given_up:
-            self._keeper.keep(self.request, response)
+        if self.stores and not self.run.abandoned:
+            self._saver.save(self.request, response)
         return response
 
     def _response(self, status: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Segment(NamedTuple):
     name: str | None = None
 
 
-class Ordered:
+class OrderedParser:
     """A parser that also keeps what it found as segments.
 
     Segments of one kind in a row, joined, do not depend on where the text was cut. Plain text goes
@@ -46,7 +46,7 @@ class Ordered:
         self._parser = parser
         self._fed = 0
         self._raw = ""  # the newest text, of which nothing has come out yet
-        self._found: list[Segment] = []
+        self._segments: list[Segment] = []
 
     @property
     def phase(self) -> Phase:
@@ -54,28 +54,28 @@ class Ordered:
 
     def push(self, text: str) -> Parsed:
         parts: list[Parsed] = []
-        at = 0
-        while at < len(text):
-            plain = None if self._raw else _PLAIN.match(text, at)
-            end = plain.end() if plain else at + 1
-            parts.append(self._push(text[at:end]))
-            at = end
-        return _joined(parts)
+        start = 0
+        while start < len(text):
+            plain = None if self._raw else _PLAIN.match(text, start)
+            end = plain.end() if plain else start + 1
+            parts.append(self._push(text[start:end]))
+            start = end
+        return _join(parts)
 
     def finish(self) -> Parsed:
-        return self._noted(self._parser.finish())
+        return self._record(self._parser.finish())
 
     def take(self) -> list[Segment]:
         """What has come out since the last time."""
-        found, self._found = self._found, []
-        return found
+        segments, self._segments = self._segments, []
+        return segments
 
     def _push(self, piece: str) -> Parsed:
         self._raw += piece
         self._fed += len(piece)
-        return self._noted(self._parser.push(piece))
+        return self._record(self._parser.push(piece))
 
-    def _noted(self, parsed: Parsed) -> Parsed:
+    def _record(self, parsed: Parsed) -> Parsed:
         if parsed.reasoning:
             self._add("reasoning", parsed.reasoning)
         if parsed.content:
@@ -85,27 +85,27 @@ class Ordered:
         return parsed
 
     def _add(self, kind: Kind, text: str, call: int = 0, name: str | None = None) -> None:
-        start, end = self._place(text)
-        last = self._found[-1] if self._found else None
+        start, end = self._locate(text)
+        last = self._segments[-1] if self._segments else None
         if last is not None and (last.kind, last.end, last.call) == (kind, start, call):
-            self._found[-1] = last._replace(text=last.text + text, end=end)
+            self._segments[-1] = last._replace(text=last.text + text, end=end)
         else:
-            self._found.append(Segment(kind, text, start, end, call, name))
+            self._segments.append(Segment(kind, text, start, end, call, name))
 
-    def _place(self, text: str) -> tuple[int, int]:
+    def _locate(self, text: str) -> tuple[int, int]:
         """Where a text stands that has just come out: as late as it can, behind any marker. Among
         markers that are cut short or repeated it may stand earlier."""
         begin = self._fed - len(self._raw)
         # A parser may set a line break between two messages that is not in the raw text.
         for shown in (text, text.removeprefix("\n")):
-            at = self._raw.rfind(shown)
-            if shown and at >= 0:
-                self._raw = self._raw[at + len(shown) :]
-                return begin + at, begin + at + len(shown)
+            offset = self._raw.rfind(shown)
+            if shown and offset >= 0:
+                self._raw = self._raw[offset + len(shown) :]
+                return begin + offset, begin + offset + len(shown)
         return begin, begin
 
 
-def _joined(parts: list[Parsed]) -> Parsed:
+def _join(parts: list[Parsed]) -> Parsed:
     if len(parts) == 1:
         return parts[0]
     return Parsed(
@@ -117,15 +117,15 @@ def _joined(parts: list[Parsed]) -> Parsed:
 
 @dataclass
 class _Token:
-    """start, end: its text's place, in characters. given: the last kind it was counted to."""
+    """start, end: its text's place, in characters. last_kind: the last kind it was counted to."""
 
     start: int
     end: int
     logprob: TokenLogprob | None
-    given: Kind | None = None
+    last_kind: Kind | None = None
 
 
-class Origins:
+class TokenAttribution:
     """Which tokens wrote which segment."""
 
     def __init__(self) -> None:
@@ -139,20 +139,20 @@ class Origins:
             logprob = delta.logprobs[place] if place < len(delta.logprobs) else None
             self._tokens.append(_Token(start, self._end, logprob))
 
-    def of(self, segment: Segment) -> list[TokenLogprob | None]:
+    def tokens_of(self, segment: Segment) -> list[TokenLogprob | None]:
         """The tokens with text in a segment, in order; one with text in two segments of a kind
         belongs to the first. Segments must come in their order.
 
         A token that has no text of its own, such as the first bytes of a character, belongs where
         the next text does.
         """
-        found: list[TokenLogprob | None] = []
+        logprobs: list[TokenLogprob | None] = []
         while self._tokens and self._tokens[0].start < segment.end:
             token = self._tokens[0]
-            if max(token.end, token.start + 1) > segment.start and token.given != segment.kind:
-                found.append(token.logprob)
-                token.given = segment.kind
+            if max(token.end, token.start + 1) > segment.start and token.last_kind != segment.kind:
+                logprobs.append(token.logprob)
+                token.last_kind = segment.kind
             if token.end > segment.end:
                 break
             self._tokens.popleft()
-        return found
+        return logprobs

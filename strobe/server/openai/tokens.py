@@ -8,8 +8,8 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.openai import replies
-from strobe.server.openai.chat import rendered
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.chat import render_prompt
+from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 from strobe.server.serving import Serving
 
@@ -19,22 +19,22 @@ async def tokenize(serving: Serving, http: Request) -> Response:
     try:
         request = TokenizeRequest.read(await http.body(), lenient=serving.settings.lenient)
         serving.name(request.model)
-        most = serving.facts.max_model_len
+        max_length = serving.facts.max_model_len
 
         def encode() -> bytes:
-            tokenizer, more = serving.tokenizer, request.adds_special_tokens
+            tokenizer, add_special_tokens = serving.tokenizer, request.adds_special_tokens
             try:
                 if request.prompt is None:
-                    chat = rendered(serving, request)
-                    ids = tokenizer.encode_chat(chat, add_special_tokens=more)
+                    chat = render_prompt(serving, request)
+                    ids = tokenizer.encode_chat(chat, add_special_tokens=add_special_tokens)
                 else:
-                    ids = tokenizer.encode(request.prompt, add_special_tokens=more)
-            except BadField:
+                    ids = tokenizer.encode(request.prompt, add_special_tokens=add_special_tokens)
+            except FieldError:
                 raise
             except ValueError as error:
                 field = "prompt" if request.messages is None else "messages"
-                raise BadField(str(error), field) from None
-            body: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
+                raise FieldError(str(error), field) from None
+            body: dict[str, Any] = {"count": len(ids), "max_model_len": max_length, "tokens": ids}
             if request.return_token_strs:
                 body["token_strs"] = [tokenizer.token_text(token) for token in ids]
             body |= replies.extras([], False, request.warnings())
@@ -42,7 +42,7 @@ async def tokenize(serving: Serving, http: Request) -> Response:
 
         return Response(await serving.in_thread(encode), media_type="application/json")
     except Exception as error:
-        return replies.failed(serving, error)
+        return replies.error_response(serving, error)
 
 
 async def detokenize(serving: Serving, http: Request) -> Response:
@@ -53,7 +53,7 @@ async def detokenize(serving: Serving, http: Request) -> Response:
         size = serving.facts.vocab_size
         wrong = next((token for token in request.tokens if token >= size), None)
         if wrong is not None:
-            raise BadField(
+            raise FieldError(
                 f"tokens holds {wrong}, but the vocabulary has ids 0 to {size - 1}.", "tokens"
             )
         ids = list(request.tokens)
@@ -62,4 +62,4 @@ async def detokenize(serving: Serving, http: Request) -> Response:
         )
         return JSONResponse({"prompt": text} | replies.extras([], False, request.warnings()))
     except Exception as error:
-        return replies.failed(serving, error)
+        return replies.error_response(serving, error)

@@ -26,10 +26,12 @@ class Parsed(NamedTuple):
     content: str = ""
     calls: tuple[CallDelta, ...] = ()
 
-    def then(self, more: Parsed) -> Parsed:
+    def joined_with(self, parsed: Parsed) -> Parsed:
         """This and what came next, as one."""
         return Parsed(
-            self.reasoning + more.reasoning, self.content + more.content, self.calls + more.calls
+            self.reasoning + parsed.reasoning,
+            self.content + parsed.content,
+            self.calls + parsed.calls,
         )
 
 
@@ -136,7 +138,7 @@ def held_back(text: str, *markers: str) -> int:
     return 0
 
 
-def earliest(text: str, *markers: str) -> tuple[int, str] | None:
+def find_first(text: str, *markers: str) -> tuple[int, str] | None:
     """Where the first of the markers stands in a text, and which it is."""
-    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
-    return min(found) if found else None
+    matches = [(position, marker) for marker in markers if (position := text.find(marker)) >= 0]
+    return min(matches) if matches else None

@@ -78,18 +78,18 @@ class CallGemma4:
     # come to a verdict.
 
     def _head(self) -> bool:
-        found = _HEAD.match(self.raw)
-        if found is None:
+        head = _HEAD.match(self.raw)
+        if head is None:
             rest = self.raw.lstrip()
             name = rest.removeprefix(CALL)
             if not CALL.startswith(rest) and (name == rest or not NAME.fullmatch(name or "?")):
                 self.verdict = "broken"
             return False
-        self.name, self.begun = found[1], True
+        self.name, self.begun = head[1], True
         self.offered = not self._tools or self.name in self._tools
         with contextlib.suppress(ValueError):  # values are then of any type
             self._arguments = read_arguments(self._tools.get(self.name, Tool(self.name)))
-        self._pass(found.end())
+        self._pass(head.end())
         self._bracket("{")
         return True
 
@@ -121,9 +121,9 @@ class CallGemma4:
             end = self._json_end()
             key = None if end < 0 else _loaded(self.raw[self._at : end])
         else:
-            found = _KEY_END.search(self.raw, self._seen)
+            key_end = _KEY_END.search(self.raw, self._seen)
             self._seen = len(self.raw)
-            end = found.start() if found else -1
+            end = key_end.start() if key_end else -1
             key = None if end < 0 else self.raw[self._at : end].strip()
         if key is None:
             return False
@@ -188,21 +188,21 @@ class CallGemma4:
         if end < 0:
             return False
         text = _loaded(self.raw[self._at : end])
-        own = _json(text) if "string" in self._types else as_json(text, self._types)
-        self._added.append(own)
+        value = _json(text) if "string" in self._types else as_json(text, self._types)
+        self._added.append(value)
         return self._ended(end)
 
     def _scalar(self) -> bool:
-        found = _SCALAR_END.search(self.raw, self._seen)
-        if found is None:
+        value_end = _SCALAR_END.search(self.raw, self._seen)
+        if value_end is None:
             self._seen = len(self.raw)
             return False
-        text = self.raw[self._at : found.start()].strip()
+        text = self.raw[self._at : value_end.start()].strip()
         self._added.append(as_json(text, self._types))
-        return self._ended(found.start())
+        return self._ended(value_end.start())
 
-    def _ended(self, at: int) -> bool:
-        self._pass(at)
+    def _ended(self, position: int) -> bool:
+        self._pass(position)
         self._read = self._behind
         return True
 
@@ -234,24 +234,24 @@ class CallGemma4:
         self._pass(space.end())
         return self.raw[self._at : self._at + 1]
 
-    def _pass(self, at: int) -> None:
-        self._at = self._seen = at
+    def _pass(self, position: int) -> None:
+        self._at = self._seen = position
 
     def _find(self, marker: str, start: int) -> int:
         """Where a marker stands behind a place, -1 where it has yet to come."""
-        found = self.raw.find(marker, max(start, self._seen))
-        if found < 0:
+        index = self.raw.find(marker, max(start, self._seen))
+        if index < 0:
             self._seen = max(start, len(self.raw) - len(marker) + 1)
-        return found
+        return index
 
     def _json_end(self) -> int:
         """Behind the closing quote of a string of JSON, -1 where it has yet to come."""
-        at = max(self._at + 1, self._seen)
-        while found := _JSON_MARK.search(self.raw, at):
-            if found[0] == '"':
-                return found.end()
-            at = found.end()
-        self._seen = max(at, len(self.raw) - 1)
+        position = max(self._at + 1, self._seen)
+        while mark := _JSON_MARK.search(self.raw, position):
+            if mark[0] == '"':
+                return mark.end()
+            position = mark.end()
+        self._seen = max(position, len(self.raw) - 1)
         return -1
 
     def _break(self) -> bool:

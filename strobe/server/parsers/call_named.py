@@ -23,14 +23,14 @@ class CallNamed(CallObject):
         self._read = self._head
 
     def _head(self) -> bool:
-        at = self.raw.find("{", 0, _LONGEST_HEAD)
-        if at < 0:
+        brace = self.raw.find("{", 0, _LONGEST_HEAD)
+        if brace < 0:
             return False if len(self.raw) < _LONGEST_HEAD else self._break()
-        found = self._pattern.fullmatch(self.raw, 0, at)
-        if found is None:
+        head = self._pattern.fullmatch(self.raw, 0, brace)
+        if head is None:
             return self._break()
-        self._name_it(found["name"])
-        self._at = at
+        self._name_it(head["name"])
+        self._at = brace
         self._read = self._arguments_begin
         return True
 

@@ -77,7 +77,7 @@ class CallObject:
             return self._wait_or_break()
         key, quote, _ = self.raw[self._at + 1 :].partition('"')
         if not quote:
-            return False if any(known.startswith(key) for known in _KEYS) else self._break()
+            return False if any(prefix.startswith(key) for prefix in _KEYS) else self._break()
         self._key = "arguments" if key == "parameters" else key
         if key not in _KEYS or self._key in self._keys:
             return self._break()
@@ -193,11 +193,11 @@ class CallObject:
         self._at = space.end()
         return self.raw[self._at : self._at + 1]
 
-    def _pass(self, char: str, then: Callable[[], bool]) -> bool:
+    def _pass(self, char: str, next_state: Callable[[], bool]) -> bool:
         if self._next() != char:
             return self._wait_or_break()
         self._at += 1
-        self._read = then
+        self._read = next_state
         return True
 
     def _wait_or_break(self) -> bool:

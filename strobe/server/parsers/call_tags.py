@@ -55,7 +55,7 @@ class CallTags:
         self._last = False  # no more text comes
         self._added = ""
         self._arguments = Arguments()
-        self._given: set[str] = set()
+        self._given_names: set[str] = set()
         # of the value that is being read
         self._types = ANY
         self._is_text = False
@@ -83,7 +83,7 @@ class CallTags:
                 self._give_text(self.raw)
             else:
                 self._give(self._unbroken(self.raw))
-        elif self.verdict is None and self._given and not self.raw:
+        elif self.verdict is None and self._given_names and not self.raw:
             self._whole()
         return added + self._added
 
@@ -138,23 +138,27 @@ class CallTags:
         self._types = self._arguments.types(key)
         self._is_text = is_text(self._types)
         self._opened = self._types == {"string"}
-        self._repeated = key in self._given
-        self._give("{" if not self._given else ", ")
+        self._repeated = key in self._given_names
+        self._give("{" if not self._given_names else ", ")
         self._give(_json(key) + ': "' if self._opened else _json(key) + ": ")
-        self._given.add(key)
+        self._given_names.add(key)
         self._breaks = True
-        self._end = ValueEnd(self._arguments.properties.keys() - self._given, text=self._is_text)
+        self._end = ValueEnd(
+            self._arguments.properties.keys() - self._given_names, text=self._is_text
+        )
         self._read = self._value
 
     def _value(self) -> bool:
-        found, count = self._end.find(self.raw, last=self._last), self._end.certain
-        if found is None:
+        value_end, count = self._end.find(self.raw, last=self._last), self._end.certain
+        if value_end is None:
             if self._is_text and (self._opened or count > _LONGEST_NULL):
                 self._give_text(self.raw[:count])
                 self.raw, self._end.certain = self.raw[count:], 0
             return False
         value = self.raw[:count]
-        self.raw = self.raw[found.end() if found[2] == PARAMETER_END else found.start(2) :]
+        self.raw = self.raw[
+            value_end.end() if value_end[2] == PARAMETER_END else value_end.start(2) :
+        ]
         if not self._is_text or (not self._opened and self._unbroken(value) in _NULLS):
             self._give(as_json(self._unbroken(value), self._types))
         else:
@@ -181,7 +185,7 @@ class CallTags:
             self._added += arguments
 
     def _whole(self) -> bool:
-        self._added += "}" if self._given else "{}"
+        self._added += "}" if self._given_names else "{}"
         self.verdict = "whole"
         return False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-from strobe.server.parsers.base import CallDelta, Parsed, Phase, earliest, held_back
+from strobe.server.parsers.base import CallDelta, Parsed, Phase, find_first, held_back
 
 _SPACE = " \t\r\n"
 
@@ -113,12 +113,12 @@ class CallText:
         markers = (*self._begins, self._closer) if self._unclosed else self._begins
         if self._trailer and self._index:
             markers = (*markers, self._trailer)
-        found = earliest(self._buffer, *markers)
-        if found is None:
+        match = find_first(self._buffer, *markers)
+        if match is None:
             self._give_text(len(self._buffer) - held_back(self._buffer, *markers))
             return False
-        at, marker = found
-        self._give_text(at)
+        position, marker = match
+        self._give_text(position)
         if marker == self._inner and not (self._line_begins or "\n" in self._space):
             self._give_text(len(marker))
             return True
@@ -131,11 +131,11 @@ class CallText:
     def _give_text(self, count: int) -> None:
         """Give so much of the buffer, but for the space at its end: a call may follow."""
         text, self._buffer = self._buffer[:count], self._buffer[count:]
-        kept = text.rstrip(_SPACE)
-        if kept:
-            self._give(self._space + kept)
+        stripped = text.rstrip(_SPACE)
+        if stripped:
+            self._give(self._space + stripped)
             self._space = ""
-        self._space += text[len(kept) :]
+        self._space += text[len(stripped) :]
 
     def _pass(self, chars: str) -> str:
         """Let such characters at the buffer's beginning be space; the rest."""
@@ -166,13 +166,13 @@ class CallText:
         return True
 
     def _in_call(self) -> bool:
-        call, known, raw, more = self._call, self._call.begun, self._call.raw, self._buffer
-        arguments = call.push(more)
+        call, had_begun, raw, buffer = self._call, self._call.begun, self._call.raw, self._buffer
+        arguments = call.push(buffer)
         self._buffer = ""
         if call.begun and call.offered:
-            self._give_call(None if known else call.name, arguments)
-        elif call.begun and (read := len(raw) + len(more) - len(call.raw)):
-            self._give(self._lead + (raw + more)[:read])
+            self._give_call(None if had_begun else call.name, arguments)
+        elif call.begun and (read := len(raw) + len(buffer) - len(call.raw)):
+            self._give(self._lead + (raw + buffer)[:read])
             self._lead = ""
         if call.verdict is None:
             return False

@@ -35,5 +35,5 @@ class Chain:
 
     def finish(self) -> Parsed:
         split = self._thinking.finish()
-        rest = self._calls.push(split.content).then(self._calls.finish())
+        rest = self._calls.push(split.content).joined_with(self._calls.finish())
         return Parsed(split.reasoning, rest.content, rest.calls)

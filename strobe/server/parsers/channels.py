@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Literal
 
-from strobe.server.parsers.base import CallDelta, Parsed, Phase, earliest, held_back
+from strobe.server.parsers.base import CallDelta, Parsed, Phase, find_first, held_back
 
 START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
 MESSAGE, END, CALL, RETURN = "<|message|>", "<|end|>", "<|call|>", "<|return|>"
@@ -42,7 +42,7 @@ class Channels:
         self.phase: Phase = "answer"
         self._buffer = ""
         self._kind: Kind | None = None
-        self._given: set[Kind] = set()
+        self._given_calls: set[Kind] = set()
         self._joint = ""
         self._index = -1
         self._reasoning: list[str] = []
@@ -70,7 +70,8 @@ class Channels:
         if self._state == self._header:
             words = _MARKUP.sub(" ", rest).split()
             return all(
-                word.startswith("to=") or any(known.startswith(word) for known in _HEADER_WORDS)
+                word.startswith("to=")
+                or any(header_word.startswith(word) for header_word in _HEADER_WORDS)
                 for word in words
             )
         return self._kind is not None and not _MARKUP.sub("", rest).strip()
@@ -83,7 +84,7 @@ class Channels:
     def _begin(self, kind: Kind, name: str = "") -> None:
         """Begin a message's body. name: of the function called."""
         self._kind, self._state, self.phase = kind, self._body, _PHASES[kind]
-        self._joint = "\n" if kind in self._given else ""
+        self._joint = "\n" if kind in self._given_calls else ""
         if kind == "call":
             self._index += 1
             self._calls.append(CallDelta(self._index, name, ""))
@@ -97,7 +98,7 @@ class Channels:
             return
         (self._reasoning if self._kind == "reasoning" else self._content).append(self._joint + text)
         self._joint = ""
-        self._given.add(self._kind)
+        self._given_calls.add(self._kind)
 
     # Each state consumes what it can of the buffer; False: it must wait for more.
 
@@ -139,16 +140,16 @@ class Channels:
 
     def _body(self) -> bool:
         markers = (*_ENDS, START, CHANNEL)
-        found = earliest(self._buffer, *markers)
-        if found is None:
+        match = find_first(self._buffer, *markers)
+        if match is None:
             end = len(self._buffer) - held_back(self._buffer, *markers)
             self._give(self._buffer[:end])
             self._buffer = self._buffer[end:]
             return False
-        at, marker = found
-        self._give(self._buffer[:at])
+        position, marker = match
+        self._give(self._buffer[:position])
         ended = marker in _ENDS
-        self._buffer = self._buffer[at + len(marker) if ended else at :]
+        self._buffer = self._buffer[position + len(marker) if ended else position :]
         self._state = self._outside if ended else self._header
         return True
 

@@ -60,14 +60,14 @@ class DeepSeek:
                     f"The function name {tool.name!r} cannot stand in a {self.name} tool call; "
                     "leave out spaces, <, >, { and }, and give at most 200 characters."
                 )
-            name, given = literal(tool.name), arguments(tool)
-            fenced = f'"function" {sep} {literal(tool.name + FENCE)} {given} {literal(FENCE_END)}'
-            ways.append(fenced if self.fenced else f"{name} {sep} {given}")
+            name, args = literal(tool.name), arguments(tool)
+            fenced = f'"function" {sep} {literal(tool.name + FENCE)} {args} {literal(FENCE_END)}'
+            ways.append(fenced if self.fenced else f"{name} {sep} {args}")
         joint = '"\\n" ' if self.fenced else ""
-        more = f" ({joint}call)*" if parallel else ""
+        repeats = f" ({joint}call)*" if parallel else ""
         return "\n".join(
             (
-                f"start: {literal(lead)} {calls} call{more} {calls_end}",
+                f"start: {literal(lead)} {calls} call{repeats} {calls_end}",
                 f"call: {call} function {call_end}",
                 "function: " + "\n  | ".join(ways),
             )

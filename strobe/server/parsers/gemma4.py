@@ -44,10 +44,10 @@ class Gemma4Calls:
         opener, closer = marker(OPENER, added_tokens), marker(CLOSER, added_tokens)
         values = Values(marker(QUOTE, added_tokens))
         calls = "\n  | ".join(_call(tool, values) for tool in tools)
-        more = " call*" if parallel else ""
+        repeats = " call*" if parallel else ""
         return "\n".join(
             (
-                f"start: {literal(lead)} call{more}",
+                f"start: {literal(lead)} call{repeats}",
                 f"call: {opener} function {closer}",
                 f"function: {calls}",
                 *values.rules(),

@@ -43,13 +43,16 @@ class Values:
     def arguments(self, tool: Tool) -> str:
         """A rule for a tool's arguments, from brace to brace. Raises ValueError for a schema that
         cannot be held in such a call."""
-        own = read_arguments(tool)
-        self._owner, self._document = f"The schema of the function {tool.name!r}", own.document
+        call_arguments = read_arguments(tool)
+        self._owner, self._document = (
+            f"The schema of the function {tool.name!r}",
+            call_arguments.document,
+        )
         for name in ("anyOf", "oneOf", "enum", "const", "$ref"):
-            if name in own.schema:
+            if name in call_arguments.schema:
                 raise self._unheld(name)
         try:
-            return self._object({**own.schema, "type": "object"})
+            return self._object({**call_arguments.schema, "type": "object"})
         except RecursionError:
             raise ValueError(f"{self._owner} is nested too deeply.") from None
 
@@ -100,12 +103,12 @@ class Values:
             target = target_of(ref, self._document)
         except ValueError as error:
             raise ValueError(f"{self._owner} {error}") from None
-        known = (id(self._document), ref)
-        if known not in self._known:
+        cache_key = (id(self._document), ref)
+        if cache_key not in self._known:
             place = len(self._rules)
-            self._known[known] = self._rule("any")
-            self._rules[place] = f"{self._known[known]}: {self._value(target)}"
-        return self._known[known]
+            self._known[cache_key] = self._rule("any")
+            self._rules[place] = f"{self._known[cache_key]}: {self._value(target)}"
+        return self._known[cache_key]
 
     def _kind(self, kind: Any, schema: Mapping[str, Any]) -> str:
         if kind == "string":
@@ -113,23 +116,23 @@ class Values:
         if kind in _SCALARS:
             return json_of({**schema, "type": kind})
         if kind == "array":
-            least, most = schema.get("minItems", 0), schema.get("maxItems")
+            min_items, max_items = schema.get("minItems", 0), schema.get("maxItems")
             item = self._rule(self._value(schema.get("items", True)))
-            if most == 0:
+            if max_items == 0:
                 return '"[" "]"'
-            more = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-            some = f'{item} ("," {item}){more}'
-            return f'"[" {some} "]"' if least else f'"[" ({some})? "]"'
+            repeats = f"{{{max(min_items - 1, 0)},{'' if max_items is None else max_items - 1}}}"
+            items = f'{item} ("," {item}){repeats}'
+            return f'"[" {items} "]"' if min_items else f'"[" ({items})? "]"'
         if kind == "object":
             return self._object(schema)
         raise ValueError(f"{self._owner} has the type {kind!r}; give one of {', '.join(ANY)}.")
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        least, most = min(schema.get("minLength", 0), LONGEST), schema.get("maxLength")
-        most = "" if most is None or most > LONGEST else most
-        if not least and most == "":
+        min_length, max_length = min(schema.get("minLength", 0), LONGEST), schema.get("maxLength")
+        max_length = "" if max_length is None or max_length > LONGEST else max_length
+        if not min_length and max_length == "":
             return "text"
-        return rf"{self._quote} /(?s:.){{{least},{most}}}/ {self._quote}"
+        return rf"{self._quote} /(?s:.){{{min_length},{max_length}}}/ {self._quote}"
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         """Members in the order of their names, as the chat template has them."""
@@ -137,22 +140,22 @@ class Values:
             if name in schema:
                 raise self._unheld(name)
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        more = schema.get("additionalProperties", True)
+        additional = schema.get("additionalProperties", True)
         if not properties and not required:
-            if more is False:
+            if additional is False:
                 return '"{" "}"'
-            member = self._rule(f'KEY ":" {self._value(more)}')
+            member = self._rule(f'KEY ":" {self._value(additional)}')
             return f'"{{" ({member} ("," {member})*)? "}}"'
         # first: from a member on that no other stands in front of; then: with one in front of it.
-        first = then = '""'
+        first = remainder = '""'
         for key in sorted({*properties, *required}, key=str.lower, reverse=True):
-            member = f"{self._key(key)} {self._value(properties.get(key, more))}"
-            one, behind = self._rule(member), then
+            member = f"{self._key(key)} {self._value(properties.get(key, additional))}"
+            value, following = self._rule(member), remainder
             if key in required:
-                first, then = f"{one} {behind}", f'"," {one} {behind}'
+                first, remainder = f"{value} {following}", f'"," {value} {following}'
             else:
-                first, then = f"{one} {behind} | {first}", f'("," {one})? {behind}'
-            first, then = self._rule(first), self._rule(then)
+                first, remainder = f"{value} {following} | {first}", f'("," {value})? {following}'
+            first, remainder = self._rule(first), self._rule(remainder)
         return f'"{{" {first} "}}"'
 
     def _key(self, key: str) -> str:

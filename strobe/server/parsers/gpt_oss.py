@@ -51,12 +51,12 @@ class GptOss:
                 )
         token = {text: marker(text, added_tokens) for text in added_tokens}
         turn = f'{token[START]} "assistant"'
-        more = f" ({turn} call)*" if parallel else ""
+        repeats = f" ({turn} call)*" if parallel else ""
         calls = "\n  | ".join(f"head_{i} {arguments(tool)}" for i, tool in enumerate(tools))
         heads = (f"head_{i}: {_heads(tool, token)}" for i, tool in enumerate(tools))
         return "\n".join(
             (
-                f"start: {literal(lead)} thinking* call{more}",
+                f"start: {literal(lead)} thinking* call{repeats}",
                 f'thinking: {token[CHANNEL]} "analysis" {token[MESSAGE]} TEXT {token[END]} {turn}',
                 f"call: message {token[CALL]}",
                 f"message: {calls}",

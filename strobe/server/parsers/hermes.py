@@ -35,10 +35,10 @@ class Hermes:
     ) -> str:
         objects = "\n  | ".join(call_object(tool, "arguments") for tool in tools)
         opener, closer = marker(OPENER, added_tokens), marker(CLOSER, added_tokens)
-        more = ' ("\\n" call)*' if parallel else ""
+        repeats = ' ("\\n" call)*' if parallel else ""
         return "\n".join(
             (
-                f"start: {literal(lead)} call{more}",
+                f"start: {literal(lead)} call{repeats}",
                 f'call: {opener} "\\n" object "\\n" {closer}',
                 f"object: {objects}",
             )

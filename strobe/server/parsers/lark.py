@@ -47,6 +47,6 @@ def arguments(tool: Tool) -> str:
 
 def json_of(schema: Mapping[str, Any]) -> str:
     """A rule for JSON of a schema, written as chat templates write it."""
-    own = schema.get("x-guidance", {})
-    writing = {**_WRITING, **own} if isinstance(own, Mapping) else own
+    options = schema.get("x-guidance", {})
+    writing = {**_WRITING, **options} if isinstance(options, Mapping) else options
     return "%json " + json.dumps({**schema, "x-guidance": writing})

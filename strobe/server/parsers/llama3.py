@@ -35,5 +35,5 @@ class Llama3:
     ) -> str:
         calls = "\n  | ".join(call_object(tool, "parameters") for tool in tools)
         tag = f"{marker(OPENER, added_tokens)}? " if OPENER in added_tokens else ""
-        more = ' ("; " call)*' if parallel else ""
-        return "\n".join((f"start: {literal(lead)} {tag}call{more}", f"call: {calls}"))
+        repeats = ' ("; " call)*' if parallel else ""
+        return "\n".join((f"start: {literal(lead)} {tag}call{repeats}", f"call: {calls}"))

@@ -43,9 +43,9 @@ class Mistral:
         opener = marker(OPENER, added_tokens)
         if ARGS not in added_tokens:
             calls = "\n  | ".join(call_object(tool, "arguments") for tool in tools)
-            more = ' (", " call)*' if parallel else ""
+            repeats = ' (", " call)*' if parallel else ""
             return "\n".join(
-                (f'start: {literal(lead)} {opener} " "? "[" call{more} "]"', f"call: {calls}")
+                (f'start: {literal(lead)} {opener} " "? "[" call{repeats} "]"', f"call: {calls}")
             )
         for tool in tools:
             if not _NAME.fullmatch(tool.name):
@@ -58,8 +58,8 @@ class Mistral:
         calls = "\n  | ".join(
             f"{opener} {literal(tool.name)} {middle} {arguments(tool)}" for tool in tools
         )
-        more = " call*" if parallel else ""
-        return "\n".join((f"start: {literal(lead)} call{more}", f"call: {calls}"))
+        repeats = " call*" if parallel else ""
+        return "\n".join((f"start: {literal(lead)} call{repeats}", f"call: {calls}"))
 
 
 class _Call(CallNamed):

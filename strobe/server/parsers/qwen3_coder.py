@@ -66,9 +66,9 @@ class Qwen3Coder:
         lead: str = "",
     ) -> str:
         opener, closer = marker(OPENER, added_tokens), marker(CLOSER, added_tokens)
-        more = ' ("\\n" call)*' if parallel else ""
+        repeats = ' ("\\n" call)*' if parallel else ""
         rules = [
-            f"start: {literal(lead)} call{more}",
+            f"start: {literal(lead)} call{repeats}",
             f'call: {opener} "\\n" function "\\n" {closer}',
             "function: " + " | ".join(f"function_{i}" for i in range(len(tools))),
         ]
@@ -82,69 +82,71 @@ def _function(tool: Tool, counted: dict[str, str]) -> str:
     """A rule for a call without its outer tags; arguments in the order of the schema. counted:
     takes up the terminals that it needs, by name. Raises ValueError where a schema or a name has
     no place in such a call."""
-    own = read_arguments(tool)
-    arguments(replace(tool, parameters=own.schema))  # raises where there can be none
+    call_arguments = read_arguments(tool)
+    arguments(replace(tool, parameters=call_arguments.schema))  # raises where there can be none
     for name in _UNHELD:
-        if name in own.schema:
+        if name in call_arguments.schema:
             raise ValueError(
                 f"The schema of the function {tool.name!r} has {name}, which cannot be held in a "
                 "call of the form qwen3_coder; say the same in properties and required."
             )
     _check_name("function", tool.name)
     parts = [literal(f"{FUNCTION}{tool.name}{LINE}")]
-    for key in dict.fromkeys((*own.properties, *own.required)):
-        forms = own.forms(key)
+    for key in dict.fromkeys((*call_arguments.properties, *call_arguments.required)):
+        forms = call_arguments.forms(key)
         if forms:
             _check_name(f"parameter of the function {tool.name!r}", key)
             begin = literal(f"{PARAMETER}{key}{LINE}")
-            part = f"{begin} {_value(own, key, forms, counted)}"
-            parts.append(part if key in own.required else f"({part})?")
-        elif key in own.required:
+            part = f"{begin} {_value(call_arguments, key, forms, counted)}"
+            parts.append(part if key in call_arguments.required else f"({part})?")
+        elif key in call_arguments.required:
             raise ValueError(
                 f"The schema of the function {tool.name!r} requires the parameter {key!r} and "
                 "allows no value of it; allow one, or take it out of required."
             )
-    other = "<other>"  # a name that no parameter has
-    if not own.properties and (forms := own.forms(other)):
+    other_rule = "<other>"  # a name that no parameter has
+    if not call_arguments.properties and (forms := call_arguments.forms(other_rule)):
         begin = f"{literal(PARAMETER)} /{NAME.pattern}/ {literal(LINE)}"
-        parts.append(f"({begin} {_value(own, other, forms, counted)})*")
+        parts.append(f"({begin} {_value(call_arguments, other_rule, forms, counted)})*")
     return " ".join((*parts, literal(FUNCTION_END)))
 
 
-def _value(own: Arguments, key: str, forms: Sequence[Form], counted: dict[str, str]) -> str:
+def _value(
+    call_arguments: Arguments, key: str, forms: Sequence[Form], counted: dict[str, str]
+) -> str:
     """A rule for an argument's value and its end. Of strings, enum, const and lengths are held."""
     types = types_of(forms)
-    if not is_text(types) and own.of(key) not in (True, {}):
-        return f"{json_of(own.alone(key))} {literal(END)}"
+    if not is_text(types) and call_arguments.schema_of(key) not in (True, {}):
+        return f"{json_of(call_arguments.standalone_schema(key))} {literal(END)}"
     ways = [literal(f"null{END}")] if "null" in types else []
     for form in forms:
         if "string" not in form.types:
             continue
         if form.words is not None:
-            what = f"value of the parameter {key!r} of the function {own.name!r}"
+            subject = f"value of the parameter {key!r} of the function {call_arguments.name!r}"
             for word in (word for word in form.words if isinstance(word, str)):
-                _check(not _TAGS.search(word), what, word, "leave out the tags of such a call")
+                _check(not _TAGS.search(word), subject, word, "leave out the tags of such a call")
                 ways.append(literal(word + END))
             continue
-        least, most = min(form.least, LONGEST), form.most
-        most = "" if most is None or most > LONGEST else most
-        if not least and most == "":
+        min_length, max_length = min(form.minimum, LONGEST), form.maximum
+        max_length = "" if max_length is None or max_length > LONGEST else max_length
+        if not min_length and max_length == "":
             return "TEXT"
-        name = f"TEXT_{least}_{most}"
-        counted[name] = rf"{name}: /(?s:.){{{least},{most}}}\n<\/parameter>\n/ & PLAIN"
+        name = f"TEXT_{min_length}_{max_length}"
+        counted[name] = rf"{name}: /(?s:.){{{min_length},{max_length}}}\n<\/parameter>\n/ & PLAIN"
         ways.append(name)
     return f"({' | '.join(dict.fromkeys(ways))})"
 
 
-def _check_name(what: str, name: str) -> None:
+def _check_name(subject: str, name: str) -> None:
     mend = "leave out <, >, line breaks and space in front, and give at most 201 characters"
-    _check(NAME.fullmatch(name), f"name of a {what}", name, mend)
+    _check(NAME.fullmatch(name), f"name of a {subject}", name, mend)
 
 
-def _check(fits: Any, what: str, text: str, mend: str) -> None:
+def _check(fits: Any, subject: str, text: str, hint: str) -> None:
     """Raises ValueError for a text that the parser could not read back."""
     if not fits:
         raise ValueError(
-            f"The {what} is {reprlib.repr(text)}, which cannot be read back from a call of the "
-            f"form qwen3_coder; {mend}."
+            f"The {subject} is {reprlib.repr(text)}, which cannot be read back from a call of the "
+            f"form qwen3_coder; {hint}."
         )

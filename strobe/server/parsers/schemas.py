@@ -15,7 +15,7 @@ from strobe.server.parsers.base import Tool
 ANY = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 _PYTHON = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer",
            float: "number", type(None): "null"}  # fmt: skip
-_MOST_FORMS, _MOST_STEPS = 1000, 32
+_MAX_FORMS, _MAX_STEPS = 1000, 32
 _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 
 
@@ -26,48 +26,48 @@ class Form:
 
     types: frozenset[str] = ANY
     words: tuple[Any, ...] | None = None
-    least: int = 0
-    most: int | None = None
+    minimum: int = 0
+    maximum: int | None = None
 
     def fits(self, value: Any) -> bool:
         """Whether a value, its words aside, is of this form."""
         if not isinstance(value, str):
             return type_of(value) in self.types
-        short = self.most is None or len(value) <= self.most
-        return "string" in self.types and short and len(value) >= self.least
+        short = self.maximum is None or len(value) <= self.maximum
+        return "string" in self.types and short and len(value) >= self.minimum
 
-    def along(self, other: Form) -> Form:
+    def intersect(self, form: Form) -> Form:
         """The form of what is of both forms; of no type where nothing is."""
-        words = self.words if other.words is None else other.words
-        if self.words is not None and other.words is not None:
-            words = tuple(word for word in self.words if word in other.words)
-        most = min((m for m in (self.most, other.most) if m is not None), default=None)
-        both = Form(self.types & other.types, None, max(self.least, other.least), most)
+        words = self.words if form.words is None else form.words
+        if self.words is not None and form.words is not None:
+            words = tuple(word for word in self.words if word in form.words)
+        maximum = min((m for m in (self.maximum, form.maximum) if m is not None), default=None)
+        merged = Form(self.types & form.types, None, max(self.minimum, form.minimum), maximum)
         if words is not None:
-            words = tuple(filter(both.fits, words))
-            return Form(frozenset(map(type_of, words)), words, both.least, most)
-        if most is not None and both.least > most:
-            return Form(both.types - {"string"})
-        return both
+            words = tuple(filter(merged.fits, words))
+            return Form(frozenset(map(type_of, words)), words, merged.minimum, maximum)
+        if maximum is not None and merged.minimum > maximum:
+            return Form(merged.types - {"string"})
+        return merged
 
 
 def type_of(value: Any) -> str:
     """The JSON type of a value that was read from JSON."""
-    whole = isinstance(value, float) and value.is_integer()
-    return "integer" if whole else _PYTHON[type(value)]
+    is_whole = isinstance(value, float) and value.is_integer()
+    return "integer" if is_whole else _PYTHON[type(value)]
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
     """A value written without quotes that may be of these JSON types, as JSON: what it is where
     that fits, else a string. Python's True, False and None are JSON's."""
-    own = _WORDS.get(text.strip().lower(), text.strip())
+    word = _WORDS.get(text.strip().lower(), text.strip())
     try:
-        value = json.loads(own, parse_constant=_refuse)
+        value = json.loads(word, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     # What fits nowhere is best left as it is.
     fits = type_of(value) in types or "string" not in types
-    return own if fits else json.dumps(text, ensure_ascii=False)
+    return word if fits else json.dumps(text, ensure_ascii=False)
 
 
 def _refuse(name: str) -> None:
@@ -92,14 +92,14 @@ class Arguments:
         """The names of those that must be given."""
         return self.schema.get("required", ())
 
-    def of(self, key: str) -> Any:
+    def schema_of(self, key: str) -> Any:
         """The schema of an argument, declared or not."""
         return self.properties.get(key, self.schema.get("additionalProperties", True))
 
     def forms(self, key: str) -> list[Form]:
         """The forms that an argument may have. Raises ValueError where its schema is none."""
         with self._naming(key):
-            return _forms(self.of(key), self.document, {})
+            return _forms(self.schema_of(key), self.document, {})
 
     def types(self, key: str) -> frozenset[str]:
         """The JSON types that an argument may have, any where its schema is none."""
@@ -108,14 +108,14 @@ class Arguments:
         except ValueError:
             return ANY
 
-    def alone(self, key: str) -> dict[str, Any]:
+    def standalone_schema(self, key: str) -> dict[str, Any]:
         """An argument's schema with all that it refers to inside it. Raises ValueError where that
         is not there."""
         with self._naming(key):
             definitions: dict[str, Any] = {}
-            own = _moved(self.of(key), self.document, definitions)
+            schema = _moved(self.schema_of(key), self.document, definitions)
         parts = {str(number): part for number, part in enumerate(definitions.values())}
-        return own | ({"$defs": parts} if parts else {})
+        return schema | ({"$defs": parts} if parts else {})
 
     @contextmanager
     def _naming(self, key: str) -> Generator[None]:
@@ -123,16 +123,16 @@ class Arguments:
         try:
             yield
         except (ValueError, RecursionError) as error:
-            said = "is nested too deeply." if isinstance(error, RecursionError) else error
+            reason = "is nested too deeply." if isinstance(error, RecursionError) else error
             owner = f"The parameter {key!r} of the function {self.name!r}"
-            raise ValueError(f"{owner} {said}") from None
+            raise ValueError(f"{owner} {reason}") from None
 
 
 def read_arguments(tool: Tool) -> Arguments:
     """What a tool's schema says of its arguments. Raises ValueError where it is none."""
     document = schema = tool.parameters or {}
     try:
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_STEPS):
             if "$ref" not in schema or "properties" in schema:
                 break
             schema = target_of(schema["$ref"], document)
@@ -158,9 +158,9 @@ def is_text(types: frozenset[str]) -> bool:
     return "string" in types and types <= {"string", "null"}
 
 
-def _forms(schema: Any, document: Any, known: dict[str, list[Form]]) -> list[Form]:
+def _forms(schema: Any, document: Any, cache: dict[str, list[Form]]) -> list[Form]:
     """The forms of a schema by its type, enum, const, lengths, references and alternatives.
-    known: those of the references so far; any form for one to itself. Raises ValueError."""
+    cache: those of the references so far; any form for one to itself. Raises ValueError."""
     if isinstance(schema, bool):
         return [Form()] if schema else []
     if not isinstance(schema, Mapping):
@@ -169,23 +169,23 @@ def _forms(schema: Any, document: Any, known: dict[str, list[Form]]) -> list[For
     if "$ref" in schema:
         ref = schema["$ref"]
         target = target_of(ref, document)
-        if ref not in known:
-            known[ref] = [Form()]
-            known[ref] = _forms(target, document, known)
-        parts.append(known[ref])
+        if ref not in cache:
+            cache[ref] = [Form()]
+            cache[ref] = _forms(target, document, cache)
+        parts.append(cache[ref])
     for name in ("anyOf", "oneOf", "allOf"):
         if name not in schema:
             continue
         listed = schema[name]
         if not isinstance(listed, list):
             raise _wrong(name, listed, "a list of schemas")
-        ways = [_forms(one, document, known) for one in listed]
+        ways = [_forms(branch, document, cache) for branch in listed]
         parts += ways if name == "allOf" else [[form for way in ways for form in way]]
     forms = [Form()]
     for part in parts:
-        if len(forms) * len(part) > _MOST_FORMS:
-            raise ValueError(f"has more than {_MOST_FORMS} alternatives; give fewer.")
-        forms = [one.along(other) for one in forms for other in part]
+        if len(forms) * len(part) > _MAX_FORMS:
+            raise ValueError(f"has more than {_MAX_FORMS} alternatives; give fewer.")
+        forms = [branch.intersect(partner) for branch in forms for partner in part]
     forms = [form for form in forms if form.types]
     return [*forms, Form(frozenset(("null",)))] if schema.get("nullable") is True else forms
 
@@ -207,7 +207,7 @@ def _own_form(schema: Mapping[str, Any]) -> Form:
     if "const" in schema:
         words = [schema["const"]]
     form = Form(frozenset(names), None, schema.get("minLength", 0), schema.get("maxLength"))
-    return form.along(Form(words=None if words is None else tuple(words)))
+    return form.intersect(Form(words=None if words is None else tuple(words)))
 
 
 def target_of(ref: Any, document: Any) -> Any:
@@ -240,5 +240,5 @@ def _moved(schema: Any, document: Any, definitions: dict[str, Any]) -> Any:
     return moved
 
 
-def _wrong(name: str, value: Any, mend: str) -> ValueError:
-    return ValueError(f"has the {name} {reprlib.repr(value)}; give {mend}.")
+def _wrong(name: str, value: Any, hint: str) -> ValueError:
+    return ValueError(f"has the {name} {reprlib.repr(value)}; give {hint}.")

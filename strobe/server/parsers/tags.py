@@ -34,8 +34,8 @@ _QUOTES = re.compile(r'\\.|["\n]')
 def blank(text: str) -> int:
     """Characters at a text's beginning that say nothing between two parameters: space, comments
     and ends of parameters that have ended."""
-    found = _BLANK_OR_END.match(text)
-    return found.end() if found else 0
+    match = _BLANK_OR_END.match(text)
+    return match.end() if match else 0
 
 
 def may_begin(text: str, *tags: str) -> bool:
@@ -64,29 +64,29 @@ class ValueEnd:
     def find(self, raw: str, *, last: bool) -> re.Match[str] | None:
         """The line break and the tag at a value's end, None where it is not there. last: whether
         no more text comes."""
-        while found := _MARKER.search(raw, self.certain):
-            ends = self._ends(raw, found, last)
+        while marker := _MARKER.search(raw, self.certain):
+            ends = self._ends(raw, marker, last)
             if ends is None or ends:
-                self.certain = found.start()
-                return found if ends else None
-            self.certain, self._blank = found.end(), 0
+                self.certain = marker.start()
+                return marker if ends else None
+            self.certain, self._blank = marker.end(), 0
         self.certain = max(self.certain, len(raw) - held_back(raw, *_MARKERS))
         return None
 
-    def _ends(self, raw: str, found: re.Match[str], last: bool) -> bool | None:
+    def _ends(self, raw: str, marker: re.Match[str], last: bool) -> bool | None:
         """Whether a value ends here, None where what follows has yet to say."""
-        line, tag = found.groups()
-        if not line and self._is_quoted(raw, found.start()):
+        line, tag = marker.groups()
+        if not line and self._is_quoted(raw, marker.start()):
             return False
         if tag == PARAMETER:
-            key, end, _ = raw[found.end() : found.end() + _LONGEST].partition(">")
+            key, end, _ = raw[marker.end() : marker.end() + _LONGEST].partition(">")
             if not line or end or last:
                 return bool(line and end) and key in self._awaited
             return None if any(name.startswith(key) for name in self._awaited) else False
-        behind = _BLANK.match(raw, found.end() + self._blank)
-        assert behind is not None
-        self._blank = behind.end() - found.end()
-        rest = raw[behind.end() : behind.end() + _LONGEST]
+        following = _BLANK.match(raw, marker.end() + self._blank)
+        assert following is not None
+        self._blank = following.end() - marker.end()
+        rest = raw[following.end() : following.end() + _LONGEST]
         follows = _FOLLOWS[tag]
         if line and tag == PARAMETER_END:  # twice, one below the other
             follows = (*follows, tag)

@@ -74,12 +74,12 @@ class Driver:
     def __init__(self, engine: ReplayEngine, settings: LoadSettings, way: str, count: int):
         self.engine, self.settings, self.count = engine, settings, count
         drafts = {"plain": 0, "adaptive": None}
-        most = drafts[way] if way in drafts else int(way)
+        max_drafts = drafts[way] if way in drafts else int(way)
         self.params = SamplingParams(
             temperature=settings.temperature,
             ignore_eos=True,
             max_tokens=None,
-            speculation=None if most is None else {"num_drafts": most},
+            speculation=None if max_drafts is None else {"num_drafts": max_drafts},
         )
         size = engine.resolved.target.decoder.vocab_size
         noise = random.Random(engine.config.seed)

@@ -20,7 +20,7 @@ from rich.console import Console
 from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
 from strobe.engine.engine import Engine
-from strobe.hub.locate import located
+from strobe.hub.locate import locate_models
 from strobe.request import Request, Status
 from strobe.sampling_params import SamplingParams
 from strobe.tools.bench.floor import Rates, Shapes
@@ -95,7 +95,7 @@ def located_shapes(shapes: str, config: EngineConfig) -> Generator[EngineConfig]
             f"shapes is {shapes!r} beside directories; give --shapes, or --target and --draft."
         )
     if config.target:
-        yield located(config)
+        yield locate_models(config)
     elif config.draft is not None:
         raise ValueError("A drafter is named but no target; give --target as well, or --shapes.")
     else:
@@ -110,13 +110,15 @@ def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfi
             f"method is {config.method!r}, but random tokens repeat nothing; name dflash or none, "
             "or neither for both."
         )
-    most = max([*settings.requests, *(count for count, _ in settings.prefills)])
-    config = replace(config, load_format="dummy", max_num_seqs=most, enable_prefix_caching=False)
+    max_requests = max([*settings.requests, *(count for count, _ in settings.prefills)])
+    config = replace(
+        config, load_format="dummy", max_num_seqs=max_requests, enable_prefix_caching=False
+    )
     ways = {"plain": config.without_draft(), "dflash": replace(config, method="dflash")}
-    wanted = {"none": ["plain"], "dflash": ["dflash"]}.get(config.method or "")
-    if wanted is None:
-        wanted = ["plain", "dflash"] if config.draft is not None else ["plain"]
-    return {name: ways[name] for name in wanted}
+    method_names = {"none": ["plain"], "dflash": ["dflash"]}.get(config.method or "")
+    if method_names is None:
+        method_names = ["plain", "dflash"] if config.draft is not None else ["plain"]
+    return {name: ways[name] for name in method_names}
 
 
 def _check_room(settings: StepSettings, setup: ResolvedConfig) -> None:
@@ -130,11 +132,11 @@ def _check_room(settings: StepSettings, setup: ResolvedConfig) -> None:
         )
     for length in settings.prompt_lens:
         room = limits.max_model_len - length - 1 - 2 * limits.lookahead
-        most = math.floor(room / accepted) - settings.warmup
-        if settings.steps > most:
+        max_steps = math.floor(room / accepted) - settings.warmup
+        if settings.steps > max_steps:
             hint = (
-                f"ask for at most {most} steps"
-                if most > 0
+                f"ask for at most {max_steps} steps"
+                if max_steps > 0
                 else "ask for shorter prompts or a smaller warmup"
             )
             raise ValueError(

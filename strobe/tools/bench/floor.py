@@ -85,15 +85,15 @@ class Shapes:
         decoder, rows = self.target.decoder, requests * self.rows
         read, small = layer_values(self.target, touched_experts(decoder, rows))
         values, _ = layer_values(self.target, active_experts(decoder))
-        taken = 0 if self.target.states is None else self.target.states.values
+        state_values = 0 if self.target.states is None else self.target.states.values
         # States are in fp32, read and written once, and a row's products with them are four.
-        stored = rows * kv_values(decoder) * self.widths.kv + requests * 8 * taken
+        stored = rows * kv_values(decoder) * self.widths.kv + requests * 8 * state_values
         return Work(
             self._weights(read, small, head_values(decoder))
             + self._context(decoder, requests, context)
             + stored,
             2 * rows * values,
-            2 * rows * (head_values(decoder) + 4 * taken)
+            2 * rows * (head_values(decoder) + 4 * state_values)
             + requests * attention_operations(decoder, self.rows, context),
         )
 
@@ -194,8 +194,8 @@ def layer_values(target: TargetConfig, experts: float | None = None) -> tuple[fl
     if states is not None:
         wide = states.channels + 2 * states.heads * (states.value_dim + 1)
         linear += states.layers * decoder.hidden_size * wide
-        own = states.channels * states.kernel + 2 * states.heads + states.value_dim
-        small += states.layers * own
+        state_rows = states.channels * states.kernel + 2 * states.heads + states.value_dim
+        small += states.layers * state_rows
     return linear, small
 
 
@@ -237,8 +237,8 @@ def layer_kv_values(decoder: DecoderConfig, layer: int) -> int:
 
 def fc_values(draft: DraftConfig) -> int:
     """m Ht H for m captured layers of a target of size Ht."""
-    own = draft.decoder.hidden_size
-    return len(draft.capture) * (draft.target_hidden_size or own) * own
+    hidden_size = draft.decoder.hidden_size
+    return len(draft.capture) * (draft.target_hidden_size or hidden_size) * hidden_size
 
 
 def observe_values(draft: DraftConfig) -> int:
@@ -256,6 +256,6 @@ def attention_operations(decoder: DecoderConfig, rows: int, context: float) -> f
     for layer, mask in enumerate(decoder.masks):
         window, width = mask.window or float("inf"), decoder.shape_of(layer).head_dim
         for i in range(rows):
-            behind = 0 if mask.causal else rows - 1 - i
-            total += width * (min(context + i + 1, window) + min(behind, window - 1))
+            following = 0 if mask.causal else rows - 1 - i
+            total += width * (min(context + i + 1, window) + min(following, window - 1))
     return 4 * decoder.num_heads * total

@@ -51,9 +51,9 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
     if settings.plot and missing():
         raise ValueError(missing())
     with located_shapes(settings.shapes, config) as config, progress() as say:
-        most = max(settings.requests)
+        max_requests = max(settings.requests)
         config = replace(
-            config, load_format="dummy", max_num_seqs=most, enable_prefix_caching=False
+            config, load_format="dummy", max_num_seqs=max_requests, enable_prefix_caching=False
         )
         setup = resolve(config)
         if setup.draft is None or setup.method != "dflash":
@@ -88,8 +88,8 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
                     if not repeat and not settings.rate:  # and the policy learns
                         _settled(driver, [job._replace(at=0.0) for job in jobs[: 2 * count]])
                     turns[way].append(_settled(driver, jobs))
-            for way, found in turns.items():
-                middle = sorted(found, key=lambda turn: turn.rate)[len(found) // 2]
+            for way, turn_list in turns.items():
+                middle = sorted(turn_list, key=lambda turn: turn.rate)[len(turn_list) // 2]
                 figures["rows"].append({"way": way, **load_of, **_figures(middle)})
             write(settings.json, figures)
     _show(output(), figures)
@@ -102,8 +102,8 @@ def _settled(driver: Driver, jobs: Sequence[Job]) -> Turn:
     """The first run that captures no step, which takes seconds, or the last of TRIES."""
     graphs, turn = driver.engine.graphs, None
     for _ in range(TRIES):
-        known, turn = len(graphs), driver.run(jobs)
-        if len(graphs) == known:
+        num_graphs, turn = len(graphs), driver.run(jobs)
+        if len(graphs) == num_graphs:
             break
     assert turn is not None
     return turn
@@ -119,10 +119,11 @@ def _traces(settings: LoadSettings, setup: ResolvedConfig) -> Traces:
 
 def _check_room(settings: LoadSettings, setup: ResolvedConfig, traces: Traces) -> None:
     """Raises ValueError where an answer does not fit the context, or a number of drafts is none."""
-    limits, most = setup.limits, max(settings.requests)
-    if not settings.rate and not settings.steady and 0 < settings.answers < most:
+    limits, max_requests = setup.limits, max(settings.requests)
+    if not settings.rate and not settings.steady and 0 < settings.answers < max_requests:
         raise ValueError(
-            f"answers is {settings.answers}, but concurrency is {most}; ask for at least as many."
+            f"answers is {settings.answers}, but concurrency is {max_requests}; ask for at least "
+            "as many."
         )
     if not setup.config.adaptive and "adaptive" in settings.ways:
         raise ValueError("adaptive is off, but ways names it; leave it out of one of them.")
@@ -161,13 +162,13 @@ def _loads(
     settings: LoadSettings, traces: Traces, seed: int
 ) -> Iterator[tuple[Figures, list[Job], int]]:
     """What to say of each load, its requests, and how many run at once."""
-    most, rng = max(settings.requests), random.Random(seed)
+    max_requests, rng = max(settings.requests), random.Random(seed)
     if settings.rate:
         for rate in settings.rates:
             answers = settings.answers or max(24, round(30 * rate))
             gaps = [rng.expovariate(rate) for _ in range(answers)]
             jobs = _jobs(settings, traces, list(accumulate(gaps)), seed)
-            yield {"rate": rate, "concurrency": most}, jobs, most
+            yield {"rate": rate, "concurrency": max_requests}, jobs, max_requests
         return
     for count in settings.requests:
         answers = count if settings.steady else settings.answers or max(24, 4 * count)
@@ -181,7 +182,7 @@ def _jobs(settings: LoadSettings, traces: Traces, times: Sequence[float], seed: 
         for i in rng.permutation(len(traces.lengths)):
             tokens = min(int(traces.lengths[i]), settings.max_tokens or 2**31)
             jobs.append(Job(0.0, int(traces.starts[i]), None if settings.steady else tokens))
-    return [job._replace(at=at) for job, at in zip(jobs, times, strict=False)]
+    return [job._replace(at=arrival) for job, arrival in zip(jobs, times, strict=False)]
 
 
 def _figures(turn: Turn) -> Figures:
@@ -198,18 +199,18 @@ def _figures(turn: Turn) -> Figures:
         raise ValueError(
             "No token was made while all requests ran; ask for more answers or longer ones."
         )
-    found: Figures = {}
+    figures: Figures = {}
     for name, values in (("tpot_ms", paces), ("ttft_ms", firsts)):
         for share in (50, 99):
             ms = round(float(np.percentile(values, share)), 3) if values else None
-            found[f"{name}_p{share}"] = ms
+            figures[f"{name}_p{share}"] = ms
     steps = turn.drafting
     return {
         "requests": len(turn.lives),
         "tokens": turn.tokens,
         "seconds": round(seconds, 4),
         "tokens_per_s": round(turn.rate, 1),
-        **found,
+        **figures,
         "steps": turn.steps,
         "drafts_made_per_token": round(turn.made / turn.tokens, 3),
         "drafts_verified_per_token": round(turn.verified / turn.tokens, 3),
@@ -219,8 +220,12 @@ def _figures(turn: Turn) -> Figures:
 
 def best_of_others(rows: Sequence[Figures], row: Figures) -> Figures | None:
     """At the load of an adaptive row, that of the fastest other way."""
-    others = [one for one in rows if _load(one) == _load(row) and one["way"] != "adaptive"]
-    return max(others, key=lambda one: one["tokens_per_s"], default=None)
+    other_rows = [
+        candidate
+        for candidate in rows
+        if _load(candidate) == _load(row) and candidate["way"] != "adaptive"
+    ]
+    return max(other_rows, key=lambda candidate: candidate["tokens_per_s"], default=None)
 
 
 def _load(row: Figures) -> tuple[float, int]:
@@ -257,28 +262,30 @@ def _show(console: Console, figures: Figures) -> None:
     for row in rows:
         best = best_of_others(rows, row) if row["way"] == "adaptive" else None
         if best is not None:
-            at = f"{row['rate']:g} requests/s" if by_rate else f"c = {row['concurrency']}"
+            load_text = f"{row['rate']:g} requests/s" if by_rate else f"c = {row['concurrency']}"
             name = best["way"] if best["way"] == "plain" else f"K = {best['way']}"
             ratio = row["tokens_per_s"] / best["tokens_per_s"]
-            console.print(f"{at}: adaptive brings {ratio:.3f} of the best other way, {name}.")
+            console.print(
+                f"{load_text}: adaptive brings {ratio:.3f} of the best other way, {name}."
+            )
 
 
 def _draw(path: Path, rows: Sequence[Figures]) -> None:
     """Tokens/s and milliseconds a token over the load, a line for each way."""
-    by = "rate" if "rate" in rows[0] else "concurrency"
+    load_key = "rate" if "rate" in rows[0] else "concurrency"
     figure, axes = new_figure(7, 7, 2, sharey=False)
     panels = ("tokens_per_s", "tokens/s"), ("tpot_ms_p50", "ms per token, median")
     for axis, (key, label) in zip(axes, panels, strict=True):
-        found: dict[str, list[tuple[float, float]]] = {}
+        curves: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
             name = row["way"] if row["way"].isalpha() else f"K = {row['way']}"
-            found.setdefault(name, []).append((row[by], row[key]))
-        lines(axis, found, strong="adaptive")
+            curves.setdefault(name, []).append((row[load_key], row[key]))
+        lines(axis, curves, strong="adaptive")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
         axis.set_ylabel(label)
         for scale in (axis.xaxis, axis.yaxis):
             scale.set_major_formatter("{x:g}")
     axes[0].legend(frameon=False)
-    axes[-1].set_xlabel("requests a second" if by == "rate" else "requests in flight")
+    axes[-1].set_xlabel("requests a second" if load_key == "rate" else "requests in flight")
     save(figure, path)

@@ -15,7 +15,7 @@ from rich.console import Console
 from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
 from strobe.engine.engine import Engine
-from strobe.hub.locate import located
+from strobe.hub.locate import locate_models
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
@@ -60,8 +60,8 @@ class Turn:
         """Tokens per verify step: all but the first of each answer, which its prompt's own forward
         made. None where nothing drafted."""
         steps = sum(request.draft_counts.steps for request in self.requests)
-        made = sum(request.num_output - 1 for request in self.requests)
-        return made / steps if steps else None
+        num_tokens = sum(request.num_output - 1 for request in self.requests)
+        return num_tokens / steps if steps else None
 
 
 def run_offline(settings: OfflineSettings, config: EngineConfig) -> int:
@@ -70,7 +70,7 @@ def run_offline(settings: OfflineSettings, config: EngineConfig) -> int:
     command = command_line("offline", settings, config)
     with progress() as say:
         say("reading prompts")
-        config = located(config)
+        config = locate_models(config)
         prompts = read_prompts(settings, Path(config.target))
         config = _fitted(settings, config, max(map(len, prompts)))
         ways = {name: resolve(way) for name, way in ways_of(config).items()}
@@ -83,11 +83,11 @@ def run_offline(settings: OfflineSettings, config: EngineConfig) -> int:
         for count in settings.requests:
             best: dict[str, Turn] = {}
             # The first turn warms up; a GPU must meet every shape of batch, a CPU any.
-            some = prompts if first.device.type == "cuda" else prompts[:count]
+            warmup_prompts = prompts if first.device.type == "cuda" else prompts[:count]
             for repeat in range(settings.repeats + 1):
                 for name, engine in engines.items():
                     say(f"{name}: {count} at once, turn {repeat} of {settings.repeats}")
-                    turn = answer(engine, prompts if repeat else some, settings, count)
+                    turn = answer(engine, prompts if repeat else warmup_prompts, settings, count)
                     if repeat and (name not in best or turn.seconds < best[name].seconds):
                         best[name] = turn
             for name, turn in best.items():
@@ -106,11 +106,11 @@ def _fitted(settings: OfflineSettings, config: EngineConfig, longest: int) -> En
     side by side; what the user says of it stands."""
     config = replace(config, max_num_seqs=max(settings.requests), enable_prefix_caching=False)
     if config.max_model_len is None:
-        most = load_target_config(Path(config.target)).decoder.max_position
+        max_position = load_target_config(Path(config.target)).decoder.max_position
         if config.draft is not None:
             draft = load_draft_config(Path(config.draft), Path(config.target))
-            most = min(most, draft.decoder.max_position)
-        config = replace(config, max_model_len=min(most, longest + settings.max_tokens))
+            max_position = min(max_position, draft.decoder.max_position)
+        config = replace(config, max_model_len=min(max_position, longest + settings.max_tokens))
     if longest >= (config.max_model_len or 0):
         raise ValueError(
             f"A prompt has {longest} tokens, but max_model_len is {config.max_model_len} with the "
@@ -210,11 +210,11 @@ def _compared(plain: Turn, drafted: Turn) -> Figures:
     for i, pair in enumerate(zip(plain.requests, drafted.requests, strict=True)):
         ids = [request.output_ids for request in pair]
         if ids[0] != ids[1]:
-            at = next(
+            matching = next(
                 (n for n, (a, b) in enumerate(zip(*ids, strict=False)) if a != b),
                 min(map(len, ids)),
             )
-            different.append({"prompt": i, "token": at})
+            different.append({"prompt": i, "token": matching})
     rate = plain.tokens / plain.seconds
     return {
         "speedup": round(drafted.tokens / drafted.seconds / rate, 3),

@@ -26,8 +26,8 @@ def new_figure(
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     figure: Any = Figure(figsize=(width, height), layout="constrained")
-    found: Any = figure.subplots(panels, 1, sharex=True, sharey=sharey, squeeze=False)
-    axes = [row[0] for row in found]
+    subplots: Any = figure.subplots(panels, 1, sharex=True, sharey=sharey, squeeze=False)
+    axes = [row[0] for row in subplots]
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", color="#dddddd", linewidth=0.8)

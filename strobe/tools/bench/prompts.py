@@ -29,18 +29,18 @@ def read_prompts(settings: OfflineSettings | RecordSettings, target: Path) -> li
             )
             for example in read_heldout(settings.prompts)
         ]
-    found: list[list[int]] = []
-    for where, messages in _conversations(Path(settings.data)):
+    prompts: list[list[int]] = []
+    for location, messages in _conversations(Path(settings.data)):
         try:
-            found.append(tokenizer.render_chat(messages, enable_thinking=settings.thinking))
+            prompts.append(tokenizer.render_chat(messages, enable_thinking=settings.thinking))
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        if len(found) == settings.prompts:
-            return found
+            raise ValueError(f"{location}: {error}") from None
+        if len(prompts) == settings.prompts:
+            return prompts
     raise ValueError(
-        f"{settings.data} holds {counted(len(found), 'prompt')}, but prompts is "
-        f"{settings.prompts}; ask for at most {len(found)}."
-        if found
+        f"{settings.data} holds {counted(len(prompts), 'prompt')}, but prompts is "
+        f"{settings.prompts}; ask for at most {len(prompts)}."
+        if prompts
         else f"{settings.data} holds no prompt; give lines of {_FORMS}."
     )
 
@@ -57,11 +57,11 @@ def _conversations(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         ) from None
     for i, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            where = f"{path} line {i}"
-            yield where, _messages(line, where)
+            location = f"{path} line {i}"
+            yield location, _messages(line, location)
 
 
-def _messages(line: str, where: str) -> list[dict[str, Any]]:
+def _messages(line: str, location: str) -> list[dict[str, Any]]:
     try:
         value: Any = json.loads(line)
     except (ValueError, RecursionError):
@@ -73,4 +73,4 @@ def _messages(line: str, where: str) -> list[dict[str, Any]]:
         first = turns[0] if isinstance(turns, list) and turns else value.get("prompt")
         if isinstance(first, str):
             return [{"role": "user", "content": first}]
-    raise ValueError(f"{where} is {reprlib.repr(line)}, but must be {_FORMS}.")
+    raise ValueError(f"{location} is {reprlib.repr(line)}, but must be {_FORMS}.")

@@ -42,11 +42,11 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
     left = torch.randn(side, side, generator=noise, device=device).to(dtype)
     right = torch.randn(side, side, generator=noise, device=device).to(dtype)
     if dtype == torch.float8_e4m3fn:
-        one, columns = torch.ones((), device=device), right.t()
+        scale, columns = torch.ones((), device=device), right.t()
 
         def gemm() -> torch.Tensor:
             return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-                left, columns, scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+                left, columns, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16
             )
 
     else:

@@ -16,7 +16,7 @@ from strobe.attention.base import Batch
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
-from strobe.hub.locate import located
+from strobe.hub.locate import locate_models
 from strobe.request import Request
 from strobe.runner.batch import Layout
 from strobe.runner.pending import VerifyResult
@@ -44,15 +44,15 @@ class _Recorder:
     def propose(self, spans: Sequence[Span]) -> Drafts:
         places: list[list[tuple[Any, Any]]] = [[] for _ in spans]
         for width in self.widths:
-            made = self.drafter.propose([span._replace(num_drafts=width) for span in spans])
-            assert made.tokens is not None
-            assert made.margins is not None
-            pairs = zip(made.tokens.cpu().numpy(), made.margins.cpu().numpy(), strict=True)
+            drafts = self.drafter.propose([span._replace(num_drafts=width) for span in spans])
+            assert drafts.tokens is not None
+            assert drafts.margins is not None
+            pairs = zip(drafts.tokens.cpu().numpy(), drafts.margins.cpu().numpy(), strict=True)
             for place, (tokens, margins) in zip(places, pairs, strict=False):
                 place.append((tokens.copy(), margins.astype(np.float16)))
         for span, place in zip(spans, places, strict=True):
             self.seen.setdefault(span.slot, []).append(place)
-        return made.first(1)  # pyright: ignore[reportPossiblyUnboundVariable]
+        return drafts.first(1)  # pyright: ignore[reportPossiblyUnboundVariable]
 
     def observe(self, batch: Batch, hidden: Tensor | None, verdict: VerifyResult) -> None:
         self.drafter.observe(batch, hidden, verdict)
@@ -68,7 +68,7 @@ def run_record(settings: RecordSettings, config: EngineConfig) -> int:
     command = command_line("record", settings, config)
     with progress() as say:
         say("reading prompts")
-        config = located(config)
+        config = locate_models(config)
         prompts = read_prompts(settings, Path(config.target))
         config = replace(config, enable_prefix_caching=False, adaptive=False, overlap=1)
         config = replace(config, max_num_seqs=settings.at_once)
@@ -129,15 +129,15 @@ def record(
             f"{settings.at_once} answers at once found no room in the KV cache; lower at_once, or "
             "raise kv_cache_memory."
         )
-    found = [(request, answers[request.key]) for request in requests if request.num_output > 1]
-    if not found:
+    recorded = [(request, answers[request.key]) for request in requests if request.num_output > 1]
+    if not recorded:
         raise ValueError("No answer has two tokens; ask for longer ones or give other prompts.")
-    right = [_right(request.output_ids, places, widths) for request, places in found]
+    right = [_right(request.output_ids, places, widths) for request, places in recorded]
     margins = [
-        np.array([place[n][1] for _, places in found for place in places])
+        np.array([place[n][1] for _, places in recorded for place in places])
         for n in range(len(widths))
     ]
-    lengths = np.array([len(places) for _, places in found])
+    lengths = np.array([len(places) for _, places in recorded])
     return Traces(tuple(widths), lengths, np.concatenate(right), tuple(margins), {})
 
 

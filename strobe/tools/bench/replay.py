@@ -57,8 +57,8 @@ class ReplayEngine(Engine):
     def _admit(self, plan: Plan) -> None:
         super()._admit(plan)
         if plan.admitted:
-            slots = upload([one.slot for one in plan.admitted], self.state.device)
-            first = [one.seed - one.num_prompt for one in plan.admitted]
+            slots = upload([admission.slot for admission in plan.admitted], self.state.device)
+            first = [admission.seed - admission.num_prompt for admission in plan.admitted]
             self.first.index_copy_(0, slots, upload(first, self.state.device))
 
     def _place_of(self, slots: Tensor, lengths: Tensor) -> Tensor:
@@ -74,10 +74,10 @@ class ReplayEngine(Engine):
         width = next(i for i, n in enumerate(self.widths) if n >= drafts)
         self._width.fill_(width)
         slots = upload([span.slot for span in spans], self.state.device)
-        found = self.margins[width][self._place_of(slots, self.state.cursor[slots, 0])]
-        made = torch.zeros(rows, drafts, device=self.state.device)
-        made[: len(spans)] = found[:, :drafts]
-        return made
+        recorded = self.margins[width][self._place_of(slots, self.state.cursor[slots, 0])]
+        margins = torch.zeros(rows, drafts, device=self.state.device)
+        margins[: len(spans)] = recorded[:, :drafts]
+        return margins
 
 
 class _Replayed:
@@ -87,10 +87,10 @@ class _Replayed:
         self.engine, self.capture = engine, engine.drafter.capture
 
     def propose(self, spans: Sequence[Span]) -> Drafts:
-        made = self.engine.drafter.propose(spans)
-        assert made.tokens is not None
-        margins = self.engine.margins_of(spans, *made.tokens.shape)
-        return made if made.margins is None else made._replace(margins=margins)
+        drafts = self.engine.drafter.propose(spans)
+        assert drafts.tokens is not None
+        margins = self.engine.margins_of(spans, *drafts.tokens.shape)
+        return drafts if drafts.margins is None else drafts._replace(margins=margins)
 
     def observe(self, batch: Batch, hidden: Tensor | None, verdict: VerifyResult) -> None:
         self.engine.drafter.observe(batch, hidden, verdict)

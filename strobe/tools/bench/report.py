@@ -85,14 +85,14 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str | None]:
     """Of what the figures depend on; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    found["torch"] = str(torch.__version__)  # with the build's suffix, which metadata can lack
+    packages: dict[str, str | None] = {"python": platform.python_version()}
+    packages["torch"] = str(torch.__version__)  # with the build's suffix, which metadata can lack
     for package in ("strobe", "triton"):
         try:
-            found[package] = version(package)
+            packages[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found | {"cuda": torch.version.cuda}
+            packages[package] = None
+    return packages | {"cuda": torch.version.cuda}
 
 
 def split_figures(split: Split | None) -> Figures:
@@ -120,7 +120,7 @@ def floor_figures(shapes: Shapes, rates: Rates, requests: int, context: float) -
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Words to the left, numbers to the right."""
-    made = Table(
+    new_table = Table(
         title=f"\n{title}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
@@ -129,10 +129,10 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     )
     for i, name in enumerate(columns):
         words = any(row[i][:1].isalpha() for row in rows)
-        made.add_column(name, justify="left" if words else "right", no_wrap=True)
+        new_table.add_column(name, justify="left" if words else "right", no_wrap=True)
     for row in rows:
-        made.add_row(*row)
-    return made
+        new_table.add_row(*row)
+    return new_table
 
 
 def number(value: float | None, places: int = 2) -> str:
@@ -167,10 +167,10 @@ def show_head(console: Console, figures: Figures) -> None:
     )
 
 
-def show_circumstances(console: Console, figures: Figures, more: str = "") -> None:
+def show_circumstances(console: Console, figures: Figures, extra: str = "") -> None:
     """Where and with what the figures came about."""
     console.print(figures["command"], soft_wrap=True)
-    text = f"{figures['device']}, {figures['dtype']}, torch {figures['versions']['torch']}{more}."
+    text = f"{figures['device']}, {figures['dtype']}, torch {figures['versions']['torch']}{extra}."
     console.print(text, soft_wrap=not console.is_terminal)
 
 

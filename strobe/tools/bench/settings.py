@@ -67,15 +67,15 @@ class StepSettings:
     @property
     def prefills(self) -> tuple[tuple[int, int], ...]:
         """(prompts, tokens of each), in order."""
-        found: list[tuple[int, int]] = []
+        pairs: list[tuple[int, int]] = []
         for part in self.prefill.split(",") if self.prefill else ():
             numbers = part.strip().split("x")
             if len(numbers) != 2 or not all(_is_positive(n) for n in numbers):
                 raise ValueError(
                     f"prefill is {self.prefill!r}, but must be prompts x tokens, such as 8x2048."
                 )
-            found.append((int(numbers[0]), int(numbers[1])))
-        return tuple(found)
+            pairs.append((int(numbers[0]), int(numbers[1])))
+        return tuple(pairs)
 
 
 @settings
@@ -98,11 +98,12 @@ class OfflineSettings:
 
     @model_validator(mode="after")
     def _check_together(self) -> OfflineSettings:
-        most = max(self.requests)
-        if most > self.prompts:
+        max_requests = max(self.requests)
+        if max_requests > self.prompts:
             raise ValueError(
-                f"concurrency is {most}, but there are {self.prompts} prompts; lower it or raise "
-                f"prompts to {most}."
+                f"concurrency is {max_requests}, but there are {self.prompts} prompts; lower it "
+                "or raise "
+                f"prompts to {max_requests}."
             )
         check_file(self.json)
         return self
@@ -168,18 +169,18 @@ class LoadSettings:
     @property
     def rates(self) -> tuple[float, ...]:
         """Requests a second."""
-        found: list[float] = []
+        values: list[float] = []
         for part in self.rate.split(",") if self.rate else ():
             try:
-                found.append(float(part))
+                values.append(float(part))
             except ValueError:
-                found.append(0.0)
-            if not 0 < found[-1] < 1e6:
+                values.append(0.0)
+            if not 0 < values[-1] < 1e6:
                 raise ValueError(
                     f"rate is {self.rate!r}, but must be requests a second above 0 with commas "
                     "between, such as 0.5,2; leave it out for a fixed number of requests at once."
                 )
-        return tuple(found)
+        return tuple(values)
 
     @property
     def way_names(self) -> tuple[str, ...]:
@@ -243,8 +244,8 @@ def check_file(name: str, option: str = "json") -> None:
         return
     path = Path(name)
     if path.is_dir() or not path.parent.is_dir():
-        what = f"{path} is a directory" if path.is_dir() else f"{path.parent} is not a directory"
-        raise ValueError(f"{option} is {name!r}, but {what}; name a file in one that exists.")
+        problem = f"{path} is a directory" if path.is_dir() else f"{path.parent} is not a directory"
+        raise ValueError(f"{option} is {name!r}, but {problem}; name a file in one that exists.")
 
 
 def command_line(name: str, *groups: BenchSettings | EngineConfig) -> str:

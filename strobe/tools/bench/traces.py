@@ -48,9 +48,9 @@ class Traces:
         places = steps = 0
         chosen = range(len(self.lengths)) if answer is None else [answer]
         for start, length in zip(self.starts[chosen], self.lengths[chosen], strict=True):
-            at = 0
-            while at < length:
-                at += 1 + int(right[start + at])
+            position = 0
+            while position < length:
+                position += 1 + int(right[start + position])
                 steps += 1
             places += int(length)
         return places / steps
@@ -102,7 +102,7 @@ def load(path: Path) -> Traces:
         with np.load(path, allow_pickle=False) as file:
             widths, lengths, right, note = [file[name] for name in _KEYS]
             margins = tuple(file[f"margins_{n}"] for n in widths)
-        found = Traces(tuple(map(int, widths)), lengths, right, margins, json.loads(str(note)))
+        traces = Traces(tuple(map(int, widths)), lengths, right, margins, json.loads(str(note)))
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"{path} holds no traces ({error}); name a file that strobe bench record has written."
@@ -111,21 +111,21 @@ def load(path: Path) -> Traces:
     shapes = [rows.shape for rows in margins]
     fits = right.shape == (size, len(widths)) and shapes == [(size, n) for n in widths]
     finite = all(np.isfinite(rows).all() for rows in margins)
-    if not size or not fits or not finite or (right > found.widths).any() or lengths.min() < 1:
+    if not size or not fits or not finite or (right > traces.widths).any() or lengths.min() < 1:
         raise ValueError(
             f"{path} holds traces whose parts do not fit each other; record them anew with strobe "
             "bench record."
         )
-    return found
+    return traces
 
 
 def independent(chance: float, widths: Sequence[int], *, seed: int = 0) -> Traces:
     """Each draft is right with the same chance, whatever its place and margin: 64 answers of 512
     tokens."""
     rng, lengths = np.random.default_rng(seed), np.full(64, 512)
-    size, most = int(lengths.sum()), widths[-1]
-    wrong = rng.random((size, most)) >= chance
-    run = np.where(wrong.any(1), wrong.argmax(1), most)
+    size, max_drafts = int(lengths.sum()), widths[-1]
+    wrong = rng.random((size, max_drafts)) >= chance
+    run = np.where(wrong.any(1), wrong.argmax(1), max_drafts)
     right = np.minimum(run[:, None], np.array(widths)).astype(np.uint8)
     margins = tuple(rng.exponential(3.0, (size, n)).astype(np.float16) for n in widths)
     return Traces(tuple(widths), lengths, right, margins, {"chance": chance})

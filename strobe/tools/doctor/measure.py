@@ -87,12 +87,12 @@ def matched(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -
 
 def _leading(drafts: Sequence[int], truth: Sequence[int]) -> int:
     pairs = zip(drafts, truth, strict=False)
-    return next((i for i, (one, other) in enumerate(pairs) if one != other), len(drafts))
+    return next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
 
 
-def gain(base: Sequence[int], other: Sequence[int]) -> float:
-    """By how many standard errors the mean of `other` lies above that of `base`, pair by pair."""
-    differences = [b - a for a, b in zip(base, other, strict=True)]
+def gain(base: Sequence[int], changed: Sequence[int]) -> float:
+    """By how many standard errors the mean of `changed` lies above that of `base`, pair by pair."""
+    differences = [b - a for a, b in zip(base, changed, strict=True)]
     spread = stdev(differences) if len(differences) > 1 else 0.0
     above = mean(differences)
     if not spread:
@@ -111,27 +111,27 @@ class Fitting(DraftPolicy):
         if result.margins is None:
             return
         drafts = np.array([span.num_drafts for span in plan.spans])
-        found = evidence(np.asarray(result.margins), drafts)
+        draft_evidence = evidence(np.asarray(result.margins), drafts)
         verified = drafts if result.num_verified is None else np.array(result.num_verified)
         for i, (span, accepted) in enumerate(zip(plan.spans, result.num_accepted, strict=True)):
             if span.method is not None:
-                self.confidence.observe(found[[i]], verified[[i]], np.array([accepted]))
+                self.confidence.observe(draft_evidence[[i]], verified[[i]], np.array([accepted]))
                 for k in range(min(accepted + 1, int(verified[i]))):
-                    self._reached[k].append((float(found[i, k]), k < accepted))
+                    self._reached[k].append((float(draft_evidence[i, k]), k < accepted))
 
     def by_place(self) -> list[dict[str, float]]:
         """Of each place that was reached: blocks that did, the share that was right there, slope
         and intercept of the fit, and the quartiles of the evidence with the chances there."""
         self.confidence.fit()
-        found: list[dict[str, float]] = []
+        fits: list[dict[str, float]] = []
         for reached, (slope, intercept) in zip(
             self._reached, self.confidence.weights.tolist(), strict=True
         ):
             if not reached:
                 break
-            low, high = np.percentile([one for one, _ in reached], [25, 75]).tolist()
-            chances = [1 / (1 + math.exp(-slope * one - intercept)) for one in (low, high)]
-            found.append(
+            low, high = np.percentile([margin for margin, _ in reached], [25, 75]).tolist()
+            chances = [1 / (1 + math.exp(-slope * margin - intercept)) for margin in (low, high)]
+            fits.append(
                 {
                     "blocks": len(reached),
                     "right": round(mean([float(right) for _, right in reached]), 4),
@@ -143,7 +143,7 @@ class Fitting(DraftPolicy):
                     "chance_at_high": round(chances[1], 4),
                 }
             )
-        return found
+        return fits
 
 
 class DraftOnly(DraftPolicy):
@@ -171,10 +171,10 @@ def variants(
     for offset in (-1, 1):
         capture = tuple(k + offset for k in draft.capture)
         if min(capture) >= 0 and max(capture) <= target.decoder.num_layers:
-            where = "before" if offset < 0 else "behind"
+            side = "before" if offset < 0 else "behind"
             yield (
                 "layer offset",
-                f"features of one layer {where} those that config.json names",
+                f"features of one layer {side} those that config.json names",
                 replace(draft, capture=capture),
             )
     yield from _masked(draft)
@@ -204,15 +204,17 @@ def _masked(draft: DraftConfig) -> Iterator[tuple[str, str, DraftConfig]]:
         return replace(draft, decoder=replace(decoder, masks=masks))
 
     def named(which: Sequence[bool]) -> str:
-        now = {mask.causal for mask, flip in zip(decoder.masks, which, strict=True) if flip}
-        if len(now) > 1:
+        causal_values = {
+            mask.causal for mask, flip in zip(decoder.masks, which, strict=True) if flip
+        }
+        if len(causal_values) > 1:
             return "the other causality in every"
-        return "bidirectional" if now == {True} else "causal"
+        return "bidirectional" if causal_values == {True} else "causal"
 
     everything = [True] * len(sliding)
     yield "causality", f"{named(everything)} layers", flipped(everything)
     if any(sliding) and not all(sliding):
-        full = [not one for one in sliding]
+        full = [not is_sliding for is_sliding in sliding]
         yield "causality", f"{named(sliding)} sliding layers", flipped(sliding)
         yield "causality", f"{named(full)} full layers", flipped(full)
     if any(sliding):
@@ -225,20 +227,20 @@ def _masked(draft: DraftConfig) -> Iterator[tuple[str, str, DraftConfig]]:
 
 
 def _ropes(draft: DraftConfig, target: RopeConfig) -> Iterator[tuple[str, str, DraftConfig]]:
-    own, decoder = draft.decoder.rope, draft.decoder
-    for theta in sorted({*BASES, target.theta} - {own.theta}):
-        rope = replace(own, theta=theta)
+    own_rope, decoder = draft.decoder.rope, draft.decoder
+    for theta in sorted({*BASES, target.theta} - {own_rope.theta}):
+        rope = replace(own_rope, theta=theta)
         yield (
             "rope",
             f"rope with base {theta:g}",
             replace(draft, decoder=replace(decoder, rope=rope)),
         )
-    if own.kind != "default":
-        rope = RopeConfig(own.theta)
+    if own_rope.kind != "default":
+        rope = RopeConfig(own_rope.theta)
         yield (
             "rope",
             "rope that is not stretched",
             replace(draft, decoder=replace(decoder, rope=rope)),
         )
-    if target.kind != "default" and target != own:
+    if target.kind != "default" and target != own_rope:
         yield "rope", "the target's own rope", replace(draft, decoder=replace(decoder, rope=target))

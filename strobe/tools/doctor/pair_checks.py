@@ -42,20 +42,28 @@ def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, An
     """Configs, tensors and tokenizers of both, and whether they fit; returns target's and drafter's
     configs and the tokenizer, each None where it cannot be read, and whether they do. Weights are
     fetched for pairs that fit only; those that are here are looked at in any case."""
-    own = attempt(report, "target's config", lambda: load_target_config(target))
-    other = attempt(report, "drafter's config", lambda: load_draft_config(draft, target))
-    fits = own is not None and other is not None and check_fit(report, own, other, draft)
-    if own is not None and (fits or not missing_weights(target)):
-        _tensors(report, "target's tensors", target, lambda: check_target_tensors(target, own))
-    if other is not None and (fits or not missing_weights(draft)):
-        _tensors(report, "drafter's tensors", draft, lambda: check_draft_tensors(draft, other))
+    target_config = attempt(report, "target's config", lambda: load_target_config(target))
+    draft_config = attempt(report, "drafter's config", lambda: load_draft_config(draft, target))
+    fits = (
+        target_config is not None
+        and draft_config is not None
+        and check_fit(report, target_config, draft_config, draft)
+    )
+    if target_config is not None and (fits or not missing_weights(target)):
+        _tensors(
+            report, "target's tensors", target, lambda: check_target_tensors(target, target_config)
+        )
+    if draft_config is not None and (fits or not missing_weights(draft)):
+        _tensors(
+            report, "drafter's tensors", draft, lambda: check_draft_tensors(draft, draft_config)
+        )
     tokenizer = attempt(report, "tokenizer", lambda: Tokenizer(target))
     report.facts["files"] = {
         "target": hashes(target),
         "drafter": hashes(draft),
         "tokenizer": tokenizer and fingerprint(target),
     }
-    return own, other, tokenizer, fits
+    return target_config, draft_config, tokenizer, fits
 
 
 def _tensors(report: Report, about: str, path: Path, check: Callable[[], Target | DFlash]) -> None:
@@ -63,46 +71,46 @@ def _tensors(report: Report, about: str, path: Path, check: Callable[[], Target 
         fetch_weights(path)
         return check()
 
-    found = attempt(report, about, fetched)
-    if found is not None:
-        count = sum(parameter.numel() for parameter in found.parameters())
+    checked = attempt(report, about, fetched)
+    if checked is not None:
+        count = sum(parameter.numel() for parameter in checked.parameters())
         report.ok(about, f"{count:,} values, every tensor as config.json says.")
 
 
 def hashes(directory: Path) -> dict[str, str]:
     """SHA-256 of config.json and of each weight file; of a large one's samples, marked."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for path in sorted([*directory.glob("config.json"), *directory.glob("*.safetensors")]):
         digest, size = hashlib.sha256(), path.stat().st_size
         with path.open("rb") as file:
             if size <= HASHED_BYTES:
-                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
                 continue
             digest.update(str(size).encode())
             for i in range(SAMPLES):
                 file.seek(max(size - SAMPLE, 0) * i // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE))
-        found[path.name] = f"size and {SAMPLES} samples: {digest.hexdigest()}"
-    return found
+        digests[path.name] = f"size and {SAMPLES} samples: {digest.hexdigest()}"
+    return digests
 
 
 def check_fit(report: Report, target: TargetConfig, draft: DraftConfig, path: Path) -> bool:
     """Sizes, vocabulary, captured layers and mask token against each other."""
-    own, other = target.decoder, draft.decoder
+    theirs, ours = target.decoder, draft.decoder
     report.facts["fit"] = {
-        "hidden size": f"{other.hidden_size} for {own.hidden_size}",
-        "vocabulary": f"{other.vocab_size} for {own.vocab_size}",
+        "hidden size": f"{ours.hidden_size} for {theirs.hidden_size}",
+        "vocabulary": f"{ours.vocab_size} for {theirs.vocab_size}",
         "block": f"{draft.block_size} slots, {draft.block_drafts} drafts",
         "anchor layout": "the first slot predicts too"
         if draft.anchor_first
         else "the first slot holds the newest token and predicts nothing",
         "format": draft.format,
         "captured after layers": ", ".join(map(str, draft.capture))
-        + f" of {own.num_layers} (counted from 1; 0 is the embedding), which config.json names "
+        + f" of {theirs.num_layers} (counted from 1; 0 is the embedding), which config.json names "
         + f"{', '.join(map(str, draft.capture_ids))} in {draft.capture_ids_key}",
         "mask token": draft.mask_token_id,
-        "rope": f"base {other.rope.theta:g}, {other.rope.kind} (target: {own.rope.theta:g}, "
-        f"{own.rope.kind})",
+        "rope": f"base {ours.rope.theta:g}, {ours.rope.kind} (target: {theirs.rope.theta:g}, "
+        f"{theirs.rope.kind})",
         "layers": _masks(draft),
     }
     before = len(report.faults)
@@ -114,26 +122,26 @@ def check_fit(report: Report, target: TargetConfig, draft: DraftConfig, path: Pa
 
 def _masks(draft: DraftConfig) -> str:
     """The layers' masks, like ones together."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for mask in draft.decoder.masks:
         name = "causal" if mask.causal else "bidirectional"
         name += f" within {mask.window}" if mask.window is not None else ""
-        found[name] = found.get(name, 0) + 1
-    return ", ".join(f"{count} {name}" for name, count in found.items())
+        counts[name] = counts.get(name, 0) + 1
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def mask_candidates(tokenizer: Tokenizer, rows: int) -> dict[int, str]:
     """Ids that a drafter may have been trained to fill in, with what speaks for each."""
-    found: dict[int, str] = {}
+    candidates: dict[int, str] = {}
     if tokenizer.hf.mask_token_id is not None:
-        found[int(tokenizer.hf.mask_token_id)] = "the tokenizer's mask token"
+        candidates[int(tokenizer.hf.mask_token_id)] = "the tokenizer's mask token"
     vocabulary: dict[str, int] = tokenizer.hf.get_vocab()
     for name in MASK_NAMES:
         if name in vocabulary:
-            found.setdefault(int(vocabulary[name]), f"the token {name}")
+            candidates.setdefault(int(vocabulary[name]), f"the token {name}")
     if len(tokenizer.hf) < rows:
-        found.setdefault(len(tokenizer.hf), "the first row that no token uses")
-    return found
+        candidates.setdefault(len(tokenizer.hf), "the first row that no token uses")
+    return candidates
 
 
 def check_tokens(
@@ -142,7 +150,7 @@ def check_tokens(
     """The tokenizer against the embedding, the end tokens and the mask token, and against the
     drafter's own tokenizer where it brings one."""
     rows = target.decoder.vocab_size
-    own = attempt(report, "drafter's tokenizer", lambda: fingerprint(path))
+    draft_tokenizer = attempt(report, "drafter's tokenizer", lambda: fingerprint(path))
     size = max(tokenizer.hf.get_vocab().values(), default=0) + 1
     if size > rows:
         report.fault(
@@ -158,7 +166,7 @@ def check_tokens(
             f"with {', '.join(map(str, target.eos_ids))}; use the tokenizer that the target was "
             "published with.",
         )
-    if own is not None and own != report.facts["files"]["tokenizer"]:
+    if draft_tokenizer is not None and draft_tokenizer != report.facts["files"]["tokenizer"]:
         report.fault(
             "tokenizer",
             "The drafter's directory holds another tokenizer than the target's (their SHA-256 "

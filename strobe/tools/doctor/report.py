@@ -53,14 +53,14 @@ def show(report: Report) -> None:
 
 def _findings(report: Report) -> Table:
     """What is in order first, what is wrong last, where it is read."""
-    made = Table(show_header=False, box=None, padding=(0, 2, 0, 1))
-    made.add_column(no_wrap=True)
-    made.add_column(style="dim", no_wrap=True)
-    made.add_column(overflow="fold")
+    grid = Table(show_header=False, box=None, padding=(0, 2, 0, 1))
+    grid.add_column(no_wrap=True)
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
     for finding in sorted(report.findings, key=lambda f: list(_SIGNS).index(f.level)):
         style, sign = _SIGNS[finding.level]
-        made.add_row(Text(sign, style), Text(finding.about), Text(finding.says))
-    return made
+        grid.add_row(Text(sign, style), Text(finding.about), Text(finding.says))
+    return grid
 
 
 def _show_measured(console: Console, report: Report) -> None:

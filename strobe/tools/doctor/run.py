@@ -11,7 +11,7 @@ from typing import Any
 
 from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
-from strobe.hub.locate import located
+from strobe.hub.locate import locate_models
 from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.target import Target
 from strobe.text.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ the second it is what weak acceptance is laid to."""
 def run_doctor(config: EngineConfig, *, as_json: bool = False) -> int:
     """Print the report of a pair; 1 where something is wrong with it. Raises ValueError where no
     pair is named."""
-    config = located(config)
+    config = locate_models(config)
     if config.draft is None:
         raise ValueError("strobe doctor looks at a pair, but no drafter is named; add one.")
     with progress(quiet=as_json) as say:
@@ -65,17 +65,17 @@ def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None
     target, draft = Path(config.target), Path(config.draft or "")
     report = Report(str(target), str(draft))
     say("reading configs, tensors and tokenizer")
-    own, other, tokenizer, fits = check_files(report, target, draft)
-    if own is not None and other is not None and tokenizer is not None:
-        check_tokens(report, tokenizer, own, other, draft)
+    target_config, draft_config, tokenizer, fits = check_files(report, target, draft)
+    if target_config is not None and draft_config is not None and tokenizer is not None:
+        check_tokens(report, tokenizer, target_config, draft_config, draft)
     broken = any("tensors" in finding.about for finding in report.faults)
-    if own is None or other is None or tokenizer is None or not fits or broken:
+    if target_config is None or draft_config is None or tokenizer is None or not fits or broken:
         report.note("acceptance", "Not measured, since the pair cannot run as it is.")
         return report
     resolved = attempt(report, "settings", lambda: resolve(_sized(config)))
     if resolved is None:
         return report
-    modules = check_target_tensors(target, own), check_draft_tensors(draft, other)
+    modules = check_target_tensors(target, target_config), check_draft_tensors(draft, draft_config)
     report.facts["memory"] = memory_bill(resolved, *modules)
     _measure(report, resolved, tokenizer, say)
     return report
@@ -127,18 +127,23 @@ def _try(
     base = matched(engine_of(resolved, draft, module, DraftOnly()), prompts, TOKENS)
     masks = mask_candidates(tokenizer, resolved.target.decoder.vocab_size)
     report.variants.append({"kind": "as it is", "what": "as config.json has it", **_kept(base)})
-    for kind, what, config in variants(draft, resolved.target, masks):
-        say(f"trying {what}")
+    for kind, description, config in variants(draft, resolved.target, masks):
+        say(f"trying {description}")
         run = attempt(
             report,
             kind,
             lambda c=config: matched(engine_of(resolved, c, module, DraftOnly()), prompts, TOKENS),
         )
         if run is not None:
-            found = {"kind": kind, "what": what, **_kept(run), "gain": round(gain(base, run), 2)}
-            report.variants.append(found)
-    least = (1 + mean(base)) * WORTH
-    better = [v for v in report.variants[1:] if v["gain"] >= SURE and v["tokens"] >= least]
+            variant = {
+                "kind": kind,
+                "what": description,
+                **_kept(run),
+                "gain": round(gain(base, run), 2),
+            }
+            report.variants.append(variant)
+    threshold = (1 + mean(base)) * WORTH
+    better = [v for v in report.variants[1:] if v["gain"] >= SURE and v["tokens"] >= threshold]
     return max(better, key=lambda v: v["tokens"], default=None)
 
 
@@ -183,11 +188,11 @@ def _judge(
         )
 
 
-def _figures(found: Acceptance) -> dict[str, Any]:
-    rates = [round(rate, 4) for rate in found.rates]
+def _figures(acceptance: Acceptance) -> dict[str, Any]:
+    rates = [round(rate, 4) for rate in acceptance.rates]
     return {
-        "steps": found.steps,
-        "tokens_per_step": round(found.per_step, 4),
+        "steps": acceptance.steps,
+        "tokens_per_step": round(acceptance.per_step, 4),
         "rate_per_position": rates,
     }
 

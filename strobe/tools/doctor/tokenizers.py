@@ -18,9 +18,9 @@ def fingerprint(directory: Path) -> str | None:
     path = directory / "tokenizer.json"
     if not path.exists():
         return None
-    whole: dict[str, Any] = read_json(path)
+    content: dict[str, Any] = read_json(path)
     parts = {
-        key: whole.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")
+        key: content.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")
     }
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -31,13 +31,13 @@ def returning(tokenizer: Tokenizer, answers: Sequence[Sequence[int]]) -> float:
     encoded again. A model writes as it was taught to read: nearly all do with its own tokenizer,
     few with another one. Special tokens are left out."""
     special = {int(i) for i in tokenizer.hf.all_special_ids}
-    kept = total = 0
+    num_returning = total = 0
     for answer in answers:
         plain = [token for token in answer if token not in special]
-        again = tokenizer.encode(tokenizer.fast.decode(plain), add_special_tokens=False)
-        kept += _common(plain, again)
+        encoded = tokenizer.encode(tokenizer.fast.decode(plain), add_special_tokens=False)
+        num_returning += _common(plain, encoded)
         total += len(plain)
-    return kept / total if total else 1.0
+    return num_returning / total if total else 1.0
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
@@ -45,6 +45,6 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
     row = [0] * (len(right) + 1)
     for token in left:
         before = 0
-        for i, other in enumerate(right, start=1):
-            before, row[i] = row[i], before + 1 if token == other else max(row[i], row[i - 1])
+        for i, value in enumerate(right, start=1):
+            before, row[i] = row[i], before + 1 if token == value else max(row[i], row[i - 1])
     return row[-1]

@@ -35,13 +35,13 @@ class Conversation:
 
     def messages(self, thinking: bool) -> list[Message]:
         """The chat up to the next turn; answers without what was thought before them."""
-        made: list[Message] = list(self.sample.before)
+        turns: list[Message] = list(self.sample.before)
         for i, turn in enumerate(self.sample.turns[: len(self.answers) + 1]):
-            made.append({"role": "user", "content": turn})
+            turns.append({"role": "user", "content": turn})
             if i < len(self.answers):
                 text = self.answers[i].text
-                made.append({"role": "assistant", "content": spoken(text) if thinking else text})
-        return made
+                turns.append({"role": "assistant", "content": spoken(text) if thinking else text})
+        return turns
 
 
 @dataclass

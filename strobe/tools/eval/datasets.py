@@ -82,8 +82,8 @@ def load(name: str, settings: EvalSettings) -> DataSet:
     make = published.sample
     if name == "gsm8k-5shot":
         make = partial(_five_shot, _examples(settings))
-    kept = [rows[i] for i in spread(len(rows), settings.prompts)]
-    samples = tuple(_made(placed, make, name, settings.code_seconds) for placed in kept)
+    selected = [rows[i] for i in spread(len(rows), settings.prompts)]
+    samples = tuple(_made(placed, make, name, settings.code_seconds) for placed in selected)
     ungraded = published.ungraded
     if not ungraded and not any(sample.grade for sample in samples):
         ungraded = "no row has an answer"
@@ -93,9 +93,9 @@ def load(name: str, settings: EvalSettings) -> DataSet:
     return DataSet(name, samples, source, len(rows), ungraded)
 
 
-def spread(total: int, wanted: int) -> list[int]:
-    """`wanted` indices spread evenly over `total`, since files may be sorted; 0 is all."""
-    count = min(wanted or total, total)
+def spread(total: int, num_wanted: int) -> list[int]:
+    """`num_wanted` indices spread evenly over `total`, since files may be sorted; 0 is all."""
+    count = min(num_wanted or total, total)
     return [i * total // count for i in range(count)]
 
 
@@ -112,9 +112,11 @@ def _made(
     except KeyError as error:
         has = ", ".join(placed.row) or "nothing"
         hint = 'give {"turns": [text, ...]}' if name == "custom" else f"give {name}'s own rows"
-        raise ValueError(f"{placed.where} has no {error.args[0]!r}, only {has}; {hint}.") from None
+        raise ValueError(
+            f"{placed.location} has no {error.args[0]!r}, only {has}; {hint}."
+        ) from None
     except ValueError as error:
-        raise ValueError(f"{placed.where}: {error}") from None
+        raise ValueError(f"{placed.location}: {error}") from None
 
 
 def _text(row: Row, name: str) -> str:
@@ -147,8 +149,8 @@ def _examples(settings: EvalSettings) -> str:
         rows = _fetched("gsm8k-5shot", ("main/train*.parquet",))
     if len(rows) < _SHOTS:
         raise ValueError(f"shots holds {len(rows)} questions, but {_SHOTS} are shown; give more.")
-    made = [_made(placed, _example, "gsm8k-5shot", 0.0).turns[0] for placed in rows[:_SHOTS]]
-    return "\n\n".join(made)
+    examples = [_made(placed, _example, "gsm8k-5shot", 0.0).turns[0] for placed in rows[:_SHOTS]]
+    return "\n\n".join(examples)
 
 
 def _example(row: Row, seconds: float) -> Sample:
@@ -200,8 +202,8 @@ def _mt_bench(row: Row, seconds: float) -> Sample:
 
 
 def _alpaca(row: Row, seconds: float) -> Sample:
-    asked, given = _text(row, "instruction"), str(row.get("input") or "").strip()
-    return Sample((f"{asked}\n\nInput:\n{given}" if given else asked,))
+    instruction, context = _text(row, "instruction"), str(row.get("input") or "").strip()
+    return Sample((f"{instruction}\n\nInput:\n{context}" if context else instruction,))
 
 
 def _custom(row: Row, seconds: float) -> Sample:

@@ -85,18 +85,18 @@ def run_function(name: str, code: str, inputs: Iterable[Sequence[Any]]) -> list[
 
 def same_behaviour(code: str, name: str, solution: str, inputs: Sequence[Sequence[Any]]) -> bool:
     """Whether `code` defines `name` and it agrees with `solution` on all inputs."""
-    wanted: list[Any] = []
+    expected_outputs: list[Any] = []
     for arguments in inputs:
         try:
-            wanted.append(run_function("solution", solution, [arguments])[0])
+            expected_outputs.append(run_function("solution", solution, [arguments])[0])
         except (ValueError, TypeError, ZeroDivisionError):
-            wanted.append(ValueError)
+            expected_outputs.append(ValueError)
     try:
-        for arguments, expected in zip(inputs, wanted, strict=True):
+        for arguments, expected in zip(inputs, expected_outputs, strict=True):
             if expected is ValueError:
                 continue
-            found = run_function(name, code, [arguments])[0]
-            if type(found) is not type(expected) or found != expected:
+            result = run_function(name, code, [arguments])[0]
+            if type(result) is not type(expected) or result != expected:
                 return False
     except Exception:  # the model wrote this code: whatever it raises, the answer is wrong
         return False

@@ -29,46 +29,46 @@ def last_answer(text: str) -> str | None:
     return None
 
 
-def _number(wanted: int, text: str) -> bool:
+def _number(expected: int, text: str) -> bool:
     """Whether the last line names the right number."""
-    return last_answer(text) == str(wanted)
+    return last_answer(text) == str(expected)
 
 
-def _items(wanted: list[str], text: str) -> bool:
+def _items(expected: list[str], text: str) -> bool:
     """Whether the last line has the right items in the right order."""
     answer = last_answer(text)
     if answer is None:
         return False
-    return [item.strip() for item in answer.strip("[]()").split(",")] == list(wanted)
+    return [item.strip() for item in answer.strip("[]()").split(",")] == list(expected)
 
 
-def _date(wanted: str, text: str) -> bool:
+def _date(expected: str, text: str) -> bool:
     """Whether the last line names the right date, weekday or number of days."""
     answer = last_answer(text)
-    return answer is not None and answer.removesuffix(" days") == wanted
+    return answer is not None and answer.removesuffix(" days") == expected
 
 
-def _function(wanted: dict[str, Any], text: str) -> bool:
+def _function(expected: dict[str, Any], text: str) -> bool:
     """Whether the function in the answer returns what the reference solution returns."""
     code = answer_part(text)
     if "```" in code:
         code = code.split("```")[1].removeprefix("python")
-    return same_behaviour(code, wanted["name"], wanted["solution"], wanted["inputs"])
+    return same_behaviour(code, expected["name"], expected["solution"], expected["inputs"])
 
 
-def _record(wanted: dict[str, Any], text: str) -> bool:
+def _record(expected: dict[str, Any], text: str) -> bool:
     """Whether the answer is JSON equal to the record, true and 1 being different."""
-    found = _json(answer_part(text))
-    return isinstance(found, dict) and _text(found) == _text(wanted)
+    record = _json(answer_part(text))
+    return isinstance(record, dict) and _text(record) == _text(expected)
 
 
-def _call(wanted: dict[str, Any], text: str) -> bool:
+def _call(expected: dict[str, Any], text: str) -> bool:
     """Whether the answer is exactly one call with the right name and arguments."""
     answer = answer_part(text)
     start, end = "<tool_call>", "</tool_call>"
     if answer.count(start) != 1 or not answer.startswith(start) or not answer.endswith(end):
         return False
-    return _text(_json(answer.removeprefix(start).removesuffix(end))) == _text(wanted)
+    return _text(_json(answer.removeprefix(start).removesuffix(end))) == _text(expected)
 
 
 def _json(text: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
-from strobe.hub.locate import located
+from strobe.hub.locate import locate_models
 from strobe.llm import LLM
 from strobe.sampling_params import SamplingParams
 from strobe.tools.bench.offline import ways_of
@@ -28,32 +28,32 @@ from strobe.tools.eval.settings import EvalSettings, command_line
 Say = Callable[[str], None]
 
 
-def evaluate(what: str, settings: EvalSettings, config: EngineConfig) -> int:
-    """Measure, print tables, write the report. what: acceptance, accuracy or speed.
+def evaluate(kind: str, settings: EvalSettings, config: EngineConfig) -> int:
+    """Measure, print tables, write the report. kind: acceptance, accuracy or speed.
 
     Returns 0, or 1 where a figure is below what is expected, or answers in fp32 differ with
     speculation. Raises ValueError, before anything is measured, for what cannot run.
     """
     pair = expected.chosen(settings)
-    command = command_line(what, settings, config)
+    command = command_line(kind, settings, config)
     with progress() as say:
         say("reading data sets")
         config = _located(settings, config)
         data_sets = [load(name, settings) for name in settings.names]
-        counts = {d.name: settings.requests(what, len(d.samples)) for d in data_sets}
-        most = max(max(count) for count in counts.values())
+        counts = {d.name: settings.requests(kind, len(d.samples)) for d in data_sets}
+        max_requests = max(max(count) for count in counts.values())
         # Whole blocks: acceptance is the pair's, and no matter of load or machine.
         fixed = {"enable_prefix_caching": False, "adaptive": False}
-        config = replace(config, max_num_seqs=most, **fixed)
-        alone = what == "accuracy" and config.method == "none"
+        config = replace(config, max_num_seqs=max_requests, **fixed)
+        alone = kind == "accuracy" and config.method == "none"
         ways = {"plain": config} if alone else ways_of(config)
-        if what == "acceptance":
+        if kind == "acceptance":
             del ways["plain"]
         resolved = resolve(list(ways.values())[-1])
         enough = {d.name: expected.enough(len(d.samples), d.total) for d in data_sets}
         aims = expected.expectations(settings, resolved, pair, enough)
-        figures = _header(what, command, settings, resolved, data_sets)
-        runs = _measure(what, settings, ways, data_sets, counts, say)
+        figures = _header(kind, command, settings, resolved, data_sets)
+        runs = _measure(kind, settings, ways, data_sets, counts, say)
         say("grading")
         _fill(figures, settings, data_sets, runs, aims)
     if settings.output:
@@ -70,7 +70,7 @@ def _located(settings: EvalSettings, config: EngineConfig) -> EngineConfig:
             "A target is named but no data set, and the demo tasks suit only the demo models; name "
             "one with --dataset or --data."
         )
-    return located(config)
+    return locate_models(config)
 
 
 Key = tuple[str, int, str]
@@ -97,7 +97,7 @@ class Engines:
 
 
 def _measure(
-    what: str,
+    kind: str,
     settings: EvalSettings,
     ways: dict[str, EngineConfig],
     data_sets: list[DataSet],
@@ -115,20 +115,20 @@ def _measure(
     for data, count, way in jobs:
         name = f"{data.name}, {way}, {count} at once"
         llm = engines.get(way, say)
-        runs[data.name, count, way] = _fastest(what, settings, llm, data, count, name, say)
+        runs[data.name, count, way] = _fastest(kind, settings, llm, data, count, name, say)
         del llm  # the next one may need its room
     return runs
 
 
 def _fastest(
-    what: str, settings: EvalSettings, llm: LLM, data: DataSet, count: int, name: str, say: Say
+    kind: str, settings: EvalSettings, llm: LLM, data: DataSet, count: int, name: str, say: Say
 ) -> Run:
     """The fastest of the turns asked for; where speed is measured, after one that warms up."""
     params = SamplingParams(
         temperature=settings.temperature, top_p=settings.top_p, max_tokens=settings.max_tokens
     )
     answering = Answering(llm.engine, llm.tokenizer, params, settings.thinking)
-    if what == "speed":  # a GPU must have met every shape of batch, a CPU any
+    if kind == "speed":  # a GPU must have met every shape of batch, a CPU any
         say(f"{name}: warming up")
         gpu = llm.engine.resolved.device.type == "cuda"
         answering.run(data.samples if gpu else data.samples[:count], count)
@@ -143,12 +143,12 @@ def _fastest(
     return best
 
 
-def _report(say: Say, text: str, of: int, done: int) -> None:
-    say(f"{text}: {done} of {of}")
+def _report(say: Say, text: str, total: int, done: int) -> None:
+    say(f"{text}: {done} of {total}")
 
 
 def _header(
-    what: str,
+    kind: str,
     command: str,
     settings: EvalSettings,
     resolved: ResolvedConfig,
@@ -157,7 +157,7 @@ def _header(
     """When, what, where and with what."""
     target, draft = resolved.target, resolved.draft
     return {
-        "evaluation": what,
+        "evaluation": kind,
         **circumstances(command, resolved),
         "pair": {
             "target": _name(resolved.config.target),

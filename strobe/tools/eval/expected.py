@@ -34,19 +34,19 @@ class Facts(NamedTuple):
     block_size: int
 
     def hold(self, target: TargetConfig, draft: DraftConfig) -> bool:
-        own = target.decoder
-        found = Facts(
+        target_decoder = target.decoder
+        facts = Facts(
             target.architecture,
-            own.num_layers,
-            own.hidden_size,
-            own.intermediate_size,
-            own.max_position,
-            own.rope.theta,
+            target_decoder.num_layers,
+            target_decoder.hidden_size,
+            target_decoder.intermediate_size,
+            target_decoder.max_position,
+            target_decoder.rope.theta,
             self.end_id,
             draft.decoder.num_layers,
             draft.block_size,
         )
-        return found == self and self.end_id in target.eos_ids and draft.format == "z-lab"
+        return facts == self and self.end_id in target.eos_ids and draft.format == "z-lab"
 
 
 @dataclass(frozen=True)
@@ -162,47 +162,47 @@ class Expectations:
 def chosen(settings: EvalSettings) -> Pair | None:
     """The pair that `--expect` names or spells out; None where the pair's own facts decide. Raises
     ValueError for a name that is not known and for JSON that is none."""
-    given = settings.expect.strip()
-    if given in ("", "none"):
-        return Pair("none", None, ()) if given else None
+    choice = settings.expect.strip()
+    if choice in ("", "none"):
+        return Pair("none", None, ()) if choice else None
     for pair in PAIRS:
-        if pair.name == given:
+        if pair.name == choice:
             return pair
-    path = Path(given)
-    if not given.startswith("{") and not path.is_file():
+    path = Path(choice)
+    if not choice.startswith("{") and not path.is_file():
         names = ", ".join(pair.name for pair in PAIRS)
         raise ValueError(
-            f"expect is {given!r}; name one of {names}, none, a JSON file, or give an object such "
+            f"expect is {choice!r}; name one of {names}, none, a JSON file, or give an object such "
             'as {"gsm8k": {"acceptance_length": 6.2}}.'
         )
     try:
-        text = given if given.startswith("{") else path.read_text(encoding="utf-8")
+        text = choice if choice.startswith("{") else path.read_text(encoding="utf-8")
         value: Any = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"expect is {given!r}, which is not JSON ({error}).") from None
+        raise ValueError(f"expect is {choice!r}, which is not JSON ({error}).") from None
     if not isinstance(value, dict) or not value:
-        raise ValueError(f"expect is {given!r}, but must be an object of data sets.")
-    return Pair("--expect", None, tuple(_read(name, one) for name, one in value.items()))
+        raise ValueError(f"expect is {choice!r}, but must be an object of data sets.")
+    return Pair("--expect", None, tuple(_read(name, entry) for name, entry in value.items()))
 
 
-def _read(name: str, given: Any) -> Expected:
+def _read(name: str, entry: Any) -> Expected:
     allowed = [f.name for f in fields(Expected) if f.name not in ("data_set", "source")]
     if name not in (*DATA_SETS, "custom"):
         raise ValueError(f"expect holds {name!r}; name one of {', '.join(DATA_SETS)} or custom.")
-    if not isinstance(given, dict) or not given:
-        raise ValueError(f"expect's {name!r} is {given!r}, but must be an object of figures.")
-    for key, value in given.items():
+    if not isinstance(entry, dict) or not entry:
+        raise ValueError(f"expect's {name!r} is {entry!r}, but must be an object of figures.")
+    for key, value in entry.items():
         if key not in allowed:
             raise ValueError(f"expect's {name!r} holds {key!r}; it takes {', '.join(allowed)}.")
-        for one in value if isinstance(value, list) else [value]:
-            number = isinstance(one, int | float) and not isinstance(one, bool)
-            if key != "mean_of_answers" and not (number and 0 <= one <= 10**6):
+        for item in value if isinstance(value, list) else [value]:
+            number = isinstance(item, int | float) and not isinstance(item, bool)
+            if key != "mean_of_answers" and not (number and 0 <= item <= 10**6):
                 raise ValueError(
-                    f"expect's {name} {key} is {one!r}, but must lie from 0 to 1e+06; give the "
+                    f"expect's {name} {key} is {item!r}, but must lie from 0 to 1e+06; give the "
                     "published figure."
                 )
-    by_position = tuple(given.get("by_position", ()))
-    return replace(Expected(name), **{**given, "by_position": by_position})
+    by_position = tuple(entry.get("by_position", ()))
+    return replace(Expected(name), **{**entry, "by_position": by_position})
 
 
 def expectations(
@@ -210,57 +210,66 @@ def expectations(
 ) -> Expectations:
     """What these data sets are to reach. pair: what `chosen` gave; prompts: by data set, whether
     there are enough of them, or all."""
-    found: dict[str, Expected] = {}
+    expected: dict[str, Expected] = {}
     notes: list[str] = []
-    named, pair = pair is not None, pair or _known(resolved)
+    is_named, pair = pair is not None, pair or _known(resolved)
     published: dict[str, Expected] = {}
-    for one in pair.figures if pair is not None else ():
-        if one.data_set in prompts:
-            if pair is not None and (pair.name == "--expect" or _same_sampling(one, settings)):
-                published[one.data_set] = one
+    for figure in pair.figures if pair is not None else ():
+        if figure.data_set in prompts:
+            if pair is not None and (pair.name == "--expect" or _same_sampling(figure, settings)):
+                published[figure.data_set] = figure
             else:
-                published.setdefault(one.data_set, replace(one, source=""))
-    if named and pair is not None and pair.figures and not published:
+                published.setdefault(figure.data_set, replace(figure, source=""))
+    if is_named and pair is not None and pair.figures and not published:
         raise ValueError(
-            f"--expect names {', '.join(one.data_set for one in pair.figures)}, but the run has "
+            f"--expect names {', '.join(figure.data_set for figure in pair.figures)}, but the "
+            "run has "
             f"{', '.join(prompts)}; expect figures of a data set that is run."
         )
-    for name, one in published.items():
-        why = None if named and one.source else _why_not(one, settings, resolved, prompts[name])
+    for name, figure in published.items():
+        why = (
+            None
+            if is_named and figure.source
+            else _why_not(figure, settings, resolved, prompts[name])
+        )
         if why is None:
-            found[name] = one
+            expected[name] = figure
         else:
             notes.append(f"The published figures for {name} are not compared: {why}.")
     length, share = settings.expect_acceptance_length, settings.expect_accuracy
     if length is not None or share is not None:
         for name in prompts:  # what the user says stands in place of what is published
-            one = found.get(name, Expected(name))
+            figure = expected.get(name, Expected(name))
             if length is not None:
-                one = replace(one, acceptance_length=length, factor=1.0, mean_of_answers=False)
-                one = replace(one, source="--expect-acceptance-length")
+                figure = replace(
+                    figure, acceptance_length=length, factor=1.0, mean_of_answers=False
+                )
+                figure = replace(figure, source="--expect-acceptance-length")
             if share is not None:
-                one = replace(one, accuracy=share, accuracy_factor=1.0, source="--expect-accuracy")
-            found[name] = one
-    return Expectations(found, tuple(notes))
+                figure = replace(
+                    figure, accuracy=share, accuracy_factor=1.0, source="--expect-accuracy"
+                )
+            expected[name] = figure
+    return Expectations(expected, tuple(notes))
 
 
 def _known(resolved: ResolvedConfig) -> Pair | None:
     target, draft = resolved.target, resolved.draft
     if draft is None:
         return None
-    known = (pair for pair in PAIRS if pair.facts is not None and pair.facts.hold(target, draft))
-    return next(known, None)
+    matching = (pair for pair in PAIRS if pair.facts is not None and pair.facts.hold(target, draft))
+    return next(matching, None)
 
 
-def _same_sampling(one: Expected, settings: EvalSettings) -> bool:
-    return settings.temperature == one.temperature and settings.top_p == 1
+def _same_sampling(figure: Expected, settings: EvalSettings) -> bool:
+    return settings.temperature == figure.temperature and settings.top_p == 1
 
 
 def _why_not(
-    one: Expected, settings: EvalSettings, resolved: ResolvedConfig, enough: bool
+    figure: Expected, settings: EvalSettings, resolved: ResolvedConfig, enough: bool
 ) -> str | None:
     """Why a published figure says nothing about this run."""
-    if not one.source:
+    if not figure.source:
         return f"there are none for temperature {settings.temperature:g}, top-p {settings.top_p:g}"
     if settings.thinking:
         return "they were taken without thinking"
@@ -276,7 +285,7 @@ def enough(prompts: int, total: int) -> bool:
     return prompts >= min(_FEWEST, total)
 
 
-def compare(one: Expected, row: Figures) -> list[Figures]:
+def compare(figure: Expected, row: Figures) -> list[Figures]:
     """Each expected figure beside the measured one; `measured` is None where it is missing, which
     does not count as reached."""
     checks: list[Figures] = []
@@ -286,18 +295,18 @@ def compare(one: Expected, row: Figures) -> list[Figures]:
         met = measured is not None and measured >= floor
         checks.append(
             {"what": what, "published": published, "factor": round(factor, 4), "floor": floor,
-             "measured": measured, "met": met, "source": one.source}
+             "measured": measured, "met": met, "source": figure.source}
         )  # fmt: skip
 
     acceptance = row["acceptance"] or {}
-    if one.acceptance_length is not None:
-        what = "mean_of_answers" if one.mean_of_answers else "acceptance_length"
-        add(what, one.acceptance_length, one.factor, acceptance.get(what))
+    if figure.acceptance_length is not None:
+        what = "mean_of_answers" if figure.mean_of_answers else "acceptance_length"
+        add(what, figure.acceptance_length, figure.factor, acceptance.get(what))
     rates = acceptance.get("rate_by_position", [])
-    for i, rate in enumerate(one.by_position):
+    for i, rate in enumerate(figure.by_position):
         measured = rates[i] if i < len(rates) else None
-        add(f"rate at position {i + 1}", rate, one.position_factor, measured)
-    asked = one.source.startswith("--expect")
-    if one.accuracy is not None and (asked or row["accuracy"]["graded"]):
-        add("accuracy", one.accuracy, one.accuracy_factor, row["accuracy"]["accuracy"])
+        add(f"rate at position {i + 1}", rate, figure.position_factor, measured)
+    is_requested = figure.source.startswith("--expect")
+    if figure.accuracy is not None and (is_requested or row["accuracy"]["graded"]):
+        add("accuracy", figure.accuracy, figure.accuracy_factor, row["accuracy"]["accuracy"])
     return checks

@@ -38,27 +38,27 @@ def plain(text: str) -> str:
     return _UNWRITTEN.sub("", text.strip().rstrip("."))
 
 
-def same(given: str, expected: str) -> bool:
+def same(text: str, expected: str) -> bool:
     """Whether the answers are equal; what cannot be read, or not in time, equals only itself.
 
     Raises ValueError where math-verify is needed and missing.
     """
-    a, b = plain(given), plain(expected)
+    a, b = plain(text), plain(expected)
     if a == b or not a or not b:
         return a == b != ""
     if _NUMBER.fullmatch(a) and _NUMBER.fullmatch(b):
         return Decimal(a) == Decimal(b)
-    if len(given) > _LONG or len(expected) > _LONG or _base(a) != _base(b):
+    if len(text) > _LONG or len(expected) > _LONG or _base(a) != _base(b):
         return False
     if why := missing():
         raise ValueError(f"{why.capitalize()}.")
-    return _comparer().same(given, expected)
+    return _comparer().same(text, expected)
 
 
 def _base(text: str) -> str:
     """The base that a number names below it."""
-    found = _BASE.fullmatch(text)
-    return found[1] if found is not None else ""
+    match = _BASE.fullmatch(text)
+    return match[1] if match is not None else ""
 
 
 class Comparer:
@@ -72,10 +72,10 @@ class Comparer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def same(self, given: str, expected: str) -> bool:
+    def same(self, text: str, expected: str) -> bool:
         """What math-verify says; False where it takes too long."""
         with self._lock:
-            return self._ask(json.dumps([given, expected]).encode() + b"\n")
+            return self._ask(json.dumps([text, expected]).encode() + b"\n")
 
     def close(self) -> None:
         """End the process."""
@@ -137,11 +137,11 @@ def _serve() -> None:
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
     print("ready", flush=True)
     for line in sys.stdin:
-        given, expected = (
+        answer, expected = (
             parse(rf"\boxed{{{text}}}", extraction_config=latex, parsing_timeout=0)
             for text in json.loads(line)
         )
-        print(json.dumps(verify(expected, given, timeout_seconds=0)), flush=True)
+        print(json.dumps(verify(expected, answer, timeout_seconds=0)), flush=True)
 
 
 if __name__ == "__main__":

@@ -32,24 +32,24 @@ DEFINITIONS = {
 
 def acceptance(answers: Sequence[CompletionOutput]) -> Figures | None:
     """None where nothing was drafted."""
-    counts, lengths, made = DraftCounts(), list[float](), 0
+    counts, lengths, num_tokens = DraftCounts(), list[float](), 0
     for answer in answers:
         report = answer.speculation
         if report is None or report.acceptance_length is None:
             continue
-        one = DraftCounts(
+        draft_counts = DraftCounts(
             report.steps, report.drafted, report.accepted, report.accepted_per_position
         )
-        counts.merge(one)
+        counts.merge(draft_counts)
         lengths.append(report.acceptance_length)
-        made += len(answer.token_ids) - 1
+        num_tokens += len(answer.token_ids) - 1
     if not counts.steps:
         return None
     reached = [counts.steps, *counts.accepted_per_position, 0]
     return {
         "acceptance_length": round(1 + counts.num_accepted / counts.steps, 4),
         "mean_of_answers": round(mean(lengths), 4),
-        "tokens_per_step": round(made / counts.steps, 4),
+        "tokens_per_step": round(num_tokens / counts.steps, 4),
         "draft_acceptance_rate": round(counts.num_accepted / max(1, counts.num_verified), 4),
         "steps": counts.steps,
         "drafted": counts.num_verified,
@@ -70,8 +70,8 @@ def accuracy(data: DataSet, run: Run, *, run_code: bool) -> Figures:
     code = sum(talk.sample.runs_code for talk in run.conversations)
     note = data.ungraded
     if not note and code and not run_code:
-        what = "" if code == len(run.conversations) else f" of {code} of them"
-        note = f"accuracy{what} is not measured without --allow-code-execution"
+        suffix = "" if code == len(run.conversations) else f" of {code} of them"
+        note = f"accuracy{suffix} is not measured without --allow-code-execution"
     elif not note and len(graded) < len(run.conversations):
         note = f"{len(graded)} of {len(run.conversations)} prompts have an answer to compare with"
     with ThreadPoolExecutor(4) as pool:  # programs run in processes of their own
@@ -82,8 +82,8 @@ def accuracy(data: DataSet, run: Run, *, run_code: bool) -> Figures:
 
 def _right(talk: Conversation) -> bool:
     grade = talk.sample.grade
-    whole = talk.error is None and len(talk.answers) == len(talk.sample.turns)
-    return whole and grade is not None and grade(talk.answers[-1].text)
+    is_complete = talk.error is None and len(talk.answers) == len(talk.sample.turns)
+    return is_complete and grade is not None and grade(talk.answers[-1].text)
 
 
 def row(data: DataSet, run: Run, *, run_code: bool) -> Figures:

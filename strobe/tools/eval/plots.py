@@ -29,18 +29,18 @@ def draw(folder: Path, figures: Figures) -> list[tuple[str, str]]:
 def _histogram(path: Path, rows: list[Figures]) -> None:
     """A panel for each data set, so that bars need not stand in front of each other."""
     figure, axes = new_figure(7, 1.2 + 2.0 * len(rows), len(rows))
-    most = max(len(row["acceptance"]["histogram"]) for row in rows)
+    max_length = max(len(row["acceptance"]["histogram"]) for row in rows)
     for i, (axis, row) in enumerate(zip(axes, rows, strict=True)):
-        found = row["acceptance"]
-        shares = [100 * share for share in found["histogram"]]
+        acceptance = row["acceptance"]
+        shares = [100 * share for share in acceptance["histogram"]]
         axis.bar(range(len(shares)), shares, width=0.8, color=COLOURS[i % len(COLOURS)])
-        mean = found["acceptance_length"] - 1
+        mean = acceptance["acceptance_length"] - 1
         axis.axvline(mean, color="#444444", linestyle="--", linewidth=1.2)
-        label = f"{row['data_set']}: mean {mean:.2f} drafts, {found['steps']:,} steps"
+        label = f"{row['data_set']}: mean {mean:.2f} drafts, {acceptance['steps']:,} steps"
         axis.set_title(label, loc="left", fontsize=10)
         axis.set_ylabel("% of steps")
     axes[-1].set_xlabel("drafts accepted in a verify step")
-    axes[-1].set_xticks(range(most))
+    axes[-1].set_xticks(range(max_length))
     save(figure, path)
 
 
@@ -53,8 +53,8 @@ def _positions(path: Path, rows: list[Figures]) -> None:
             marker=MARKERS[i % len(MARKERS)], markersize=5, label=row["data_set"],
         )  # fmt: skip
     axis.set_ylim(0, 102)
-    most = max(len(row["acceptance"]["rate_by_position"]) for row in rows)
-    axis.set_xticks(range(1, most + 1))
+    max_positions = max(len(row["acceptance"]["rate_by_position"]) for row in rows)
+    axis.set_xticks(range(1, max_positions + 1))
     axis.set_xlabel("position of the draft")
     axis.set_ylabel("% of steps that accepted it")
     axis.set_title("Acceptance rate by position", loc="left", fontsize=11)
@@ -68,10 +68,10 @@ def _speed(path: Path, pairs: list[Figures]) -> None:
     counts = sorted({pair["concurrency"] for pair in pairs})
     width = 0.8 / len(names)
     for i, name in enumerate(names):
-        found = {p["concurrency"]: p["speedup"] or 0.0 for p in pairs if p["data_set"] == name}
-        places = [counts.index(count) + (i - (len(names) - 1) / 2) * width for count in found]
+        speedups = {p["concurrency"]: p["speedup"] or 0.0 for p in pairs if p["data_set"] == name}
+        places = [counts.index(count) + (i - (len(names) - 1) / 2) * width for count in speedups]
         bars = axis.bar(
-            places, list(found.values()), width=0.92 * width, label=name,
+            places, list(speedups.values()), width=0.92 * width, label=name,
             color=COLOURS[i % len(COLOURS)],
         )  # fmt: skip
         axis.bar_label(

@@ -29,8 +29,8 @@ def sections(figures: Figures) -> list[Section]:
         "accuracy": (_expected, _accuracy, _acceptance, _positions),
         "speed": (_expected, _speed, _rates, _acceptance, _positions, _accuracy),
     }[figures["evaluation"]]
-    made = [make(figures) for make in order]
-    return [section for section in made if section.rows]
+    all_sections = [make(figures) for make in order]
+    return [section for section in all_sections if section.rows]
 
 
 def head(figures: Figures) -> list[str]:
@@ -57,31 +57,31 @@ def head(figures: Figures) -> list[str]:
 
 def remarks(figures: Figures) -> list[str]:
     """Sentences on what is not as one may think."""
-    found: list[str] = list(figures["notes"])
+    lines: list[str] = list(figures["notes"])
     for row in figures["rows"]:
-        where = f"{row['data_set']}, {row['method']}, c = {row['concurrency']}"
+        location = f"{row['data_set']}, {row['method']}, c = {row['concurrency']}"
         if row["failed"]:
-            found.append(
-                f"{where}: {counted(row['failed'], 'prompt')} could not run. {row['errors'][0]}"
+            lines.append(
+                f"{location}: {counted(row['failed'], 'prompt')} could not run. {row['errors'][0]}"
             )
         if cut := row["cut_at_max_tokens"]:
-            found.append(f"{where}: {counted(cut, 'answer')} cut off at --max-tokens.")
+            lines.append(f"{location}: {counted(cut, 'answer')} cut off at --max-tokens.")
     for name in dict.fromkeys(row["data_set"] for row in figures["rows"]):
         notes = [r["accuracy"]["note"] for r in figures["rows"] if r["data_set"] == name]
         if notes[0]:
-            found.append(f"{name}: {notes[0]}.")
+            lines.append(f"{name}: {notes[0]}.")
     for pair in figures["pairs"]:
         if pair["identical"] < pair["prompts"]:
             exact = figures["dtype"] == "float32"
             why = "in fp32 they must not" if exact else "lower precision rounds otherwise"
-            found.append(
+            lines.append(
                 f"{pair['data_set']}, c = {pair['concurrency']}: {pair['prompts']} prompts, of "
                 f"which {pair['prompts'] - pair['identical']} have other answers with speculation "
                 f"than without ({why})."
             )
     if figures["pairs"] and all(p["identical"] == p["prompts"] for p in figures["pairs"]):
-        found.append("Every answer has the same tokens with speculation and without.")
-    return found
+        lines.append("Every answer has the same tokens with speculation and without.")
+    return lines
 
 
 def _drafted(figures: Figures) -> list[Figures]:
@@ -134,23 +134,23 @@ def _acceptance(figures: Figures) -> Section:
 
 def _positions(figures: Figures) -> Section:
     rows: list[tuple[str, ...]] = []
-    most = 0
+    max_positions = 0
     for row in _first_of_each(_drafted(figures)):
         rates = row["acceptance"]["rate_by_position"]
-        most = max(most, len(rates))
+        max_positions = max(max_positions, len(rates))
         rows.append((row["data_set"], *(f"{100 * rate:.0f}" for rate in rates)))
-    rows = [(*row, *("-" for _ in range(most + 1 - len(row)))) for row in rows]
-    columns = ("data set", *(f"{i + 1}" for i in range(most)))
+    rows = [(*row, *("-" for _ in range(max_positions + 1 - len(row)))) for row in rows]
+    columns = ("data set", *(f"{i + 1}" for i in range(max_positions)))
     note = "Per cent of the verify steps that accepted the draft at this position."
     return Section("Acceptance rate by position", columns, rows, note)
 
 
 def _first_of_each(rows: Sequence[Figures]) -> list[Figures]:
     """The row with the lowest concurrency of each data set."""
-    found: dict[str, Figures] = {}
+    first_rows: dict[str, Figures] = {}
     for row in rows:
-        found.setdefault(row["data_set"], row)
-    return list(found.values())
+        first_rows.setdefault(row["data_set"], row)
+    return list(first_rows.values())
 
 
 def _accuracy(figures: Figures) -> Section:
@@ -176,8 +176,8 @@ def _speed(figures: Figures) -> Section:
     for pair in figures["pairs"]:
         by_name.setdefault(pair["data_set"], {})[pair["concurrency"]] = pair["speedup"]
     rows = [
-        (name, *(f"{x:.2f}x" if (x := found.get(count)) else "-" for count in counts))
-        for name, found in by_name.items()
+        (name, *(f"{x:.2f}x" if (x := cells.get(count)) else "-" for count in counts))
+        for name, cells in by_name.items()
     ]
     columns = ("data set", *(f"c = {count}" for count in counts))
     note = "Tokens per second with speculation over those without, prompts included."
@@ -209,10 +209,10 @@ def show(console: Console, figures: Figures) -> None:
         console.print(table(section.title, section.columns, section.rows))
         if section.note:
             console.print(section.note, soft_wrap=wrap)
-    found = remarks(figures)
-    if found:
+    lines = remarks(figures)
+    if lines:
         console.print()
-    for line in found:
+    for line in lines:
         console.print(line, soft_wrap=wrap)
     below = sum(not check["met"] for check in figures["expected"])
     if below:
@@ -239,8 +239,8 @@ def markdown(figures: Figures, pictures: Sequence[tuple[str, str]]) -> str:
             lines += ["", _wrapped(section.note)]
     for name, shows in pictures:
         lines += ["", f"![{shows}]({name})"]
-    if found := remarks(figures):
-        lines += ["", "## Remarks", "", *(_wrapped(f"- {line}") for line in found)]
+    if notes := remarks(figures):
+        lines += ["", "## Remarks", "", *(_wrapped(f"- {line}") for line in notes)]
     return "\n".join(lines) + "\n"
 
 

@@ -117,23 +117,23 @@ class EvalSettings:
             raise ValueError(f"dataset is {self.dataset!r}, which names one twice.")
         return names
 
-    def requests(self, what: str, most: int) -> tuple[int, ...]:
+    def requests(self, kind: str, limit: int) -> tuple[int, ...]:
         """Requests in flight, in order. Raises ValueError where there are fewer prompts."""
         if not self.concurrency:
-            wanted = positive_ints("concurrency", CONCURRENCY[what])
-            return tuple(dict.fromkeys(min(count, most) for count in wanted))
-        wanted = positive_ints("concurrency", self.concurrency)
-        if max(wanted) > most:
+            counts = positive_ints("concurrency", CONCURRENCY[kind])
+            return tuple(dict.fromkeys(min(count, limit) for count in counts))
+        counts = positive_ints("concurrency", self.concurrency)
+        if max(counts) > limit:
             raise ValueError(
-                f"concurrency is {max(wanted)}, but a data set has {most} prompts; lower it, or "
+                f"concurrency is {max(counts)}, but a data set has {limit} prompts; lower it, or "
                 "take more prompts."
             )
-        return wanted
+        return counts
 
 
-def command_line(what: str, settings: EvalSettings, config: EngineConfig) -> str:
+def command_line(kind: str, settings: EvalSettings, config: EngineConfig) -> str:
     """The command that asks for these settings, defaults left out."""
-    words = ["strobe", "eval", what]
+    words = ["strobe", "eval", kind]
     for group in (settings, config):
         for f in fields(group):
             value, default = getattr(group, f.name), None if f.default is MISSING else f.default

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 class Placed(NamedTuple):
     """A row, and where it stands, for a sentence about it."""
 
-    where: str
+    location: str
     row: Row
 
 
@@ -32,8 +32,8 @@ def read_rows(path: Path, option: str = "data") -> list[Placed]:
         rows = _parquet(path)
     else:
         text = _text(path, option)
-        whole = path.name.removesuffix(".gz").endswith(".json")
-        rows = (_json_list(path, text) if whole else None) or _json_lines(path, text)
+        is_json = path.name.removesuffix(".gz").endswith(".json")
+        rows = (_json_list(path, text) if is_json else None) or _json_lines(path, text)
     if not rows:
         raise ValueError(f"{option} is {str(path)!r}, which holds no row; give one or more.")
     return rows
@@ -61,25 +61,25 @@ def _json_list(path: Path, text: str) -> list[Placed] | None:
 
 
 def _json_lines(path: Path, text: str) -> list[Placed]:
-    found: list[Placed] = []
+    rows: list[Placed] = []
     for i, line in enumerate(text.split("\n"), start=1):  # JSON may hold other line ends
         if not line.strip():
             continue
-        where = f"{path} line {i}"
+        location = f"{path} line {i}"
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
             raise ValueError(
-                f"{where} is {reprlib.repr(line)}, but must be one JSON object."
+                f"{location} is {reprlib.repr(line)}, but must be one JSON object."
             ) from None
-        found.append(_placed(value, where))
-    return found
+        rows.append(_placed(value, location))
+    return rows
 
 
-def _placed(value: Any, where: str) -> Placed:
+def _placed(value: Any, location: str) -> Placed:
     if not isinstance(value, dict):
-        raise ValueError(f"{where} is {reprlib.repr(value)}, but must be one JSON object.")
-    return Placed(where, value)
+        raise ValueError(f"{location} is {reprlib.repr(value)}, but must be one JSON object.")
+    return Placed(location, value)
 
 
 def _parquet(path: Path) -> list[Placed]:

@@ -32,8 +32,12 @@ def build(settings: TrainSettings) -> Trainer:
     name = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     config = load_target_config(settings.target)
-    kept = getattr(torch, config.dtype, None)
-    dtype = kept if device.type == "cuda" and isinstance(kept, torch.dtype) else torch.float32
+    torch_dtype = getattr(torch, config.dtype, None)
+    dtype = (
+        torch_dtype
+        if device.type == "cuda" and isinstance(torch_dtype, torch.dtype)
+        else torch.float32
+    )
     tokenizer = AutoTokenizer.from_pretrained(str(settings.target))
     samples = read_samples(
         settings.data,
@@ -47,12 +51,12 @@ def build(settings: TrainSettings) -> Trainer:
     mask_token = shape.mask_token_id
     if mask_token is None:
         mask_token = find_mask_token(tokenizer, config.decoder.vocab_size)
-    wanted = draft_config(shape, config, mask_token)
+    new_config = draft_config(shape, config, mask_token)
     positions = settings.max_length + 64 + shape.block_size
     target = load_target(
         settings.target, config, max_positions=positions, dtype=dtype, device=device
     )
-    draft = new_draft(wanted, target, max_positions=positions, seed=settings.seed)
+    draft = new_draft(new_config, target, max_positions=positions, seed=settings.seed)
     return Trainer(target, draft, settings, training, heldout)
 
 
@@ -106,14 +110,14 @@ def train(settings: TrainSettings) -> None:
         def write(record: dict[str, Any]) -> None:
             print(json.dumps(record), file=lines, flush=True)
 
-        since, at, first = time.perf_counter(), trainer.done, trainer.done + 1
+        since, first_step, first = time.perf_counter(), trainer.done, trainer.done + 1
         while trainer.done < trainer.total:
             result = trainer.step()
             last = trainer.done == trainer.total
             logs = last or trainer.done % settings.log_every == 0
             shown.update(done=trainer.done)
             if logs or trainer.done == first:
-                seconds = (time.perf_counter() - since) / (trainer.done - at)
+                seconds = (time.perf_counter() - since) / (trainer.done - first_step)
                 record = step_record(trainer, result, seconds)
                 loss, length = record["loss"], record["expected_length"]
                 shown.update(
@@ -123,7 +127,7 @@ def train(settings: TrainSettings) -> None:
                     shown.show()
                 if logs:
                     write(record)
-                    since, at = time.perf_counter(), trainer.done
+                    since, first_step = time.perf_counter(), trainer.done
             if last or trainer.done % settings.save_every == 0:
                 trainer.save(checkpoint)
             if trainer.heldout is not None and (last or trainer.done % settings.eval_every == 0):
@@ -133,7 +137,7 @@ def train(settings: TrainSettings) -> None:
                     f"step {trainer.done}: held-out acceptance length "
                     f"{record['heldout_acceptance_length']:.2f}"
                 )
-                since, at = time.perf_counter(), trainer.done
+                since, first_step = time.perf_counter(), trainer.done
     save_draft(trainer.draft, settings.output, read_json(settings.target / "config.json"))
     print(f"drafter written to {settings.output}", file=sys.stderr)
 

@@ -49,22 +49,22 @@ class Acceptance:
         """Share of the steps that accepted the draft at slot 1, 2, ... K."""
         return [count / max(1, self.steps) for count in self.accepted]
 
-    def add(self, other: Acceptance) -> None:
-        self.steps += other.steps
-        self.tokens += other.tokens
-        self.accepted = [a + b for a, b in zip(self.accepted, other.accepted, strict=True)]
+    def add(self, acceptance: Acceptance) -> None:
+        self.steps += acceptance.steps
+        self.tokens += acceptance.tokens
+        self.accepted = [a + b for a, b in zip(self.accepted, acceptance.accepted, strict=True)]
 
     def walk(self, matched: list[int], first: int, last: int) -> None:
         """Decode positions first + 1 .. last; matched[p]: right drafts in a row after p."""
-        at = first
-        while at < last:
-            run = min(matched[at], last - at)
+        position = first
+        while position < last:
+            run = min(matched[position], last - position)
             for slot in range(run):
                 self.accepted[slot] += 1
-            produced = min(run + 1, last - at)
+            produced = min(run + 1, last - position)
             self.steps += 1
             self.tokens += produced
-            at += produced
+            position += produced
 
 
 @torch.no_grad()

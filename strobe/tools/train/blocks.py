@@ -57,8 +57,8 @@ def random_anchors(legal: Tensor, count: int, generator: torch.Generator) -> tup
 
 def every_anchor(legal: Tensor) -> tuple[Tensor, Tensor]:
     """All legal positions, sorted: (anchors [N, A], live [N, A]), A the most of any sequence."""
-    most = max(1, int(legal.sum(1).max()))
-    live, anchors = legal.int().topk(most, dim=1)
+    max_anchors = max(1, int(legal.sum(1).max()))
+    live, anchors = legal.int().topk(max_anchors, dim=1)
     return _sorted(anchors, live.bool())
 
 
@@ -74,12 +74,12 @@ def make_blocks(
     length = ids.shape[1]
     positions = anchors[..., None] + torch.arange(size, device=ids.device)
     inside = positions < length
-    at = positions.clamp(max=length - 1).flatten(1)
-    tokens = ids.gather(1, at).view(positions.shape)
-    known = supervised.gather(1, at).view(positions.shape) & inside & live[..., None]
+    clamped = positions.clamp(max=length - 1).flatten(1)
+    tokens = ids.gather(1, clamped).view(positions.shape)
+    is_known = supervised.gather(1, clamped).view(positions.shape) & inside & live[..., None]
     block = torch.full_like(tokens, mask_token)
     block[..., 0] = tokens[..., 0]
-    valid = known[..., 1:].int().cumprod(-1).bool()
+    valid = is_known[..., 1:].int().cumprod(-1).bool()
     return Blocks(anchors, block, positions, tokens[..., 1:], valid)
 
 

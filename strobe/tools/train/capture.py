@@ -40,9 +40,9 @@ class CausalAttention:
         window = self.masks[layer].window
         mask = None
         if window is not None and window < self.shape[1]:
-            at = torch.arange(self.shape[1], device=q.device)
-            behind = at[:, None] - at
-            mask = (behind >= 0) & (behind < window)
+            index = torch.arange(self.shape[1], device=q.device)
+            distance = index[:, None] - index
+            mask = (distance >= 0) & (distance < window)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )

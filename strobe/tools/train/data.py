@@ -189,8 +189,8 @@ class Corpus:
         rows = indices.to(self._ids.device)
         offset = torch.arange(length, device=self._ids.device)
         inside = offset < self._ends[rows, None]
-        at = (self._starts[rows, None] + offset).where(inside, 0)
-        return Batch((self._ids[at] * inside).long(), self._supervised[at] & inside)
+        cells = (self._starts[rows, None] + offset).where(inside, 0)
+        return Batch((self._ids[cells] * inside).long(), self._supervised[cells] & inside)
 
 
 def epoch_order(lengths: Tensor, batch_size: int, generator: torch.Generator) -> list[Tensor]:

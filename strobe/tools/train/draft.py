@@ -44,41 +44,43 @@ def find_mask_token(tokenizer: Any, rows: int) -> int:
 
 def draft_config(shape: DraftShape, target: TargetConfig, mask_token: int) -> DraftConfig:
     """The config of a new drafter. Raises ValueError where the shape does not fit the target."""
-    own = target.decoder
+    target_decoder = target.decoder
     ids = shape.target_layer_ids
     if ids is None:
-        if not 1 <= shape.features <= max(1, own.num_layers - 3):
+        if not 1 <= shape.features <= max(1, target_decoder.num_layers - 3):
             raise ValueError(
-                f"draft.features is {shape.features}, but a target of {own.num_layers} layers "
-                f"gives 1 to {max(1, own.num_layers - 3)}; lower it or name draft.target_layer_ids."
+                f"draft.features is {shape.features}, but a target of "
+                f"{target_decoder.num_layers} layers "
+                f"gives 1 to {max(1, target_decoder.num_layers - 3)}; lower it or name "
+                "draft.target_layer_ids."
             )
-        ids = tuple(default_capture_layers(own.num_layers, shape.features))
-    wrong = [i for i in ids if not 0 <= i < own.num_layers]
+        ids = tuple(default_capture_layers(target_decoder.num_layers, shape.features))
+    wrong = [i for i in ids if not 0 <= i < target_decoder.num_layers]
     if not ids or wrong or len(set(ids)) < len(ids):
         raise ValueError(
             f"draft.target_layer_ids is {list(ids)}, but must name different layers from 0 to "
-            f"{own.num_layers - 1}."
+            f"{target_decoder.num_layers - 1}."
         )
-    if not 0 <= mask_token < own.vocab_size:
+    if not 0 <= mask_token < target_decoder.vocab_size:
         raise ValueError(
             f"draft.mask_token_id is {mask_token}, but the target's ids are 0 to "
-            f"{own.vocab_size - 1}."
+            f"{target_decoder.vocab_size - 1}."
         )
     full = LayerMask(causal=False)
     sliding = LayerMask(causal=True, window=shape.sliding_window)
     count = shape.sliding_layers
-    decoder = type(own)(
-        hidden_size=own.hidden_size,
-        intermediate_size=shape.intermediate_size or own.intermediate_size,
+    decoder = type(target_decoder)(
+        hidden_size=target_decoder.hidden_size,
+        intermediate_size=shape.intermediate_size or target_decoder.intermediate_size,
         num_layers=shape.layers,
-        num_heads=own.num_heads,
-        num_kv_heads=own.num_kv_heads,
-        head_dim=own.head_dim,
-        vocab_size=own.vocab_size,
-        rms_norm_eps=own.rms_norm_eps,
-        rope=own.rope,
-        max_position=own.max_position,
-        attention_bias=own.attention_bias,
+        num_heads=target_decoder.num_heads,
+        num_kv_heads=target_decoder.num_kv_heads,
+        head_dim=target_decoder.head_dim,
+        vocab_size=target_decoder.vocab_size,
+        rms_norm_eps=target_decoder.rms_norm_eps,
+        rope=target_decoder.rope,
+        max_position=target_decoder.max_position,
+        attention_bias=target_decoder.attention_bias,
         masks=(sliding,) * count + (full,) * (shape.layers - count),
     )
     return DraftConfig(
@@ -86,7 +88,7 @@ def draft_config(shape: DraftShape, target: TargetConfig, mask_token: int) -> Dr
         block_size=shape.block_size,
         mask_token_id=mask_token,
         capture=tuple(i + 1 for i in ids),
-        num_target_layers=own.num_layers,
+        num_target_layers=target_decoder.num_layers,
         embedding_scale=None,
         output_multiplier=1.0,
         logit_softcap=None,

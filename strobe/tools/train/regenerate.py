@@ -60,15 +60,15 @@ def prompts(path: Path, tokenizer: Any, *, room: int) -> Iterator[list[int]]:
     """
     for place, line in read_lines(path):
         if "prompt_ids" in line:
-            found = [list(line["prompt_ids"])]
+            encoded = [list(line["prompt_ids"])]
         else:
             turns = answer_turns(line, place)
             messages = line["messages"]
             if messages and messages[-1]["role"] != "assistant":
                 turns = [*turns, len(messages)]
             options = template_options(line)
-            found = [render(tokenizer, messages[:i], options, answer=True) for i in turns]
-        for ids in found:
+            encoded = [render(tokenizer, messages[:i], options, answer=True) for i in turns]
+        for ids in encoded:
             if not 1 <= len(ids) <= room:
                 raise ValueError(
                     f"{place}: a prompt has {len(ids)} tokens, but the target's context has room "
@@ -77,32 +77,32 @@ def prompts(path: Path, tokenizer: Any, *, room: int) -> Iterator[list[int]]:
             yield ids
 
 
-def regenerate(asked: Sequence[list[int]], answer: Answer, output: Path, *, at_once: int) -> int:
+def regenerate(prompts: Sequence[list[int]], answer: Answer, output: Path, *, at_once: int) -> int:
     """Answer the prompts piece by piece into `output`; returns how many answers it holds.
 
     An existing file is taken as the beginning of the same work and continued.
     """
     done = 0
     if output.exists():
-        whole = [line for _, line in read_lines(output)]
-        done = len(whole)
-        if done > len(asked) or any(
-            a["prompt_ids"] != b for a, b in zip(whole, asked, strict=False)
+        written = [line for _, line in read_lines(output)]
+        done = len(written)
+        if done > len(prompts) or any(
+            a["prompt_ids"] != b for a, b in zip(written, prompts, strict=False)
         ):
             raise ValueError(f"{output} holds answers to other prompts; name another --output.")
     output.parent.mkdir(parents=True, exist_ok=True)
     with (
         output.open("a", encoding="utf-8") as file,
-        Progress("answering", len(asked), done, "prompts") as shown,
+        Progress("answering", len(prompts), done, "prompts") as shown,
     ):
-        for start in range(done, len(asked), at_once):
-            part = list(asked[start : start + at_once])
+        for start in range(done, len(prompts), at_once):
+            part = list(prompts[start : start + at_once])
             for ids, tokens in zip(part, answer(part, start), strict=True):
                 print(json.dumps({"prompt_ids": ids, "output_ids": list(tokens)}), file=file)
             file.flush()
             os.fsync(file.fileno())
             shown.update(done=start + len(part))
-    return len(asked)
+    return len(prompts)
 
 
 def engine_answer(settings: RegenerateSettings) -> Answer:
@@ -121,8 +121,8 @@ def engine_answer(settings: RegenerateSettings) -> Answer:
             )
             for i in range(len(part))
         ]
-        asked = [{"prompt_token_ids": ids} for ids in part]
-        answers = [output.outputs[0] for output in engine.generate(asked, params, use_tqdm=False)]
+        inputs = [{"prompt_token_ids": ids} for ids in part]
+        answers = [output.outputs[0] for output in engine.generate(inputs, params, use_tqdm=False)]
         failed = next((a.error for a in answers if a.error is not None), None)
         if failed is not None:
             raise ValueError(failed)
@@ -136,8 +136,10 @@ def main() -> int:
     settings = tyro.cli(RegenerateSettings, prog="python -m strobe.tools.train.regenerate")
     config = load_target_config(settings.target)
     tokenizer = AutoTokenizer.from_pretrained(str(settings.target))
-    asked = list(prompts(settings.data, tokenizer, room=config.decoder.max_position - 1))
-    count = regenerate(asked, engine_answer(settings), settings.output, at_once=settings.at_once)
+    all_prompts = list(prompts(settings.data, tokenizer, room=config.decoder.max_position - 1))
+    count = regenerate(
+        all_prompts, engine_answer(settings), settings.output, at_once=settings.at_once
+    )
     print(f"{counted(count, 'answer')} in {settings.output}")
     return 0
 

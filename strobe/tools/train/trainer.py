@@ -103,12 +103,12 @@ class Trainer:
 
     def _indices(self) -> Tensor:
         """The sequences of the next step."""
-        epoch, at = divmod(self.done, self.per_epoch)
+        epoch, offset = divmod(self.done, self.per_epoch)
         if self._order is None or self._order[0] != epoch:
             size = self.settings.schedule.batch_size
             order = epoch_order(self.corpus.lengths, size, self._cpu(2 * epoch + 1))
             self._order = (epoch, order)
-        return self._order[1][at]
+        return self._order[1][offset]
 
     def _block_hidden(self, features: Tensor, blocks: Blocks) -> Tensor:
         keys, values = context_kv(self.draft, features)
@@ -175,8 +175,8 @@ class Trainer:
         self.optimizer.step()
         self.done += 1
         accuracy = results[0][1]
-        for _, more in results[1:]:
-            accuracy = accuracy + more
+        for _, metrics in results[1:]:
+            accuracy = accuracy + metrics
         return StepResult(torch.stack([x for x, _ in results]).mean(), norm, accuracy)
 
     def evaluate(self, batch_size: int = 16) -> Acceptance:

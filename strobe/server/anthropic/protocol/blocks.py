@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from strobe.server.openai.protocol.common import TEXT_SCHEMA, Notes, closed, take
-from strobe.server.openai.protocol.errors import BadField, shown, wrong
+from strobe.server.openai.protocol.common import (
+    TEXT_SCHEMA,
+    FieldWarnings,
+    object_schema,
+    split_fields,
+)
+from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 
 ROLES = ("user", "assistant", "system")
 BLOCK_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -36,11 +41,11 @@ def _shape(kind: str) -> dict[str, Any]:
         values |= {"name": TEXT_SCHEMA, "input": {"type": "object"}}
     elif kind == "tool_result":
         values["content"] = TEXTS_SCHEMA
-    return closed(values, "block", ("type", *needed))
+    return object_schema(values, "block", ("type", *needed))
 
 
-def _texts_or(blocks: list[dict[str, Any]], least: int = 0) -> dict[str, Any]:
-    listed = {"type": "array", "minItems": least, "items": {"anyOf": blocks}}
+def _texts_or(blocks: list[dict[str, Any]], min_items: int = 0) -> dict[str, Any]:
+    listed = {"type": "array", "minItems": min_items, "items": {"anyOf": blocks}}
     return {"anyOf": [_TEXT, listed]}
 
 
@@ -52,8 +57,8 @@ MESSAGES_SCHEMA: dict[str, Any] = {
     "minItems": 1,
     "items": {
         "anyOf": [
-            closed(
-                {"role": {"const": role}, "content": _texts_or([*map(_shape, kinds)], least=1)},
+            object_schema(
+                {"role": {"const": role}, "content": _texts_or([*map(_shape, kinds)], min_items=1)},
                 "",
                 ("role", "content"),
             )
@@ -63,23 +68,25 @@ MESSAGES_SCHEMA: dict[str, Any] = {
 }
 
 
-def read_items(messages: Any, notes: Notes) -> list[dict[str, Any]]:
+def read_items(messages: Any, notes: FieldWarnings) -> list[dict[str, Any]]:
     """The items in their order; texts of one role in a row are one message, also where they stand
     in several. notes: gets a sentence for what has no effect. Raises BadField."""
     if not isinstance(messages, list | tuple) or not messages:
-        raise wrong("messages", messages, "a list of one or more messages")
+        raise invalid_value("messages", messages, "a list of one or more messages")
     items: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
-        taken = take(message, ("role", "content"), "", path, lenient=notes.lenient)
-        notes += taken.notes
-        role, content = taken.fields.get("role"), taken.fields.get("content")
+        split = split_fields(message, ("role", "content"), "", path, lenient=notes.lenient)
+        notes += split.warnings
+        role, content = split.fields.get("role"), split.fields.get("content")
         if role not in ROLES:
-            raise wrong(f"{path}.role", role, f"one of {', '.join(ROLES)}")
+            raise invalid_value(f"{path}.role", role, f"one of {', '.join(ROLES)}")
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         elif not isinstance(content, list | tuple) or not content:
-            raise wrong(f"{path}.content", content, "a text, or a list of one or more blocks")
+            raise invalid_value(
+                f"{path}.content", content, "a text, or a list of one or more blocks"
+            )
         for place, block in enumerate(content):
             item = _item(block, role, f"{path}.content[{place}]", notes)
             if item is not None:
@@ -87,13 +94,13 @@ def read_items(messages: Any, notes: Notes) -> list[dict[str, Any]]:
     return items
 
 
-def read_texts(given: Any, path: str, notes: Notes) -> str:
+def read_texts(value: Any, path: str, notes: FieldWarnings) -> str:
     """A text, or those of a list of text blocks, one to a line. Raises BadField."""
-    if given is None or isinstance(given, str):
-        return given or ""
-    if not isinstance(given, list | tuple):
-        raise wrong(path, given, "a text, or a list of text blocks")
-    blocks = [_block(one, ("text",), f"{path}[{i}]", notes)[1] for i, one in enumerate(given)]
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list | tuple):
+        raise invalid_value(path, value, "a text, or a list of text blocks")
+    blocks = [_block(entry, ("text",), f"{path}[{i}]", notes)[1] for i, entry in enumerate(value)]
     return "\n".join(block["text"] for block in blocks)
 
 
@@ -105,7 +112,7 @@ def _add(items: list[dict[str, Any]], item: dict[str, Any]) -> None:
         items.append(item)
 
 
-def _item(block: Any, role: str, path: str, notes: Notes) -> dict[str, Any] | None:
+def _item(block: Any, role: str, path: str, notes: FieldWarnings) -> dict[str, Any] | None:
     kind, fields = _block(block, OWNERS[role], path, notes)
     if kind == "text":
         part = {"type": "text", "text": fields["text"]}
@@ -123,33 +130,36 @@ def _item(block: Any, role: str, path: str, notes: Notes) -> dict[str, Any] | No
 
 
 def _block(
-    block: Any, kinds: tuple[str, ...], path: str, notes: Notes
+    block: Any, kinds: tuple[str, ...], path: str, notes: FieldWarnings
 ) -> tuple[str, dict[str, Any]]:
     """A block's type and fields. kinds: the types that may stand there. Raises BadField."""
     if not isinstance(block, Mapping):
-        raise wrong(path, block, 'a block such as {"type": "text", "text": ...}')
+        raise invalid_value(path, block, 'a block such as {"type": "text", "text": ...}')
     kind = block.get("type")
     if kind not in kinds:
-        known = isinstance(kind, str) and kind in BLOCK_FIELDS
-        why = "has no place there" if known else "is not supported: text and calls of tools are"
-        raise BadField(
-            f"{path}.type is {shown(kind)}, which {why}; the types there are {', '.join(kinds)}.",
+        is_known = isinstance(kind, str) and kind in BLOCK_FIELDS
+        why = "has no place there" if is_known else "is not supported: text and calls of tools are"
+        raise FieldError(
+            f"{path}.type is {short_json(kind)}, which {why}; the types there are "
+            f"{', '.join(kinds)}.",
             f"{path}.type",
             "unsupported_parameter",
         )
-    taken = take(block, ("type", *BLOCK_FIELDS[kind]), "block", path, lenient=notes.lenient)
-    notes += taken.notes
-    fields = taken.fields
+    split = split_fields(block, ("type", *BLOCK_FIELDS[kind]), "block", path, lenient=notes.lenient)
+    notes += split.warnings
+    fields = split.fields
     for name in BLOCK_FIELDS[kind]:
         if name in ("signature", "content"):
             continue
         if name == "input":
             if not isinstance(fields.get(name), Mapping):
-                raise wrong(f"{path}.input", fields.get(name), "an object, the tool's arguments")
+                raise invalid_value(
+                    f"{path}.input", fields.get(name), "an object, the tool's arguments"
+                )
         elif not isinstance(fields.get(name), str):
-            raise wrong(f"{path}.{name}", fields.get(name), "a text")
+            raise invalid_value(f"{path}.{name}", fields.get(name), "a text")
     if fields.get("name") == "":
-        raise wrong(f"{path}.name", "", "the name of a tool")
+        raise invalid_value(f"{path}.name", "", "the name of a tool")
     if not isinstance(fields.get("signature", ""), str):
-        raise wrong(f"{path}.signature", fields["signature"], "a text")
+        raise invalid_value(f"{path}.signature", fields["signature"], "a text")
     return kind, fields

@@ -22,22 +22,34 @@ from strobe.server.anthropic.protocol.tools import (
     read_tools,
 )
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest, Effort
-from strobe.server.openai.protocol.common import Closed, Int, Texts, Within, closed, take
+from strobe.server.openai.protocol.common import (
+    Bounds,
+    Int,
+    RequestModel,
+    Texts,
+    object_schema,
+    split_fields,
+)
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
-from strobe.server.openai.protocol.errors import BadField, renamed, shown, wrong
+from strobe.server.openai.protocol.errors import (
+    FieldError,
+    invalid_value,
+    rename_fields,
+    short_json,
+)
 from strobe.server.openai.protocol.items import read_input
-from strobe.server.openai.protocol.sampling_fields import STOP_SCHEMA, Sampling
+from strobe.server.openai.protocol.sampling_fields import STOP_SCHEMA, SamplingFields
 
 THINKING = ("enabled", "adaptive", "disabled")
 DISPLAYS = ("summarized", "omitted")
-THINKING_SCHEMA = closed(
+THINKING_SCHEMA = object_schema(
     {"type": {"enum": list(THINKING)}, "display": {"enum": list(DISPLAYS)}}, "thinking", ("type",)
 )
-THREAD_SCHEMA = closed({"type": {"const": "create"}}, "thread", ("type",))
-FORMAT_SCHEMA = closed(
+THREAD_SCHEMA = object_schema({"type": {"const": "create"}}, "thread", ("type",))
+FORMAT_SCHEMA = object_schema(
     {"type": {"const": "json_schema"}, "schema": {"type": "object"}}, "", ("type", "schema")
 )
-OUTPUT_SCHEMA = closed(
+OUTPUT_SCHEMA = object_schema(
     {"effort": {"enum": list(get_args(Effort))}, "format": FORMAT_SCHEMA}, "output_config"
 )
 
@@ -54,7 +66,7 @@ _NAMES = {
 _STOP = {re.compile(r"^stop\b"): "stop_sequences"}
 
 
-class MessagesPrompt(Closed):
+class MessagesPrompt(RequestModel):
     """What the prompt is made of. `to_chat` is the same as a chat."""
 
     messages: Annotated[Any, WithJsonSchema(MESSAGES_SCHEMA)] = Field(
@@ -126,30 +138,32 @@ class MessagesPrompt(Closed):
         body |= self.generation()
         try:
             self._chat = ChatCompletionRequest.read(body)
-        except BadField as error:
+        except FieldError as error:
             raise self.in_own_words(error) from None
 
     def generation(self) -> dict[str, Any]:
         """A chat's fields that say how to answer."""
         return {}
 
-    def _read(self, name: str, known: Collection[str]) -> dict[str, Any]:
-        given = getattr(self, name)
-        if given is None:
+    def _read(self, name: str, known_names: Collection[str]) -> dict[str, Any]:
+        value = getattr(self, name)
+        if value is None:
             return {}
-        taken = take(given, known, name, name, lenient=self._notes.lenient)
-        self._notes.extend(taken.notes)
-        return taken.fields
+        split = split_fields(value, known_names, name, name, lenient=self._notes.lenient)
+        self._notes.extend(split.warnings)
+        return split.fields
 
     def _check_objects(self) -> None:
         checks = (("type", THINKING), ("display", DISPLAYS))
         for name, values in checks if self.thinking is not None else ():
             value = self._thinking.get(name)
             if value not in values and (name == "type" or value is not None):
-                raise wrong(f"thinking.{name}", value, f"one of {', '.join(values)}")
+                raise invalid_value(f"thinking.{name}", value, f"one of {', '.join(values)}")
         effort = self._output.get("effort")
         if effort is not None and effort not in get_args(Effort):
-            raise wrong("output_config.effort", effort, f"one of {', '.join(get_args(Effort))}")
+            raise invalid_value(
+                "output_config.effort", effort, f"one of {', '.join(get_args(Effort))}"
+            )
 
     def _check_thread(self) -> None:
         """A thread that is only begun is answered; the client does without once one goes on."""
@@ -157,8 +171,9 @@ class MessagesPrompt(Closed):
             return
         kind = self.thread.get("type") if isinstance(self.thread, Mapping) else None
         if kind != "create":
-            raise BadField(
-                f"thread is {shown(self.thread)}, but this server holds no conversations; send the "
+            raise FieldError(
+                f"thread is {short_json(self.thread)}, but this server holds no conversations; "
+                "send the "
                 "whole conversation without thread.",
                 "thread",
                 THREAD_UNSUPPORTED,
@@ -167,17 +182,17 @@ class MessagesPrompt(Closed):
 
     def _variables(self) -> dict[str, Any]:
         """The chat template's, with what `thinking` says to it."""
-        given = dict(self.chat_template_kwargs or {})
+        variables = dict(self.chat_template_kwargs or {})
         if self.thinking is None:
-            return given
+            return variables
         thinks = self._thinking["type"] != "disabled"
-        if given.get("enable_thinking", thinks) != thinks:
-            raise BadField(
+        if variables.get("enable_thinking", thinks) != thinks:
+            raise FieldError(
                 f"thinking.type is {self._thinking['type']}, but "
                 "chat_template_kwargs.enable_thinking says otherwise; leave one of them out.",
                 "thinking.type",
             )
-        return {**given, "enable_thinking": thinks}
+        return {**variables, "enable_thinking": thinks}
 
     @property
     def shows_thinking(self) -> bool:
@@ -189,23 +204,25 @@ class MessagesPrompt(Closed):
         assert self._chat is not None, "checked requests have their chat"
         return self._chat
 
-    def in_own_words(self, error: BadField) -> BadField:
+    def in_own_words(self, error: FieldError) -> FieldError:
         """What is wrong with the chat, with the names that this endpoint has for its fields."""
-        return error.renamed(_NAMES)
+        return error.with_names(_NAMES)
 
     def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
         """A sentence for each thing given that has no effect, as for a chat."""
-        said = super().warnings()
-        said += [renamed(one, _NAMES) for one in self.to_chat().warnings(template_reads)]
-        return list(dict.fromkeys(said))
+        sentences = super().warnings()
+        sentences += [
+            rename_fields(sentence, _NAMES) for sentence in self.to_chat().warnings(template_reads)
+        ]
+        return list(dict.fromkeys(sentences))
 
 
-class MessagesRequest(Sampling, MessagesPrompt):
+class MessagesRequest(SamplingFields, MessagesPrompt):
     """The body of POST /v1/messages."""
 
-    place: ClassVar[str] = "messages"
+    schema_key: ClassVar[str] = "messages"
 
-    max_tokens: Annotated[Int, Within(1, MAX_INT, "ask for one token or more")] = Field(
+    max_tokens: Annotated[Int, Bounds(1, MAX_INT, "ask for one token or more")] = Field(
         description="Most tokens to make, thinking included."
     )
     stop_sequences: Annotated[Texts, WithJsonSchema(STOP_SCHEMA)] = Field(
@@ -214,23 +231,29 @@ class MessagesRequest(Sampling, MessagesPrompt):
 
     def generation(self) -> dict[str, Any]:
         if self.stop and self.stop_sequences:
-            raise BadField("stop is given beside stop_sequences; give one of them.", "stop")
-        body = {name: getattr(self, name) for name in Sampling.model_fields if self.given(name)}
+            raise FieldError("stop is given beside stop_sequences; give one of them.", "stop")
+        body = {
+            name: getattr(self, name) for name in SamplingFields.model_fields if self.is_set(name)
+        }
         if self.stop_sequences:
             body["stop"] = self.stop_sequences
         return body | {"max_tokens": self.max_tokens, "response_format": self._read_format()}
 
     def _read_format(self) -> dict[str, Any] | None:
-        given, path = self._output.get("format"), "output_config.format"
-        if given is None:
+        output_format, path = self._output.get("format"), "output_config.format"
+        if output_format is None:
             return None
-        taken = take(given, ("type", "schema"), "", path, lenient=self._notes.lenient)
-        self._notes.extend(taken.notes)
-        if taken.fields.get("type") != "json_schema":
-            raise wrong(f"{path}.type", taken.fields.get("type"), '"json_schema"')
-        if not isinstance(taken.fields.get("schema"), Mapping):
-            raise wrong(f"{path}.schema", taken.fields.get("schema"), "a JSON schema, as an object")
-        schema = {"name": "format", "schema": taken.fields["schema"]}
+        split = split_fields(
+            output_format, ("type", "schema"), "", path, lenient=self._notes.lenient
+        )
+        self._notes.extend(split.warnings)
+        if split.fields.get("type") != "json_schema":
+            raise invalid_value(f"{path}.type", split.fields.get("type"), '"json_schema"')
+        if not isinstance(split.fields.get("schema"), Mapping):
+            raise invalid_value(
+                f"{path}.schema", split.fields.get("schema"), "a JSON schema, as an object"
+            )
+        schema = {"name": "format", "schema": split.fields["schema"]}
         return {"type": "json_schema", "json_schema": schema}
 
     def limit(self) -> tuple[str, int | None]:
@@ -240,15 +263,15 @@ class MessagesRequest(Sampling, MessagesPrompt):
         """Keyword arguments of SamplingParams, as those of the chat."""
         return self.to_chat().sampling(defaults)
 
-    def in_own_words(self, error: BadField) -> BadField:
+    def in_own_words(self, error: FieldError) -> FieldError:
         bad = super().in_own_words(error)
-        return bad.renamed(_STOP) if self.stop_sequences else bad
+        return bad.with_names(_STOP) if self.stop_sequences else bad
 
 
 class CountTokensRequest(MessagesPrompt):
     """The body of POST /v1/messages/count_tokens."""
 
-    place: ClassVar[str] = "count_tokens"
+    schema_key: ClassVar[str] = "count_tokens"
 
     model: str | None = Field(
         None, description="The name of the served model, as /v1/models lists it; any when left out."

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from strobe.server.openai.protocol.common import TEXT_SCHEMA, Notes, closed, take
-from strobe.server.openai.protocol.errors import BadField, shown, wrong
+from strobe.server.openai.protocol.common import (
+    TEXT_SCHEMA,
+    FieldWarnings,
+    object_schema,
+    split_fields,
+)
+from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 
 TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict")
 CHOICES = ("auto", "any", "tool", "none")
 
 TOOLS_SCHEMA: dict[str, Any] = {
     "type": "array",
-    "items": closed(
+    "items": object_schema(
         {
             "type": {"const": "custom"},
             "name": TEXT_SCHEMA,
@@ -28,69 +33,70 @@ TOOLS_SCHEMA: dict[str, Any] = {
 _ONE: dict[str, Any] = {"disable_parallel_tool_use": {"type": "boolean"}}
 CHOICE_SCHEMA: dict[str, Any] = {
     "anyOf": [
-        closed({"type": {"const": "none"}}, "", ("type",)),
-        closed({"type": {"enum": ["auto", "any"]}, **_ONE}, "", ("type",)),
-        closed(
+        object_schema({"type": {"const": "none"}}, "", ("type",)),
+        object_schema({"type": {"enum": ["auto", "any"]}, **_ONE}, "", ("type",)),
+        object_schema(
             {"type": {"const": "tool"}, "name": {"type": "string"}, **_ONE}, "", ("type", "name")
         ),
     ]
 }
 
 
-def read_tools(tools: Any, notes: Notes) -> list[dict[str, Any]]:
+def read_tools(tools: Any, notes: FieldWarnings) -> list[dict[str, Any]]:
     """A chat's tools. Raises BadField."""
     if tools is None:
         return []
     if not isinstance(tools, list | tuple):
-        raise wrong("tools", tools, "a list of tools")
+        raise invalid_value("tools", tools, "a list of tools")
     return [_tool(tool, f"tools[{index}]", notes) for index, tool in enumerate(tools)]
 
 
-def _tool(tool: Any, path: str, notes: Notes) -> dict[str, Any]:
+def _tool(tool: Any, path: str, notes: FieldWarnings) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
-        raise wrong(path, tool, "a tool with a name and an input_schema")
+        raise invalid_value(path, tool, "a tool with a name and an input_schema")
     kind = tool.get("type")
     if kind not in (None, "custom"):
-        raise BadField(
-            f"{path}.type is {shown(kind)}, which is not supported: this server brings no tools of "
+        raise FieldError(
+            f"{path}.type is {short_json(kind)}, which is not supported: this server brings no "
+            "tools of "
             'its own; leave it out, or give "custom".',
             f"{path}.type",
             "unsupported_parameter",
         )
-    taken = take(tool, TOOL_FIELDS, "messages.tool", path, lenient=notes.lenient)
-    notes += taken.notes
-    function = {name: value for name, value in taken.fields.items() if name != "type"}
+    split = split_fields(tool, TOOL_FIELDS, "messages.tool", path, lenient=notes.lenient)
+    notes += split.warnings
+    function = {name: value for name, value in split.fields.items() if name != "type"}
     schema = function.pop("input_schema", None)
     if not isinstance(schema, Mapping):
-        raise wrong(f"{path}.input_schema", schema, "a JSON schema, as an object")
+        raise invalid_value(f"{path}.input_schema", schema, "a JSON schema, as an object")
     return {"type": "function", "function": {**function, "parameters": schema}}
 
 
-def read_choice(given: Any, tools: list[dict[str, Any]], notes: Notes) -> dict[str, Any]:
+def read_choice(value: Any, tools: list[dict[str, Any]], notes: FieldWarnings) -> dict[str, Any]:
     """A chat's tool_choice and parallel_tool_calls. Raises BadField."""
-    if given is None:
+    if value is None:
         return {}
-    kind = given.get("type") if isinstance(given, Mapping) else None
+    kind = value.get("type") if isinstance(value, Mapping) else None
     if kind not in CHOICES:
-        place = "tool_choice.type" if isinstance(given, Mapping) else "tool_choice"
-        shape = "one of" if isinstance(given, Mapping) else "an object with a type, one of"
-        raise wrong(place, given if kind is None else kind, f"{shape} {', '.join(CHOICES)}")
-    known = ["type", *(("name",) if kind == "tool" else ())]
-    known += ["disable_parallel_tool_use"] if kind != "none" else []
-    taken = take(given, known, "", "tool_choice", lenient=notes.lenient)
-    notes += taken.notes
-    fields = taken.fields
+        place = "tool_choice.type" if isinstance(value, Mapping) else "tool_choice"
+        shape = "one of" if isinstance(value, Mapping) else "an object with a type, one of"
+        raise invalid_value(place, value if kind is None else kind, f"{shape} {', '.join(CHOICES)}")
+    known_fields = ["type", *(("name",) if kind == "tool" else ())]
+    known_fields += ["disable_parallel_tool_use"] if kind != "none" else []
+    split = split_fields(value, known_fields, "", "tool_choice", lenient=notes.lenient)
+    notes += split.warnings
+    fields = split.fields
     alone = fields.get("disable_parallel_tool_use", False)
     if not isinstance(alone, bool):
-        raise wrong("tool_choice.disable_parallel_tool_use", alone, "true or false")
+        raise invalid_value("tool_choice.disable_parallel_tool_use", alone, "true or false")
     if kind in ("any", "tool") and not tools:
-        raise BadField(
-            f"tool_choice is {shown(given)}, but there are no tools; give tools as well.",
+        raise FieldError(
+            f"tool_choice is {short_json(value)}, but there are no tools; give tools as well.",
             "tool_choice",
         )
     choice: Any = {"any": "required"}.get(kind, kind)
     if kind == "tool":
         if not isinstance(fields.get("name"), str):
-            raise wrong("tool_choice.name", fields.get("name"), "the name of a tool")
+            raise invalid_value("tool_choice.name", fields.get("name"), "the name of a tool")
         choice = {"type": "function", "function": {"name": fields["name"]}}
     return {"tool_choice": choice, "parallel_tool_calls": not alone}

@@ -7,8 +7,13 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from strobe.server.openai.protocol.common import TEXT_SCHEMA, Notes, closed, take
-from strobe.server.openai.protocol.errors import BadField, shown, wrong
+from strobe.server.openai.protocol.common import (
+    TEXT_SCHEMA,
+    FieldWarnings,
+    object_schema,
+    split_fields,
+)
+from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -28,23 +33,25 @@ PART_FIELDS: Mapping[str, str] = {
 
 _TEXT: dict[str, Any] = {"type": "string"}
 _PARTS: list[dict[str, Any]] = [
-    closed(
+    object_schema(
         {"type": {"enum": [kind for kind, name in PART_FIELDS.items() if name == "text"]},
          "text": _TEXT},
         "part", ("text",),
     ),
-    closed({"type": {"const": "refusal"}, "refusal": _TEXT}, "part", ("type", "refusal")),
+    object_schema({"type": {"const": "refusal"}, "refusal": _TEXT}, "part", ("type", "refusal")),
 ]  # fmt: skip
 CONTENT_SCHEMA: dict[str, Any] = {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": _PARTS}}]}
 ARGUMENTS_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "object"}, _TEXT, {"type": "null"}]}
 _CALLS: dict[str, Any] = {
     "type": "array",
-    "items": closed(
+    "items": object_schema(
         {
             "id": _TEXT,
             "type": {"const": "function"},
             "index": {},
-            "function": closed({"name": TEXT_SCHEMA, "arguments": ARGUMENTS_SCHEMA}, "", ("name",)),
+            "function": object_schema(
+                {"name": TEXT_SCHEMA, "arguments": ARGUMENTS_SCHEMA}, "", ("name",)
+            ),
         },
         "tool_call",
         ("function",),
@@ -74,61 +81,61 @@ _SOMETHING: Mapping[str, dict[str, Any]] = {
 """What an assistant's message may consist of alone."""
 MESSAGE_SCHEMA: dict[str, Any] = {
     "anyOf": [
-        closed(
+        object_schema(
             {**_BY_OTHERS, "role": {"enum": ["system", "developer", "user"]}},
             "message", ("role", "content"),
         ),
-        closed(
+        object_schema(
             {**_BY_OTHERS, "role": {"const": "tool"}, "tool_call_id": _TEXT},
             "message", ("role", "content"),
         ),
         *(
-            closed({**_BY_ASSISTANT, name: shape}, "message", ("role", name))
+            object_schema({**_BY_ASSISTANT, name: shape}, "message", ("role", name))
             for name, shape in _SOMETHING.items()
         ),
     ]
 }  # fmt: skip
 
 
-def read_messages(messages: Sequence[Any], notes: Notes) -> list[dict[str, Any]]:
+def read_messages(messages: Sequence[Any], notes: FieldWarnings) -> list[dict[str, Any]]:
     """A conversation for the chat template; reading the result again gives the same.
 
     notes: gets a sentence for what has no effect. Raises BadField.
     """
     if not messages:
-        raise wrong("messages", list(messages), "a list of one or more messages")
-    return [read_message(one, f"messages[{i}]", notes) for i, one in enumerate(messages)]
+        raise invalid_value("messages", list(messages), "a list of one or more messages")
+    return [read_message(message, f"messages[{i}]", notes) for i, message in enumerate(messages)]
 
 
-def read_message(message: Any, path: str, notes: Notes) -> dict[str, Any]:
+def read_message(message: Any, path: str, notes: FieldWarnings) -> dict[str, Any]:
     """One message: content is text or None, the role developer is system, and the arguments of
     tool calls are objects where they are JSON. Raises BadField."""
-    taken = take(message, MESSAGE_FIELDS, "message", path, lenient=notes.lenient)
-    notes += taken.notes
-    fields = taken.fields
+    split = split_fields(message, MESSAGE_FIELDS, "message", path, lenient=notes.lenient)
+    notes += split.warnings
+    fields = split.fields
     role = fields.get("role")
     if role not in ROLES:
-        given = "is missing" if role is None else f"is {shown(role)}"
-        raise BadField(
-            f"{path}.role {given}, but must be one of {', '.join(ROLES)}.", f"{path}.role"
+        problem = "is missing" if role is None else f"is {short_json(role)}"
+        raise FieldError(
+            f"{path}.role {problem}, but must be one of {', '.join(ROLES)}.", f"{path}.role"
         )
     for names, owner in ((ASSISTANT_ONLY, "assistant"), (TOOL_ONLY, "tool")):
         for name in names:
             if role != owner and fields.get(name):
-                raise BadField(
+                raise FieldError(
                     f"{path}.{name} is given for the role {role}, but belongs to the role {owner}.",
                     f"{path}.{name}",
                 )
     for name in ("name", "refusal", "reasoning_content", "reasoning", "tool_call_id"):
         if not isinstance(fields.get(name, ""), str):
-            raise wrong(f"{path}.{name}", fields[name], "a text")
+            raise invalid_value(f"{path}.{name}", fields[name], "a text")
     read: dict[str, Any] = {"role": "system" if role == "developer" else role}
     read["content"] = read_content(fields.get("content"), f"{path}.content", notes)
     read |= {name: fields[name] for name in ("name", "tool_call_id") if name in fields}
     if role == "assistant":
         read |= _assistant(fields, read["content"], path, notes)
     if read["content"] is None and not (read.get("tool_calls") or read.get("reasoning_content")):
-        raise BadField(
+        raise FieldError(
             f"{path}.content is missing; give a text, or a list of text parts.",
             f"{path}.content",
             "missing_required_parameter",
@@ -137,7 +144,7 @@ def read_message(message: Any, path: str, notes: Notes) -> dict[str, Any]:
 
 
 def _assistant(
-    fields: Mapping[str, Any], content: str | None, path: str, notes: Notes
+    fields: Mapping[str, Any], content: str | None, path: str, notes: FieldWarnings
 ) -> dict[str, Any]:
     """What an assistant's message has beside role and name; a refusal is text it wrote."""
     read: dict[str, Any] = {}
@@ -145,7 +152,7 @@ def _assistant(
         read["content"] = "\n".join([content, refusal] if content else [refusal])
     reasoning = fields.get("reasoning_content", fields.get("reasoning"))
     if reasoning != fields.get("reasoning", reasoning):
-        raise BadField(
+        raise FieldError(
             f"{path}.reasoning differs from {path}.reasoning_content; give one of them.",
             f"{path}.reasoning",
         )
@@ -153,7 +160,7 @@ def _assistant(
         read["reasoning_content"] = reasoning
     if (calls := fields.get("tool_calls")) is not None:
         if not isinstance(calls, list | tuple):
-            raise wrong(f"{path}.tool_calls", calls, "a list of tool calls")
+            raise invalid_value(f"{path}.tool_calls", calls, "a list of tool calls")
         path = f"{path}.tool_calls"
         read_calls = [_tool_call(call, f"{path}[{i}]", notes) for i, call in enumerate(calls)]
         if read_calls:
@@ -161,51 +168,56 @@ def _assistant(
     return read
 
 
-def read_content(content: Any, path: str, notes: Notes) -> str | None:
+def read_content(content: Any, path: str, notes: FieldWarnings) -> str | None:
     """Text of a message; the texts of several parts stand one to a line. Raises BadField."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise wrong(path, content, "a text, or a list of text parts")
+        raise invalid_value(path, content, "a text, or a list of text parts")
     return "\n".join(_part(part, f"{path}[{i}]", notes) for i, part in enumerate(content))
 
 
-def _part(part: Any, path: str, notes: Notes) -> str:
+def _part(part: Any, path: str, notes: FieldWarnings) -> str:
     if not isinstance(part, Mapping):
-        raise wrong(path, part, 'a part such as {"type": "text", "text": ...}')
+        raise invalid_value(path, part, 'a part such as {"type": "text", "text": ...}')
     kind = "text" if part.get("type") is None else part["type"]
     field = PART_FIELDS.get(kind) if isinstance(kind, str) else None
     if field is None:
-        raise BadField(
-            f"{path}.type is {shown(kind)}, but only text is supported, no images, audio or files; "
+        raise FieldError(
+            f"{path}.type is {short_json(kind)}, but only text is supported, no images, audio or "
+            "files; "
             'give {"type": "text", "text": ...}.',
             f"{path}.type",
             "unsupported_parameter",
         )
-    taken = take(part, ("type", field), "part", path, lenient=notes.lenient)
-    notes += taken.notes
-    text = taken.fields.get(field)
+    split = split_fields(part, ("type", field), "part", path, lenient=notes.lenient)
+    notes += split.warnings
+    text = split.fields.get(field)
     if not isinstance(text, str):
-        raise wrong(f"{path}.{field}", text, "a text")
+        raise invalid_value(f"{path}.{field}", text, "a text")
     return text
 
 
-def _tool_call(call: Any, path: str, notes: Notes) -> dict[str, Any]:
+def _tool_call(call: Any, path: str, notes: FieldWarnings) -> dict[str, Any]:
     """One earlier call; index is where it stood in a stream and says nothing here."""
-    taken = take(call, TOOL_CALL_FIELDS, "tool_call", path, lenient=notes.lenient)
-    notes += taken.notes
-    fields = taken.fields
+    split = split_fields(call, TOOL_CALL_FIELDS, "tool_call", path, lenient=notes.lenient)
+    notes += split.warnings
+    fields = split.fields
     if fields.get("type", "function") != "function":
-        raise wrong(f"{path}.type", fields["type"], '"function"', "other tools are not supported")
+        raise invalid_value(
+            f"{path}.type", fields["type"], '"function"', "other tools are not supported"
+        )
     inner = f"{path}.function"
-    taken = take(fields.get("function"), ("name", "arguments"), "", inner, lenient=notes.lenient)
-    notes += taken.notes
-    function = taken.fields
+    split = split_fields(
+        fields.get("function"), ("name", "arguments"), "", inner, lenient=notes.lenient
+    )
+    notes += split.warnings
+    function = split.fields
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise wrong(f"{path}.function.name", name, "the name of a function")
+        raise invalid_value(f"{path}.function.name", name, "the name of a function")
     if not isinstance(fields.get("id", ""), str):
-        raise wrong(f"{path}.id", fields["id"], "a text")
+        raise invalid_value(f"{path}.id", fields["id"], "a text")
     arguments = read_arguments(function.get("arguments"), f"{path}.function.arguments")
     read = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"id": fields["id"], **read} if "id" in fields else read
@@ -218,7 +230,7 @@ def read_arguments(arguments: Any, path: str) -> dict[str, Any] | str:
     if isinstance(arguments, Mapping):
         return dict(arguments)
     if not isinstance(arguments, str):
-        raise wrong(path, arguments, "the JSON text of an object")
+        raise invalid_value(path, arguments, "the JSON text of an object")
     try:
         value = from_json(arguments, allow_inf_nan=False)
     except ValueError:

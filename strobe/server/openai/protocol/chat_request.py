@@ -10,10 +10,10 @@ from pydantic.config import JsonDict
 
 from strobe.checks import MAX_INT
 from strobe.sampling_params import MAX_ANSWERS
-from strobe.server.openai.protocol.common import Int, Notes, StreamOptions, Within
+from strobe.server.openai.protocol.common import Bounds, FieldWarnings, Int, StreamOptions
 from strobe.server.openai.protocol.conversation import Conversation, Messages
-from strobe.server.openai.protocol.errors import BadField
-from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, Sampling
+from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, SamplingFields
 from strobe.server.openai.protocol.tools import CHOICE_SCHEMA
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -23,22 +23,22 @@ NOT_ZERO: JsonDict = {"not": {"const": 0}}
 CONFLICT = "is given beside a tool_choice that forces a call"
 
 
-class ChatCompletionRequest(Sampling, Conversation):
+class ChatCompletionRequest(SamplingFields, Conversation):
     """The body of POST /v1/chat/completions."""
 
-    place: ClassVar[str] = "chat"
+    schema_key: ClassVar[str] = "chat"
 
     messages: Messages = Field(
         description="The conversation: objects with `role` and `content`, a text or a list of text "
         "parts."
     )
-    n: Annotated[Int, Within(1, MAX_ANSWERS, "ask for one answer or more")] = Field(
+    n: Annotated[Int, Bounds(1, MAX_ANSWERS, "ask for one answer or more")] = Field(
         1, description="Answers, sampled independently even under one seed."
     )
     max_completion_tokens: (
-        Annotated[Int, Within(1, MAX_INT, "leave it out for all that fit")] | None
+        Annotated[Int, Bounds(1, MAX_INT, "leave it out for all that fit")] | None
     ) = Field(None, description="Most tokens to make, reasoning included; all that fit otherwise.")
-    max_tokens: Annotated[Int, Within(1, MAX_INT, "leave it out for all that fit")] | None = Field(
+    max_tokens: Annotated[Int, Bounds(1, MAX_INT, "leave it out for all that fit")] | None = Field(
         None, description="The older name of max_completion_tokens."
     )
     logprobs: bool = Field(False, description="Log probabilities of the answer's tokens.")
@@ -74,7 +74,7 @@ class ChatCompletionRequest(Sampling, Conversation):
     echo: bool = Field(
         False, description="Begin the answer with the last message where that is the assistant's."
     )
-    truncate_prompt_tokens: Annotated[Int, Within(-1, MAX_INT, "-1 keeps all that fit")] | None = (
+    truncate_prompt_tokens: Annotated[Int, Bounds(-1, MAX_INT, "-1 keeps all that fit")] | None = (
         Field(
             None,
             description="Keep only so many of the prompt's last tokens; -1: all that fit.",
@@ -98,13 +98,13 @@ class ChatCompletionRequest(Sampling, Conversation):
             and self.max_completion_tokens is not None
             and self.max_tokens != self.max_completion_tokens
         ):
-            raise BadField(
+            raise FieldError(
                 f"max_tokens is {self.max_tokens}, but max_completion_tokens is "
                 f"{self.max_completion_tokens}; give one of them.",
                 "max_tokens",
             )
         if self.top_logprobs and not self.logprobs:
-            raise BadField(
+            raise FieldError(
                 f"top_logprobs is {self.top_logprobs} without logprobs; set logprobs to true.",
                 "top_logprobs",
             )
@@ -116,13 +116,13 @@ class ChatCompletionRequest(Sampling, Conversation):
         and clients send it along with every request."""
         source = self._constraint.source if self._constraint is not None else None
         if self.toolbox.choice.forced and source not in (None, "response_format"):
-            raise BadField(f"{source} {CONFLICT}; leave one of them out.", source)
+            raise FieldError(f"{source} {CONFLICT}; leave one of them out.", source)
 
     def _check_effort(self) -> None:
         variables = self.chat_template_kwargs or {}
         for name, value in self._effort().items():
             if variables.get(name, value) != value:
-                raise BadField(
+                raise FieldError(
                     f"reasoning_effort is {self.reasoning_effort}, but chat_template_kwargs.{name} "
                     "says otherwise; leave one of them out.",
                     "reasoning_effort",
@@ -165,30 +165,30 @@ class ChatCompletionRequest(Sampling, Conversation):
         return last["content"] or "" if self.echo and last["role"] == "assistant" else ""
 
     def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
-        said = super().warnings(template_reads)
+        sentences = super().warnings(template_reads)
         effort = self._effort()
         if template_reads is not None and effort and not set(effort) & set(template_reads):
-            said.append("reasoning_effort has no effect: the chat template does not read it.")
+            sentences.append("reasoning_effort has no effect: the chat template does not read it.")
         if self.toolbox.choice.mode == "auto":
-            said += [
+            sentences += [
                 f"{path} has no effect: a schema is held where tool_choice forces a call."
                 for path in self.toolbox.strict
             ]
-        return said
+        return sentences
 
 
 def check_stream(
-    stream: bool, options: StreamOptions | None, prompt_logprobs: int | None, notes: Notes
+    stream: bool, options: StreamOptions | None, prompt_logprobs: int | None, notes: FieldWarnings
 ) -> None:
     """What only a stream has, and what it cannot have. Raises BadField."""
     if options is not None:
         notes += options.warnings()
         if not stream:
-            raise BadField(
+            raise FieldError(
                 "stream_options is given without stream; set stream to true.", "stream_options"
             )
     if stream and prompt_logprobs is not None:
-        raise BadField(
+        raise FieldError(
             f"prompt_logprobs is {prompt_logprobs} beside stream, which has no place for them; set "
             "stream to false.",
             "prompt_logprobs",
@@ -198,7 +198,7 @@ def check_stream(
 def check_truncation(tokens: int | None) -> None:
     """Raises BadField for a prompt of no token."""
     if tokens == 0:
-        raise BadField(
+        raise FieldError(
             "truncate_prompt_tokens is 0, which keeps no token; give 1 or more, or -1 for all that "
             "fit.",
             "truncate_prompt_tokens",

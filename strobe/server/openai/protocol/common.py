@@ -26,7 +26,12 @@ from pydantic_core import CoreSchema, core_schema, from_json
 
 from strobe.checks import MAX_INT
 from strobe.json_depth import json_depth
-from strobe.server.openai.protocol.errors import BadField, explain, shown, wrong
+from strobe.server.openai.protocol.errors import (
+    FieldError,
+    invalid_value,
+    short_json,
+    to_field_error,
+)
 from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
 
 _MAX_DEPTH = 200
@@ -37,7 +42,7 @@ _SCANNED = 1 << 17
 INDEX = re.compile(r"\[\d+\]")
 
 
-class Notes(list[str]):
+class FieldWarnings(list[str]):
     """A sentence for each thing given that has no effect. lenient: a field that nobody knows is
     such a thing, and no mistake."""
 
@@ -46,79 +51,84 @@ class Notes(list[str]):
         self.lenient = lenient
 
 
-class Taken(NamedTuple):
+class SplitFields(NamedTuple):
     """An object's known fields, nulls left out, and a sentence for each other one given."""
 
     fields: dict[str, Any]
-    notes: list[str]
+    warnings: list[str]
 
 
-def take(
-    given: Any, known: Collection[str], place: str, path: str = "", *, lenient: bool = False
-) -> Taken:
-    """Sort an object's fields. place: its tables; path: where it stands in the request; lenient: as
-    that of Notes.
+def split_fields(
+    body: Any,
+    known_names: Collection[str],
+    schema_key: str,
+    path: str = "",
+    *,
+    lenient: bool = False,
+) -> SplitFields:
+    """Sort an object's fields. schema_key: its tables; path: where it stands in the request;
+    lenient: as that of Notes.
 
     Raises BadField for no object, for a field that nobody knows and for one that is not supported.
     """
-    if not isinstance(given, Mapping):
-        raise wrong(path or None, given, "a JSON object")
-    no_effect, refused = NO_EFFECT.get(place, {}), UNSUPPORTED.get(place, {})
+    if not isinstance(body, Mapping):
+        raise invalid_value(path or None, body, "a JSON object")
+    no_effect, refused = NO_EFFECT.get(schema_key, {}), UNSUPPORTED.get(schema_key, {})
     fields: dict[str, Any] = {}
-    notes: list[str] = []
-    for name, value in given.items():
+    sentences: list[str] = []
+    for name, value in body.items():
         if value is None:
             continue
         full = f"{path}.{name}" if path else str(name)
-        if name in known:
+        if name in known_names:
             fields[name] = value
         elif (note := no_effect.get(name)) is not None:
             if not note.is_neutral(value):
-                notes.append(f"{full} has no effect: {note.why}.")
+                sentences.append(f"{full} has no effect: {note.reason}.")
         elif (note := refused.get(name)) is not None:
             if not note.is_neutral(value):
-                raise BadField(
-                    f"{full} is {shown(value)}, which is not supported: {note.why}.",
+                raise FieldError(
+                    f"{full} is {short_json(value)}, which is not supported: {note.reason}.",
                     full,
                     "unsupported_parameter",
                 )
         elif lenient:
-            notes.append(f"{full[:200]} has no effect: this server does not know it.")
+            sentences.append(f"{full[:200]} has no effect: this server does not know it.")
         else:
-            raise _unknown(str(name), [*known, *no_effect], path, full)
-    return Taken(fields, notes)
+            raise _unknown(str(name), [*known_names, *no_effect], path, full)
+    return SplitFields(fields, sentences)
 
 
-def _unknown(name: str, names: Collection[str], path: str, full: str) -> BadField:
+def _unknown(name: str, names: Collection[str], path: str, full: str) -> FieldError:
     near = get_close_matches(name[:80], list(names), n=1)
     hint = f"did you mean {near[0]}?" if near else "leave it out."
-    return BadField(
-        f"{shown(name)} is not a field of {path or 'this endpoint'}; {hint}",
+    return FieldError(
+        f"{short_json(name)} is not a field of {path or 'this endpoint'}; {hint}",
         full[:200],
         "unknown_parameter",
     )
 
 
-def _too_deep(body: bytes | str) -> BadField:
+def _too_deep(body: bytes | str) -> FieldError:
     text = body[:_SCANNED] if isinstance(body, str) else body[:_SCANNED].decode(errors="replace")
-    return BadField(
+    return FieldError(
         f"The body is nested too deeply: {json_depth(text)} levels, at most {_MAX_DEPTH} are read; "
         "nest its objects and lists less.",
         None,
     )
 
 
-class Closed(BaseModel):
+class RequestModel(BaseModel):
     """An object of a request: null means not given, and no field is ignored in silence."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
-    place: ClassVar[str]
+    schema_key: ClassVar[str]
     """Its tables in NO_EFFECT and UNSUPPORTED."""
     path: ClassVar[str] = ""
     """Where it stands in the request."""
 
-    _notes: Notes = PrivateAttr(default_factory=Notes)
+    _notes: FieldWarnings = PrivateAttr(default_factory=FieldWarnings)
 
     @classmethod
     def read(cls, body: bytes | str | Mapping[str, Any], *, lenient: bool = False) -> Self:
@@ -131,33 +141,33 @@ class Closed(BaseModel):
             except ValueError as error:
                 if "recursion limit" in str(error):
                     raise _too_deep(body) from None
-                raise BadField(
+                raise FieldError(
                     f"The body is not JSON: {error}; send one JSON object.", None, "invalid_json"
                 ) from None
         try:
             return cls.model_validate(data, context={"lenient": lenient})
         except ValidationError as error:
-            raise explain(error) from None
+            raise to_field_error(error) from None
 
     @model_validator(mode="wrap")
     @classmethod
-    def _take(
+    def _validate(
         cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
     ) -> Self:
         if isinstance(data, cls):
             return data
         lenient = bool((info.context or {}).get("lenient"))
-        taken = take(data, cls.model_fields, cls.place, cls.path, lenient=lenient)
-        self = handler(taken.fields)
-        self._notes = Notes(lenient=lenient)
-        self._notes.extend(taken.notes)
+        split = split_fields(data, cls.model_fields, cls.schema_key, cls.path, lenient=lenient)
+        self = handler(split.fields)
+        self._notes = FieldWarnings(lenient=lenient)
+        self._notes.extend(split.warnings)
         self.check()
         return self
 
     def check(self) -> None:
         """Find what no field shows alone. Raises BadField."""
 
-    def given(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Whether the client gave a field, null left aside."""
         return name in self.model_fields_set
 
@@ -175,25 +185,28 @@ class Closed(BaseModel):
         """The OpenAPI page shows what is accepted without effect and what is refused, too."""
         reference = handler(schema)
         page: dict[str, Any] = handler.resolve_ref_schema(reference)
-        page |= closed(page.get("properties", {}), cls.place, page.get("required", ()))
+        page |= object_schema(page.get("properties", {}), cls.schema_key, page.get("required", ()))
         return reference
 
 
-def closed(
-    properties: Mapping[str, Any], place: str = "", required: Collection[str] = ()
+def object_schema(
+    properties: Mapping[str, Any], schema_key: str = "", required: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The JSON schema of an object that `take` reads. properties: its known fields; place: its
+    """The JSON schema of an object that `take` reads. properties: its known fields; schema_key: its
     tables. What is not required may be null, which is the same as not given."""
     shown_fields: dict[str, Any] = {}
-    for name, note in NO_EFFECT.get(place, {}).items():
-        shown_fields[name] = {"description": f"No effect: {note.why}."}
-    for name, note in UNSUPPORTED.get(place, {}).items():
-        why = f"Not supported: {note.why}."
-        shown_fields[name] = {"enum": [None, *note.neutral], "description": why}
-    known = {name: s if name in required else _nullable(s) for name, s in properties.items()}
+    for name, note in NO_EFFECT.get(schema_key, {}).items():
+        shown_fields[name] = {"description": f"No effect: {note.reason}."}
+    for name, note in UNSUPPORTED.get(schema_key, {}).items():
+        why = f"Not supported: {note.reason}."
+        shown_fields[name] = {"enum": [None, *note.neutral_values], "description": why}
+    known_fields = {name: s if name in required else _nullable(s) for name, s in properties.items()}
     shape: dict[str, Any] = {
         "type": "object",
-        "properties": {**known, **{n: s for n, s in shown_fields.items() if n not in known}},
+        "properties": {
+            **known_fields,
+            **{n: s for n, s in shown_fields.items() if n not in known_fields},
+        },
         "additionalProperties": {"type": "null"},  # null is not given, whatever its name
     }
     return {**shape, "required": list(required)} if required else shape
@@ -206,7 +219,7 @@ def _nullable(shape: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class Within:
+class Bounds:
     """A number's bounds, both allowed, unless `above` says that the lower one is not."""
 
     low: float
@@ -229,7 +242,7 @@ class Within:
         if not self.low <= value <= self.high or (self.above and value == self.low):
             between = " and at most" if self.above else " to"
             must = f"{'above' if self.above else 'from'} {_plain(self.low)}{between}"
-            raise wrong(info.field_name, value, f"{must} {_plain(self.high)}", self.hint)
+            raise invalid_value(info.field_name, value, f"{must} {_plain(self.high)}", self.hint)
         return value
 
 
@@ -252,11 +265,13 @@ def is_int(value: Any) -> bool:
 def token_ids(value: Any, path: str | None) -> tuple[int, ...]:
     """A list of token ids, which may be empty. Raises BadField."""
     if not isinstance(value, list | tuple):
-        raise wrong(path, value, "a list of token ids")
+        raise invalid_value(path, value, "a list of token ids")
     ids = tuple(check_int(token) for token in value)
     for index, token in enumerate(ids):
         if not is_int(token) or not 0 <= token <= MAX_INT:
-            raise wrong(f"{path}[{index}]", token, "a token id", "give whole numbers from 0 up")
+            raise invalid_value(
+                f"{path}[{index}]", token, "a token id", "give whole numbers from 0 up"
+            )
     return ids
 
 
@@ -264,11 +279,11 @@ def texts(value: Any, path: str | None) -> tuple[str, ...]:
     """One text or a list of texts, none empty. Raises BadField."""
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list | tuple):
-        raise wrong(path, value, "a text or a list of texts")
+        raise invalid_value(path, value, "a text or a list of texts")
     for index, text in enumerate(listed):
         if not isinstance(text, str) or not text:
             place = path if isinstance(value, str) else f"{path}[{index}]"
-            raise wrong(place, text, "a text of one character or more")
+            raise invalid_value(place, text, "a text of one character or more")
     return tuple(listed)
 
 
@@ -288,10 +303,10 @@ Texts = Annotated[tuple[str, ...], BeforeValidator(_texts_field)]
 TokenIds = Annotated[tuple[int, ...], BeforeValidator(_ids_field), WithJsonSchema(IDS_SCHEMA)]
 
 
-class StreamOptions(Closed):
+class StreamOptions(RequestModel):
     """What a stream carries beside its text."""
 
-    place: ClassVar[str] = "stream_options"
+    schema_key: ClassVar[str] = "stream_options"
     path: ClassVar[str] = "stream_options"
 
     include_usage: bool = Field(False, description="A last chunk with the usage and no choices.")
@@ -301,7 +316,7 @@ class StreamOptions(Closed):
 
     def check(self) -> None:
         if self.continuous_usage_stats and not self.include_usage:
-            raise BadField(
+            raise FieldError(
                 "stream_options.continuous_usage_stats is true without include_usage; "
                 "set include_usage to true as well.",
                 "stream_options.continuous_usage_stats",

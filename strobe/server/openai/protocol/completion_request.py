@@ -12,15 +12,15 @@ from strobe.sampling_params import MAX_ANSWERS
 from strobe.server.openai.protocol.chat_request import NOT_ZERO, check_stream, check_truncation
 from strobe.server.openai.protocol.common import (
     IDS_SCHEMA,
+    Bounds,
     Int,
     StreamOptions,
-    Within,
     check_int,
     is_int,
     token_ids,
 )
-from strobe.server.openai.protocol.errors import BadField, wrong
-from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, Sampling
+from strobe.server.openai.protocol.errors import FieldError, invalid_value
+from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, SamplingFields
 
 _IDS: dict[str, Any] = {**IDS_SCHEMA, "minItems": 1}
 _IDS_OR_LISTS: list[dict[str, Any]] = [_IDS, {"type": "array", "minItems": 1, "items": _IDS}]
@@ -29,13 +29,13 @@ _TEXTS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "str
 PROMPT_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, _TEXTS, *_IDS_OR_LISTS]}
 PROMPT_IDS_SCHEMA: dict[str, Any] = {"anyOf": _IDS_OR_LISTS}
 
-Count = Annotated[Int, Within(1, MAX_ANSWERS, "ask for one answer or more")]
+Count = Annotated[Int, Bounds(1, MAX_ANSWERS, "ask for one answer or more")]
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingFields):
     """The body of POST /v1/completions."""
 
-    place: ClassVar[str] = "completions"
+    schema_key: ClassVar[str] = "completions"
 
     prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)] = Field(
         None, description="A text, a list of texts, token ids, or a list of lists of token ids."
@@ -51,7 +51,7 @@ class CompletionRequest(Sampling):
         description="Answers made per prompt, of which the n most probable per token are returned; "
         "not in a stream unless equal to n.",
     )
-    max_tokens: Annotated[Int, Within(0, MAX_INT, "leave it out for 16")] = Field(
+    max_tokens: Annotated[Int, Bounds(0, MAX_INT, "leave it out for 16")] = Field(
         16, description="Most tokens to make; 0 with echo or prompt_logprobs: the prompt alone."
     )
     logprobs: LogprobCount | None = Field(
@@ -76,7 +76,7 @@ class CompletionRequest(Sampling):
     add_special_tokens: bool = Field(
         True, description="Add the tokenizer's special tokens to a prompt given as text."
     )
-    truncate_prompt_tokens: Annotated[Int, Within(-1, MAX_INT, "-1 keeps all that fit")] | None = (
+    truncate_prompt_tokens: Annotated[Int, Bounds(-1, MAX_INT, "-1 keeps all that fit")] | None = (
         Field(
             None,
             description="Keep only so many of the prompt's last tokens; -1: all that fit.",
@@ -98,7 +98,7 @@ class CompletionRequest(Sampling):
         check_stream(self.stream, self.stream_options, self.prompt_logprobs, self._notes)
         check_truncation(self.truncate_prompt_tokens)
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise BadField(
+            raise FieldError(
                 "max_tokens is 0, which makes no token; ask for 1 or more, or set echo to true for "
                 "the prompt.",
                 "max_tokens",
@@ -108,25 +108,25 @@ class CompletionRequest(Sampling):
 
     def _check_best_of(self, best_of: int) -> None:
         if best_of < self.n:
-            raise BadField(
+            raise FieldError(
                 f"best_of is {best_of}, below n {self.n}; raise it or lower n.", "best_of"
             )
         if self.stream and best_of > self.n:
-            raise BadField(
+            raise FieldError(
                 f"best_of is {best_of} beside stream, but the best are only known at the end; set "
                 "stream to false.",
                 "best_of",
             )
 
     def _read_prompts(self) -> list[str | list[int]]:
-        if self.given("prompt") and self.given("prompt_token_ids"):
-            raise BadField(
+        if self.is_set("prompt") and self.is_set("prompt_token_ids"):
+            raise FieldError(
                 "prompt_token_ids is given beside prompt; give one of them.", "prompt_token_ids"
             )
-        path = "prompt_token_ids" if self.given("prompt_token_ids") else "prompt"
+        path = "prompt_token_ids" if self.is_set("prompt_token_ids") else "prompt"
         prompt: Any = getattr(self, path)
         if prompt is None:
-            raise BadField(
+            raise FieldError(
                 "prompt is missing; the request needs it.", path, "missing_required_parameter"
             )
         if isinstance(prompt, str) and path == "prompt":
@@ -135,11 +135,11 @@ class CompletionRequest(Sampling):
             if is_int(check_int(prompt[0])):
                 return [_ids(prompt, path)]
             if isinstance(prompt[0], list | tuple):
-                return [_ids(one, f"{path}[{i}]") for i, one in enumerate(prompt)]
-            if path == "prompt" and all(isinstance(one, str) for one in prompt):
+                return [_ids(item, f"{path}[{i}]") for i, item in enumerate(prompt)]
+            if path == "prompt" and all(isinstance(item, str) for item in prompt):
                 return list(prompt)
         must = "a text, a list of texts, " if path == "prompt" else ""
-        raise wrong(path, prompt, f"{must}a list of token ids, or a list of such lists")
+        raise invalid_value(path, prompt, f"{must}a list of token ids, or a list of such lists")
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, a text or token ids."""
@@ -162,11 +162,11 @@ class CompletionRequest(Sampling):
             arguments["logprobs"] = self.logprobs
         elif self.answers > self.n:
             arguments["logprobs"] = 0
-        asked = [count for count in (self.prompt_logprobs,) if count is not None]
+        prompt_counts = [count for count in (self.prompt_logprobs,) if count is not None]
         if self.echo and self.logprobs is not None:
-            asked.append(self.logprobs)
-        if asked:
-            arguments["prompt_logprobs"] = max(asked)
+            prompt_counts.append(self.logprobs)
+        if prompt_counts:
+            arguments["prompt_logprobs"] = max(prompt_counts)
         return arguments
 
 
@@ -174,5 +174,5 @@ def _ids(value: Any, path: str) -> list[int]:
     """One prompt as token ids. Raises BadField for none."""
     ids = list(token_ids(value, path))
     if not ids:
-        raise wrong(path, ids, "a list of one or more token ids")
+        raise invalid_value(path, ids, "a list of one or more token ids")
     return ids

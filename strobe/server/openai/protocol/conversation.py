@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from strobe.server.openai.protocol.chat_messages import MESSAGE_SCHEMA, read_messages
-from strobe.server.openai.protocol.common import Closed
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.common import RequestModel
+from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.protocol.tools import TOOLS_SCHEMA, Toolbox, ToolChoice, read_toolbox
 
 Messages = Annotated[
@@ -39,7 +39,7 @@ TemplateVariables = Annotated[
 ]
 
 
-class Conversation(Closed):
+class Conversation(RequestModel):
     """Messages and the options of the chat template. Exactly what `Tokenizer.chat_text` takes."""
 
     tools: Annotated[list[Any], WithJsonSchema(TOOLS_SCHEMA)] | None = Field(
@@ -73,10 +73,10 @@ class Conversation(Closed):
         check_template_options(self.chat_template_kwargs)
         if (
             self.continue_final_message
-            and self.given("add_generation_prompt")
+            and self.is_set("add_generation_prompt")
             and self.add_generation_prompt
         ):
-            raise BadField(
+            raise FieldError(
                 "add_generation_prompt is true beside continue_final_message, but a message is "
                 "either new or continued; leave one of them out.",
                 "add_generation_prompt",
@@ -115,25 +115,25 @@ class Conversation(Closed):
     def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
         """A sentence for each thing given that has no effect. template_reads: the variables that
         the chat template reads, where that is known."""
-        said = super().warnings()
+        sentences = super().warnings()
         if template_reads is not None:
-            said += [
+            sentences += [
                 f"chat_template_kwargs.{name} has no effect: the chat template does not read it."
                 for name in self.chat_template_kwargs or {}
                 if name not in template_reads
             ]
-        return said
+        return sentences
 
 
-def check_template_options(given: dict[str, Any] | None) -> None:
+def check_template_options(options: dict[str, Any] | None) -> None:
     """Raises BadField for a variable that would not reach the chat template."""
-    for name in given or {}:
+    for name in options or {}:
         path = f"chat_template_kwargs.{name}"
         if name in OWN_FIELDS:
-            raise BadField(
+            raise FieldError(
                 f"{path} is set by the request's own fields; give {name} beside "
                 "chat_template_kwargs.",
                 path,
             )
         if name in NOT_FOR_TEMPLATES:
-            raise BadField(f"{path} is not for the chat template; leave it out.", path)
+            raise FieldError(f"{path} is not for the chat template; leave it out.", path)

@@ -39,7 +39,7 @@ KINDS = {
 """What pydantic's error types ask for."""
 
 
-class BadField(ValueError):
+class FieldError(ValueError):
     """A field of a request that cannot be served: an HTTP 400.
 
     param: the field's path, such as "messages[0].content"; None where the body as a whole is
@@ -54,17 +54,17 @@ class BadField(ValueError):
         """The JSON body of the 400."""
         return error_body(str(self), param=self.param, code=self.code)
 
-    def renamed(self, names: Names) -> BadField:
+    def with_names(self, names: Names) -> FieldError:
         """The same mistake with the names that another endpoint has for its fields."""
-        param = None if self.param is None else renamed(self.param, names)
-        return BadField(renamed(str(self), names), param, self.code)
+        param = None if self.param is None else rename_fields(self.param, names)
+        return FieldError(rename_fields(str(self), names), param, self.code)
 
 
 Names = Mapping[re.Pattern[str], str]
 """Fields of one endpoint, and what stands for them in another's sentences and paths."""
 
 
-def renamed(sentence: str, names: Names) -> str:
+def rename_fields(sentence: str, names: Names) -> str:
     """A sentence, or a field's path, with the names of another endpoint."""
     for pattern, name in names.items():
         sentence = pattern.sub(name, sentence)
@@ -90,7 +90,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def shown(value: Any) -> str:
+def short_json(value: Any) -> str:
     """A value as a sentence names it: as JSON where that is short."""
     if isinstance(value, str):
         text = json.dumps(value[:60], ensure_ascii=False)
@@ -106,13 +106,13 @@ class _Json(reprlib.Repr):
     """Lists and objects as JSON writes them, cut where they are long or deep."""
 
     def repr_str(self, x: str, level: int) -> str:
-        return shown(x)
+        return short_json(x)
 
     def repr_bool(self, x: bool, level: int) -> str:
-        return shown(x)
+        return short_json(x)
 
     def repr_NoneType(self, x: None, level: int) -> str:
-        return shown(x)
+        return short_json(x)
 
     def repr_tuple(self, x: tuple[Any, ...], level: int) -> str:
         return self.repr_list(list(x), level)
@@ -121,13 +121,15 @@ class _Json(reprlib.Repr):
 _JSON = _Json()
 
 
-def wrong(path: str | None, value: Any, must: str, hint: str = "") -> BadField:
+def invalid_value(path: str | None, value: Any, requirement: str, hint: str = "") -> FieldError:
     """ "PATH is VALUE, but must be MUST; HINT" """
     tail = f"; {hint}" if hint else ""
-    return BadField(f"{path or 'The body'} is {shown(value)}, but must be {must}{tail}.", path)
+    return FieldError(
+        f"{path or 'The body'} is {short_json(value)}, but must be {requirement}{tail}.", path
+    )
 
 
-def explain(error: HasErrors) -> BadField:
+def to_field_error(error: HasErrors) -> FieldError:
     """The first mistake of a validation as one sentence.
 
     error: pydantic's ValidationError, or a framework's with the same `errors()`, whose places may
@@ -135,37 +137,40 @@ def explain(error: HasErrors) -> BadField:
     """
     first: Mapping[str, Any] = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, BadField):
+    if isinstance(cause, FieldError):
         return cause
     place = list(first["loc"])
     if place[:1] == ["body"]:
         place = place[1:]
     if first["type"] == "json_invalid":
-        return BadField("The body is not JSON; send one JSON object.", None, "invalid_json")
+        return FieldError("The body is not JSON; send one JSON object.", None, "invalid_json")
     param = _path(place)
     if cause is not None:
-        return BadField(str(cause), param)
+        return FieldError(str(cause), param)
     kind: str = first["type"]
     if kind == "missing":
         sentence = f"{param or 'The body'} is missing; the request needs it."
-        return BadField(sentence, param, "missing_required_parameter")
+        return FieldError(sentence, param, "missing_required_parameter")
     if kind == "literal_error":
-        return wrong(param, first["input"], f"one of {first['ctx']['expected']}".replace("'", '"'))
+        return invalid_value(
+            param, first["input"], f"one of {first['ctx']['expected']}".replace("'", '"')
+        )
     must = KINDS.get(kind) or KINDS.get(kind.split("_")[0])
     if must is None:
-        said = str(first["msg"])
-        return BadField(
-            f"{param or 'The body'} is {shown(first['input'])}: {said[:1].lower()}{said[1:]}.",
+        message = str(first["msg"])
+        return FieldError(
+            f"{param or 'The body'} is {short_json(first['input'])}: "
+            f"{message[:1].lower()}{message[1:]}.",
             param,
         )
-    bad = wrong(param, first["input"], must)
+    bad = invalid_value(param, first["input"], must)
     bad.code = "invalid_type"
     return bad
 
 
-def _path(place: Sequence[str | int]) -> str | None:
+def _path(location: Sequence[str | int]) -> str | None:
     """A place in the body in OpenAI's notation: messages[0].content."""
     path = ""
-    for part in place:
+    for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path or None

@@ -13,8 +13,13 @@ from strobe.server.openai.protocol.chat_messages import (
     read_content,
     read_message,
 )
-from strobe.server.openai.protocol.common import TEXT_SCHEMA, Notes, closed, take
-from strobe.server.openai.protocol.errors import BadField, shown, wrong
+from strobe.server.openai.protocol.common import (
+    TEXT_SCHEMA,
+    FieldWarnings,
+    object_schema,
+    split_fields,
+)
+from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 
 EVERY_ITEM = ("type", "id", "status")
 """id and status are how the item was called when it was returned, and say nothing here."""
@@ -50,15 +55,15 @@ def _shape(kind: str) -> dict[str, Any]:
     fields = {name: _VALUES[name] for name in ITEM_FIELDS[kind]}
     fields |= {"id": {}, "status": {}, "type": {"const": kind}}
     if kind == "reasoning":
-        return closed({**fields, "content": _THINKING}, "item", ("type",))
+        return object_schema({**fields, "content": _THINKING}, "item", ("type",))
     needed = [name for name in ITEM_FIELDS[kind] if name != "arguments"]
-    return closed(fields, "item", needed if kind == "message" else ["type", *needed])
+    return object_schema(fields, "item", needed if kind == "message" else ["type", *needed])
 
 
 ITEM_SCHEMA: dict[str, Any] = {"anyOf": [_shape(kind) for kind in ITEM_FIELDS]}
 
 
-def read_input(given: Any, instructions: str | None, notes: Notes) -> list[dict[str, Any]]:
+def read_input(value: Any, instructions: str | None, notes: FieldWarnings) -> list[dict[str, Any]]:
     """Messages as `read_message` makes them. An answer's reasoning, text and calls are items of
     their own here and one message there. notes: gets a sentence for what has no effect.
 
@@ -67,12 +72,12 @@ def read_input(given: Any, instructions: str | None, notes: Notes) -> list[dict[
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    if not isinstance(given, list | tuple) or not given:
-        raise wrong("input", given, "a text, or a list of one or more items")
+    if isinstance(value, str):
+        return [*messages, {"role": "user", "content": value}]
+    if not isinstance(value, list | tuple) or not value:
+        raise invalid_value("input", value, "a text, or a list of one or more items")
     answer: dict[str, Any] | None = None
-    for index, item in enumerate(given):
+    for index, item in enumerate(value):
         path = f"input[{index}]"
         kind, fields = _item(item, path, notes)
         if kind == "message":
@@ -109,42 +114,42 @@ def _with_content(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": ""} if empty else message
 
 
-def _item(item: Any, path: str, notes: Notes) -> tuple[str, dict[str, Any]]:
+def _item(item: Any, path: str, notes: FieldWarnings) -> tuple[str, dict[str, Any]]:
     if not isinstance(item, Mapping):
-        raise wrong(path, item, "an item with a type")
+        raise invalid_value(path, item, "an item with a type")
     kind = item.get("type")
     if kind is None:
         kind = "message"
-    known = ITEM_FIELDS.get(kind) if isinstance(kind, str) else None
-    if known is None:
-        raise BadField(
-            f"{path}.type is {shown(kind)}, which is not supported; the types are "
+    known_fields = ITEM_FIELDS.get(kind) if isinstance(kind, str) else None
+    if known_fields is None:
+        raise FieldError(
+            f"{path}.type is {short_json(kind)}, which is not supported; the types are "
             f"{', '.join(ITEM_FIELDS)}.",
             f"{path}.type",
             "unsupported_parameter",
         )
-    taken = take(item, (*EVERY_ITEM, *known), "item", path, lenient=notes.lenient)
-    notes += taken.notes
-    return kind, taken.fields
+    split = split_fields(item, (*EVERY_ITEM, *known_fields), "item", path, lenient=notes.lenient)
+    notes += split.warnings
+    return kind, split.fields
 
 
 def _call(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
     for name in ("call_id", "name"):
         if not isinstance(fields.get(name), str):
-            raise wrong(f"{path}.{name}", fields.get(name), "a text")
+            raise invalid_value(f"{path}.{name}", fields.get(name), "a text")
     if not fields["name"]:
-        raise wrong(f"{path}.name", "", "the name of a function")
+        raise invalid_value(f"{path}.name", "", "the name of a function")
     arguments = read_arguments(fields.get("arguments"), f"{path}.arguments")
     function = {"name": fields["name"], "arguments": arguments}
     return {"id": fields["call_id"], "type": "function", "function": function}
 
 
-def _output(fields: Mapping[str, Any], path: str, notes: Notes) -> dict[str, Any]:
+def _output(fields: Mapping[str, Any], path: str, notes: FieldWarnings) -> dict[str, Any]:
     if not isinstance(fields.get("call_id"), str):
-        raise wrong(f"{path}.call_id", fields.get("call_id"), "the id of a function call")
+        raise invalid_value(f"{path}.call_id", fields.get("call_id"), "the id of a function call")
     content = read_content(fields.get("output"), f"{path}.output", notes)
     if content is None:
-        raise wrong(f"{path}.output", None, "a text, or a list of text parts")
+        raise invalid_value(f"{path}.output", None, "a text, or a list of text parts")
     return {"role": "tool", "content": content, "tool_call_id": fields["call_id"]}
 
 
@@ -152,12 +157,12 @@ def _texts(fields: Mapping[str, Any], name: str, path: str) -> list[str]:
     """Those of a list of parts."""
     parts = fields.get(name, ())
     if not isinstance(parts, list | tuple):
-        raise wrong(f"{path}.{name}", parts, "a list of texts")
+        raise invalid_value(f"{path}.{name}", parts, "a list of texts")
     texts: list[str] = []
     for index, part in enumerate(parts):
         text = part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
-            raise wrong(f"{path}.{name}[{index}]", part, "a part with a text")
+            raise invalid_value(f"{path}.{name}[{index}]", part, "a part with a text")
         texts.append(text)
     return texts
 
@@ -166,6 +171,6 @@ def _add_reasoning(answer: dict[str, Any], fields: Mapping[str, Any], path: str)
     """The reasoning itself, or its summary where that is all there is."""
     content, summary = (_texts(fields, name, path) for name in ("content", "summary"))
     texts = content or summary
-    said = [answer["reasoning_content"]] if "reasoning_content" in answer else []
-    if joined := "\n".join([*said, *texts]):
+    reasoning = [answer["reasoning_content"]] if "reasoning_content" in answer else []
+    if joined := "\n".join([*reasoning, *texts]):
         answer["reasoning_content"] = joined

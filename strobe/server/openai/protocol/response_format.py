@@ -7,8 +7,14 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from strobe.server.openai.protocol.common import TEXT_SCHEMA, Notes, closed, take, texts
-from strobe.server.openai.protocol.errors import BadField, shown, wrong
+from strobe.server.openai.protocol.common import (
+    TEXT_SCHEMA,
+    FieldWarnings,
+    object_schema,
+    split_fields,
+    texts,
+)
+from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 
 RESPONSE_FORMAT_FIELDS = ("type", "json_schema")
 JSON_SCHEMA_FIELDS = ("name", "schema", "strict")
@@ -46,7 +52,7 @@ VALUE_SCHEMAS: Mapping[str, dict[str, Any]] = {
 _OFF: dict[str, Any] = {"enum": [None, False]}
 STRUCTURED_OUTPUTS_SCHEMA: dict[str, Any] = {
     "anyOf": [
-        closed(
+        object_schema(
             {**dict.fromkeys(KINDS, _OFF), kind: VALUE_SCHEMAS[kind]},
             "structured_outputs",
             (kind,),
@@ -63,11 +69,11 @@ _NAMED: dict[str, Any] = {
 }
 RESPONSE_FORMAT_SCHEMA: dict[str, Any] = {
     "anyOf": [
-        closed({"type": _FREE}, "response_format", ("type",)),
-        closed(
+        object_schema({"type": _FREE}, "response_format", ("type",)),
+        object_schema(
             {
                 "type": {"const": "json_schema"},
-                "json_schema": closed(_NAMED, "json_schema", ("schema",)),
+                "json_schema": object_schema(_NAMED, "json_schema", ("schema",)),
             },
             "response_format",
             ("type", "json_schema"),
@@ -76,8 +82,10 @@ RESPONSE_FORMAT_SCHEMA: dict[str, Any] = {
 }
 TEXT_FORMAT_SCHEMA: dict[str, Any] = {
     "anyOf": [
-        closed({"type": _FREE}, "json_schema", ("type",)),
-        closed({"type": {"const": "json_schema"}, **_NAMED}, "json_schema", ("type", "schema")),
+        object_schema({"type": _FREE}, "json_schema", ("type",)),
+        object_schema(
+            {"type": {"const": "json_schema"}, **_NAMED}, "json_schema", ("type", "schema")
+        ),
     ]
 }
 """text.format of a response."""
@@ -92,29 +100,30 @@ class Constraint(NamedTuple):
     value: Any
 
 
-def read_constraint(given: Mapping[str, Any], notes: Notes) -> Constraint | None:
+def read_constraint(fields: Mapping[str, Any], notes: FieldWarnings) -> Constraint | None:
     """The one constraint among these fields of a request, None where there is none.
 
-    given: the fields of SOURCES that the client gave. notes: gets a sentence for what has no
+    fields: the fields of SOURCES that the client gave. notes: gets a sentence for what has no
     effect. Raises BadField, also for two at once.
     """
-    found: list[Constraint] = []
+    constraints: list[Constraint] = []
     for source in SOURCES:
-        if source not in given:
+        if source not in fields:
             continue
-        one = _read(source, given[source], notes)
-        if one is not None:
-            found.append(one)
-    if len(found) > 1:
-        raise BadField(
-            f"{found[1].source} is given beside {found[0].source}, but one answer follows one "
+        constraint = _read(source, fields[source], notes)
+        if constraint is not None:
+            constraints.append(constraint)
+    if len(constraints) > 1:
+        raise FieldError(
+            f"{constraints[1].source} is given beside {constraints[0].source}, but one answer "
+            "follows one "
             "constraint; leave one of them out.",
-            found[1].source,
+            constraints[1].source,
         )
-    return found[0] if found else None
+    return constraints[0] if constraints else None
 
 
-def _read(source: str, value: Any, notes: Notes) -> Constraint | None:
+def _read(source: str, value: Any, notes: FieldWarnings) -> Constraint | None:
     if source == "response_format":
         return _response_format(value, notes)
     if source == "structured_outputs":
@@ -123,30 +132,32 @@ def _read(source: str, value: Any, notes: Notes) -> Constraint | None:
     return Constraint(source, kind, _value(kind, value, source))
 
 
-def _structured_outputs(given: Any, notes: Notes) -> Constraint | None:
+def _structured_outputs(outputs: Any, notes: FieldWarnings) -> Constraint | None:
     path = "structured_outputs"
-    taken = take(given, KINDS, path, path, lenient=notes.lenient)
-    notes += taken.notes
-    asked = taken.fields.get("json_object")
-    if asked is not None and not isinstance(asked, bool):
-        raise wrong(f"{path}.json_object", asked, "true or false")
-    named = [name for name, value in taken.fields.items() if value is not False]
-    if len(named) != 1:
-        said = f"holds {' and '.join(named)}" if named else f"is {shown(given)}"
-        raise BadField(f"{path} {said}, but must hold exactly one of {', '.join(KINDS)}.", path)
-    kind = named[0]
-    return Constraint(path, kind, _value(kind, taken.fields[kind], f"{path}.{kind}"))
+    split = split_fields(outputs, KINDS, path, path, lenient=notes.lenient)
+    notes += split.warnings
+    json_object = split.fields.get("json_object")
+    if json_object is not None and not isinstance(json_object, bool):
+        raise invalid_value(f"{path}.json_object", json_object, "true or false")
+    set_names = [name for name, value in split.fields.items() if value is not False]
+    if len(set_names) != 1:
+        problem = f"holds {' and '.join(set_names)}" if set_names else f"is {short_json(outputs)}"
+        raise FieldError(
+            f"{path} {problem}, but must hold exactly one of {', '.join(KINDS)}.", path
+        )
+    kind = set_names[0]
+    return Constraint(path, kind, _value(kind, split.fields[kind], f"{path}.{kind}"))
 
 
-def _response_format(given: Any, notes: Notes) -> Constraint | None:
+def _response_format(value: Any, notes: FieldWarnings) -> Constraint | None:
     path = "response_format"
-    kind = _format_type(given, path)
-    taken = take(given, RESPONSE_FORMAT_FIELDS, path, path, lenient=notes.lenient)
-    notes += taken.notes
-    inner = taken.fields.get("json_schema")
+    kind = _format_type(value, path)
+    split = split_fields(value, RESPONSE_FORMAT_FIELDS, path, path, lenient=notes.lenient)
+    notes += split.warnings
+    inner = split.fields.get("json_schema")
     if kind != "json_schema":
         if inner is not None:
-            raise BadField(
+            raise FieldError(
                 f'{path}.json_schema is given beside the type "{kind}"; '
                 'give the type "json_schema".',
                 f"{path}.json_schema",
@@ -154,42 +165,42 @@ def _response_format(given: Any, notes: Notes) -> Constraint | None:
         return None if kind == "text" else Constraint(path, "json_object", True)
     if inner is None:
         raise _missing(f"{path}.json_schema")
-    schema = take(
+    schema = split_fields(
         inner,
         JSON_SCHEMA_FIELDS,
         "json_schema",
         f"{path}.json_schema",
         lenient=notes.lenient,
     )
-    notes += schema.notes
+    notes += schema.warnings
     return _named_schema(schema.fields, path, f"{path}.json_schema")
 
 
-def read_text_format(given: Any, notes: Notes) -> dict[str, Any]:
+def read_text_format(value: Any, notes: FieldWarnings) -> dict[str, Any]:
     """text.format of a response, in the form of a chat's response_format. Raises BadField."""
     path = "text.format"
-    kind = _format_type(given, path)
-    known = ("type", *JSON_SCHEMA_FIELDS) if kind == "json_schema" else ("type",)
-    taken = take(given, known, "json_schema", path, lenient=notes.lenient)
-    notes += taken.notes
+    kind = _format_type(value, path)
+    known_fields = ("type", *JSON_SCHEMA_FIELDS) if kind == "json_schema" else ("type",)
+    split = split_fields(value, known_fields, "json_schema", path, lenient=notes.lenient)
+    notes += split.warnings
     if kind != "json_schema":
         return {"type": kind}
-    _named_schema(taken.fields, path, path)
+    _named_schema(split.fields, path, path)
     return {
         "type": kind,
-        "json_schema": {name: v for name, v in taken.fields.items() if name != "type"},
+        "json_schema": {name: v for name, v in split.fields.items() if name != "type"},
     }
 
 
-def _format_type(given: Any, path: str) -> str:
-    if not isinstance(given, Mapping):
-        raise wrong(path, given, "an object with a type", f"the types are {FORMATS}")
-    kind = given.get("type")
+def _format_type(value: Any, path: str) -> str:
+    if not isinstance(value, Mapping):
+        raise invalid_value(path, value, "an object with a type", f"the types are {FORMATS}")
+    kind = value.get("type")
     if kind is None:
         raise _missing(f"{path}.type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise BadField(
-            f"{path}.type is {shown(kind)}, which is not supported; the types are {FORMATS}.",
+        raise FieldError(
+            f"{path}.type is {short_json(kind)}, which is not supported; the types are {FORMATS}.",
             f"{path}.type",
             "unsupported_parameter" if kind == "structural_tag" else "invalid_value",
         )
@@ -198,9 +209,9 @@ def _format_type(given: Any, path: str) -> str:
 
 def _named_schema(fields: Mapping[str, Any], source: str, path: str) -> Constraint:
     if not isinstance(fields.get("name", ""), str):
-        raise wrong(f"{path}.name", fields["name"], "a text")
+        raise invalid_value(f"{path}.name", fields["name"], "a text")
     if not isinstance(fields.get("strict", False), bool):
-        raise wrong(f"{path}.strict", fields["strict"], "true or false")
+        raise invalid_value(f"{path}.strict", fields["strict"], "true or false")
     if "schema" not in fields:
         raise _missing(f"{path}.schema")
     return Constraint(source, "json", _value("json", fields["schema"], f"{path}.schema"))
@@ -213,10 +224,10 @@ def _value(kind: str, value: Any, path: str) -> Any:
         return _schema(value, path)
     if kind == "choice":
         if not isinstance(value, list | tuple) or not value:
-            raise wrong(path, value, "a list of one or more texts")
+            raise invalid_value(path, value, "a list of one or more texts")
         return list(texts(value, path))
     if not isinstance(value, str) or not value:
-        raise wrong(path, value, "a text of one character or more")
+        raise invalid_value(path, value, "a text of one character or more")
     return value
 
 
@@ -227,11 +238,15 @@ def _schema(value: Any, path: str) -> dict[str, Any]:
         try:
             schema = from_json(value, allow_inf_nan=False)
         except ValueError as error:
-            raise wrong(path, value, "a JSON schema", f"as JSON it fails: {error}") from None
+            raise invalid_value(
+                path, value, "a JSON schema", f"as JSON it fails: {error}"
+            ) from None
     if not isinstance(schema, Mapping):
-        raise wrong(path, value, "a JSON schema", "give an object, or the text of one")
+        raise invalid_value(path, value, "a JSON schema", "give an object, or the text of one")
     return dict(schema)
 
 
-def _missing(path: str) -> BadField:
-    return BadField(f"{path} is missing; the request needs it.", path, "missing_required_parameter")
+def _missing(path: str) -> FieldError:
+    return FieldError(
+        f"{path} is missing; the request needs it.", path, "missing_required_parameter"
+    )

@@ -10,12 +10,19 @@ from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from strobe.checks import MAX_INT
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest, Effort
-from strobe.server.openai.protocol.common import Closed, Int, Notes, Within, closed, take
+from strobe.server.openai.protocol.common import (
+    Bounds,
+    FieldWarnings,
+    Int,
+    RequestModel,
+    object_schema,
+    split_fields,
+)
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
-from strobe.server.openai.protocol.errors import BadField, shown, wrong
+from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 from strobe.server.openai.protocol.items import ITEM_SCHEMA, read_input
 from strobe.server.openai.protocol.response_format import TEXT_FORMAT_SCHEMA, read_text_format
-from strobe.server.openai.protocol.sampling_fields import LogprobCount, Sampling
+from strobe.server.openai.protocol.sampling_fields import LogprobCount, SamplingFields
 from strobe.server.openai.protocol.tools import (
     FLAT_CHOICE_SCHEMA,
     FLAT_TOOLS_SCHEMA,
@@ -35,19 +42,19 @@ INPUT_SCHEMA: dict[str, Any] = {
 }
 
 
-TEXT_SCHEMA = closed({"format": TEXT_FORMAT_SCHEMA}, "text")
-REASONING_SCHEMA = closed({"effort": {"enum": list(get_args(Effort))}}, "reasoning")
+TEXT_SCHEMA = object_schema({"format": TEXT_FORMAT_SCHEMA}, "text")
+REASONING_SCHEMA = object_schema({"effort": {"enum": list(get_args(Effort))}}, "reasoning")
 INCLUDE_SCHEMA: dict[str, Any] = {"type": "array", "items": {"enum": [LOGPROBS, ENCRYPTED]}}
 
 
-class ResponsesStreamOptions(Closed):
+class ResponsesStreamOptions(RequestModel):
     """Nothing in it has an effect; the last event always carries the usage."""
 
-    place: ClassVar[str] = "responses.stream_options"
+    schema_key: ClassVar[str] = "responses.stream_options"
     path: ClassVar[str] = "stream_options"
 
 
-class ResponsesPrompt(Closed):
+class ResponsesPrompt(RequestModel):
     """What the prompt is made of. `to_chat` is the same as a chat."""
 
     input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = Field(
@@ -127,34 +134,34 @@ class ResponsesPrompt(Closed):
         """Put the items of an earlier conversation before the input."""
         given = self.input
         own = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        messages = read_input([*items, *own], self.instructions, Notes(lenient=True))
+        messages = read_input([*items, *own], self.instructions, FieldWarnings(lenient=True))
         self._chat = self._read_chat(self._body | {"messages": messages})
 
     def _read_chat(self, body: Mapping[str, Any]) -> ChatCompletionRequest:
         try:
             return ChatCompletionRequest.read(body)
-        except BadField as error:
+        except FieldError as error:
             if error.param != "reasoning_effort":
                 raise
-            raise error.renamed(_EFFORT) from None
+            raise error.with_names(_EFFORT) from None
 
     def _read_effort(self) -> str | None:
         if self.reasoning is None:
             return None
-        taken = take(
+        taken = split_fields(
             self.reasoning, ("effort",), "reasoning", "reasoning", lenient=self._notes.lenient
         )
-        self._notes.extend(taken.notes)
+        self._notes.extend(taken.warnings)
         effort = taken.fields.get("effort")
         if effort is not None and effort not in get_args(Effort):
-            raise wrong("reasoning.effort", effort, f"one of {', '.join(get_args(Effort))}")
+            raise invalid_value("reasoning.effort", effort, f"one of {', '.join(get_args(Effort))}")
         return effort
 
     def _read_format(self) -> dict[str, Any] | None:
         if self.text is None:
             return None
-        taken = take(self.text, ("format",), "text", "text", lenient=self._notes.lenient)
-        self._notes.extend(taken.notes)
+        taken = split_fields(self.text, ("format",), "text", "text", lenient=self._notes.lenient)
+        self._notes.extend(taken.warnings)
         if "format" not in taken.fields:
             return None
         return read_text_format(taken.fields["format"], self._notes)
@@ -175,17 +182,17 @@ class ResponsesPrompt(Closed):
         return list(dict.fromkeys(said))  # the chat says again what both of them have
 
 
-class ResponsesRequest(Sampling, ResponsesPrompt):
+class ResponsesRequest(SamplingFields, ResponsesPrompt):
     """The body of POST /v1/responses."""
 
-    place: ClassVar[str] = "responses"
+    schema_key: ClassVar[str] = "responses"
 
     store: bool = Field(
         True, description="Hold the response, so that others can follow it or read it again."
     )
     metadata: dict[str, str] | None = Field(None, description="Texts that the response repeats.")
     max_output_tokens: (
-        Annotated[Int, Within(1, MAX_INT, "leave it out for all that fit")] | None
+        Annotated[Int, Bounds(1, MAX_INT, "leave it out for all that fit")] | None
     ) = Field(None, description="Most tokens to make, reasoning included; all that fit otherwise.")
     top_logprobs: LogprobCount | None = Field(
         None, description=f"With {LOGPROBS} in include: so many most probable tokens, 0 to 20."
@@ -203,7 +210,7 @@ class ResponsesRequest(Sampling, ResponsesPrompt):
         if self.stream_options is not None:
             self._notes.extend(self.stream_options.warnings())
             if not self.stream:
-                raise BadField(
+                raise FieldError(
                     "stream_options is given without stream; set stream to true.",
                     "stream_options",
                 )
@@ -212,14 +219,14 @@ class ResponsesRequest(Sampling, ResponsesPrompt):
     def generation(self) -> dict[str, Any]:
         logprobs = self._reads_logprobs()
         if self.top_logprobs and not logprobs:
-            raise BadField(
+            raise FieldError(
                 f'top_logprobs is {self.top_logprobs} without "{LOGPROBS}" in include; add it.',
                 "top_logprobs",
             )
         constrains = self._format is not None and self._format["type"] != "text"
         if constrains and (self._constraint is not None or self.ignore_eos):
             other = self._constraint.source if self._constraint is not None else "ignore_eos"
-            raise BadField(
+            raise FieldError(
                 f"{other} is given beside text.format, which already says how the answer ends and "
                 "looks; leave one of them out.",
                 other,
@@ -229,7 +236,9 @@ class ResponsesRequest(Sampling, ResponsesPrompt):
             "top_logprobs": self.top_logprobs,
             "max_completion_tokens": self.max_output_tokens,
         }
-        given = {name: getattr(self, name) for name in Sampling.model_fields if self.given(name)}
+        given = {
+            name: getattr(self, name) for name in SamplingFields.model_fields if self.is_set(name)
+        }
         return body | given
 
     def _reads_logprobs(self) -> bool:
@@ -238,8 +247,8 @@ class ResponsesRequest(Sampling, ResponsesPrompt):
             if name == ENCRYPTED:
                 self._notes.append(f'{path} "{ENCRYPTED}" has no effect: reasoning is in the open.')
             elif name != LOGPROBS:
-                raise BadField(
-                    f'{path} is {shown(name)}, which is not supported; "{LOGPROBS}" is.',
+                raise FieldError(
+                    f'{path} is {short_json(name)}, which is not supported; "{LOGPROBS}" is.',
                     path,
                     "unsupported_parameter",
                 )
@@ -255,14 +264,14 @@ class ResponsesRequest(Sampling, ResponsesPrompt):
     @property
     def text_format(self) -> dict[str, Any]:
         """text.format as the response repeats it."""
-        given = (self.text or {}).get("format")
-        return given if given is not None else {"type": "text"}
+        text_format = (self.text or {}).get("format")
+        return text_format if text_format is not None else {"type": "text"}
 
 
 class InputTokensRequest(ResponsesPrompt):
     """The body of POST /v1/responses/input_tokens."""
 
-    place: ClassVar[str] = "input_tokens"
+    schema_key: ClassVar[str] = "input_tokens"
 
     model: str | None = Field(
         None, description="The name of the served model, as /v1/models lists it; any when left out."

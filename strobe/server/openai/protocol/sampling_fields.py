@@ -13,15 +13,15 @@ from strobe.sampling_params import METHODS, Speculation
 from strobe.server.openai.protocol.common import (
     IDS_SCHEMA,
     TEXT_SCHEMA,
-    Closed,
+    Bounds,
     Int,
+    RequestModel,
     Texts,
     TokenIds,
-    Within,
     check_int,
-    closed,
+    object_schema,
 )
-from strobe.server.openai.protocol.errors import BadField, shown, wrong
+from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 from strobe.server.openai.protocol.response_format import (
     RESPONSE_FORMAT_SCHEMA,
     SOURCES,
@@ -31,11 +31,11 @@ from strobe.server.openai.protocol.response_format import (
     read_constraint,
 )
 
-MOST_STOPS = 64
-LONGEST_STOP = 1000
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1000
 """Characters."""
 
-LONGEST_TIMEOUT = 86400.0
+MAX_TIMEOUT = 86400.0
 """Seconds."""
 
 SAME_NAME = (
@@ -50,26 +50,30 @@ def _bias(value: Any, info: ValidationInfo) -> dict[int, float]:
     """Token ids, as JSON writes keys, to numbers."""
     name = info.field_name
     if not isinstance(value, Mapping):
-        raise wrong(name, value, "an object from token ids to numbers from -100 to 100")
+        raise invalid_value(name, value, "an object from token ids to numbers from -100 to 100")
     read: dict[int, float] = {}
     for key, bias in value.items():
         text = str(key)
         if not (text.isascii() and text.isdigit()) or len(text) > 9:
-            raise BadField(
-                f"{name} has the key {shown(text)}, but its keys must be token ids; "
+            raise FieldError(
+                f"{name} has the key {short_json(text)}, but its keys must be token ids; "
                 "/tokenize gives them.",
                 name,
             )
         number = isinstance(bias, int | float) and not isinstance(bias, bool)
         if not number or not -100 <= bias <= 100:
-            raise wrong(f"{name}.{text}", bias, "a number from -100 to 100", "0 changes nothing")
+            raise invalid_value(
+                f"{name}.{text}", bias, "a number from -100 to 100", "0 changes nothing"
+            )
         read[int(text)] = float(bias)
     return read
 
 
 def _some_ids(value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
     if value == () or value == []:
-        raise wrong(info.field_name, [], "a list of one or more token ids", "leave it out for all")
+        raise invalid_value(
+            info.field_name, [], "a list of one or more token ids", "leave it out for all"
+        )
     return value
 
 
@@ -79,20 +83,20 @@ def _speculation(value: Any) -> Speculation:
     try:
         return Speculation.of(value)
     except (ValueError, TypeError) as error:
-        raise BadField(str(error), "speculation") from None
+        raise FieldError(str(error), "speculation") from None
 
 
 def _request_id(value: Any) -> Any:
     if isinstance(value, str) and not (
         0 < len(value) <= 128 and value.isascii() and value.isprintable()
     ):
-        raise wrong("request_id", value, "a text of 1 to 128 printable ASCII characters")
+        raise invalid_value("request_id", value, "a text of 1 to 128 printable ASCII characters")
     return value
 
 
-_STOP_SCHEMA: dict[str, Any] = {**TEXT_SCHEMA, "maxLength": LONGEST_STOP}
+_STOP_SCHEMA: dict[str, Any] = {**TEXT_SCHEMA, "maxLength": MAX_STOP_CHARS}
 STOP_SCHEMA: dict[str, Any] = {
-    "anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MOST_STOPS}]
+    "anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOPS}]
 }
 BIAS_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -102,7 +106,7 @@ BIAS_SCHEMA: dict[str, Any] = {
 SPECULATION_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"type": "boolean"},
-        closed(
+        object_schema(
             {
                 "method": {"enum": list(METHODS)},
                 "num_drafts": {"type": "integer", "minimum": 0, "maximum": MAX_INT},
@@ -116,30 +120,30 @@ TextField = Annotated[Any, WithJsonSchema(TEXT_SCHEMA)]
 TextListField = Annotated[Any, WithJsonSchema(VALUE_SCHEMAS["choice"])]
 FormatField = Annotated[Any, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)]
 
-LogprobCount = Annotated[Int, Within(0, 20, "0 gives the sampled token alone")]
-Penalty = Annotated[float, Within(-2, 2, "0 is off")]
+LogprobCount = Annotated[Int, Bounds(0, 20, "0 gives the sampled token alone")]
+Penalty = Annotated[float, Bounds(-2, 2, "0 is off")]
 
 
-class Sampling(Closed):
+class SamplingFields(RequestModel):
     """The shared fields. `sampling` gives them to the engine."""
 
     model: str | None = Field(
         None, description="The name of the served model, as /v1/models lists it; any when left out."
     )
-    temperature: Annotated[float, Within(0, 100, "0 is greedy")] | None = Field(
+    temperature: Annotated[float, Bounds(0, 100, "0 is greedy")] | None = Field(
         None, description="0 is greedy; 1 is the model's own distribution."
     )
-    top_p: Annotated[float, Within(0, 1, "1 keeps every token", above=True)] | None = Field(
+    top_p: Annotated[float, Bounds(0, 1, "1 keeps every token", above=True)] | None = Field(
         None, description="Keep the most probable tokens up to this mass; 1 is off."
     )
-    top_k: Annotated[Int, Within(-1, MAX_INT, "0 or -1 keeps every token")] | None = Field(
+    top_k: Annotated[Int, Bounds(-1, MAX_INT, "0 or -1 keeps every token")] | None = Field(
         None, description="Keep this many most probable tokens; 0 or -1 is off."
     )
-    min_p: Annotated[float, Within(0, 1, "0 keeps every token")] | None = Field(
+    min_p: Annotated[float, Bounds(0, 1, "0 keeps every token")] | None = Field(
         None, description="Drop tokens less probable than this share of the best; 0 is off."
     )
     seed: (
-        Annotated[Int, Within(-(2**63), 2**63 - 1, "leave it out for the server's own")] | None
+        Annotated[Int, Bounds(-(2**63), 2**63 - 1, "leave it out for the server's own")] | None
     ) = Field(
         None,
         description="The same seed gives the same tokens, whatever else runs and however it "
@@ -151,7 +155,7 @@ class Sampling(Closed):
     frequency_penalty: Penalty = Field(
         0.0, description="Taken off a token's logit for each time the answer has it already."
     )
-    repetition_penalty: Annotated[float, Within(0, 100, "1 is off", above=True)] | None = Field(
+    repetition_penalty: Annotated[float, Bounds(0, 100, "1 is off", above=True)] | None = Field(
         None,
         description="Divides the positive logits of tokens in prompt or answer and multiplies the "
         "negative ones; 1 is off.",
@@ -173,7 +177,7 @@ class Sampling(Closed):
         False, description="Leave the stop text in the answer."
     )
     ignore_eos: bool = Field(False, description="The model's own end tokens do not end the answer.")
-    min_tokens: Annotated[Int, Within(0, MAX_INT, "0 asks for no minimum")] = Field(
+    min_tokens: Annotated[Int, Bounds(0, MAX_INT, "0 asks for no minimum")] = Field(
         0, description="Nothing ends the answer before so many tokens."
     )
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
@@ -201,9 +205,7 @@ class Sampling(Closed):
         None, description="The request's id in the response and the log; X-Request-Id otherwise."
     )
     timeout: (
-        Annotated[
-            float, Within(0, LONGEST_TIMEOUT, "leave it out for the server's own", above=True)
-        ]
+        Annotated[float, Bounds(0, MAX_TIMEOUT, "leave it out for the server's own", above=True)]
         | None
     ) = Field(None, description="Seconds after which the request ends with an error.")
     speculation: (
@@ -214,7 +216,7 @@ class Sampling(Closed):
         description="false, true, or `method` and `num_drafts` (tokens drafted in a step); the "
         "server's own when left out. It never changes the answer.",
     )
-    priority: Annotated[Int, Within(-MAX_INT, MAX_INT, "0 is usual")] = Field(
+    priority: Annotated[Int, Bounds(-MAX_INT, MAX_INT, "0 is usual")] = Field(
         0, description="Requests of a lower number run first, and keep their place longer."
     )
     cache_salt: Annotated[str, WithJsonSchema(TEXT_SCHEMA)] | None = Field(
@@ -230,15 +232,15 @@ class Sampling(Closed):
         super().check()
         self._check_stop()
         if self.cache_salt == "":
-            raise BadField(
+            raise FieldError(
                 "cache_salt is empty, but must be a text of one character or more; leave it out to "
                 "share cached prefixes with all.",
                 "cache_salt",
             )
-        given = {name: getattr(self, name) for name in SOURCES if self.given(name)}
-        self._constraint = read_constraint(given, self._notes)
+        constraints = {name: getattr(self, name) for name in SOURCES if self.is_set(name)}
+        self._constraint = read_constraint(constraints, self._notes)
         if self._constraint is not None and self.ignore_eos:
-            raise BadField(
+            raise FieldError(
                 f"ignore_eos is true beside {self._constraint.source}, whose end is the answer's "
                 "end; leave one of them out.",
                 "ignore_eos",
@@ -251,27 +253,28 @@ class Sampling(Closed):
                 self._notes.append(
                     f"allowed_token_ids has no effect where it leaves nothing that {source} allows."
                 )
-        name, most = self.limit()
-        if most is not None and self.min_tokens > most:
-            raise BadField(
-                f"min_tokens is {self.min_tokens}, above {name} {most}; lower the one or raise the "
+        name, max_tokens = self.limit()
+        if max_tokens is not None and self.min_tokens > max_tokens:
+            raise FieldError(
+                f"min_tokens is {self.min_tokens}, above {name} {max_tokens}; lower the one or "
+                "raise the "
                 "other.",
                 "min_tokens",
             )
 
     def _check_stop(self) -> None:
         """Every token is searched for every stop text, so that there is a most of them."""
-        if len(self.stop) > MOST_STOPS:
-            raise BadField(
-                f"stop holds {len(self.stop)} texts, but may hold at most {MOST_STOPS}; leave some "
+        if len(self.stop) > MAX_STOPS:
+            raise FieldError(
+                f"stop holds {len(self.stop)} texts, but may hold at most {MAX_STOPS}; leave some "
                 "out.",
                 "stop",
             )
         longest = max(map(len, self.stop), default=0)
-        if longest > LONGEST_STOP:
-            raise BadField(
+        if longest > MAX_STOP_CHARS:
+            raise FieldError(
                 f"stop holds a text of {longest} characters, but each may have at most "
-                f"{LONGEST_STOP}; shorten it.",
+                f"{MAX_STOP_CHARS}; shorten it.",
                 "stop",
             )
 
@@ -281,7 +284,7 @@ class Sampling(Closed):
         return self._constraint.source if self._constraint is not None else "structured_outputs"
 
     @property
-    def standing(self) -> SchedulingOptions:
+    def scheduling(self) -> SchedulingOptions:
         """How the request stands to others."""
         return SchedulingOptions(self.priority, self.cache_salt or "")
 
@@ -295,7 +298,7 @@ class Sampling(Closed):
         defaults: what the model recommends, as such arguments; the client's own values win.
         """
         arguments = dict(defaults)
-        arguments |= {name: getattr(self, name) for name in SAME_NAME if self.given(name)}
+        arguments |= {name: getattr(self, name) for name in SAME_NAME if self.is_set(name)}
         arguments["max_tokens"] = self.limit()[1]
         if self._constraint is not None:
             arguments["structured_outputs"] = {self._constraint.kind: self._constraint.value}

@@ -11,72 +11,73 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Note:
-    """Why a field is not honoured; neutral: values that ask for nothing, accepted in silence."""
+class FieldRule:
+    """Why a field is not honoured; neutral_values: values that ask for nothing, accepted in
+    silence."""
 
-    why: str
-    neutral: tuple[Any, ...] = ()
+    reason: str
+    neutral_values: tuple[Any, ...] = ()
 
     def is_neutral(self, value: Any) -> bool:
         """Whether a value is one of the neutral ones; true is not 1 here."""
         return any(
-            value == one and isinstance(value, bool) == isinstance(one, bool)
-            for one in self.neutral
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            for neutral in self.neutral_values
         )
 
 
-Table = Mapping[str, Note]
+Table = Mapping[str, FieldRule]
 
 _HOSTED = "it is for a hosted service's records"
 _CACHE = "the prefix cache works by itself"
 
 _ACCEPTED: Table = {
-    "user": Note(_HOSTED),
-    "metadata": Note("nothing is stored", ({},)),
-    "store": Note("nothing is stored", (False,)),
-    "service_tier": Note("there is one tier", ("auto", "default", "standard_only")),
-    "safety_identifier": Note(_HOSTED),
-    "access_programs": Note(_HOSTED),
-    "prompt_cache_key": Note(_CACHE),
-    "prompt_cache_retention": Note(_CACHE),
-    "prompt_cache_options": Note(_CACHE, ({},)),
-    "guided_decoding_backend": Note("there is one, llguidance"),
-    "rid": Note("give the id as request_id"),
-    "session_id": Note(_CACHE),
-    "cache_prompt": Note(_CACHE, (True,)),
-    "id_slot": Note(_CACHE, (-1,)),
-    "keep_alive": Note("the model stays loaded"),
-    "provider": Note("there is one server"),
-    "usage": Note(
+    "user": FieldRule(_HOSTED),
+    "metadata": FieldRule("nothing is stored", ({},)),
+    "store": FieldRule("nothing is stored", (False,)),
+    "service_tier": FieldRule("there is one tier", ("auto", "default", "standard_only")),
+    "safety_identifier": FieldRule(_HOSTED),
+    "access_programs": FieldRule(_HOSTED),
+    "prompt_cache_key": FieldRule(_CACHE),
+    "prompt_cache_retention": FieldRule(_CACHE),
+    "prompt_cache_options": FieldRule(_CACHE, ({},)),
+    "guided_decoding_backend": FieldRule("there is one, llguidance"),
+    "rid": FieldRule("give the id as request_id"),
+    "session_id": FieldRule(_CACHE),
+    "cache_prompt": FieldRule(_CACHE, (True,)),
+    "id_slot": FieldRule(_CACHE, (-1,)),
+    "keep_alive": FieldRule("the model stays loaded"),
+    "provider": FieldRule("there is one server"),
+    "usage": FieldRule(
         "a response carries its usage; a stream with stream_options.include_usage", ({},)
     ),
-    "log_metrics": Note("/metrics counts every request"),
-    "data_parallel_rank": Note("there is one engine"),
-    "timings_per_token": Note("include_speculation reports each step", (False,)),
-    "return_progress": Note("there are no events of a prompt's progress", (False,)),
-    "stream_interval": Note("a stream carries each step as it ends", (1,)),
+    "log_metrics": FieldRule("/metrics counts every request"),
+    "data_parallel_rank": FieldRule("there is one engine"),
+    "timings_per_token": FieldRule("include_speculation reports each step", (False,)),
+    "return_progress": FieldRule("there are no events of a prompt's progress", (False,)),
+    "stream_interval": FieldRule("a stream carries each step as it ends", (1,)),
 }
 """Without effect on every endpoint that generates."""
 
 _ACCEPTED_MESSAGES: Table = {
-    "cache_control": Note(_CACHE),
-    "speed": Note("there is one speed", ("standard",)),
-    "inference_geo": Note("there is one server"),
-    "diagnostics": Note("usage says what the prefix cache had", ({},)),
-    "user_profile_id": Note(_HOSTED),
-    "workspace_id": Note(_HOSTED),
+    "cache_control": FieldRule(_CACHE),
+    "speed": FieldRule("there is one speed", ("standard",)),
+    "inference_geo": FieldRule("there is one server"),
+    "diagnostics": FieldRule("usage says what the prefix cache had", ({},)),
+    "user_profile_id": FieldRule(_HOSTED),
+    "workspace_id": FieldRule(_HOSTED),
 }
 """Without effect on Anthropic's endpoints."""
 
 NO_EFFECT: Mapping[str, Table] = {
     "chat": {
         **_ACCEPTED,
-        "prediction": Note("drafts come from the server's own drafter"),
+        "prediction": FieldRule("drafts come from the server's own drafter"),
     },
     "completions": _ACCEPTED,
     "responses": {
         **{name: note for name, note in _ACCEPTED.items() if name not in ("metadata", "store")},
-        "max_tool_calls": Note("it counts calls of built-in tools, and there are none"),
+        "max_tool_calls": FieldRule("it counts calls of built-in tools, and there are none"),
     },
     "messages": {**_ACCEPTED, **_ACCEPTED_MESSAGES},
     "count_tokens": _ACCEPTED_MESSAGES,
@@ -84,58 +85,60 @@ NO_EFFECT: Mapping[str, Table] = {
     "tokenize": {},
     "detokenize": {},
     "stream_options": {
-        "include_obfuscation": Note("chunks are not padded", (False,)),
+        "include_obfuscation": FieldRule("chunks are not padded", (False,)),
     },
     "responses.stream_options": {
-        "include_obfuscation": Note("chunks are not padded", (False,)),
-        "include_usage": Note("the last event always carries the usage", (True,)),
+        "include_obfuscation": FieldRule("chunks are not padded", (False,)),
+        "include_usage": FieldRule("the last event always carries the usage", (True,)),
     },
     "message": {
-        "annotations": Note("a model reads no annotations", ([],)),
-        "cache_control": Note(_CACHE),
-        "id": Note(_HOSTED),
-        "provider_specific_fields": Note(_HOSTED),
+        "annotations": FieldRule("a model reads no annotations", ([],)),
+        "cache_control": FieldRule(_CACHE),
+        "id": FieldRule(_HOSTED),
+        "provider_specific_fields": FieldRule(_HOSTED),
     },
     "part": {
-        "annotations": Note("a model reads no annotations", ([],)),
-        "cache_control": Note(_CACHE),
-        "prompt_cache_breakpoint": Note(_CACHE),
-        "logprobs": Note("a model reads no log probabilities", ([],)),
+        "annotations": FieldRule("a model reads no annotations", ([],)),
+        "cache_control": FieldRule(_CACHE),
+        "prompt_cache_breakpoint": FieldRule(_CACHE),
+        "logprobs": FieldRule("a model reads no log probabilities", ([],)),
     },
     "tool_call": {
-        "cache_control": Note(_CACHE),
-        "provider_specific_fields": Note(_HOSTED),
+        "cache_control": FieldRule(_CACHE),
+        "provider_specific_fields": FieldRule(_HOSTED),
     },
-    "tool": {"cache_control": Note(_CACHE)},
+    "tool": {"cache_control": FieldRule(_CACHE)},
     "responses.tool": {
-        "cache_control": Note(_CACHE),
-        "output_schema": Note("a tool's output is read as text"),
+        "cache_control": FieldRule(_CACHE),
+        "output_schema": FieldRule("a tool's output is read as text"),
     },
     "structured_outputs": {
-        "disable_fallback": Note("there is no other backend to fall back to", (False,)),
+        "disable_fallback": FieldRule("there is no other backend to fall back to", (False,)),
     },
-    "json_schema": {"description": Note("the model does not see it; put it into the prompt")},
+    "json_schema": {"description": FieldRule("the model does not see it; put it into the prompt")},
     "reasoning": {
-        "summary": Note("the whole reasoning is returned, not a summary"),
-        "generate_summary": Note("the whole reasoning is returned, not a summary"),
+        "summary": FieldRule("the whole reasoning is returned, not a summary"),
+        "generate_summary": FieldRule("the whole reasoning is returned, not a summary"),
     },
     "item": {
-        "phase": Note("chat templates have no phases"),
-        "cache_control": Note(_CACHE),
-        "encrypted_content": Note("it is readable for its maker only"),
+        "phase": FieldRule("chat templates have no phases"),
+        "cache_control": FieldRule(_CACHE),
+        "encrypted_content": FieldRule("it is readable for its maker only"),
     },
     "messages.tool": {
-        "cache_control": Note(_CACHE),
-        "eager_input_streaming": Note("arguments come as they are made", (True,)),
+        "cache_control": FieldRule(_CACHE),
+        "eager_input_streaming": FieldRule("arguments come as they are made", (True,)),
     },
     "block": {
-        "cache_control": Note(_CACHE),
-        "citations": Note("a model reads no citations", ([], {"enabled": False})),
-        "is_error": Note("chat templates have no mark for it; say so in the content", (False,)),
-        "data": Note("it is readable for its maker only"),
+        "cache_control": FieldRule(_CACHE),
+        "citations": FieldRule("a model reads no citations", ([], {"enabled": False})),
+        "is_error": FieldRule(
+            "chat templates have no mark for it; say so in the content", (False,)
+        ),
+        "data": FieldRule("it is readable for its maker only"),
     },
     "thinking": {
-        "budget_tokens": Note("the length of the reasoning cannot be limited"),
+        "budget_tokens": FieldRule("the length of the reasoning cannot be limited"),
     },
 }
 """Accepted and named in the response's `warnings`, by place."""
@@ -146,54 +149,54 @@ _MEDIA = "only text is supported"
 _NO_TEMPLATE_ARGUMENT = "give it inside chat_template_kwargs"
 
 _REFUSED: Table = {
-    "logits_processors": Note(_PROCESSORS, ([],)),
-    "logit_processors": Note(_PROCESSORS, ([],)),
-    "custom_logit_processor": Note(_PROCESSORS, ("",)),
-    "custom_params": Note(_PROCESSORS, ({},)),
-    "bad_words": Note("logit_bias keeps single tokens out", ([],)),
-    "use_beam_search": Note(_BEAMS, (False,)),
-    "length_penalty": Note(_BEAMS, (1.0,)),
-    "early_stopping": Note(_BEAMS, (False,)),
-    "repetition_detection": Note("stop and max_tokens end an answer"),
-    "stop_regex": Note("give texts as stop", ("", [])),
-    "no_stop_trim": Note("give include_stop_str_in_output", (False,)),
-    "spaces_between_special_tokens": Note("text is as the tokenizer makes it", (True,)),
-    "guided_whitespace_pattern": Note("JSON is written with its usual white space"),
-    "thinking_token_budget": Note("the length of the reasoning cannot be limited", (-1,)),
-    "thinking_budget": Note("the length of the reasoning cannot be limited", (-1,)),
-    "enable_thinking": Note(_NO_TEMPLATE_ARGUMENT),
-    "separate_reasoning": Note("reasoning is separated where the model has a parser", (True,)),
-    "stream_reasoning": Note("give include_reasoning: false to leave it out", (True,)),
-    "kv_transfer_params": Note("there is one engine", ({},)),
-    "vllm_xargs": Note("there are no custom extensions", ({},)),
-    "mm_processor_kwargs": Note(_MEDIA, ({},)),
-    "media_io_kwargs": Note(_MEDIA, ({},)),
-    "lora_path": Note("there are no adapters"),
-    "session_params": Note("there are no sessions", ({},)),
-    "return_hidden_states": Note("they do not leave the engine", (False,)),
-    "moderation": Note("there is no moderation"),
+    "logits_processors": FieldRule(_PROCESSORS, ([],)),
+    "logit_processors": FieldRule(_PROCESSORS, ([],)),
+    "custom_logit_processor": FieldRule(_PROCESSORS, ("",)),
+    "custom_params": FieldRule(_PROCESSORS, ({},)),
+    "bad_words": FieldRule("logit_bias keeps single tokens out", ([],)),
+    "use_beam_search": FieldRule(_BEAMS, (False,)),
+    "length_penalty": FieldRule(_BEAMS, (1.0,)),
+    "early_stopping": FieldRule(_BEAMS, (False,)),
+    "repetition_detection": FieldRule("stop and max_tokens end an answer"),
+    "stop_regex": FieldRule("give texts as stop", ("", [])),
+    "no_stop_trim": FieldRule("give include_stop_str_in_output", (False,)),
+    "spaces_between_special_tokens": FieldRule("text is as the tokenizer makes it", (True,)),
+    "guided_whitespace_pattern": FieldRule("JSON is written with its usual white space"),
+    "thinking_token_budget": FieldRule("the length of the reasoning cannot be limited", (-1,)),
+    "thinking_budget": FieldRule("the length of the reasoning cannot be limited", (-1,)),
+    "enable_thinking": FieldRule(_NO_TEMPLATE_ARGUMENT),
+    "separate_reasoning": FieldRule("reasoning is separated where the model has a parser", (True,)),
+    "stream_reasoning": FieldRule("give include_reasoning: false to leave it out", (True,)),
+    "kv_transfer_params": FieldRule("there is one engine", ({},)),
+    "vllm_xargs": FieldRule("there are no custom extensions", ({},)),
+    "mm_processor_kwargs": FieldRule(_MEDIA, ({},)),
+    "media_io_kwargs": FieldRule(_MEDIA, ({},)),
+    "lora_path": FieldRule("there are no adapters"),
+    "session_params": FieldRule("there are no sessions", ({},)),
+    "return_hidden_states": FieldRule("they do not leave the engine", (False,)),
+    "moderation": FieldRule("there is no moderation"),
 }
 """Refused on every endpoint that generates."""
 
-_THINKING: Table = {"thinking": Note("give chat_template_kwargs or reasoning_effort", ({},))}
+_THINKING: Table = {"thinking": FieldRule("give chat_template_kwargs or reasoning_effort", ({},))}
 
 _KEPT = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 _REFUSED_MESSAGES: Table = {
-    "container": Note("there are no containers"),
-    "mcp_servers": Note("the server calls no tools itself; give tools", ([],)),
-    "context_management": Note("shorten the messages", ({}, {"edits": []}, _KEPT)),
-    "output_format": Note("give output_config.format"),
-    "prompt": Note("this endpoint takes messages"),
+    "container": FieldRule("there are no containers"),
+    "mcp_servers": FieldRule("the server calls no tools itself; give tools", ([],)),
+    "context_management": FieldRule("shorten the messages", ({}, {"edits": []}, _KEPT)),
+    "output_format": FieldRule("give output_config.format"),
+    "prompt": FieldRule("this endpoint takes messages"),
 }
 """Refused on Anthropic's endpoints."""
 
 _REFUSED_RESPONSES: Table = {
-    "conversation": Note("there are no stored conversations; give previous_response_id"),
-    "prompt": Note("there are no stored prompts; give instructions and input"),
-    "truncation": Note("shorten the input", ("disabled",)),
-    "messages": Note("give input"),
-    "response_format": Note("give text.format"),
-    "reasoning_effort": Note("give reasoning.effort"),
+    "conversation": FieldRule("there are no stored conversations; give previous_response_id"),
+    "prompt": FieldRule("there are no stored prompts; give instructions and input"),
+    "truncation": FieldRule("shorten the input", ("disabled",)),
+    "messages": FieldRule("give input"),
+    "response_format": FieldRule("give text.format"),
+    "reasoning_effort": FieldRule("give reasoning.effort"),
 }
 """Refused on /v1/responses and /v1/responses/input_tokens."""
 
@@ -201,98 +204,98 @@ UNSUPPORTED: Mapping[str, Table] = {
     "chat": {
         **_REFUSED,
         **_THINKING,
-        "prompt": Note("this endpoint takes messages"),
-        "reasoning": Note("give reasoning_effort", ({},)),
-        "audio": Note(_MEDIA),
-        "modalities": Note(_MEDIA, (["text"], [])),
-        "functions": Note("give tools", ([],)),
-        "function_call": Note("give tool_choice", ("none", "auto")),
-        "web_search_options": Note("there is no web search"),
-        "documents": Note("put them into a message", ([],)),
-        "verbosity": Note("ask for it in a message", ("medium",)),
-        "best_of": Note("give n, or use /v1/completions", (1,)),
+        "prompt": FieldRule("this endpoint takes messages"),
+        "reasoning": FieldRule("give reasoning_effort", ({},)),
+        "audio": FieldRule(_MEDIA),
+        "modalities": FieldRule(_MEDIA, (["text"], [])),
+        "functions": FieldRule("give tools", ([],)),
+        "function_call": FieldRule("give tool_choice", ("none", "auto")),
+        "web_search_options": FieldRule("there is no web search"),
+        "documents": FieldRule("put them into a message", ([],)),
+        "verbosity": FieldRule("ask for it in a message", ("medium",)),
+        "best_of": FieldRule("give n, or use /v1/completions", (1,)),
     },
     "completions": {
         **_REFUSED,
         **_THINKING,
-        "messages": Note("this endpoint takes prompt"),
-        "suffix": Note("text cannot be filled in before another", ("",)),
-        "prompt_embeds": Note("give text or token ids", ([],)),
-        "tools": Note("use /v1/chat/completions", ([],)),
-        "reasoning_effort": Note("use /v1/chat/completions"),
-        "reasoning": Note("use /v1/chat/completions", ({},)),
-        "chat_template_kwargs": Note("use /v1/chat/completions", ({},)),
+        "messages": FieldRule("this endpoint takes prompt"),
+        "suffix": FieldRule("text cannot be filled in before another", ("",)),
+        "prompt_embeds": FieldRule("give text or token ids", ([],)),
+        "tools": FieldRule("use /v1/chat/completions", ([],)),
+        "reasoning_effort": FieldRule("use /v1/chat/completions"),
+        "reasoning": FieldRule("use /v1/chat/completions", ({},)),
+        "chat_template_kwargs": FieldRule("use /v1/chat/completions", ({},)),
     },
     "responses": {
         **_REFUSED,
         **_THINKING,
         **_REFUSED_RESPONSES,
-        "background": Note("an answer is made while its request waits", (False,)),
-        "context_management": Note("shorten the input", ([],)),
-        "previous_input_messages": Note("give input"),
-        "enable_response_messages": Note("/tokenize shows a prompt", (False,)),
-        "image": Note(_MEDIA),
-        "n": Note("a response has one answer", (1,)),
+        "background": FieldRule("an answer is made while its request waits", (False,)),
+        "context_management": FieldRule("shorten the input", ([],)),
+        "previous_input_messages": FieldRule("give input"),
+        "enable_response_messages": FieldRule("/tokenize shows a prompt", (False,)),
+        "image": FieldRule(_MEDIA),
+        "n": FieldRule("a response has one answer", (1,)),
     },
     "input_tokens": {
         **_REFUSED_RESPONSES,
-        "personality": Note("give instructions"),
+        "personality": FieldRule("give instructions"),
     },
     "messages": {
         **_REFUSED,
         **_REFUSED_MESSAGES,
-        "max_completion_tokens": Note("give max_tokens"),
-        "max_tokens_to_sample": Note("give max_tokens"),
-        "response_format": Note("give output_config.format"),
-        "reasoning_effort": Note("give output_config.effort"),
-        "n": Note("a message has one answer", (1,)),
+        "max_completion_tokens": FieldRule("give max_tokens"),
+        "max_tokens_to_sample": FieldRule("give max_tokens"),
+        "response_format": FieldRule("give output_config.format"),
+        "reasoning_effort": FieldRule("give output_config.effort"),
+        "n": FieldRule("a message has one answer", (1,)),
     },
     "count_tokens": _REFUSED_MESSAGES,
     "tokenize": {
-        "documents": Note("put them into a message", ([],)),
-        "mm_processor_kwargs": Note(_MEDIA, ({},)),
-        "media_io_kwargs": Note(_MEDIA, ({},)),
+        "documents": FieldRule("put them into a message", ([],)),
+        "mm_processor_kwargs": FieldRule(_MEDIA, ({},)),
+        "media_io_kwargs": FieldRule(_MEDIA, ({},)),
     },
     "detokenize": {},
     "message": {
-        "audio": Note(_MEDIA),
-        "function_call": Note("give tool_calls"),
-        "prefix": Note("give continue_final_message", (False,)),
+        "audio": FieldRule(_MEDIA),
+        "function_call": FieldRule("give tool_calls"),
+        "prefix": FieldRule("give continue_final_message", (False,)),
     },
     "response_format": {
-        "schema": Note('give {"type": "json_schema", "json_schema": {"schema": ...}}'),
+        "schema": FieldRule('give {"type": "json_schema", "json_schema": {"schema": ...}}'),
     },
     "structured_outputs": {
-        "whitespace_pattern": Note("JSON is written with its usual white space"),
-        "structural_tag": Note("give grammar"),
-        "disable_any_whitespace": Note("JSON is written with its usual white space", (False,)),
-        "disable_additional_properties": Note("say so in the schema", (False,)),
+        "whitespace_pattern": FieldRule("JSON is written with its usual white space"),
+        "structural_tag": FieldRule("give grammar"),
+        "disable_any_whitespace": FieldRule("JSON is written with its usual white space", (False,)),
+        "disable_additional_properties": FieldRule("say so in the schema", (False,)),
     },
     "responses.tool": {
-        "defer_loading": Note("all tools are in the prompt", (False,)),
-        "allowed_callers": Note("the model itself is the only caller", (["direct"], [])),
+        "defer_loading": FieldRule("all tools are in the prompt", (False,)),
+        "allowed_callers": FieldRule("the model itself is the only caller", (["direct"], [])),
     },
     "reasoning": {
-        "context": Note("the chat template decides which reasoning is kept", ("auto",)),
-        "mode": Note("there is one mode", ("standard",)),
+        "context": FieldRule("the chat template decides which reasoning is kept", ("auto",)),
+        "mode": FieldRule("there is one mode", ("standard",)),
     },
-    "text": {"verbosity": Note("ask for it in the input", ("medium",))},
+    "text": {"verbosity": FieldRule("ask for it in the input", ("medium",))},
     "item": {
-        "name": Note("the call says which function it was"),
-        "namespace": Note("functions have no namespaces"),
-        "caller": Note("the model itself is the only caller", ({"type": "direct"},)),
+        "name": FieldRule("the call says which function it was"),
+        "namespace": FieldRule("functions have no namespaces"),
+        "caller": FieldRule("the model itself is the only caller", ({"type": "direct"},)),
     },
     "messages.tool": {
-        "defer_loading": Note("all tools are in the prompt", (False,)),
-        "allowed_callers": Note("the model itself is the only caller", (["direct"], [])),
-        "input_examples": Note("put them into the description", ([],)),
+        "defer_loading": FieldRule("all tools are in the prompt", (False,)),
+        "allowed_callers": FieldRule("the model itself is the only caller", (["direct"], [])),
+        "input_examples": FieldRule("put them into the description", ([],)),
     },
     "block": {
-        "caller": Note("the model itself is the only caller", ({"type": "direct"},)),
-        "toolset_name": Note("there are no toolsets"),
+        "caller": FieldRule("the model itself is the only caller", ({"type": "direct"},)),
+        "toolset_name": FieldRule("there are no toolsets"),
     },
     "output_config": {
-        "task_budget": Note("give max_tokens"),
+        "task_budget": FieldRule("give max_tokens"),
     },
 }
 """A 400 unless the value is neutral, by place."""

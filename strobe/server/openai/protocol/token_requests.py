@@ -6,15 +6,15 @@ from typing import ClassVar
 
 from pydantic import BaseModel, Field
 
-from strobe.server.openai.protocol.common import Closed, TokenIds
+from strobe.server.openai.protocol.common import RequestModel, TokenIds
 from strobe.server.openai.protocol.conversation import Conversation, Messages
-from strobe.server.openai.protocol.errors import BadField
+from strobe.server.openai.protocol.errors import FieldError
 
 
 class TokenizeRequest(Conversation):
     """The body of POST /tokenize: a prompt, or a chat as /v1/chat/completions takes it."""
 
-    place: ClassVar[str] = "tokenize"
+    schema_key: ClassVar[str] = "tokenize"
 
     model: str | None = Field(
         None, description="The name of the served model, as /v1/models lists it; any when left out."
@@ -32,21 +32,21 @@ class TokenizeRequest(Conversation):
         super().check()
         if self.messages is not None:
             if self.prompt is not None:
-                raise BadField("messages is given beside prompt; give one of them.", "messages")
+                raise FieldError("messages is given beside prompt; give one of them.", "messages")
             self.read_conversation(self.messages)
             return
         if self.prompt is None:
-            raise BadField(
+            raise FieldError(
                 "prompt is missing; give it, or messages.", "prompt", "missing_required_parameter"
             )
         for name in type(self).model_fields:
-            if self.given(name) and name not in PROMPT_FIELDS:
-                raise BadField(f"{name} is given beside prompt; it needs messages.", name)
+            if self.is_set(name) and name not in PROMPT_FIELDS:
+                raise FieldError(f"{name} is given beside prompt; it needs messages.", name)
 
     @property
     def adds_special_tokens(self) -> bool:
         """By default a text gets the tokenizer's special tokens, and a chat has its template's."""
-        if self.given("add_special_tokens"):
+        if self.is_set("add_special_tokens"):
             return self.add_special_tokens
         return self.messages is None
 
@@ -66,10 +66,10 @@ class TokenizeResponse(BaseModel):
     warnings: list[str] | None = None
 
 
-class DetokenizeRequest(Closed):
+class DetokenizeRequest(RequestModel):
     """The body of POST /detokenize."""
 
-    place: ClassVar[str] = "detokenize"
+    schema_key: ClassVar[str] = "detokenize"
 
     model: str | None = Field(
         None, description="The name of the served model, as /v1/models lists it; any when left out."

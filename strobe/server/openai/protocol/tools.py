@@ -6,8 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from strobe.server.openai.protocol.common import TEXT_SCHEMA, Notes, closed, take
-from strobe.server.openai.protocol.errors import BadField, shown, wrong
+from strobe.server.openai.protocol.common import (
+    TEXT_SCHEMA,
+    FieldWarnings,
+    object_schema,
+    split_fields,
+)
+from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 
 TOOL_FIELDS = ("type", "function")
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
@@ -26,24 +31,26 @@ def _schemas(flat: bool) -> tuple[dict[str, Any], dict[str, Any]]:
 
     def function(fields: dict[str, Any], place: str) -> dict[str, Any]:
         if flat:
-            return closed({"type": _KIND, **fields}, place, ("type", "name"))
-        inner = closed(fields, "", ("name",))
-        return closed({"type": _KIND, "function": inner}, place, ("type", "function"))
+            return object_schema({"type": _KIND, **fields}, place, ("type", "name"))
+        inner = object_schema(fields, "", ("name",))
+        return object_schema({"type": _KIND, "function": inner}, place, ("type", "function"))
 
     def allowed(fields: dict[str, Any]) -> dict[str, Any]:
         kind: dict[str, Any] = {"const": "allowed_tools"}
         if flat:
-            return closed({"type": kind, **fields}, "", ("type", *fields))
-        inner = closed(fields, "", tuple(fields))
-        return closed({"type": kind, "allowed_tools": inner}, "", ("type", "allowed_tools"))
+            return object_schema({"type": kind, **fields}, "", ("type", *fields))
+        inner = object_schema(fields, "", tuple(fields))
+        return object_schema({"type": kind, "allowed_tools": inner}, "", ("type", "allowed_tools"))
 
-    named = function({"name": {"type": "string"}}, "")
-    only = {
+    name_schema = function({"name": {"type": "string"}}, "")
+    allowed_schema = {
         "mode": {"enum": ["auto", "required"]},
-        "tools": {"type": "array", "minItems": 1, "items": named},
+        "tools": {"type": "array", "minItems": 1, "items": name_schema},
     }
     tools = {"type": "array", "items": function(_FUNCTION, "responses.tool" if flat else "tool")}
-    return tools, {"anyOf": [{"enum": ["none", "auto", "required"]}, named, allowed(only)]}
+    return tools, {
+        "anyOf": [{"enum": ["none", "auto", "required"]}, name_schema, allowed(allowed_schema)]
+    }
 
 
 TOOLS_SCHEMA, CHOICE_SCHEMA = _schemas(flat=False)
@@ -78,7 +85,7 @@ class Toolbox:
         return tuple(tool["function"]["name"] for tool in self.tools)
 
 
-def read_toolbox(tools: Any, choice: Any, notes: Notes, *, flat: bool = False) -> Toolbox:
+def read_toolbox(tools: Any, choice: Any, notes: FieldWarnings, *, flat: bool = False) -> Toolbox:
     """A request's tools and tool_choice. flat: in the form of /v1/responses, where a tool's fields
     are not inside `function`. Raises BadField."""
     read, strict = _tools(tools, notes, flat)
@@ -91,8 +98,8 @@ def read_toolbox(tools: Any, choice: Any, notes: Notes, *, flat: bool = False) -
     if allowed is not None:
         read = [tool for tool in read if tool["function"]["name"] in allowed]
     if chosen.forced and not read:
-        raise BadField(
-            f"tool_choice is {shown(choice)}, but there are no tools; give tools as well.",
+        raise FieldError(
+            f"tool_choice is {short_json(choice)}, but there are no tools; give tools as well.",
             "tool_choice",
         )
     if chosen.mode == "auto" and not read:
@@ -100,22 +107,25 @@ def read_toolbox(tools: Any, choice: Any, notes: Notes, *, flat: bool = False) -
     return Toolbox(tuple(read), chosen, strict)
 
 
-def _tools(given: Any, notes: Notes, flat: bool) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    if given is None:
+def _tools(
+    value: Any, notes: FieldWarnings, flat: bool
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    if value is None:
         return [], ()
-    if not isinstance(given, list | tuple):
-        raise wrong("tools", given, "a list of tools")
+    if not isinstance(value, list | tuple):
+        raise invalid_value("tools", value, "a list of tools")
     tools: list[dict[str, Any]] = []
     strict: list[str] = []
     names: set[str] = set()
-    for index, one in enumerate(given):
+    for index, tool in enumerate(value):
         path = f"tools[{index}]"
         inner = path if flat else f"{path}.function"
-        function = _function(one, path, inner, notes, flat)
+        function = _function(tool, path, inner, notes, flat)
         name = function["name"]
         if name in names:
-            raise BadField(
-                f"{inner}.name is {shown(name)}, as that of an earlier tool; give each its own.",
+            raise FieldError(
+                f"{inner}.name is {short_json(name)}, as that of an earlier tool; give each its "
+                "own.",
                 f"{inner}.name",
             )
         names.add(name)
@@ -125,88 +135,96 @@ def _tools(given: Any, notes: Notes, flat: bool) -> tuple[list[dict[str, Any]], 
     return tools, tuple(strict)
 
 
-def _function(tool: Any, path: str, inner: str, notes: Notes, flat: bool) -> dict[str, Any]:
+def _function(tool: Any, path: str, inner: str, notes: FieldWarnings, flat: bool) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
-        raise wrong(path, tool, "a tool with a type and a function")
+        raise invalid_value(path, tool, "a tool with a type and a function")
     if tool.get("type") != "function":
-        raise wrong(f"{path}.type", tool.get("type"), '"function"', "other tools are not supported")
-    known = ("type", *FUNCTION_FIELDS) if flat else TOOL_FIELDS
-    taken = take(tool, known, "responses.tool" if flat else "tool", path, lenient=notes.lenient)
-    notes += taken.notes
-    fields = taken.fields
+        raise invalid_value(
+            f"{path}.type", tool.get("type"), '"function"', "other tools are not supported"
+        )
+    known_fields = ("type", *FUNCTION_FIELDS) if flat else TOOL_FIELDS
+    split = split_fields(
+        tool, known_fields, "responses.tool" if flat else "tool", path, lenient=notes.lenient
+    )
+    notes += split.warnings
+    fields = split.fields
     if not flat:
         fields = _inner(fields.get("function"), FUNCTION_FIELDS, inner, notes)
     function = {name: value for name, value in fields.items() if name != "type"}
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise wrong(f"{inner}.name", name, "the name of a function")
+        raise invalid_value(f"{inner}.name", name, "the name of a function")
     if not isinstance(function.get("description", ""), str):
-        raise wrong(f"{inner}.description", function["description"], "a text")
+        raise invalid_value(f"{inner}.description", function["description"], "a text")
     if not isinstance(function.get("parameters", {}), Mapping):
-        raise wrong(f"{inner}.parameters", function["parameters"], "a JSON schema, as an object")
+        raise invalid_value(
+            f"{inner}.parameters", function["parameters"], "a JSON schema, as an object"
+        )
     if not isinstance(function.get("strict", False), bool):
-        raise wrong(f"{inner}.strict", function["strict"], "true or false")
+        raise invalid_value(f"{inner}.strict", function["strict"], "true or false")
     return function
 
 
-def _inner(given: Any, known: Sequence[str], path: str, notes: Notes) -> dict[str, Any]:
+def _inner(
+    value: Any, known_names: Sequence[str], path: str, notes: FieldWarnings
+) -> dict[str, Any]:
     """The fields of an object that has no tables."""
-    taken = take(given, known, "", path, lenient=notes.lenient)
-    notes += taken.notes
-    return taken.fields
+    split = split_fields(value, known_names, "", path, lenient=notes.lenient)
+    notes += split.warnings
+    return split.fields
 
 
 def _choice(
-    given: Any, names: Sequence[str], notes: Notes, flat: bool
+    value: Any, names: Sequence[str], notes: FieldWarnings, flat: bool
 ) -> tuple[ToolChoice, frozenset[str] | None]:
     """tool_choice, and the only names that remain, None for all."""
-    if given in ("auto", "required"):
-        return ToolChoice(given), None
-    kind = given.get("type") if isinstance(given, Mapping) else None
+    if value in ("auto", "required"):
+        return ToolChoice(value), None
+    kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "function":
-        name = _name(given, "tool_choice", notes, flat)
+        name = _name(value, "tool_choice", notes, flat)
         _offered(name, names, "tool_choice")
         return ToolChoice("required", name), None
     if kind == "allowed_tools":
         path = "tool_choice" if flat else "tool_choice.allowed_tools"
-        known = ("type", "mode", "tools") if flat else ("type", kind)
-        fields = _inner(given, known, "tool_choice", notes)
+        known_fields = ("type", "mode", "tools") if flat else ("type", kind)
+        fields = _inner(value, known_fields, "tool_choice", notes)
         if not flat:
             fields = _inner(fields.get(kind), ("mode", "tools"), path, notes)
         if fields.get("mode") not in ("auto", "required"):
-            raise wrong(f"{path}.mode", fields.get("mode"), '"auto" or "required"')
+            raise invalid_value(f"{path}.mode", fields.get("mode"), '"auto" or "required"')
         listed = fields.get("tools")
         if not isinstance(listed, list | tuple) or not listed:
-            raise wrong(f"{path}.tools", listed, "a list of one or more tools")
+            raise invalid_value(f"{path}.tools", listed, "a list of one or more tools")
         allowed: set[str] = set()
-        for index, one in enumerate(listed):
+        for index, entry in enumerate(listed):
             place = f"{path}.tools[{index}]"
-            if not isinstance(one, Mapping) or one.get("type") != "function":
-                raise wrong(place, one, 'a tool of the type "function"')
-            name = _name(one, place, notes, flat)
+            if not isinstance(entry, Mapping) or entry.get("type") != "function":
+                raise invalid_value(place, entry, 'a tool of the type "function"')
+            name = _name(entry, place, notes, flat)
             _offered(name, names, place)
             allowed.add(name)
         return ToolChoice(fields["mode"]), frozenset(allowed)
-    raise wrong(
+    raise invalid_value(
         "tool_choice",
-        given,
+        value,
         'none, auto, required or an object of the type "function" or "allowed_tools"',
     )
 
 
-def _name(given: Mapping[str, Any], path: str, notes: Notes, flat: bool) -> str:
+def _name(value: Mapping[str, Any], path: str, notes: FieldWarnings, flat: bool) -> str:
     """The name in {"type": "function", "function": {"name": ...}}, or in the flat form of it."""
-    fields = _inner(given, ("type", "name") if flat else TOOL_FIELDS, path, notes)
+    fields = _inner(value, ("type", "name") if flat else TOOL_FIELDS, path, notes)
     if not flat:
         path = f"{path}.function"
         fields = _inner(fields.get("function"), ("name",), path, notes)
     name = fields.get("name")
     if not isinstance(name, str):
-        raise wrong(f"{path}.name", name, "the name of a function")
+        raise invalid_value(f"{path}.name", name, "the name of a function")
     return name
 
 
 def _offered(name: str, names: Sequence[str], path: str) -> None:
     if name not in names:
-        said = f"tools has {', '.join(names)}" if names else "tools is empty"
-        raise BadField(f"{path} names the function {shown(name)}, but {said}.", path)
+        offer = f"tools has {', '.join(names)}" if names else "tools is empty"
+        raise FieldError(f"{path} names the function {short_json(name)}, but {offer}.", path)

@@ -11,11 +11,11 @@ from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.openai import replies
-from strobe.server.openai.protocol.errors import BadField, shown, wrong
-from strobe.server.response_memory import Held
-from strobe.server.serving import Serving, Unserved
+from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
+from strobe.server.response_store import StoredResponse
+from strobe.server.serving import RequestRejected, Serving
 
-MOST_ITEMS, USUAL_ITEMS = 100, 20
+MAX_ITEMS, DEFAULT_ITEMS = 100, 20
 """In one answer of /v1/responses/ID/input_items."""
 
 PREFIXES = {
@@ -30,7 +30,7 @@ PREFIXES = {
 PARAMETERS: list[dict[str, Any]] = [
     {"name": name, "in": "query", "required": False, "schema": shape}
     for name, shape in {
-        "limit": {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS, "default": USUAL_ITEMS},
+        "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS, "default": DEFAULT_ITEMS},
         "order": {"enum": ["asc", "desc"], "default": "desc"},
         "after": {"type": "string", "description": "Only what comes behind the item of this id."},
     }.items()
@@ -52,35 +52,35 @@ async def retrieve(serving: Serving, http: Request) -> Response:
         _query(http, ())
         return Response(find(serving, http, _name(http)).body, media_type="application/json")
     except Exception as error:
-        return replies.failed(serving, error)
+        return replies.error_response(serving, error)
 
 
 async def delete(serving: Serving, http: Request) -> Response:
     """Answer DELETE /v1/responses/ID."""
     try:
         _query(http, ())
-        held = find(serving, http, _name(http))
-        serving.responses.drop(_name(http), held.owner)
+        response = find(serving, http, _name(http))
+        serving.responses.delete(_name(http), response.owner)
         return JSONResponse({"id": _name(http), "object": "response", "deleted": True})
     except Exception as error:
-        return replies.failed(serving, error)
+        return replies.error_response(serving, error)
 
 
 async def input_items(serving: Serving, http: Request) -> Response:
     """Answer GET /v1/responses/ID/input_items."""
     try:
         page = _page(_query(http, Page._fields))
-        items: list[Any] = [from_json(one) for one in find(serving, http, _name(http)).items]
-        return JSONResponse(_listed(items, page))
+        items: list[Any] = [from_json(item) for item in find(serving, http, _name(http)).items]
+        return JSONResponse(_list_page(items, page))
     except Exception as error:
-        return replies.failed(serving, error)
+        return replies.error_response(serving, error)
 
 
-def find(serving: Serving, http: Request, name: str, param: str | None = None) -> Held:
+def find(serving: Serving, http: Request, name: str, param: str | None = None) -> StoredResponse:
     """The response of that id. Raises Unserved where it is not held for this client."""
-    held = serving.responses.find(name, owner(http))
-    if held is None:
-        raise Unserved(
+    response = serving.responses.get(name, owner(http))
+    if response is None:
+        raise RequestRejected(
             404,
             f"There is no response {name[:200]!r}: responses are held in memory, and this one may "
             "have expired, been deleted, or been made with store: false; send the whole "
@@ -88,7 +88,7 @@ def find(serving: Serving, http: Request, name: str, param: str | None = None) -
             code="response_not_found",
             param=param,
         )
-    return held
+    return response
 
 
 def owner(http: Request) -> bytes | None:
@@ -96,31 +96,31 @@ def owner(http: Request) -> bytes | None:
     return http.scope["state"].get("api_key")
 
 
-def named_items(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def complete_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A request's input as items with types, ids and content in parts."""
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    return [_named(one) for one in given]
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    return [_complete_item(item) for item in items]
 
 
-def _named(given: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {name: value for name, value in given.items() if value is not None}
+def _complete_item(item_fields: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {name: value for name, value in item_fields.items() if value is not None}
     kind = fields.get("type", "message")
     item = {"id": f"{PREFIXES[kind]}_{secrets.token_hex(12)}", "type": kind, **fields}
     if kind == "message" and isinstance(content := item["content"], str):
-        said = "output_text" if item["role"] == "assistant" else "input_text"
-        more = {"annotations": []} if said == "output_text" else {}
-        item["content"] = [{"type": said, "text": content, **more}]
+        content_type = "output_text" if item["role"] == "assistant" else "input_text"
+        extra = {"annotations": []} if content_type == "output_text" else {}
+        item["content"] = [{"type": content_type, "text": content, **extra}]
     return item
 
 
-def _listed(items: list[dict[str, Any]], page: Page) -> dict[str, Any]:
+def _list_page(items: list[dict[str, Any]], page: Page) -> dict[str, Any]:
     if page.order == "desc":
         items = items[::-1]
     if page.after is not None:
         places = [place for place, item in enumerate(items) if item["id"] == page.after]
         if not places:
-            raise wrong("after", page.after, "the id of one of the response's input items")
+            raise invalid_value("after", page.after, "the id of one of the response's input items")
         items = items[places[0] + 1 :]
     data = items[: page.limit]
     return {
@@ -132,20 +132,20 @@ def _listed(items: list[dict[str, Any]], page: Page) -> dict[str, Any]:
     }
 
 
-def _page(given: Mapping[str, str]) -> Page:
-    limit, order = given.get("limit", str(USUAL_ITEMS)), given.get("order", "desc")
-    if not (limit.isascii() and limit.isdigit()) or not 1 <= int(limit[:9]) <= MOST_ITEMS:
-        raise wrong("limit", limit, f"a whole number from 1 to {MOST_ITEMS}")
+def _page(query: Mapping[str, str]) -> Page:
+    limit, order = query.get("limit", str(DEFAULT_ITEMS)), query.get("order", "desc")
+    if not (limit.isascii() and limit.isdigit()) or not 1 <= int(limit[:9]) <= MAX_ITEMS:
+        raise invalid_value("limit", limit, f"a whole number from 1 to {MAX_ITEMS}")
     if order not in ("asc", "desc"):
-        raise wrong("order", order, "asc or desc")
-    return Page(int(limit), order, given.get("after"))
+        raise invalid_value("order", order, "asc or desc")
+    return Page(int(limit), order, query.get("after"))
 
 
-def _query(http: Request, known: Sequence[str]) -> Mapping[str, str]:
+def _query(http: Request, allowed: Sequence[str]) -> Mapping[str, str]:
     for name in http.query_params:
-        if name not in known:
-            raise BadField(
-                f"{shown(name)} is not a parameter of this path; leave it out.",
+        if name not in allowed:
+            raise FieldError(
+                f"{short_json(name)} is not a parameter of this path; leave it out.",
                 name[:200],
                 "unknown_parameter",
             )

@@ -12,14 +12,14 @@ _RECENT = 60.0
 _LONGEST = 60
 
 
-class Pace:
+class RetryEstimator:
     """The pace of the last answers."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._ends: deque[float] = deque(maxlen=_LAST)
 
-    def ended(self) -> None:
+    def record_finished(self) -> None:
         """An answer has ended."""
         self._ends.append(self._clock())
 

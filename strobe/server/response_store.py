@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-MOST_RESPONSES = 10_000
+MAX_RESPONSES = 10_000
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredResponse:
     """A response. owner: the API key that asked for it, by its digest, None where there are none;
     body: its JSON; items: the JSON of each input item, those of the responses before it included;
     output: the same of its output."""
@@ -30,33 +30,33 @@ class Held:
         return len(self.body) + sum(map(len, self.conversation))
 
 
-class ResponseMemory:
-    """The newest responses, by id, up to MOST_RESPONSES and `most_bytes` of JSON: the oldest make
+class ResponseStore:
+    """The newest responses, by id, up to MOST_RESPONSES and `max_bytes` of JSON: the oldest make
     room. Whoever has another key finds nothing."""
 
-    def __init__(self, most_bytes: int):
-        self.most_bytes, self.num_bytes = most_bytes, 0
-        self._held: OrderedDict[tuple[bytes | None, str], Held] = OrderedDict()
+    def __init__(self, max_bytes: int):
+        self.max_bytes, self.num_bytes = max_bytes, 0
+        self._responses: OrderedDict[tuple[bytes | None, str], StoredResponse] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._responses)
 
-    def keep(self, name: str, held: Held) -> None:
+    def put(self, name: str, response: StoredResponse) -> None:
         """Hold a response, in place of one that has its id."""
-        self.drop(name, held.owner)
-        self._held[held.owner, name] = held
-        self.num_bytes += held.num_bytes
-        while self.num_bytes > self.most_bytes or len(self) > MOST_RESPONSES:
-            _, oldest = self._held.popitem(last=False)
+        self.delete(name, response.owner)
+        self._responses[response.owner, name] = response
+        self.num_bytes += response.num_bytes
+        while self.num_bytes > self.max_bytes or len(self) > MAX_RESPONSES:
+            _, oldest = self._responses.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
 
-    def find(self, name: str, owner: bytes | None) -> Held | None:
+    def get(self, name: str, owner: bytes | None) -> StoredResponse | None:
         """The response of that id, None where it is not held for that owner."""
-        return self._held.get((owner, name))
+        return self._responses.get((owner, name))
 
-    def drop(self, name: str, owner: bytes | None) -> bool:
+    def delete(self, name: str, owner: bytes | None) -> bool:
         """Forget a response; whether there was one."""
-        held = self._held.pop((owner, name), None)
-        if held is not None:
-            self.num_bytes -= held.num_bytes
-        return held is not None
+        response = self._responses.pop((owner, name), None)
+        if response is not None:
+            self.num_bytes -= response.num_bytes
+        return response is not None

@@ -11,8 +11,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
-from strobe.server.engine_process.messages import Forget
-from strobe.server.openai import held_responses, replies
+from strobe.server.engine_process.messages import Release
+from strobe.server.openai import replies, stored_responses
 from strobe.server.openai.api_page import api_page
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.errors import error_body
@@ -55,7 +55,7 @@ _FILES = ("name_or_path", "vocab_file", "merges_file", "tokenizer_file", "specia
 """Of a tokenizer's settings those that are paths of this machine."""
 
 
-def add_reads(app: FastAPI, serving: Serving) -> None:
+def add_get_endpoints(app: FastAPI, serving: Serving) -> None:
     """Every GET but those of the page, and what a POST changes in the engine."""
 
     @app.post("/ping", include_in_schema=False)
@@ -65,7 +65,7 @@ def add_reads(app: FastAPI, serving: Serving) -> None:
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
         """200 once the server can answer, else 503 with the reason."""
         grammar_fault = serving.client.grammar_fault
-        if serving.drain.stopping:
+        if serving.shutdown.stopping:
             state = "The server is stopping."
         elif serving.client.can_answer and grammar_fault is None:
             return PlainTextResponse("")
@@ -102,7 +102,7 @@ def add_reads(app: FastAPI, serving: Serving) -> None:
             cards = [_card(serving, name) for name in serving.names]
             return JSONResponse({"object": "list", "data": cards})
         except Exception as error:
-            return replies.failed(serving, error)
+            return replies.error_response(serving, error)
 
     @app.get("/v1/models/{name:path}", response_model=answers.ModelCard)
     async def model(name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -110,7 +110,7 @@ def add_reads(app: FastAPI, serving: Serving) -> None:
         try:
             return JSONResponse(_card(serving, serving.name(name)))
         except Exception as error:
-            return replies.failed(serving, error)
+            return replies.error_response(serving, error)
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
@@ -128,39 +128,39 @@ def add_reads(app: FastAPI, serving: Serving) -> None:
             info = {"version": version("strobe"), **parts, "server": settings}
             return JSONResponse(_plain(info))
         except Exception as error:
-            return replies.failed(serving, error)
+            return replies.error_response(serving, error)
 
     @app.post("/reset_prefix_cache", response_class=PlainTextResponse)
     async def reset_prefix_cache() -> Response:  # pyright: ignore[reportUnusedFunction]
         """Forget cached prefixes; what running answers hold stays."""
         try:
             assert serving.facts
-            serving.client.send(Forget())
+            serving.client.send(Release())
             return PlainTextResponse("")
         except Exception as error:
-            return replies.failed(serving, error)
+            return replies.error_response(serving, error)
 
 
-def add_held(app: FastAPI, serving: Serving) -> None:
+def add_response_endpoints(app: FastAPI, serving: Serving) -> None:
     """Responses that the server holds."""
     held = "/v1/responses/{id}"
 
     @app.get(held, response_model=answers.Response)
     async def retrieve(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """A response that the server holds."""
-        return await held_responses.retrieve(serving, http)
+        return await stored_responses.retrieve(serving, http)
 
     @app.delete(held, response_model=answers.DeletedResponse)
     async def delete(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Forget a response."""
-        return await held_responses.delete(serving, http)
+        return await stored_responses.delete(serving, http)
 
-    listing = {"parameters": held_responses.PARAMETERS}
+    listing = {"parameters": stored_responses.PARAMETERS}
 
     @app.get(f"{held}/input_items", response_model=answers.ItemList, openapi_extra=listing)
     async def items(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """What a response was asked, item by item, the responses before it included."""
-        return await held_responses.input_items(serving, http)
+        return await stored_responses.input_items(serving, http)
 
 
 def _card(serving: Serving, name: str) -> dict[str, Any]:
@@ -177,10 +177,10 @@ def _card(serving: Serving, name: str) -> dict[str, Any]:
 def _tokenizer(serving: Serving) -> dict[str, Any]:
     hf = serving.tokenizer.hf
     settings = {name: value for name, value in hf.init_kwargs.items() if name not in _FILES}
-    named = {name: str(token) for name, token in hf.special_tokens_map.items()}
+    special_tokens = {name: str(token) for name, token in hf.special_tokens_map.items()}
     template = serving.chat_template or hf.chat_template
     about = {"tokenizer_class": type(hf).__name__, "chat_template": template}
-    return _plain({**settings, **named, **about})
+    return _plain({**settings, **special_tokens, **about})
 
 
 def _plain(value: Any) -> Any:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from strobe.server.openai import replies
-from strobe.server.openai.chat import chat_logprob, is_whole
-from strobe.server.openai.runs import Job, Run
-from strobe.server.openai.segments import Ordered, Origins, Segment
+from strobe.server.openai.chat import chat_logprob, is_complete
+from strobe.server.openai.runs import GenerationJob, PromptRun
+from strobe.server.openai.segments import OrderedParser, Segment, TokenAttribution
 from strobe.server.serving import Serving
 
 Event = dict[str, Any]
@@ -17,7 +17,7 @@ Logprobs = list[dict[str, Any]]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class Item(Protocol):
+class OutputItem(Protocol):
     """One item of the output, in the form of an endpoint. Its events are sent as it grows."""
 
     def item(self) -> dict[str, Any]:
@@ -29,21 +29,21 @@ class Item(Protocol):
     def end(self, status: Status) -> list[Event]: ...
 
 
-class Items:
+class OutputItems:
     """The output as it grows, item by item: one begins where the one before has ended."""
 
-    def __init__(self, make: Callable[[Segment, int], Item], *, parallel: bool):
+    def __init__(self, make: Callable[[Segment, int], OutputItem], *, parallel: bool):
         """make: an item from its first segment and its place in the output. parallel: without it
         there is only the first call."""
         self._make, self._parallel = make, parallel
-        self._items: list[Item] = []
+        self._items: list[OutputItem] = []
         self._open: tuple[str, int] | None = None
         self._arguments = ""  # the newest call's
 
     @property
-    def calls_are_whole(self) -> bool:
+    def calls_are_complete(self) -> bool:
         """Whether there are calls, the last one to its end: a stop string may have cut it."""
-        return is_whole(self._arguments)
+        return is_complete(self._arguments)
 
     @property
     def output(self) -> list[dict[str, Any]]:
@@ -86,12 +86,12 @@ class OrderedAnswer:
     reasoning_tokens: those so far with reasoning in their text, markers left out.
     """
 
-    def __init__(self, serving: Serving, job: Job, items: Items):
+    def __init__(self, serving: Serving, job: GenerationJob, items: OutputItems):
         """Hands the prompt to the engine. Raises Unserved, EngineDead."""
-        self._segments, self._origins = Ordered(job.parser()), Origins()
+        self._segments, self._attribution = OrderedParser(job.parser()), TokenAttribution()
         self._tokenizer = serving.tokenizer
         self.items, self.reasoning_tokens = items, 0
-        self.run = Run(serving, replace(job, parser=lambda: self._segments))
+        self.run = PromptRun(serving, replace(job, parser=lambda: self._segments))
 
     @property
     def status(self) -> Status:
@@ -105,18 +105,18 @@ class OrderedAnswer:
         async for steps in self.run.steps():
             replies.check_answers([self.run])
             for progress in steps:
-                self._origins.add(progress.delta)
+                self._attribution.add(progress.delta)
             events = [event for part in self._segments.take() for event in self._take(part)]
             if any(progress.finished for progress in steps):
                 events += self.items.end(self.status)
             yield events
 
     def _take(self, segment: Segment) -> list[Event]:
-        tokens = self._origins.of(segment)
+        tokens = self._attribution.tokens_of(segment)
         logprobs: Logprobs = []
         if segment.kind == "reasoning":
             self.reasoning_tokens += len(tokens)
         elif segment.kind == "content":
-            found = [one for one in tokens if one is not None]
-            logprobs = [chat_logprob(one, self._tokenizer, False) for one in found]
+            known = [logprob for logprob in tokens if logprob is not None]
+            logprobs = [chat_logprob(logprob, self._tokenizer, False) for logprob in known]
         return self.items.take(segment, logprobs)
