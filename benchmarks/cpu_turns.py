@@ -95,7 +95,9 @@ class Worker:
     def steady(self) -> bool:
         """Whether nothing waits and all that runs decodes."""
         scheduler = self.engine.scheduler
-        return not scheduler.waiting and all(r.decoding for r in scheduler.running)
+        return not scheduler.waiting and all(
+            r.start >= getattr(r, "prefill_end", getattr(r, "goal", 0)) for r in scheduler.running
+        )
 
     def step(self) -> float | None:
         """Seconds of the engine's own work in a step of all requests; None once one has ended."""

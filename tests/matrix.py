@@ -273,7 +273,7 @@ def speculation(combination: Combination, index: int) -> Any:
 def policy(combination: Combination) -> dict[str, Any]:
     if combination.lengths != "random":
         return {}
-    return {"budget": RandomRows(repr(combination))}
+    return {"draft_policy": RandomRows(repr(combination))}
 
 
 def engine_for(c: Combination, pair: Pair) -> Engine:

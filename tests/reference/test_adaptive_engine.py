@@ -120,7 +120,7 @@ def test_any_choice_keeps_to_pages_and_context(
     plain = run(make_engine(config(target, None, method="none", max_model_len=48)), PROMPTS, asked)
     assert [len(p) + len(answer) for p, answer in zip(PROMPTS, plain, strict=True)] == [48] * 4
     engine = make_engine(
-        config(target, draft(), overlap=overlap, **options), budget=RandomRows(f"{seed}")
+        config(target, draft(), overlap=overlap, **options), draft_policy=RandomRows(f"{seed}")
     )
     requests = [engine.add(prompt, asked) for prompt in PROMPTS]
     while engine.has_work:

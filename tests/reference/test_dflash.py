@@ -311,7 +311,7 @@ def test_non_drafting_requests_keep_drafter_context(
         config(target, path, page_size=4, overlap=overlap),
         lambda parts, _: Watched(parts, wavering),
         names=["dflash"],
-        budget=Lengths(lambda request, most: (len(request.tokens) * 5) % (most + 1)),
+        draft_policy=Lengths(lambda request, most: (len(request.tokens) * 5) % (most + 1)),
     )
     watched: Any = engine.proposers["dflash"]
     asked = [None, False, {"method": "ngram"}, {"num_drafts": 3}, {"method": "dflash"}]

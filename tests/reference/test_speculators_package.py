@@ -116,7 +116,7 @@ def test_package_export_is_read_completely(name: str):
     assert config.format == "speculators"
     assert config.decoder.masks == MASKS[name]
     assert (config.capture, config.mask_token_id, config.block_size) == ((1, 2, 3), 60, 5)
-    assert config.drafts == config.num_drafts == (5 if name == "first_slot" else 4)
+    assert config.block_drafts == config.recommended_drafts == (5 if name == "first_slot" else 4)
     reduced = name in ("causal", "both_ways")
     assert config.draft_vocab_size == (KNOWN if reduced else None)
     assert (model.embed_tokens, model.lm_head is not None) == (None, reduced)

@@ -36,7 +36,7 @@ class Watched(Scripted):
         mangle: Callable[[Request, int, list[int]], list[int]] | None = None,
     ):
         self.inner: Any = parts.proposers["dflash"]
-        super().__init__(parts.state, self.inner.drafts, mangle or (lambda r, s, d: d))
+        super().__init__(parts.state, self.inner.num_drafts, mangle or (lambda r, s, d: d))
         self.capture = self.inner.capture
         self.scripted = mangle is not None
         self.drafted: list[Drafted] = []
