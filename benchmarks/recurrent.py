@@ -23,7 +23,7 @@ import strobe.kernels.recurrent as kernels
 from strobe.kv.states import StateSpec, StateStore
 
 LAYERS, PENDING = 24, 16
-PARTS = "_convolve_kernel", "_delta_kernel", "_keep_kernel"
+PARTS = "_convolve_kernel", "_delta_kernel", "_save_kernel"
 
 
 class Nothing:

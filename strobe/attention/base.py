@@ -1,4 +1,4 @@
-"""What an attention backend is given, a batch, and what it must answer."""
+"""The interface of attention backends: a batch, and the protocols that a backend implements."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from strobe.kv.store import KVStore
 
 
 class Batch(NamedTuple):
-    """One ragged batch over the paged cache, as a forward reads it; lengths and positions live on
-    the device. T rows of S spans.
+    """A ragged batch of T rows in S spans over the paged cache; lengths and positions live on the
+    device.
 
-    ids, positions [T]: the rows' tokens and where they stand; kv_slots [T]: where their K/V go.
-    slots [S]: the spans' rows in the tables; starts, sizes [S]: a span's rows see no key at starts
-    + sizes or beyond; row_starts [S]: each span's first row; longest: no span has more rows.
-    draft_lengths [S]: how many of a span's drafts lie within the context. tables [N, columns]: what
-    to add to a position in column position // page_size to get its slot. limit: the context's end:
-    rows there and beyond are drafts that cannot be accepted, and no other request may see their
-    keys. For backends that gather on the host's word, per span: row_counts, and bounds, a position
-    that no key of it reaches.
+    ids, positions [T]: each row's token and position; kv_slots [T]: where its K/V are stored.
+    slots [S]: each span's row in `tables`; starts, sizes [S]: rows of a span see keys below
+    starts + sizes; row_starts [S]: each span's first row; longest: maximum rows of a span.
+    draft_lengths [S]: number of a span's drafts within the context. tables [N, columns]: position
+    p is in slot tables[n, p // page_size] + p. limit: the end of the context. Rows from there on
+    are drafts that cannot be accepted, and no other request may see their keys. row_counts,
+    bounds, for backends that gather: host copies of each span's rows and an upper bound (exclusive)
+    of its key positions.
     """
 
     ids: Tensor
@@ -42,23 +42,23 @@ class Batch(NamedTuple):
 
 
 class AttentionPlan(Protocol):
-    """One forward's attention. What trains passes a plain function instead."""
+    """Attention of one forward. Training passes a plain function instead."""
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq * D]: store K/V, then attend.
 
-        sinks [Hq]: logits that each row's softmax has beside its keys', and that weigh nothing.
+        sinks [Hq]: one more logit in each row's softmax denominator, without a value.
         """
         ...
 
 
 class PagedPlan(AttentionPlan, Protocol):
-    """A plan whose cache is within reach of a kernel that stores keys and values itself.
+    """A plan that exposes its cache, so that a fused kernel can store keys and values itself.
 
-    kv(layer): the layer's [slots, 2, Hkv, D]; slots [T]: where the rows go in it; over(layer, q [T,
-    Hq, D], sinks [Hq] or None) -> [T, Hq * D]: attend, the rows' K/V being stored already.
+    kv(layer): the layer's cache [slots, 2, Hkv, D]; slots [T]: each row's slot in it;
+    over(layer, q [T, Hq, D], sinks [Hq] or None) -> [T, Hq * D]: attend to K/V stored before.
     """
 
     @property
@@ -70,8 +70,8 @@ class PagedPlan(AttentionPlan, Protocol):
 
 
 class AttentionBackend(Protocol):
-    """What makes the plan of each forward."""
+    """Makes the plan of each forward."""
 
     def plan(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]) -> AttentionPlan:
-        """Prepare one forward: what depends on the batch and not on the layer."""
+        """Prepare everything in one forward that depends on the batch but not on the layer."""
         ...

@@ -1,4 +1,4 @@
-"""Spans of like length laid out as rectangles, for backends in plain torch."""
+"""Spans of similar length, padded to rectangles for backends in plain torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from strobe.transfer import upload
 
 @dataclass(frozen=True)
 class Group:
-    """Spans of like length, laid out as a rectangle of rows.
+    """G spans of similar length, padded to Q rows each.
 
-    members: which spans, as host integers, and `spans` [G] as a tensor. rows [G, Q]: each span's
-    rows in the batch, its last one repeated to fill up. flat [T']: where in the flattened rectangle
-    the group's true rows lie; None when all do. target [T']: the same rows in the batch.
+    members: span indices on the host, and `spans` [G] as a tensor. rows [G, Q]: each span's
+    rows in the batch, padded with its last row. flat [T']: indices of the rows that are not padding
+    in the flattened rectangle; None without padding. target [T']: the same rows in the batch.
     """
 
     members: tuple[int, ...]
@@ -30,8 +30,8 @@ class Group:
 
 @functools.lru_cache(64)
 def groups_of(row_counts: tuple[int, ...], device: torch.device) -> list[Group]:
-    """Spans of like length together, so that short ones are not padded to a prefill chunk. Kept
-    while the same requests go on decoding."""
+    """Group spans by length, so that short ones are not padded to a prefill chunk. Cached, since
+    row counts repeat while the same requests decode."""
     buckets: dict[int, list[int]] = {}
     for i, size in enumerate(row_counts):
         buckets.setdefault(max(size - 1, 15).bit_length(), []).append(i)

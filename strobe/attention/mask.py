@@ -1,4 +1,4 @@
-"""What a query may see, as data. Imports no torch."""
+"""Attention masks as data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerMask:
-    """Which keys a query at position p may see, besides the bound of its own span.
+    """Keys j that a query at position p may see, within the bounds of its span.
 
     causal: keys j <= p only. window: keys with p - j < window and, when not causal, j - p < window.
     """

@@ -1,7 +1,7 @@
-"""Recurrent layers over states per sequence, beside any attention backend.
+"""Recurrent layers with one state per sequence, wrapped around any attention backend.
 
-Legend: S spans, T rows, P rows that a block may have, C channels of the convolution, Hk / Hv key
-and value heads, Dk / Dv their sizes, G spans of a rectangle of Q rows each.
+Legend: S spans, T rows, P maximum rows of a block, C channels of the convolution, Hk / Hv key
+and value heads, Dk / Dv their sizes, G spans of a group padded to Q rows each.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from strobe.kv.states import StateSpec, StateStore
 from strobe.kv.store import KVStore
 
 CHUNK = 64
-"""Rows that are taken in by one GEMM, where there are many."""
+"""Rows per GEMM when a span has many rows."""
 FEW = 16
-"""Up to here rows are taken in one by one."""
+"""Spans of up to this many rows are computed row by row."""
 
 
 class RecurrentBackend:
-    """Another backend's attention, and states for the layers that have none."""
+    """Another backend's attention, and recurrent states for the layers without attention."""
 
     def __init__(self, backend: AttentionBackend, states: StateStore, *, kernels: bool = False):
-        """kernels: whether triton's do it, which read rows as they lie."""
+        """kernels: use Triton kernels, which need no padding."""
         self.backend, self.states, self.kernels = backend, states, kernels
 
     def plan(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]) -> RecurrentPlan:
@@ -38,9 +38,9 @@ class RecurrentBackend:
         return kind(attend, batch, self.states)
 
 
-class _Rectangle(NamedTuple):
-    """Spans of like length: slots, sizes, accepted, fresh [G]; rows [G, Q], those that `valid` says
-    belong to their span."""
+class _PaddedGroup(NamedTuple):
+    """Spans of similar length: slots, sizes, accepted, starts_fresh [G]; rows [G, Q]; valid [G, Q]:
+    rows that are not padding."""
 
     slots: Tensor
     sizes: Tensor
@@ -51,10 +51,10 @@ class _Rectangle(NamedTuple):
 
 
 class RecurrentPlan:
-    """One forward in plain torch: the definition of right.
+    """One forward in plain torch: the reference for the kernels.
 
-    What a state has taken in and where its span starts say how many rows of the last block were
-    accepted; a sequence's first rows find a state of zero, whatever the slot held before.
+    A span's start less the positions in its slot's state is the number of rows of the last block
+    that were accepted. A sequence starts from a zero state, whatever the slot held before.
     """
 
     def __init__(self, attend: AttentionPlan, batch: Batch, states: StateStore):
@@ -73,13 +73,13 @@ class RecurrentPlan:
         if batch.row_counts:
             groups = groups_of(tuple(batch.row_counts), device)
             span_groups = [(group.spans, group.rows.shape[1]) for group in groups]
-        self.rectangles: list[_Rectangle] = []
+        self.groups: list[_PaddedGroup] = []
         for spans, longest in span_groups:
             sizes = batch.sizes[spans]
             offset = torch.arange(longest, device=device)
             rows = batch.row_starts[spans][:, None] + offset
-            self.rectangles.append(
-                _Rectangle(
+            self.groups.append(
+                _PaddedGroup(
                     self.state_slots[spans],
                     sizes,
                     self.accepted[spans],
@@ -92,56 +92,61 @@ class RecurrentPlan:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """As the attention backend's."""
+        """Attend by the wrapped backend; see `AttentionPlan`."""
         return self.attend(layer, q, k, v, sinks)
 
     def mix(self, layer: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor) -> Tensor:
-        """x [T, C], queries, keys and values before the convolution of weight [C, kernel]; decay
-        (its logarithm) and rate [T, Hv] -> what the layer's states answer [T, Hv, Dv]."""
+        """Run the layer's convolution and delta rule, and update its states.
+
+        x [T, C]: queries, keys and values before the convolution; decay (log) and rate [T, Hv];
+        weight [C, kernel] -> outputs [T, Hv, Dv].
+        """
         spec, (rows, _) = self.states.spec, x.shape
         out = x.new_zeros(rows + 1, spec.heads, spec.value_dim)
-        for part in self.rectangles:
-            answers = self._mix(layer, part, x, torch.stack([decay, rate], 1), weight)
-            # What fills a rectangle up goes to a row behind all others.
-            place = torch.where(part.valid, part.rows, rows)
-            out.index_copy_(0, place.flatten(), answers.flatten(0, 1).to(out.dtype))
+        for group in self.groups:
+            outputs = self._mix(layer, group, x, torch.stack([decay, rate], 1), weight)
+            # Padding goes to one extra row at the end.
+            place = torch.where(group.valid, group.rows, rows)
+            out.index_copy_(0, place.flatten(), outputs.flatten(0, 1).to(out.dtype))
         return out[:rows]
 
     def _mix(
-        self, layer: int, part: _Rectangle, x: Tensor, gates: Tensor, weight: Tensor
+        self, layer: int, group: _PaddedGroup, x: Tensor, gates: Tensor, weight: Tensor
     ) -> Tensor:
         store, spec = self.states, self.states.spec
-        held = [every[layer].index_select(0, part.slots) for every in store.tensors]
-        state, window, held_gates, keys, changes = held
-        # What is not the sequence's own may be anything, and 0 times anything is not always 0.
-        state = state.masked_fill(part.starts_fresh[:, None, None, None], 0.0)
+        stored = [tensor[layer].index_select(0, group.slots) for tensor in store.tensors]
+        state, window, block_gates, keys, changes = stored
+        # Mask by value, not by multiplication: another sequence's leftovers may be NaN.
+        state = state.masked_fill(group.starts_fresh[:, None, None, None], 0.0)
         index = torch.arange(window.shape[1], device=x.device)
-        is_own = (index < spec.kernel - 1 + part.accepted[:, None]) & ~part.starts_fresh[:, None]
+        is_own = (index < spec.kernel - 1 + group.accepted[:, None]) & ~group.starts_fresh[:, None]
         window = window.where(is_own[:, :, None], 0.0)
         block = torch.arange(store.pending, device=x.device)
-        true = (block < part.accepted[:, None])[:, :, None, None]
-        held_gates, keys, changes = (rows.where(true, 0.0) for rows in (held_gates, keys, changes))
-        state = apply_changes(state, held_gates[:, :, 0], _unit(keys), changes)
-        before = torch.arange(spec.kernel - 1, device=x.device) + part.accepted[:, None]
-        fresh = x[part.rows].where(part.valid[:, :, None], 0.0)
+        accepted = (block < group.accepted[:, None])[:, :, None, None]
+        block_gates, keys, changes = (
+            rows.where(accepted, 0.0) for rows in (block_gates, keys, changes)
+        )
+        state = apply_changes(state, block_gates[:, :, 0], _unit(keys), changes)
+        before = torch.arange(spec.kernel - 1, device=x.device) + group.accepted[:, None]
+        fresh = x[group.rows].where(group.valid[:, :, None], 0.0)
         rows = torch.cat([_take(window, before), fresh], 1)
-        row_gates = gates[part.rows].where(part.valid[:, :, None, None], 0.0)
+        row_gates = gates[group.rows].where(group.valid[:, :, None, None], 0.0)
         q, k, v = split(rows, weight, spec)
         out, end, change = delta_rule(state, _unit(q) * spec.key_dim**-0.5, _unit(k), v, row_gates)
-        long = (part.sizes > store.pending)[:, None]
-        if part.rows.shape[1] > store.pending:
+        long = (group.sizes > store.pending)[:, None]
+        if group.rows.shape[1] > store.pending:
             state = torch.where(long[..., None, None], end, state)
-        first = torch.where(long, part.sizes[:, None], 0)
-        store.state[layer].index_copy_(0, part.slots, state)
-        store.window[layer].index_copy_(0, part.slots, _take(rows, first + index))
+        first = torch.where(long, group.sizes[:, None], 0)
+        store.state[layer].index_copy_(0, group.slots, state)
+        store.window[layer].index_copy_(0, group.slots, _take(rows, first + index))
         newest = block.expand(len(rows), -1)
-        for every, new in ((store.gates, row_gates), (store.keys, k), (store.changes, change)):
-            every[layer].index_copy_(0, part.slots, _take(new, newest))
+        for tensor, new in ((store.gates, row_gates), (store.keys, k), (store.changes, change)):
+            tensor[layer].index_copy_(0, group.slots, _take(new, newest))
         return out
 
 
 class KernelPlan(RecurrentPlan):
-    """The same by triton's kernels, beside triton's attention: nothing is padded or gathered."""
+    """The same by Triton kernels, together with Triton attention: no padding, no gathering."""
 
     def _lay_out(self) -> None:
         pass
@@ -161,20 +166,20 @@ class KernelPlan(RecurrentPlan):
 
         batch, store = self.batch, self.states
         spans = self.state_slots, batch.row_starts, batch.sizes, self.accepted, self.starts_fresh
-        held = [every[layer] for every in store.tensors]
-        return mix(x, decay, rate, weight, spans, held, batch.longest, store.spec)
+        stored = [tensor[layer] for tensor in store.tensors]
+        return mix(x, decay, rate, weight, spans, stored, batch.longest, store.spec)
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
-    """rows [G, N, ...], index [G, M] -> [G, M, ...], the last one for what lies beyond."""
+    """rows [G, N, ...], index [G, M] -> [G, M, ...]; indices past the end take the last row."""
     index = index.clamp(max=rows.shape[1] - 1)
     wide = index.view(*index.shape, *[1] * (rows.ndim - 2)).expand(-1, -1, *rows.shape[2:])
     return rows.gather(1, wide)
 
 
 def split(x: Tensor, weight: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """x [G, kernel - 1 + N, C], weight [C, kernel] -> queries, keys [G, N, Hk, Dk] and values
-    [G, N, Hv, Dv] in fp32: SiLU of the convolution."""
+    """Convolve, apply SiLU and split: x [G, kernel - 1 + N, C], weight [C, kernel] -> queries, keys
+    [G, N, Hk, Dk] and values [G, N, Hv, Dv] in fp32."""
     count = x.shape[1] - spec.kernel + 1
     x, taps = x.float(), weight.float()
     y = x[:, :count] * taps[:, 0]
@@ -196,8 +201,8 @@ def _of_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def apply_changes(state: Tensor, decay: Tensor, k: Tensor, changes: Tensor) -> Tensor:
-    """The state [G, Hv, Dk, Dv] behind rows whose changes [G, N, Hv, Dv] are known: decay (its
-    logarithm) [G, N, Hv], k [G, N, Hk, Dk]. The sums are those of `delta_rule`, in its order."""
+    """Return the state [G, Hv, Dk, Dv] after N rows with known changes [G, N, Hv, Dv], log decay
+    [G, N, Hv] and keys k [G, N, Hk, Dk]. Sums in the same order as `delta_rule`."""
     keep, k = decay.exp()[..., None, None], _of_heads(k, state.shape[1])
     for i in range(k.shape[1]):
         state = torch.addcmul(state * keep[:, i], k[:, i, :, :, None], changes[:, i, :, None])
@@ -207,34 +212,34 @@ def apply_changes(state: Tensor, decay: Tensor, k: Tensor, changes: Tensor) -> T
 def delta_rule(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """state [G, Hv, Dk, Dv], q, k [G, N, Hk, Dk], v [G, N, Hv, Dv], gates [G, N, 2, Hv] ->
-    (answers [G, N, Hv, Dv], the state behind all rows, what each row adds to it by its key
-    [G, N, Hv, Dv]). A row whose gates are 0 changes nothing.
+    """Gated delta rule (Yang et al., arXiv 2412.06464, equation 10), for each row in turn:
+    S <- exp(decay) S; change = rate (v - S^T k); S <- S + k change^T; output = S^T q.
 
-    S <- exp(decay) S; S <- S + rate k (v - S^T k)^T; the answer is S^T q
-    (Yang et al., arXiv 2412.06464, equation 10).
+    state [G, Hv, Dk, Dv], q, k [G, N, Hk, Dk], v [G, N, Hv, Dv], gates [G, N, 2, Hv] (log decay,
+    rate) -> outputs [G, N, Hv, Dv], the state after the last row, and each row's change
+    [G, N, Hv, Dv]. A row with zero gates leaves the state as it is.
     """
     q, k = (_of_heads(part, state.shape[1]) for part in (q, k))
     if q.shape[1] > FEW:
         return _by_chunks(state, q, k, v, gates)
-    answers, changes = list[Tensor](), list[Tensor]()
+    outputs, changes = list[Tensor](), list[Tensor]()
     keep = gates[:, :, 0].exp()[..., None, None]
     for i in range(q.shape[1]):
         state = state * keep[:, i]
         error = v[:, i] - (state * k[:, i, :, :, None]).sum(-2)
         change = error * gates[:, i, 1, :, None]
         state = torch.addcmul(state, k[:, i, :, :, None], change[:, :, None])
-        answers.append((state * q[:, i, :, :, None]).sum(-2))
+        outputs.append((state * q[:, i, :, :, None]).sum(-2))
         changes.append(change)
-    return torch.stack(answers, 1), state, torch.stack(changes, 1)
+    return torch.stack(outputs, 1), state, torch.stack(changes, 1)
 
 
 def _by_chunks(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, chunk by chunk (section 3.2 there): a chunk's changes U solve (I + A) U = rate (V -
-    exp(c) K S), A = tril(rate K K^T exp(c_i - c_j), -1), c the decay summed within the chunk; then
-    the answers are exp(c) Q S + tril(Q K^T exp(c_i - c_j)) U, and the state is
+    """`delta_rule` chunk by chunk (section 3.2 there). With c the cumulative decay in a chunk, its
+    changes U solve (I + A) U = rate (V - exp(c) K S), A = tril(rate K K^T exp(c_i - c_j), -1). The
+    outputs are exp(c) Q S + tril(Q K^T exp(c_i - c_j)) U, and the next state is
     exp(c_end) S + (exp(c_end - c) K)^T U."""
     count = q.shape[1]
     fill = -count % CHUNK

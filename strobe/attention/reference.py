@@ -1,4 +1,4 @@
-"""Attention over the paged cache in plain torch: the definition of right, on every device."""
+"""Attention over the paged cache in plain torch: the reference for kernels, on every device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strobe.kv.store import KVStore
 
 
 class ReferencePlan:
-    """One forward's indices and masks, made once and used by every layer."""
+    """Indices and masks of one forward, computed once for all layers."""
 
     def __init__(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]):
         self.batch, self.store, self.masks = batch, store, masks
@@ -27,9 +27,9 @@ class ReferencePlan:
         self._bias: list[dict[LayerMask, Tensor]] = [{} for _ in self.groups]
 
     def _key_slots(self, group: Group, bound: int) -> Tensor:
-        """[G, N]: the slot of each position below `bound`. A NaN in another sequence's keys would
-        pass any mask, so the slot of a span's first row stands for positions after its last row,
-        and for those beyond the context, which all sequences have on one page."""
+        """Return the slot of each position below `bound`, [G, N]. No mask stops a NaN in another
+        sequence's keys, so positions after the span's last row, and those beyond the context, which
+        share one page among all sequences, get the slot of the span's first row."""
         batch, size = self.batch, self.batch.page_size
         columns = -(-bound // size)
         rows = batch.slots if len(self.groups) == 1 else batch.slots[group.spans]
@@ -42,7 +42,7 @@ class ReferencePlan:
         return slots.where(own, batch.kv_slots[first])
 
     def _bias_of(self, index: int, mask: LayerMask, dtype: torch.dtype, repeats: int) -> Tensor:
-        """[G, 1, repeats * Q or 1, N]: 0 where a row sees a key, -inf elsewhere."""
+        """Return [G, 1, repeats * Q or 1, N]: 0 where a row sees a key, -inf elsewhere."""
         if mask not in self._bias[index]:
             group, batch = self.groups[index], self.batch
             key = torch.arange(self._bounds[index], device=batch.positions.device)
@@ -101,8 +101,8 @@ def attend_with_sinks(
     q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, sinks: Tensor
 ) -> Tensor:
     """q [G, Hkv, M, D], keys, values [G, Hkv, N, D], bias [G, 1, M or 1, N], sinks [Hkv, M] ->
-    [G, Hkv, M, D]: each row's softmax has its sink as one more logit, whose value is zero (as
-    gpt-oss's model card says)."""
+    [G, Hkv, M, D]: attention whose softmax has the sink as one more logit with value zero (as in
+    gpt-oss's model card)."""
     scores = q @ keys.transpose(2, 3) * q.shape[-1] ** -0.5 + bias
     extra = sinks[None, :, :, None].expand(q.shape[0], -1, -1, 1)
     return torch.softmax(torch.cat([scores, extra], -1), -1)[..., :-1] @ values

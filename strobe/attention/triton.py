@@ -1,4 +1,4 @@
-"""Attention by our own kernel: nothing is gathered, and nothing is asked of the host."""
+"""Attention by our own Triton kernel, without gathering keys or syncing with the host."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from strobe.attention.mask import LayerMask
 from strobe.kv.store import KVStore
 
 CAPABILITIES = ((9, 0), (10, 0), (10, 3))
-"""Data-centre GPUs whose blocks have 227 KB of shared memory, as the configurations ask for."""
+"""Data-centre GPUs with the 227 KB of shared memory per block that the configurations need."""
 HEAD_DIMS = (64, 128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def unsupported_reason(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What the kernel lacks to serve a model of this head size and dtype; None: nothing."""
+    """Return why the kernel cannot serve a model of this head size and dtype, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device.type != "cuda" or not torch.cuda.is_available():
         return f"it needs a CUDA device, not {device.type}"
     if (capability := torch.cuda.get_device_capability(device)) not in CAPABILITIES:
-        return "it is fitted to compute capability 9.0 and 10.x, the device has {}.{}".format(
+        return "it is built for compute capability 9.0 and 10.x, but the device has {}.{}".format(
             *capability
         )
     if head_dim not in HEAD_DIMS:
@@ -36,7 +36,7 @@ def unsupported_reason(head_dim: int, dtype: torch.dtype, device: torch.device) 
 
 
 class TritonPlan:
-    """One forward's spans, for the kernel that every layer launches."""
+    """The spans of one forward, for the kernel that every layer launches."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class TritonPlan:
         return self.over(layer, q, sinks)
 
     def over(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """q [T, Hq, D] -> [T, Hq * D]: attend; the rows' K/V are stored already."""
+        """q [T, Hq, D] -> [T, Hq * D]: attend to K/V stored before."""
         batch = self.batch
         return self._backend.attention(
             q,
@@ -82,10 +82,10 @@ class TritonPlan:
 
 
 class TritonBackend:
-    """Reads the paged cache in place; a step of given shapes can be captured in a CUDA graph."""
+    """Reads the paged cache in place; steps can be captured in CUDA graphs."""
 
     def __init__(self, device: torch.device, head_dim: int):
-        """head_dim: the largest of the models that share this backend and its workspace."""
+        """head_dim: maximum over the models that share this backend and its workspace."""
         from strobe.kernels.attention import AttentionWorkspace, paged_attention
 
         self.attention = paged_attention

@@ -1,11 +1,11 @@
-"""One request's hold on pages: reserve -> commit | rollback -> release. Imports no torch.
+"""A request's hold on pages: reserve -> commit | rollback -> release. Imports no torch.
 
        committed            open reservations, oldest first
     |---- length ----|---- n1 ----|---- n2 ----|
     |================ pages cover all of it (up to `limit`) ===|
 
-commit(rows <= n1) turns the first `rows` positions of the oldest reservation into length and gives
-the rest up; the positions of later reservations move down with it. rollback() gives up the newest.
+commit(rows <= n1) moves the first `rows` positions of the oldest reservation into length and drops
+the rest of it; later reservations move down. rollback() drops the newest reservation.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from strobe.request import PageKeys
 
 
 class LeaseError(RuntimeError):
-    """The engine used a lease out of order."""
+    """A lease was used out of order, which is a bug in the engine."""
 
 
 class Lease:
-    """Pages for one sequence. `limit` is the most positions that ever need a page of their own;
-    `keys`, its first pages' content keys, are extended as they are needed. `reserved`: positions of
-    each open reservation, the oldest first."""
+    """Pages of one sequence.
+
+    limit: the maximum number of positions that need pages. keys: content keys of its first pages,
+    extended as needed. reserved: positions of each open reservation, oldest first."""
 
     def __init__(self, pool: PagePool, limit: int, keys: PageKeys | None = None):
         self.pool, self.limit = pool, limit
@@ -41,7 +42,7 @@ class Lease:
         return sum(self.reserved)
 
     def pages_for(self, count: int) -> int:
-        """Pages a further reservation of `count` positions would have to add."""
+        """Return how many pages a further reservation of `count` positions would add."""
         end = min(self.length + self.open + count, self.limit)
         return max(0, -(-end // self.pool.page_size) - len(self.pages))
 
@@ -55,7 +56,7 @@ class Lease:
         self.length += rows
 
     def rollback(self) -> None:
-        """Give up the newest open reservation and the pages only it needed."""
+        """Drop the newest open reservation and the pages only it needs."""
         self._require_open("rollback")
         self.reserved.pop()
         end = min(self.length + self.open, self.limit)
@@ -64,16 +65,16 @@ class Lease:
         del self.pages[keep:]
 
     def release(self) -> None:
-        """Give every page back. No reservation may be open, and nothing may follow."""
+        """Give back all pages, once, after every reservation has ended."""
         if self.released or self.reserved:
             raise LeaseError("release() comes once, after every reservation has ended")
         self.pool.drop(self.pages)
         self.released, self.pages = True, []
 
     def adopt(self, tokens: Sequence[int]) -> int:
-        """Start from cached pages that hold a prefix of `tokens`; returns the positions gained.
+        """Share cached pages that hold a prefix of `tokens`; return the number of positions.
 
-        At least the last token is left to run, since its logits are needed.
+        The prefix leaves out at least the last token, whose logits are needed.
         """
         if self.pages or self.length or self.reserved or self.released:
             raise LeaseError("adopt() comes before the first reservation")
@@ -88,7 +89,8 @@ class Lease:
         return self.length
 
     def publish(self, tokens: Sequence[int]) -> None:
-        """Make full committed pages findable; `tokens` are the sequence's known ones."""
+        """Add full committed pages to the prefix cache; `tokens`: those of the sequence known so
+        far."""
         full = min(self.length, len(tokens)) // self.pool.page_size
         if full > self._published:
             self.pool.extend(self.keys, tokens)
@@ -97,12 +99,13 @@ class Lease:
         self._published = full
 
     def _require_open(self, call: str) -> None:
-        if not self.reserved:  # as after a release
+        if not self.reserved:  # always so after release()
             raise LeaseError(f"{call}() needs an open reservation")
 
 
 def reserve_all(requests: Sequence[tuple[Lease, int]]) -> bool:
-    """Reserve for every lease or for none; at most one want per lease. False changes nothing."""
+    """Reserve (lease, positions) for all requests; return False and change nothing if pages run
+    out. Each lease may appear once."""
     if not requests:
         return True
     pool = requests[0][0].pool

@@ -1,7 +1,7 @@
-"""Logical pages of the KV cache: who holds which. The tensors are in kv.store. Imports no torch.
+"""Logical pages of the KV cache and their holders; the tensors are in kv.store. Imports no torch.
 
-    free ----allocate----> held ----drop, never published----> free
-                           held ----drop, published----------> cached (K/V kept, least recent first)
+    free ----allocate----> held ----drop, not published----> free
+                           held ----drop, published--------> cached (K/V kept, in LRU order)
     cached ----hit-------> held                cached ----allocate, when free runs out----> held
 
 Page 0 is reserved: padding and rows beyond the context are written there and never read.
@@ -18,10 +18,10 @@ from strobe.request import PageKeys
 
 
 class PagePool:
-    """A fixed number of pages with reference counts and an index of full pages by content."""
+    """A fixed number of pages with reference counts, and an index of full pages by content."""
 
     def __init__(self, num_pages: int, page_size: int):
-        """num_pages counts the reserved page."""
+        """num_pages: including the reserved page."""
         if num_pages < 2 or page_size < 1:
             raise ValueError(
                 f"A pool of {num_pages} pages of {page_size} tokens holds nothing; it needs a "
@@ -36,16 +36,16 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that could be allocated now: free ones and cached ones nobody holds."""
+        """Pages that can be allocated now: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def capacity(self) -> int:
-        """Pages that can ever be held."""
+        """All pages but the reserved one."""
         return self.num_pages - 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages with one holder each; the caller has checked `available`."""
+        """Return `count` pages with one holder each; the caller has checked `available`."""
         assert 0 <= count <= self.available, (count, self.available)
         pages: list[int] = []
         for _ in range(count):
@@ -64,7 +64,7 @@ class PagePool:
         self._holders[page] = self._holders.get(page, 0) + 1
 
     def drop(self, pages: Sequence[int]) -> None:
-        """Remove a holder; the last one frees a page, or leaves it cached if it was published."""
+        """Remove one holder from each page; without holders it is free, or cached if published."""
         for page in reversed(pages):
             assert self._holders.get(page, 0) > 0, f"page {page} is not held"
             self._holders[page] -= 1
@@ -79,37 +79,37 @@ class PagePool:
         return self._holders.get(page, 0)
 
     def key(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """The content key of a full page: its tokens and everything before them."""
+        """Return the content key of a full page: a hash of its tokens and all tokens before."""
         return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
     def extend(self, keys: PageKeys, tokens: Sequence[int]) -> list[bytes]:
-        """Add to a sequence's `keys`, those of its first pages, the keys of its other full pages.
-        Returns those that a prefix can be: at least the last token is left to run."""
+        """Append the keys of a sequence's further full pages to `keys`. Return the keys of pages
+        that a prefix hit may cover: those that leave out at least the last token."""
         size = self.page_size
         for end in range((len(keys) + 1) * size, len(tokens) + 1, size):
             keys.append(self.key(keys[-1] if keys else keys.root, tokens[end - size : end]))
         return keys[: (len(tokens) - 1) // size]
 
     def publish(self, page: int, key: bytes) -> None:
-        """Let later requests find a full, committed page; the first page with a key keeps it."""
+        """Index a full, committed page for later requests; the first page with a key keeps it."""
         assert self._holders.get(page, 0) > 0, f"page {page} is not held"
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key] = page
             self._key_of[page] = key
 
     def lookup(self, key: bytes) -> int | None:
-        """The page with this content, if it is still there."""
+        """Return the page with this content, or None if there is none or it was evicted."""
         return self._page_of.get(key)
 
     def clear_cache(self) -> None:
-        """Free what is cached: no later request finds it."""
+        """Free all cached pages."""
         for page, key in self._cached.items():
             del self._page_of[key], self._key_of[page]
             self._free.append(page)
         self._cached.clear()
 
     def check(self) -> None:
-        """Raises AssertionError if free + held + cached is not all, or an index disagrees."""
+        """Raise AssertionError unless each page is in one state and the indexes agree."""
         free, held, cached = set(self._free), set(self._holders), set(self._cached)
         assert len(free) == len(self._free), "a page is free twice"
         states = len(free) + len(held) + len(cached)

@@ -1,13 +1,13 @@
-"""The state of recurrent layers, which keep one per sequence instead of keys and values.
+"""States of recurrent layers: one per sequence instead of keys and values.
 
                           length          the next forward's start
     ... window: kernel - 1 | block: up to `pending` rows |
                  state ----^    accepted ---^
 
-A state cannot be cut back as keys and values can. So it stands before the newest block, and what
-each of the block's rows changes in it is kept beside it, which no later row has a part in; the next
-forward, which knows where it starts, first takes in those that were accepted. Rows of a longer
-span, a prefill chunk's, are taken in at once.
+A state cannot be truncated as keys and values can. So the stored state is the one before the newest
+block, together with each of the block's rows' change to it, which no later row affects. The next
+forward knows by its start how many rows were accepted, and first applies their changes. Rows of a
+longer span, a prefill chunk, update the state at once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StateSpec:
-    """The shape of a target's recurrent layers: gated delta rule (Yang et al., arXiv 2412.06464)
-    behind a causal convolution over `kernel` rows. A key head serves heads / key_heads others."""
+    """The shape of a target's recurrent layers: a causal convolution over `kernel` rows, then the
+    gated delta rule (Yang et al., arXiv 2412.06464). A key head serves heads / key_heads value
+    heads."""
 
     layers: int
     heads: int
@@ -33,28 +34,29 @@ class StateSpec:
 
     @property
     def channels(self) -> int:
-        """C: queries, keys and values side by side, as the convolution takes them."""
+        """C: queries, keys and values concatenated, the convolution's input."""
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
     @property
     def values(self) -> int:
-        """Numbers in the states of all layers of one sequence."""
+        """Elements of one sequence's states over all layers."""
         return self.layers * self.heads * self.key_dim * self.value_dim
 
     def bytes_per_slot(self, pending: int, dtype: torch.dtype) -> int:
-        """Bytes that one sequence takes: all in fp32 but the convolution's inputs, in dtype."""
+        """Bytes per sequence: the convolution's inputs in dtype, everything else in fp32."""
         rows = self.layers * (self.kernel - 1 + pending) * self.channels * dtype.itemsize
         row = 2 * self.heads + self.key_heads * self.key_dim + self.heads * self.value_dim
         return 4 * self.values + rows + 4 * self.layers * pending * row + 8
 
 
 class StateStore:
-    """Per layer and slot, the spare one included: state [L, N + 1, heads, key_dim, value_dim];
-    window [L, N + 1, kernel - 1 + pending, C], the convolution's inputs before the block and in it.
-    Of the block's rows gates [L, N + 1, pending, 2, heads], logarithm of the decay and learning
-    rate; keys [L, N + 1, pending, key_heads, key_dim], not yet of length 1; and changes [L, N + 1,
-    pending, heads, value_dim], which each adds to the state by its key. length [N + 1]: positions
-    that the states have taken in."""
+    """The tensors of L layers and N slots plus the spare one.
+
+    state [L, N + 1, heads, key_dim, value_dim]. window [L, N + 1, kernel - 1 + pending, C]: the
+    convolution's inputs before the block and in it. Of the block's rows: gates [L, N + 1, pending,
+    2, heads], log decay and learning rate; keys [L, N + 1, pending, key_heads, key_dim], not
+    normalized; changes [L, N + 1, pending, heads, value_dim], each added to the state as the outer
+    product with its key. length [N + 1]: positions in each slot's state."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class StateStore:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """pending: rows of the longest block."""
+        """pending: maximum rows of a block."""
         self.spec, self.pending = spec, pending
         slots = spec.layers, num_slots + 1
         shape = (*slots, spec.heads, spec.key_dim, spec.value_dim)
@@ -81,11 +83,11 @@ class StateStore:
         self.tensors = self.state, self.window, self.gates, self.keys, self.changes
 
     def save(self, slot: int) -> list[tuple[Tensor, Tensor]]:
-        """Return a slot's states and copies of them, for `restore`."""
+        """Return views of a slot's tensors with copies of them, for `restore`."""
         views = [self.length[slot], *[part[:, slot] for part in self.tensors]]
         return [(view, view.clone()) for view in views]
 
     def restore(self, saved: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Put back what was saved."""
+        """Copy the saved values back."""
         for view, copy in saved:
             view.copy_(copy)

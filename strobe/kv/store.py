@@ -1,4 +1,4 @@
-"""The tensors behind the pages. Target and drafter are two stores on the same page ids."""
+"""The K/V tensors. Target and drafter each have a store, indexed by the same page ids."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class KVSpec:
     dtype: torch.dtype
 
     def bytes_per_page(self, page_size: int) -> int:
-        """Bytes one page of `page_size` tokens takes in this group, keys and values."""
+        """Bytes of keys and values in a page of `page_size` tokens."""
         values = sum(heads * width for heads, width in self.shapes)
         return 2 * values * page_size * self.dtype.itemsize
 
 
 class KVStore:
-    """Keys and values of one group: `layers` holds each layer's [slots, 2, Hkv, D], and `data` all
-    of them [layers, slots, 2, Hkv, D] where they are alike; slot = page * page_size + offset.
+    """Keys and values of one group, in slots page * page_size + offset.
 
-    Zero-filled, so that a masked read of a slot never written is finite.
+    layers: each layer's [slots, 2, Hkv, D]. data: all of them, [layers, slots, 2, Hkv, D] if their
+    shapes are equal, else flat. Zero-filled, so that a masked read of an unwritten slot is finite.
     """
 
     def __init__(self, spec: KVSpec, num_pages: int, page_size: int, device: torch.device):
@@ -41,19 +41,19 @@ class KVStore:
         if len(set(shapes)) == 1:
             self.data = self.data.view(len(shapes), *shapes[0])
         self._largest = torch.finfo(spec.dtype).max if spec.dtype.itemsize == 1 else None
-        # torch has few operations on FP8: there rows are moved as bytes.
+        # torch has few operations on FP8, so FP8 rows are moved as bytes.
         layer_bytes = [self._bytes(layer) for layer in self.layers]
         self._data_bytes = self._bytes(self.data)
         self._flat = [layer.flatten(1) for layer in layer_bytes]
         self._keys, self._values = zip(*(layer.unbind(1) for layer in layer_bytes), strict=True)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """keys, values [T, Hkv, D] to slots [T]."""
+        """Store keys, values [T, Hkv, D] in slots [T]."""
         self._keys[layer].index_copy_(0, slots, self._stored(keys))
         self._values[layer].index_copy_(0, slots, self._stored(values))
 
     def write_all(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """keys, values [T, L, Hkv, D] of every layer, all alike, to slots [T]."""
+        """Store keys, values [T, L, Hkv, D] of all layers, of equal shape, in slots [T]."""
         rows = torch.stack([keys, values], 2).transpose(0, 1)
         self._data_bytes.index_copy_(1, slots, self._stored(rows))
 
@@ -69,7 +69,7 @@ class KVStore:
         return values if self._largest is None else values.view(torch.uint8)
 
     def _stored(self, values: Tensor) -> Tensor:
-        """As they lie in memory; what FP8 cannot hold becomes its largest value."""
+        """Convert to the stored form; FP8 saturates at its largest value."""
         if self._largest is None:
             return values
         return values.clamp(-self._largest, self._largest).to(self.spec.dtype).view(torch.uint8)

@@ -18,9 +18,9 @@ SPECS = {
     "odd sizes": StateSpec(1, 3, 1, 6, 5, 4),
     "more than a program's values": StateSpec(1, 2, 2, 8, 40, 3),
 }
-BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # the interpreter cuts bfloat16 off
+BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # the interpreter truncates to bfloat16
 TF32 = 5e-3
-"""On a GPU the states of models in bfloat16 are made of products whose factors have 10 bits."""
+"""On a GPU, products with 10-bit factors make up the states of bfloat16 models."""
 PENDING, SLOTS = 4, 4
 STEPS = [
     [(0, 0, 7), (2, 0, 1), (SLOTS, 0, 0)],
@@ -29,14 +29,15 @@ STEPS = [
     [(1, 11, 4), (2, 6, 4), (0, 0, 3), (SLOTS, 0, 0), (SLOTS, 0, 0)],
     [(0, 3, 1), (1, 12, 4), (2, 7, 5)],
 ]
-"""Spans of (slot, start, rows), drafts of former steps accepted in part; slot 0 begins anew."""
+"""Spans of (slot, start, rows): earlier steps' drafts are partly accepted; slot 0 starts over."""
 
 
 def batch_of(
     spans: list[tuple[int, int, int]], fill: int, device: torch.device, longest: int = PENDING
 ) -> Batch:
-    """fill: rows behind all that belong to no span; longest: rows that a span may have, if none
-    has more."""
+    """Return a batch of (slot, start, rows) spans.
+
+    fill: rows at the end that belong to no span. longest: minimum of the batch's `longest`."""
     slots, starts, sizes = torch.tensor(spans, device=device).T.contiguous().unbind()
     nothing: Any = None
     total = int(sizes.sum()) + fill
@@ -56,20 +57,22 @@ def batch_of(
 
 
 def stores(spec: StateSpec, pending: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """Two alike, with what whoever had the slots before left."""
+    """Return two equal stores, full of NaN."""
     pair = [StateStore(spec, SLOTS, pending, dtype, device) for _ in range(2)]
-    for held in pair:
-        for part in held.tensors:
-            part.fill_(float("nan"))
+    for store in pair:
+        for tensor in store.tensors:
+            tensor.fill_(float("nan"))
     return pair
 
 
-def mixed(pair: Any, asked: Batch, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor) -> Any:
-    """Answers of plain torch and of the kernels."""
+def mix_both(
+    pair: Any, batch: Batch, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor
+) -> Any:
+    """Return the outputs of plain torch and of the kernels, each with its own store."""
     nothing: Any = None
     plans = [
-        kind(nothing, asked, held)
-        for kind, held in zip((RecurrentPlan, KernelPlan), pair, strict=True)
+        plan_type(nothing, batch, store)
+        for plan_type, store in zip((RecurrentPlan, KernelPlan), pair, strict=True)
     ]
     return [plan.mix(0, x, decay, rate, weight) for plan in plans]
 
@@ -81,37 +84,37 @@ def test_steps_match_plain_torch(spec: StateSpec, dtype: torch.dtype, device: to
     pair = stores(spec, PENDING, dtype, device)
     weight = torch.randn(spec.channels, spec.kernel, generator=noise).to(device, dtype)
     for spans in STEPS:
-        asked = batch_of(spans, 3, device)
-        rows = len(asked.positions)
+        batch = batch_of(spans, 3, device)
+        rows = len(batch.positions)
         x = torch.randn(rows, spec.channels, generator=noise).to(device, dtype)
         x[-3:] = float("nan")
         decay = -torch.rand(rows, spec.heads, generator=noise).to(device)
         rate = torch.rand(rows, spec.heads, generator=noise).to(device)
-        wanted, found = mixed(pair, asked, x, decay, rate, weight)
+        expected, actual = mix_both(pair, batch, x, decay, rate, weight)
         close = {"atol": BOUND[dtype], "rtol": BOUND[dtype]}
-        torch.testing.assert_close(found[:-3], wanted[:-3], **close)
-        assert not found[-3:].isnan().any()
+        torch.testing.assert_close(actual[:-3], expected[:-3], **close)
+        assert not actual[-3:].isnan().any()
         for slot, start, size in spans:
             if slot == SLOTS:
                 continue
             before = spec.kernel - 1 + (size if size <= PENDING else 0)
-            ours, theirs = (held.window[0, slot, :before] for held in pair)
+            ours, theirs = (store.window[0, slot, :before] for store in pair)
             assert torch.equal(ours, theirs)
-            ours, theirs = (held.state[0, slot] for held in pair)
+            ours, theirs = (store.state[0, slot] for store in pair)
             tf32 = dtype == torch.bfloat16 and device.type == "cuda"
             torch.testing.assert_close(ours, theirs, atol=TF32 if tf32 else 2e-5, rtol=1e-4)
             if size <= PENDING:
                 assert torch.equal(pair[0].gates[0, slot, :size], pair[1].gates[0, slot, :size])
-                for held in ("keys", "changes"):
-                    ours, theirs = (getattr(store, held)[0, slot, :size] for store in pair)
+                for name in ("keys", "changes"):
+                    ours, theirs = (getattr(store, name)[0, slot, :size] for store in pair)
                     torch.testing.assert_close(ours, theirs, atol=TF32 if tf32 else 2e-5, rtol=1e-4)
             ends = start if size <= PENDING else start + size
             assert pair[0].length[slot] == pair[1].length[slot] == ends
 
 
-@pytest.mark.parametrize("alike", [False, True], ids=["", "keys alike"])
-def test_blocks_of_16_rows_match_across_block_prefill_and_decode(alike: bool, device: torch.device):
-    """With keys that are alike and rates near 1, what rows add to the state nearly cancels."""
+@pytest.mark.parametrize("similar", [False, True], ids=["", "similar keys"])
+def test_blocks_of_16_rows_match_across_prefill_and_decode(similar: bool, device: torch.device):
+    """With similar keys and rates near 1, the rows' changes to the state nearly cancel."""
     spec, pending = StateSpec(1, 2, 1, 16, 16, 4), 20
     noise = torch.Generator().manual_seed(5)
     pair = stores(spec, pending, torch.float32, device)
@@ -125,16 +128,16 @@ def test_blocks_of_16_rows_match_across_block_prefill_and_decode(alike: bool, de
         [(0, 75, 1), (1, 37, 1)],
     ]
     for spans in steps:
-        asked = batch_of(spans, 0, device, longest=1)
-        rows = len(asked.positions)
+        batch = batch_of(spans, 0, device, longest=1)
+        rows = len(batch.positions)
         x = torch.randn(rows, spec.channels, generator=noise).to(device)
         decay = -torch.rand(rows, spec.heads, generator=noise).to(device)
         rate = torch.rand(rows, spec.heads, generator=noise).to(device)
-        if alike:
+        if similar:
             x = x[:1] + 0.01 * x
             decay, rate = 0.001 * decay, 1 - 0.01 * rate
-        wanted, found = mixed(pair, asked, x, decay, rate, weight)
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+        expected, actual = mix_both(pair, batch, x, decay, rate, weight)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
         for slot in (0, 1):
-            ours, theirs = (held.state[0, slot] for held in pair)
+            ours, theirs = (store.state[0, slot] for store in pair)
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
