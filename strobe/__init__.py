@@ -1,4 +1,4 @@
-"""Strobe: LLM inference whose first way of decoding is DFlash block-diffusion speculation."""
+"""Strobe: an LLM inference engine built around DFlash block-diffusion speculative decoding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `import strobe` loads no torch."""
+    """Import a public name on first use, so that `import strobe` loads no torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'strobe' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,7 +1,7 @@
-"""Settings that are checked when they are made, and the one sentence that says what is wrong.
+"""Settings that validate their values on construction, with one-sentence errors.
 
-`settings` makes a class a frozen pydantic dataclass whose fields are checked strictly: nothing is
-converted but whole numbers to floats.
+`settings` turns a class into a frozen pydantic dataclass with strict checks: integers convert to
+floats, and nothing else is converted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 T = TypeVar("T")
 
 MAX_INT = 2**31 - 1
-"""The largest count that a field takes."""
+"""The largest count that a field accepts."""
 
 _REQUIREMENTS = {
     "int_type": "be a whole number",
@@ -37,20 +37,20 @@ _REQUIREMENTS = {
     "no_list": "be a list",
     "too_short": "hold one or more",
 }
-"""What a value must do, by the type of pydantic's error."""
+"""Requirements on a value, by pydantic's error type; they follow "must" in error sentences."""
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 100
 
 
 def option(default: Any, help: str, hint: str = "") -> Any:
-    """A field with the sentence that the command line and the docs show, and an error's hint."""
+    """A dataclass field with its help for the command line and the docs, and a hint for errors."""
     return field(default=default, metadata={"help": help, "hint": hint})
 
 
 @dataclass_transform(frozen_default=True)
 def settings(cls: type[T]) -> type[T]:
-    """A class decorator. The class may have a `prefix` of its fields' names in errors."""
+    """Class decorator; a class attribute `prefix` precedes field names in errors."""
     strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     checked: Any = dataclass(frozen=True, config=strict)(cls)
     construct: Callable[..., None] = checked.__init__
@@ -67,7 +67,7 @@ def settings(cls: type[T]) -> type[T]:
 
 
 def _to_error(error: ValidationError, cls: Any) -> Exception:
-    """The first of the errors as one sentence: the only place that knows pydantic's form."""
+    """Convert pydantic's first error to an exception with a one-sentence message."""
     first: Any = error.errors(include_url=False)[0]
     context: dict[str, Any] = first.get("ctx", {})
     if first["type"] == "value_error":
@@ -87,12 +87,12 @@ def _to_error(error: ValidationError, cls: Any) -> Exception:
 
 
 def brief(value: Any) -> str:
-    """A value in a sentence, cut where it is long."""
+    """Return a value's repr on one line, shortened if long."""
     return _repr.repr(value).replace("\n", " ")
 
 
 def as_tuple(value: Any) -> Any:
-    """The items of any iterable, for a field that holds a sequence."""
+    """Convert an iterable to a tuple, for fields that hold a sequence."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise PydanticCustomError("no_list", "no list")
     return tuple(value)
@@ -101,4 +101,4 @@ def as_tuple(value: Any) -> Any:
 Texts = Annotated[Sequence[str], BeforeValidator(as_tuple)]
 Token = Annotated[int, Field(ge=0, le=MAX_INT)]
 Tokens = Annotated[Sequence[Token], BeforeValidator(as_tuple)]
-"""Token ids, from any iterable of them."""
+"""Token ids, from any iterable."""

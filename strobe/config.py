@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 DEMO_MODELS = Path(__file__).parent / "demo_models"
 GPU_MIXED_TOKENS = 512
-"""The rows up to which a step with prompts is replayed on a GPU; an 8B model takes 13 ms there."""
+"""Maximum rows of a replayed step with prompts on a GPU, where an 8B model takes 13 ms."""
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes from 1073741824, "1GiB", "512M" (powers of two). Raises ValueError."""
+    """Parse 1073741824, "1GiB" or "512M" (powers of two) to bytes. Raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", str(value).lower())
@@ -52,7 +52,7 @@ def _check_draft(draft: str) -> str:
 
 
 def _check_device(value: Any) -> str:
-    """A device's name; torch's own devices are taken, too, without importing torch."""
+    """Return the name of a device or torch.device. Imports no torch."""
     name: Any = str(value) if type(value).__module__ == "torch" else value
     if not isinstance(name, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,9})?", name):
         raise ValueError(f"device is {brief(value)}; name auto, cpu, cuda or cuda:N.")
@@ -66,7 +66,7 @@ Attention = Literal["auto", "triton", "reference"]
 
 @settings
 class EngineConfig:
-    """Everything an engine is built from. Raises ValueError for what makes no sense by itself."""
+    """An engine's settings. Raises ValueError for values that are invalid or contradictory."""
 
     target: Directory = option("", "Directory or hub name of the target; empty is the demo model.")
     draft: Annotated[Directory, AfterValidator(_check_draft)] | None = option(
@@ -76,8 +76,8 @@ class EngineConfig:
     draft_revision: str | None = option(None, "Branch, tag or commit of the drafter's hub name.")
     method: Method | None = option(
         None,
-        "How requests draft unless they say: dflash, ngram, dflash+ngram or none; by default the "
-        "best there is.",
+        "Requests' default drafting method: dflash, ngram, dflash+ngram or none; by default dflash "
+        "with a drafter, else none.",
     )
     num_drafts: Count | None = option(
         None, "Tokens drafted and verified per step; by default the drafter's block size less one."
@@ -93,15 +93,15 @@ class EngineConfig:
         "the request's own tokens are.",
     )
     max_model_len: Count | None = option(
-        None, "Longest prompt plus answer in tokens; by default the model's own limit."
+        None, "Maximum tokens of prompt and answer together; by default the model's limit."
     )
-    max_num_seqs: Count = option(32, "Most requests decoding at once.")
+    max_num_seqs: Count = option(32, "Maximum requests decoding at once.")
     max_num_batched_tokens: Count | None = option(
         None,
-        "Most target rows in one step; by default 2048, on a GPU 8192, or what max_num_seqs needs.",
+        "Maximum target rows per step; by default 2048, on a GPU 8192, or what max_num_seqs needs.",
     )
     kv_cache_memory: Annotated[int | str | None, PlainValidator(_check_size)] = option(
-        None, "Bytes for keys and values of target and drafter, such as 2GiB; by default chosen."
+        None, "Bytes for keys and values of target and drafter, such as 2GiB; by default automatic."
     )
     gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1)] | None = option(
         None, "Share of a GPU's memory that may be in use, others' included; by default the rest."
@@ -114,32 +114,32 @@ class EngineConfig:
         "auto", "auto, float32, bfloat16 or float16; auto is float32 on a CPU."
     )
     device: Annotated[str, PlainValidator(_check_device)] = option(
-        "auto", "auto, cpu, cuda or cuda:N; auto takes a GPU where there is one."
+        "auto", "auto, cpu, cuda or cuda:N; auto is a GPU if there is one."
     )
     overlap: Annotated[int, Field(ge=1, le=2)] | None = option(
         None,
         "Steps in flight: 1 waits for each, 2 launches the next meanwhile; by default 2 on a GPU.",
     )
     load_format: Literal["auto", "dummy"] = option(
-        "auto", "auto reads weights; dummy makes random ones by config.json, to measure speed."
+        "auto", "auto reads weights; dummy creates random ones from config.json, to measure speed."
     )
     weight_dtype: Literal["auto", "fp8"] = option(
-        "auto", "auto keeps weights in dtype; fp8 holds linear layers in FP8, on a GPU that has it."
+        "auto", "auto keeps weights in dtype; fp8 holds linear layers in FP8, on GPUs with FP8."
     )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
         "auto", "auto keeps keys and values in dtype; fp8 halves them."
     )
     attention_backend: Attention = option(
-        "auto", "auto, triton or reference; auto takes triton where it runs."
+        "auto", "auto, triton or reference; auto is triton where it runs."
     )
     draft_attention_backend: Attention | None = option(
         None, "The drafter's attention backend; by default the target's."
     )
     kernels: Literal["auto", "triton", "torch"] = option(
-        "auto", "auto, triton or torch: what runs norms, linear layers and sampling on a GPU."
+        "auto", "auto, triton or torch: how norms, linear layers and sampling run on a GPU."
     )
     cuda_graphs: bool = option(True, "Replay decoding steps from captured graphs on a GPU.")
-    seed: int = option(0, "Seeds requests that bring no seed of their own.")
+    seed: int = option(0, "Seed of requests that set none.")
     ngram_max: Annotated[int, Field(ge=1, le=32)] = option(
         4, "Longest run of tokens that prompt lookup matches."
     )
@@ -165,12 +165,12 @@ class EngineConfig:
         return self
 
     def without_draft(self) -> EngineConfig:
-        """Itself without a drafter."""
+        """Return a copy without drafter and drafting."""
         cleared = {"draft": None, "draft_revision": None, "method": "none", "num_drafts": None}
         return replace(self, **cleared, draft_sample_method="greedy")
 
     def with_(self, **changes: Any) -> EngineConfig:
-        """A copy with some fields changed. Raises ValueError for a name that is no field."""
+        """Return a copy with some fields changed. Raises ValueError for an unknown name."""
         known = sorted(f.name for f in fields(self))
         for name in changes:
             if name not in known:
@@ -180,10 +180,10 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Limits:
-    """What was resolved from the settings and the checkpoints, in tokens and sequences.
+    """Limits resolved from settings and checkpoints, in tokens and sequences.
 
-    max_mixed_tokens: rows of a step that prefills beside requests which decode, so that these go on
-    at nearly their usual pace; where they alone need more than half of it, half is for prompts.
+    max_mixed_tokens: rows of a step that prefills while requests decode, chosen so that decoding
+    hardly slows down; if decoding alone needs more than half of it, half is for prompts.
     """
 
     max_model_len: int
@@ -196,7 +196,7 @@ class Limits:
 
     @property
     def lookahead(self) -> int:
-        """Positions a drafting step may write: what is verified, and the drafter's own block."""
+        """Positions that a drafting step may write: the verified rows or the drafter's block."""
         return max(1 + self.num_drafts, self.drafter_block_size)
 
     @property
@@ -213,10 +213,10 @@ def resolve_limits(
     draft: DraftConfig | None = None,
     gpu: bool = False,
 ) -> Limits:
-    """Fill in the defaults. Raises ValueError for values that do not go together.
+    """Fill in the defaults. Raises ValueError for values that contradict each other.
 
-    model_max: positions the checkpoints allow. gpu: whether it runs on one, where many rows cost
-    little more than few.
+    model_max: positions that the checkpoints allow. gpu: use the defaults for a GPU, where many
+    rows cost little more than few.
     """
     length = config.max_model_len if config.max_model_len is not None else model_max
     if length > model_max:

@@ -1,4 +1,4 @@
-"""How a program ends: its exit status, and one sentence for what went wrong."""
+"""A program's exit status, and one sentence on standard error if it fails."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG
 
 
 def exit_status(run: Callable[[], int]) -> int:
-    """Run a program. A ValueError, for what a user got wrong, is one sentence; Ctrl-C and
-    a reader that leaves early end it quietly."""
+    """Run a program and return its exit status. A ValueError, a user's mistake, is printed as one
+    sentence; Ctrl-C and a closed pipe end it quietly."""
     try:
         try:
             return run()
@@ -26,9 +26,9 @@ def exit_status(run: Callable[[], int]) -> int:
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.EPIPE, *_CANNOT_WRITE):
             raise
-        # Python would try to write once more at its end.
+        # Python flushes standard output once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.EPIPE:  # nobody reads on
+        if error.errno == errno.EPIPE:  # the reader has closed the pipe
             return 141
         print(f"strobe: Standard output cannot be written: {error.strerror}.", file=sys.stderr)
         return 1

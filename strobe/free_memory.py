@@ -1,4 +1,4 @@
-"""How much memory a machine has left."""
+"""A machine's free memory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could still be allocated on the device."""
+    """Return the bytes that can still be allocated on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    # What Linux says is available, caches that can be dropped included; elsewhere half of all.
+    # On Linux MemAvailable, which includes droppable caches; elsewhere half of all memory.
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     room = _field(Path("/proc/meminfo"), "MemAvailable:", 1024, whole // 2)
     return min(room, _container_room(room))
 
 
 def _container_room(default: int, root: Path = Path("/sys/fs/cgroup")) -> int:
-    """What the container's limit leaves (cgroup v2), where there is one."""
+    """Return the bytes left under the container's limit (cgroup v2), or the default if none."""
     try:
         limit, used = [(root / f"memory.{name}").read_text().strip() for name in ("max", "current")]
     except OSError:
@@ -30,7 +30,7 @@ def _container_room(default: int, root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def _field(path: Path, name: str, unit: int, default: int) -> int:
-    """The number behind a name in a file of the kernel's, in bytes."""
+    """Return the number after a name in a kernel file, in bytes."""
     try:
         rows = [line.split() for line in path.read_text().splitlines()]
     except OSError:

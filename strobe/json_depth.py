@@ -1,4 +1,4 @@
-"""How deep a JSON text is nested, without reading it."""
+"""The nesting depth of a JSON text, without parsing it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MARKS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{\]}]', re.DOTALL)
 
 
 def json_depth(text: str) -> int:
-    """Return the number of objects and lists that are open at once, at most."""
+    """Return the maximum number of objects and lists open at once."""
     deepest = level = 0
     for mark in _MARKS.finditer(text):
         level += (mark[0] in "[{") - (mark[0] in "]}")

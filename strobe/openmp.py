@@ -1,8 +1,8 @@
-"""Threads of torch on a CPU: how many, and how they wait for each other.
+"""torch's CPU threads: their number, and how they wait for each other.
 
-torch's wheels bring libgomp, whose threads wait for the last of them by spinning, for some 3 ms.
-Where another process has that one's core, the others keep theirs for nothing, and a step takes many
-times as long. libgomp reads its environment when torch is imported, so it is set before that.
+torch's wheels bring libgomp, whose threads spin for some 3 ms while they wait for the slowest. If
+another process occupies that thread's core, the others spin in vain, and a step takes many times as
+long. libgomp reads its environment when torch is imported, so it is set before.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 SPIN_COUNT = 10_000  # some 0.1 ms
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-READS, BETWEEN = 5, 0.005  # of the load; seconds
+READS, READ_INTERVAL = 5, 0.005  # of the load; seconds
 
 
 def prepare() -> None:
-    """Set what the user has not set; nothing once torch is imported."""
+    """Set the variables that the user has not set, unless torch is imported already."""
     if sys.platform == "linux" and "torch" not in sys.modules:
         cores, allowed = len(os.sched_getaffinity(0)), core_quota()
         os.environ.update(choose_environment(os.environ, min(cores, allowed or cores), cores))
@@ -28,8 +28,8 @@ def prepare() -> None:
 def choose_environment(
     environ: Mapping[str, str], usable: int, cores: int, free: int | None = None
 ) -> dict[str, str]:
-    """Return the variables to set. usable: cores that the quota allows, of those that the process
-    may run on; free: of the machine's, by default as measured now."""
+    """Return the variables to set. cores: those that the process may run on; usable: those that its
+    CPU quota allows; free: the machine's idle cores, by default measured now."""
     free = free_cores(usable) if free is None else free
     variables: dict[str, str] = {}
     threads = min(usable, max(free, 1))
@@ -42,7 +42,7 @@ def choose_environment(
 
 
 def core_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The cores that a container's CPU time is worth, rounded up (cgroup v2 or v1); None without a
+    """Return a container's CPU quota in cores, rounded up (cgroup v2 or v1); None without a
     limit."""
     names = ["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]
     for files in names:
@@ -55,11 +55,10 @@ def core_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 
 def free_cores(enough: int, file: Path = Path("/proc/loadavg")) -> int:
-    """Return how many of the machine's cores are idle: the maximum of several looks, which end once
-    there are `enough`."""
+    """Return the number of idle cores: the maximum of several reads, which stop at `enough`."""
     free = 0
-    for look in range(READS):
-        time.sleep(BETWEEN * (look > 0))
+    for read in range(READS):
+        time.sleep(READ_INTERVAL * (read > 0))
         try:
             running = int(file.read_text().split()[3].partition("/")[0])
         except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Progress of a command on standard error: a live line on a terminal, else a line now and then."""
+"""Progress of a command on standard error: a live line on a terminal, else periodic lines."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any, Self
 from rich.console import Console
 
 INTERVAL = 10.0
-"""Seconds between lines where standard error is no terminal."""
+"""Seconds between lines if standard error is not a terminal."""
 
 
 class Progress:
-    """What a command is doing, and how far it is. Use it with `with`."""
+    """Shows what a command is doing and how far it is; a context manager."""
 
     def __init__(self, text: str = "", total: int | None = None, done: int = 0, unit: str = ""):
-        """total, done, unit: the number of steps, requests or the like, if it is known; `done` of
-        them were there already."""
+        """total: number of steps, requests or other `unit`s, if known; `done` of them were finished
+        before."""
         self.text, self.total, self.unit = text, total, unit
-        self.done = self._start = done
+        self.done = self._initial = done
         self._console = Console(stderr=True, highlight=False)
         self._bar: Any = None
-        self._left = threading.Event()
-        self._began = time.monotonic()
+        self._finished = threading.Event()
+        self._started = time.monotonic()
 
     def __enter__(self) -> Self:
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         if self._console.is_terminal:
             self._bar = _bar(self._console, self.total is not None)
             self._task = self._bar.add_task(self.text, total=self.total, completed=self.done)
@@ -38,44 +38,44 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._left.set()
+        self._finished.set()
         if self._bar is not None:
             self._bar.stop()
 
     def update(self, text: str | None = None, done: int | None = None) -> None:
-        """Change what is shown."""
+        """Change the text and the number done."""
         self.text = self.text if text is None else text
         self.done = self.done if done is None else done
         if self._bar is not None:
             self._bar.update(self._task, description=self.text, completed=self.done)
 
     def advance(self) -> None:
-        """One more is done."""
+        """Count one more as done."""
         self.update(done=self.done + 1)
 
     def print(self, line: str) -> None:
-        """A line of its own, on a terminal above the live one."""
+        """Print a separate line, on a terminal above the live one."""
         self._console.print(line, markup=False, soft_wrap=True)
 
     def show(self) -> None:
-        """Print the line now, except on a terminal, where it always stands."""
+        """Print the progress line now, except on a terminal, which always shows it."""
         if self._bar is None:
             print(self.line(), file=sys.stderr, flush=True)
 
     def line(self) -> str:
-        """What is being done, how far it is, and how long it takes."""
-        seconds = time.monotonic() - self._began
+        """Return the progress line: text, number done, rate and time left."""
+        seconds = time.monotonic() - self._started
         if self.total is None:
             return f"{self.text} ({_clock(seconds)})"
-        far = f"{self.text}: {self.done} of {self.total} {self.unit}".rstrip()
-        made = self.done - self._start
-        if made <= 0 or seconds <= 0:
-            return f"{far} ({_clock(seconds)})"
-        left = (self.total - self.done) * seconds / made
-        return f"{far}, {made / seconds:.3g} per second, {_clock(left)} left"
+        summary = f"{self.text}: {self.done} of {self.total} {self.unit}".rstrip()
+        new = self.done - self._initial
+        if new <= 0 or seconds <= 0:
+            return f"{summary} ({_clock(seconds)})"
+        remaining = (self.total - self.done) * seconds / new
+        return f"{summary}, {new / seconds:.3g} per second, {_clock(remaining)} left"
 
     def _show_lines(self) -> None:
-        while not self._left.wait(INTERVAL):
+        while not self._finished.wait(INTERVAL):
             self.show()
 
 

@@ -1,4 +1,4 @@
-"""How a caller asks for an answer: sampling parameters, speculation, structured outputs."""
+"""What a caller sets per request: sampling parameters, speculation, structured outputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Method = Literal["dflash", "ngram", "dflash+ngram", "none"]
 METHODS: tuple[str, ...] = get_args(Method)
 
 MAX_ANSWERS = 16384
-"""The most answers to one prompt, vLLM's own limit."""
+"""Maximum answers to one prompt, as in vLLM."""
 
 MAX_LOGPROBS = 1000
-"""The most top log probabilities per token."""
+"""Maximum number of top log probabilities per token."""
 
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -35,7 +35,7 @@ T = TypeVar("T", "StructuredOutputs", "Speculation")
 
 
 def _parse(cls: type[T], value: Any, requirement: str) -> T:
-    """A value of that kind from an object with its fields. Raises ValueError."""
+    """Build a `cls` from an object with its fields. Raises ValueError."""
     name, field_names = cls.prefix.removesuffix("."), [field.name for field in fields(cls)]
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} is {brief(value)}, but must be {requirement}.")
@@ -47,16 +47,16 @@ def _parse(cls: type[T], value: Any, requirement: str) -> T:
 
 @settings
 class StructuredOutputs:
-    """What an answer must look like; exactly one of the first five is given.
+    """Constrain an answer's form; set exactly one of the first five fields. Raises ValueError.
 
     json: a JSON schema, as an object or its text. json_object: any JSON object. regex: a regular
-    expression the whole answer matches. choice: the answer is one of these texts. grammar: Lark, or
-    EBNF in llama.cpp's form. Raises ValueError.
+    expression that the whole answer matches. choice: the answer is one of these texts. grammar:
+    Lark, or EBNF in llama.cpp's form.
 
-    For models that think first: after, token ids behind which the constraint begins; opener, the
-    token that begins thinking, without which the constraint holds from the start; lead, a text that
-    may stand before the constrained one. instead: a Lark grammar that the answer may follow in
-    place of the constraint, such as that of a tool call.
+    For models that think first: after, token ids that end thinking and start the constraint;
+    opener, the token that starts thinking (an answer without it is constrained from the start);
+    lead, a text that may precede the constrained text. instead: a Lark grammar that the answer may
+    follow in place of the constraint, such as one for tool calls.
     """
 
     prefix: ClassVar[str] = "structured_outputs."
@@ -88,7 +88,7 @@ class StructuredOutputs:
 
     @staticmethod
     def of(value: Any) -> StructuredOutputs | None:
-        """Read an object with these fields, or None."""
+        """Parse an object with these fields, or None."""
         if value is None or isinstance(value, StructuredOutputs):
             return value
         return _parse(StructuredOutputs, value, f"an object with one of {', '.join(STRUCTURES)}")
@@ -96,10 +96,10 @@ class StructuredOutputs:
 
 @settings
 class Speculation:
-    """How one request drafts; None leaves the choice to the engine.
+    """One request's drafting; None leaves the choice to the engine.
 
-    method: "dflash", "ngram", "dflash+ngram", where prompt lookup drafts where it promises more, or
-    "none". num_drafts: tokens verified per step, at most the engine's own.
+    method: "dflash", "ngram", "dflash+ngram" (prompt lookup in steps where it is expected to be
+    accepted further), or "none". num_drafts: drafts verified per step, at most the engine's limit.
     """
 
     prefix: ClassVar[str] = "speculation."
@@ -109,7 +109,7 @@ class Speculation:
 
     @staticmethod
     def of(value: Any) -> Speculation:
-        """Read true, false, {"method": ..., "num_drafts": ...} or None."""
+        """Parse true, false, {"method": ..., "num_drafts": ...} or None."""
         if isinstance(value, Speculation):
             return value
         if value is None or value is True:
@@ -125,7 +125,7 @@ Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 def _as_texts(value: Any) -> Any:
-    """None is no item, and a text is one."""
+    """Convert None to no texts and a single text to a tuple of one."""
     if value is None:
         return ()
     return as_tuple([value] if isinstance(value, str) else value)
@@ -136,11 +136,11 @@ Stops = Annotated[Sequence[Annotated[str, Field(min_length=1)]], BeforeValidator
 
 @settings
 class SamplingParams:
-    """How to choose tokens and when to stop, with vLLM's names, defaults and meaning.
+    """How tokens are sampled and when an answer stops, with vLLM's names, defaults and meanings.
 
-    A token must pass all three filters: be among the top_k most probable, in the smallest set of
-    those with mass >= top_p, and at least min_p times as probable as the most probable one.
-    Raises ValueError naming a value out of range.
+    A token must pass all three filters: be among the top_k most probable ones, be in the smallest
+    set of these with mass >= top_p, and be at least min_p times as probable as the most probable
+    token. Raises ValueError naming a value out of range.
     """
 
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = option(
@@ -148,7 +148,7 @@ class SamplingParams:
     )
     temperature: Annotated[
         float, Field(ge=0, le=100), AfterValidator(lambda value: value if value >= 1e-6 else 0.0)
-    ] = option(1.0, "0 is greedy, and so is all below 1e-6; 1 is the model's own distribution.")
+    ] = option(1.0, "Below 1e-6, sampling is greedy; 1 is the model's own distribution.")
     top_p: Annotated[float, Field(gt=0, le=1)] = option(
         1.0,
         "Keep the most probable tokens up to this mass; 1 is off.",
@@ -157,19 +157,19 @@ class SamplingParams:
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] = option(
         0, "Keep this many most probable tokens; 0 or -1 is off."
     )
-    min_p: Share = option(0.0, "Drop tokens less probable than this share of the best; 0 is off.")
+    min_p: Share = option(0.0, "Drop tokens below this share of the top probability; 0 is off.")
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = option(
         None,
         "The same seed gives the same tokens, whatever else runs and however it speculates.",
         "leave it out for the engine's own.",
     )
-    max_tokens: Count | None = option(16, "Most tokens to make; None: up to the context's end.")
-    min_tokens: Count = option(0, "Nothing ends the answer before so many tokens.")
+    max_tokens: Count | None = option(16, "Maximum new tokens; None: up to the context's end.")
+    min_tokens: Count = option(0, "Nothing ends the answer before this many tokens.")
     presence_penalty: Bounded = option(
-        0.0, "Taken off the logit of every token the answer has already; -2 to 2."
+        0.0, "Subtracted from the logits of tokens that the answer contains; -2 to 2."
     )
     frequency_penalty: Bounded = option(
-        0.0, "Taken off a token's logit for each time the answer has it already; -2 to 2."
+        0.0, "Subtracted from a token's logit for each occurrence in the answer; -2 to 2."
     )
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = option(
         1.0, "Divides the positive logits of tokens in prompt or answer, multiplies negative ones."
@@ -178,34 +178,34 @@ class SamplingParams:
         None, "Added to the logits of these token ids; -100 to 100.", "map token ids to numbers."
     )
     allowed_token_ids: Annotated[Tokens, Field(min_length=1)] | None = option(
-        None, "Only these token ids may be made.", "leave it out to allow all."
+        None, "The only token ids that may be generated.", "leave it out to allow all."
     )
     logprobs: Logprobs | None = option(
-        None, "Log probabilities: of each token made, and so many of the most probable."
+        None, "Return log probabilities of each generated token and of this many top tokens."
     )
-    prompt_logprobs: Logprobs | None = option(None, "The same of the prompt's tokens.")
+    prompt_logprobs: Logprobs | None = option(None, "The same for the prompt's tokens.")
     structured_outputs: Annotated[
         StructuredOutputs | Mapping[str, Any] | None, PlainValidator(StructuredOutputs.of)
-    ] = option(None, "What the answer must look like: json, json_object, regex, choice or grammar.")
-    stop: Stops = option((), "Texts that end the answer and are cut off it.")
+    ] = option(None, "The answer's form: json, json_object, regex, choice or grammar.")
+    stop: Stops = option((), "Texts that end the answer and are cut off.")
     stop_token_ids: Annotated[
         Tokens, BeforeValidator(lambda value: () if value is None else value)
     ] = option((), "Token ids that end the answer.", _TOKENS)
     include_stop_str_in_output: bool = option(False, "Leave the stop text in the answer.")
-    ignore_eos: bool = option(False, "The model's own end tokens do not end the answer.")
+    ignore_eos: bool = option(False, "Do not end the answer at the model's end tokens.")
     skip_special_tokens: bool = option(True, "Leave special tokens out of the text.")
     speculation: Annotated[
         Speculation | Mapping[str, Any] | bool | None, PlainValidator(Speculation.of)
     ] = option(
-        Speculation(), "False, or method and num_drafts for this request; None: the engine's own."
+        Speculation(), "False, or this request's method and num_drafts; None: the engine's default."
     )
 
     @model_validator(mode="after")
     def _check_together(self) -> SamplingParams:
         if self.structured_outputs is not None and self.ignore_eos:
             raise ValueError(
-                "ignore_eos is True beside structured_outputs, whose end is the answer's end; "
-                "leave one of them out."
+                "ignore_eos is True, but the end of structured_outputs ends the answer; leave one "
+                "of them out."
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -216,15 +216,15 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether earlier tokens change the logits."""
+        """Whether penalties for earlier tokens change the logits."""
         no_penalty = self.presence_penalty == 0 == self.frequency_penalty
         return not no_penalty or self.repetition_penalty != 1
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens are dropped before one is sampled."""
+        """Whether top-k, top-p or min-p apply."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def clone(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)

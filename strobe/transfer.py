@@ -1,4 +1,4 @@
-"""Values between host and device, without waiting for what the device is doing; and zeros."""
+"""Copies between host and device that do not wait for the device; and zeros."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 def upload(
     values: Sequence[Any] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Numbers, or rows of them, as a tensor on the device. To a GPU through pinned memory, whose
-    copy is queued behind what runs there; from pageable memory it would wait for all of that."""
+    """Copy numbers, or rows of numbers, to a tensor on the device. A copy to a GPU goes through
+    pinned memory, so that it is queued on the stream; from pageable memory it would synchronize."""
     host = torch.from_numpy(values) if isinstance(values, np.ndarray) else None
     if host is None or host.dtype != dtype:
         host = torch.tensor(values, dtype=dtype)
@@ -22,7 +22,8 @@ def upload(
 
 
 def download(tensor: Tensor) -> Tensor:
-    """A copy in host memory, complete once the stream has come to it; a CPU's tensor is itself."""
+    """Queue a copy to host memory, complete once the stream reaches it; return CPU tensors as they
+    are."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -30,7 +31,7 @@ def download(tensor: Tensor) -> Tensor:
 
 
 def zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[count]. On a CPU memory is taken only where something is written."""
+    """Return zeros [count]. On a CPU, pages of memory are allocated only when written."""
     if device.type != "cpu":
         return torch.zeros(count, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype)

@@ -1,8 +1,8 @@
-"""Words of messages that depend on a number."""
+"""Message words that depend on a number."""
 
 from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """The number with its noun, in the plural unless it is 1."""
+    """Return the number with its noun, in the plural unless the number is 1."""
     return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,4 +1,4 @@
-"""Text that streams to a terminal, wrapped between words."""
+"""Word wrapping for text that streams to a terminal."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from rich.console import Console
 
 
 class Wrapping:
-    """Wraps text while it streams: a word that meets the right edge is taken back and moves to the
-    next line. Text to anything but a terminal passes as it is."""
+    """Wraps text while it streams: a word that reaches the right edge is erased and moved to the
+    next line. Text that does not go to a terminal is left as it is."""
 
     def __init__(self, console: Console, column: int = 0):
-        """column: where the cursor is."""
+        """column: the cursor's column."""
         self._console, self._column = console, column
-        self._word: list[str] = []  # its characters with their styles, as far as it is printed
+        self._word: list[str] = []  # printed characters of the last word, with their styles
         self._width = 0  # of the word
 
     def wrap(self, text: str, before: str = "", after: str = "") -> str:
-        """What to print for the text. before, after: a style's escapes around each character."""
+        """Return what to print for the text. before, after: escapes around each character."""
         console = self._console
         if not console.is_terminal or console.is_dumb_terminal:
             return f"{before}{text}{after}" if text else ""
-        # A terminal holds the cursor back in its last column, so that is left free.
+        # A terminal keeps the cursor in its last column after writing there: leave it free.
         room = console.width - 1
         return "".join([self._put(char, f"{before}{char}{after}", room) for char in text])
 

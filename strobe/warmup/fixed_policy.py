@@ -1,4 +1,4 @@
-"""A budget that does as it is told, for steps of every kind."""
+"""A draft policy with a preset choice, to run any kind of step during warm-up."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from strobe.step import Plan, StepResult
 
 
 class FixedDraftPolicy(DraftPolicy):
-    """One choice, whatever it brings. rows: of the newest step."""
+    """Always plans `choice`. rows: those of the last step."""
 
     def __init__(self) -> None:
         self.choice, self.rows = Choice(), 0
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
-        most = [min(one.max_drafts, self.choice.most) for one in candidates]
-        return DraftPlan(most, self.choice.drafts)
+        max_drafts = [min(candidate.max_drafts, self.choice.most) for candidate in candidates]
+        return DraftPlan(max_drafts, self.choice.drafts)
 
     def observe(self, plan: Plan, result: StepResult) -> None:
         self.rows = result.rows

@@ -1,4 +1,4 @@
-"""What is made on first use, made before the first request: kernels, captured steps, buffers."""
+"""Warm-up: compile kernels, capture steps and allocate buffers before the first request."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ logger = logging.getLogger(__name__)
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 _SAMPLED = _GREEDY.clone(temperature=1.0, top_p=0.9, seed=0)
 _OUTPUT_TOKENS = 24
-_MAX_STEPS = _OUTPUT_TOKENS + 2  # in which a request that finds room has ended
-_MAX_SECONDS = 40.0  # with kernels that are still to be compiled, all would take minutes
+_MAX_STEPS = _OUTPUT_TOKENS + 2  # enough to finish a request that was admitted at once
+_MAX_SECONDS = 40.0  # a full warm-up with kernels to compile would take minutes
 
 
 class WarmupTimeout(Exception):
-    """The time is up."""
+    """The warm-up's time is up."""
 
 
 def warm_up(engine: Engine, seconds: float = _MAX_SECONDS) -> None:
-    """Answer a prompt; where steps are captured, run those that come again and again, greedy and
-    sampled, and the largest prefill. The engine is left as if nothing had run.
+    """Answer a prompt; if steps are captured, also run the largest prefill and the common decode
+    and mixed steps, greedy and sampled. The engine is reset afterwards.
 
-    seconds: after these no further step is run, and what is missing is made when it is first used.
-    A step that finds no memory raises here and not under load.
+    seconds: no step starts after this time; whatever is missing is compiled or captured on first
+    use. A step that runs out of memory raises here rather than under load.
     """
     started = time.perf_counter()
     warmup = _WarmUp(engine, started + seconds)
@@ -58,27 +58,26 @@ def warm_up(engine: Engine, seconds: float = _MAX_SECONDS) -> None:
 
 
 class _WarmUp:
-    """Requests that bring about one kind of step each."""
+    """Runs requests that lead to one kind of step each."""
 
     def __init__(self, engine: Engine, deadline: float):
         self.engine, self.limits, self.deadline = engine, engine.limits, deadline
         self.requests: list[Request] = []
         self.draft_policy, self.fixed_policy = engine.scheduler.draft_policy, FixedDraftPolicy()
-        engine.scheduler.draft_policy = (
-            DraftPolicy()
-        )  # an adaptive one would learn from what nobody asked
-        # What prompts begin with, so that none finds another's pages.
+        # Not an adaptive policy, which would learn from these artificial requests.
+        engine.scheduler.draft_policy = DraftPolicy()
+        # Prompts differ in the first token, so that none hits another's pages.
         self._first_tokens = itertools.cycle(range(engine.resolved.target.decoder.vocab_size))
 
     def answer(self) -> None:
-        """A short prompt's."""
+        """Answer a short prompt."""
         room = self.limits.max_model_len - 1
         size = min(16, room)
         tokens = min(_OUTPUT_TOKENS, room + 1 - size)
         self.finish(self.add(size, _GREEDY.clone(max_tokens=tokens)))
 
     def prefill(self) -> None:
-        """As many rows as a step can have, in one prompt."""
+        """Prefill one prompt with the maximum rows of a step."""
         limits, pool = self.limits, self.engine.components.pool
         room = (pool.capacity - 1) * limits.page_size - 2 * limits.lookahead  # tokens
         size = min(limits.max_num_batched_tokens, limits.max_model_len - 1, room)
@@ -86,7 +85,7 @@ class _WarmUp:
             self.finish(self.add(size, _GREEDY.clone(max_tokens=1)))
 
     def decode(self, buckets: Buckets, sampling: SamplingParams) -> None:
-        """Ever more requests, the next one's short prompt beside those that decode."""
+        """Decode with every captured number of requests, adding short prompts to decoding ones."""
         endless = sampling.clone(max_tokens=None)
         num_small = min(MAX_CAPTURED_ROWS // (1 + self.limits.num_drafts), self.limits.max_num_seqs)
         requests: list[Request] = []
@@ -101,11 +100,11 @@ class _WarmUp:
         self.end(*requests)
 
     def narrow(self, buckets: Buckets, sampling: SamplingParams) -> None:
-        """What an adaptive budget may choose besides: no drafts, narrower blocks, and numbers of
-        drafts of requests that differ in theirs."""
-        budget = self.draft_policy
+        """Run the other choices of an adaptive policy: no drafts, narrower blocks, and verifying
+        some of the drafts."""
+        policy = self.draft_policy
         endless = sampling.clone(max_tokens=None, speculation={"method": "dflash"})
-        if not isinstance(budget, AdaptiveDraftPolicy):
+        if not isinstance(policy, AdaptiveDraftPolicy):
             return
         self.engine.scheduler.draft_policy = self.fixed_policy
         requests: list[Request] = []
@@ -113,10 +112,10 @@ class _WarmUp:
         for count in sorted({*buckets.spans, *mixed}):
             choices = [
                 Choice(),
-                *[Choice(i, max_drafts) for i, max_drafts in enumerate(budget.widths[:-1])],
+                *[Choice(i, max_drafts) for i, max_drafts in enumerate(policy.widths[:-1])],
             ]
-            for i, max_drafts in enumerate(budget.widths if count in mixed else ()):
-                fewer = [drafts for drafts, _ in budget.rows(count, count, max_drafts)[:-1]]
+            for i, max_drafts in enumerate(policy.widths if count in mixed else ()):
+                fewer = [drafts for drafts, _ in policy.rows(count, count, max_drafts)[:-1]]
                 choices += [
                     Choice(i, max_drafts, drafts) for drafts in (*fewer, count * max_drafts - 1)
                 ]
@@ -128,8 +127,8 @@ class _WarmUp:
         self.end(*requests)
 
     def mix(self, buckets: Buckets, sampling: SamplingParams) -> None:
-        """Prompts of every captured number of rows together: one long and others short, or all
-        alike. To a captured step, requests that decode beside them are the same."""
+        """Prefill several prompts with every captured number of rows in total: one long and the
+        others short, or all of equal length. These steps also serve prompts mixed with decoding."""
         single_token = sampling.clone(max_tokens=1)
         for count in [1, *[count + 1 for count in buckets.mixed_spans]]:
             if count > self.limits.max_num_seqs:
@@ -141,7 +140,7 @@ class _WarmUp:
                         self.finish(*[self.add(size, single_token) for size in sizes])
 
     def add(self, size: int, sampling: SamplingParams) -> Request:
-        if "+" in self.engine.resolved.method:  # so that the drafter runs
+        if "+" in self.engine.resolved.method:  # run the drafter, not prompt lookup
             sampling = sampling.clone(speculation={"method": "dflash"})
         prompt = [next(self._first_tokens)] + [0] * (size - 1)
         self.requests.append(self.engine.add(prompt, sampling))
@@ -153,8 +152,8 @@ class _WarmUp:
         self.engine.step()
 
     def finish(self, *requests: Request) -> None:
-        """Step until they have ended and nothing is in flight, so that the next ones find every
-        slot free; those that find no room are left."""
+        """Step until the requests have ended and nothing is in flight, so that all slots are free;
+        abort those that found no pages."""
         for _ in range(_MAX_STEPS):
             if all(request.finish_reason is not None for request in requests):
                 break

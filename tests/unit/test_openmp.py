@@ -63,7 +63,7 @@ def test_free_cores_are_those_without_a_running_thread(
     running: int, enough: int, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(openmp, "BETWEEN", 0)
+    monkeypatch.setattr(openmp, "READ_INTERVAL", 0)
     file = tmp_path / "loadavg"
     file.write_text(f"9.00 9.00 9.00 {running}/512 12345\n")
     assert openmp.free_cores(enough, file) == free

@@ -71,7 +71,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"structured_outputs": {"regex": "a", "lead": 5}}, "structured_outputs.lead is 5"),
     ({"structured_outputs": {"regex": "a", "instead": 5}}, "structured_outputs.instead is 5"),
-    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos is True beside"),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos is True, but"),
     ({"speculation": "dflash"}, "speculation is 'dflash'"),
     ({"speculation": {"method": "eagle"}}, "speculation.method is 'eagle'"),
     ({"speculation": {"num_drafts": -1}}, "speculation.num_drafts is -1"),
