@@ -1,1 +1,1 @@
-"""Grammars of structured output in llguidance's form, tried out in a process of their own."""
+"""Grammars of structured output in llguidance's form, and a process that tries new ones out."""

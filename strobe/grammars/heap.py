@@ -1,4 +1,4 @@
-"""Memory that compiled grammars leave behind."""
+"""Return the memory of dropped grammars to the system."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ctypes
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the system, where the C library can. Grammars differ much in size,
-    so that without it the library keeps most of what they held."""
+    """Return freed memory to the system, if the C library supports it. Grammars differ much in
+    size, so the library would otherwise keep nearly all of their memory."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 _MAX_CHARACTERS = 1 << 17
 _MAX_DEPTH = 124
-"""Of a schema, with the three levels around it the most that llguidance reads."""
+"""Maximum depth of a schema: llguidance reads up to three levels more, which wrap it."""
 STACK_BYTES = 1 << 28
-"""llguidance walks rules that lead to one another by recursion, and a few thousand of them on a
-usual stack of 8 MiB would end the process."""
+"""llguidance recurses through nested rules; a few thousand of them would overflow the usual stack
+of 8 MiB and end the process."""
 
 _MAX_WORK = 50_000
 _LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=_MAX_WORK)
-"""Of llguidance's work on a mask: some 0.1 s before the first token, and less behind others."""
+"""Limits of llguidance's work on a mask: some 0.1 s for the first token, less for later ones."""
 
 _MESSAGES = {
     "NoExtensionBias": "the model's tokens can write nothing that it allows",
@@ -31,27 +31,27 @@ _MESSAGES = {
 }
 
 _WHITESPACE = {"whitespace_pattern": "\\n[ \\t]{0,40}| ?"}
-"""Between the parts of JSON: a line break and an indent, or a space. A model that is made to write
-what it would not can otherwise go on with white space for ever."""
+"""Allowed between the parts of JSON: a line break with an indent, or a space. Without a limit, a
+model that is forced into unlikely JSON may emit white space for ever."""
 
 _UNFORCED = {
     "name": "unforced",
     "lark_grammar": '%llguidance {"no_forcing": true}\nstart: "a"',
 }
-"""Nothing refers to it; its option holds for all grammars of a source. Without it llguidance adds
-the bytes that a grammar forces, one after another and beyond any of its limits: behind the first
-letter of /a+/ "a" that never ends, because the letters all belong to the expression."""
+"""An unused grammar whose option applies to all grammars of a source. Without it llguidance appends
+forced bytes one by one, past all its limits: after the first letter of /a+/ it never stops, since
+every further "a" is part of the expression."""
 
 
 class GrammarError(ValueError):
-    """A grammar that does not compile; the sentence says why."""
+    """A grammar does not compile; the message says why."""
 
     def __init__(self, reason: str):
         super().__init__(f"structured_outputs: the grammar does not compile: {one_line(reason)}")
 
 
 def check_length(text: str) -> None:
-    """Raises ValueError for a grammar that is too long to compile in time."""
+    """Raise ValueError if a grammar is too long to compile in time."""
     if len(text) > _MAX_CHARACTERS:
         raise ValueError(
             f"structured_outputs holds {len(text)} characters, but at most {_MAX_CHARACTERS} are "
@@ -60,7 +60,8 @@ def check_length(text: str) -> None:
 
 
 def grammar_source(structured: StructuredOutputs) -> str:
-    """Return the grammar in llguidance's form. Raises ValueError for text that is none."""
+    """Return the grammar in llguidance's form. Raises ValueError for an invalid schema or regular
+    expression."""
     answer = _part(structured)
     parts = [{**answer, "name": "answer"}]
     if structured.lead or structured.instead is not None:
@@ -82,8 +83,8 @@ def make_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
 
 
 def after_trial(matcher: LLMatcher) -> LLMatcher:
-    """Return the matcher, or a copy that failed on its way to the second token: what takes too much
-    work shows there."""
+    """Return the matcher, or a copy that failed within two tokens: grammars that exceed the limits
+    fail there."""
     trial = matcher.deep_copy()
     for _ in range(2):
         mask = trial.compute_bitmask()
@@ -94,8 +95,7 @@ def after_trial(matcher: LLMatcher) -> LLMatcher:
 
 
 def one_line(text: str) -> str:
-    """What llguidance says, on one line that is not too long: it may quote the whole grammar, and
-    what it was at."""
+    """Shorten llguidance's message to one line: it may quote the whole grammar and its state."""
     line = " ".join(text.partition("<state>")[0].split()).rstrip(".")
     for marker, message in _MESSAGES.items():
         line = message if line.startswith(marker) else line

@@ -1,4 +1,4 @@
-"""Tries grammars out in a process of its own, which can be ended where one takes too long."""
+"""Tries grammars out in a separate process, which is killed if one takes too long."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ MEMORY_BYTES = 1 << 30
 
 _MAX_CACHED = 4096
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
-"""Or each thread of the process reserves 64 MiB, which count as used."""
+"""With several heaps, each thread of the process reserves 64 MiB, which count as used."""
 _FIELDS = ("json", "json_object", "regex", "choice", "grammar", "lead", "instead")
 
 
 class GrammarsUnavailable(RuntimeError):
-    """No grammar can be compiled now, whatever it is."""
+    """No grammar can be compiled at present."""
 
 
 class GrammarTrial:
-    """Hands grammars to the process, which starts with the first one and again when it has ended.
+    """Sends grammars to the process, which starts with the first one and restarts after it ended.
 
-    Any thread may ask; one grammar is tried at a time.
+    Any thread may call `check`; grammars are tried one at a time.
     """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]):
@@ -57,7 +57,7 @@ class GrammarTrial:
         self._lock = threading.Lock()
 
     def check(self, structured: StructuredOutputs) -> bytes:
-        """Return a key for the grammar. Raises ValueError for one that does not compile, or not
+        """Return a cache key for the grammar. Raises ValueError for a grammar that does not compile
         within the limits, and GrammarsUnavailable."""
         try:
             question = json.dumps({name: getattr(structured, name) for name in _FIELDS})
@@ -79,23 +79,23 @@ class GrammarTrial:
 
     @property
     def pid(self) -> int | None:
-        """The process's id, while there is one."""
+        """The process's id, or None while it is not running."""
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:
-        """End the process; the next grammar starts another."""
+        """End the process; the next grammar starts it again."""
         with self._lock:
             if self._process is not None:
                 self._wait()
 
     def start(self) -> None:
-        """Have the process ready. Raises GrammarsUnavailable."""
+        """Start the process and wait until it is ready. Raises GrammarsUnavailable."""
         with self._lock:
             self._start()
 
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is not None:
-            self._wait()  # it was ended from outside
+            self._wait()  # it was killed from outside
         if self._process is None:
             self._spawn()
         if not self._ready:
@@ -103,8 +103,8 @@ class GrammarTrial:
         if not self._ready:
             self._wait()
             raise GrammarsUnavailable(
-                "Structured output is unavailable: the process that tries grammars out does not "
-                "start; the log may say why."
+                "Structured output is unavailable: the process that tries grammars out did not "
+                "start; check the log for the reason."
             )
 
     def _spawn(self) -> None:
@@ -126,7 +126,7 @@ class GrammarTrial:
         self._at_exit = weakref.finalize(self, _stop, process)
 
     def _ask(self, question: str) -> str:
-        """What keeps a grammar from compiling; empty for nothing."""
+        """Return why a grammar does not compile, or an empty string if it does."""
         assert self._process is not None
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
@@ -135,7 +135,7 @@ class GrammarTrial:
         if answer := self._read():
             return json.loads(answer)
         late = self._wait() == -signal.SIGALRM
-        self._spawn()  # so that the next grammar need not wait for it
+        self._spawn()  # ahead of the next grammar
         limit = f"{self.seconds:g} seconds" if late else f"{MEMORY_BYTES >> 20} MiB of memory"
         return str(GrammarError(f"it takes more than {limit}; simplify it"))
 
@@ -145,7 +145,7 @@ class GrammarTrial:
         return self._process.stdout.readline().strip()
 
     def _wait(self) -> int:
-        """End the process; its exit status."""
+        """End the process and return its exit status."""
         assert self._process is not None
         process, self._process, self._ready = self._process, None, False
         self._at_exit.detach()

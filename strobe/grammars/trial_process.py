@@ -1,7 +1,8 @@
-"""The process that tries grammars out, one a line, and says by a line what came of each.
+"""The process that tries grammars out: one grammar per input line, one result per output line.
 
-Started as `python -m strobe.grammars.trial_process SETTINGS`. A grammar that takes longer than the
-limit ends it, by a signal that no library code can hold up; so does one that takes more memory.
+Started as `python -m strobe.grammars.trial_process SETTINGS`. A grammar that exceeds the time limit
+ends the process by a signal that no library code can delay, and so does one that exceeds the memory
+limit.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _serve(settings: dict[str, Any]) -> None:
         settings["tokenizer"], n_vocab=settings["vocab_size"], eos_token=settings["eos_ids"] or None
     )
     _limit_memory(settings["memory"])
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # last words of the library
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # drops the library's panics
     print(READY, flush=True)
     for number, line in enumerate(sys.stdin, 1):
         seconds, _, question = line.partition(" ")
@@ -58,7 +59,7 @@ def _serve(settings: dict[str, Any]) -> None:
 
 
 def _error(tokenizer: LLTokenizer, question: str) -> str:
-    """What keeps a grammar from compiling; empty for nothing."""
+    """Return why a grammar does not compile, or an empty string if it does."""
     try:
         source = grammar_source(SimpleNamespace(**json.loads(question)))  # pyright: ignore[reportArgumentType]
     except (ValueError, TypeError, RecursionError) as error:
@@ -74,7 +75,7 @@ def _error(tokenizer: LLTokenizer, question: str) -> str:
 
 
 def _limit_memory(extra_bytes: int) -> None:
-    """Allow so many bytes beyond what the process has now."""
+    """Limit the process to this many bytes more than it has now."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     statm = Path("/proc/self/statm")
     if statm.exists():

@@ -1,12 +1,12 @@
-"""Structured output: what a grammar allows behind each draft, and the drafts that it forces.
+"""Structured output: grammar masks after each draft, and drafts that a grammar forces.
 
-The matcher of a request stands behind its committed tokens. Before a verify step's forward it walks
-along the drafts once: a draft that is not allowed gives way to what the grammar forces there, where
-it leaves one continuation only, such as a schema's next key. The matcher then stands where it was,
-and while the target runs the masks of all rows on the way are computed together:
+A request's matcher has consumed the committed tokens. Before a verify step's forward it walks along
+the drafts once. Where the grammar leaves only one continuation, such as a schema's next key, the
+forced tokens replace drafts that it does not allow. Then the matcher rolls back, and the masks of
+all rows on the way are computed together while the target runs:
 
-    committed | tail  d1    d2    d3        (d3 not allowed, nothing forced)
-              | mask0 mask1 mask2 free      what may follow; behind d3 nothing is kept
+    committed | tail  d1    d2    d3        (d3 is not allowed, nothing is forced)
+              | mask0 mask1 mask2 free      tokens after each row; none after d3 is accepted
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling_params import StructuredOutputs
 
 LANES = 16
-"""Slots whose matchers do not wait for one another, even where they are of one grammar."""
+"""Slots of one grammar whose matchers share no lock."""
 
 MAX_BEGINNINGS = 32
 
@@ -32,8 +32,8 @@ Masks = NDArray[np.int32]
 
 
 class MaskJob(NamedTuple):
-    """Masks from `row` of a span on, one more than there are tokens: of where the matcher stands,
-    and behind each of the tokens; None: behind the grammar's end, where only the end may come."""
+    """Masks of len(tokens) + 1 rows from `row` of a span on: at the matcher's position, and after
+    each of the tokens. matcher: None after the grammar's end, where only end tokens may follow."""
 
     matcher: LLMatcher | None
     row: int
@@ -41,15 +41,15 @@ class MaskJob(NamedTuple):
 
 
 class GrammarWalk(NamedTuple):
-    """drafts: as they came, but for forced tokens. jobs: the masks to compute, by place among the
-    drafts; rows of no job are free."""
+    """drafts: with forced tokens in place. jobs: cursors and masks to compute, by index in
+    `drafts`; rows of no job are unconstrained."""
 
     drafts: list[list[int]]
     jobs: dict[int, tuple[GrammarCursor, list[MaskJob]]]
 
 
 class GrammarCursor:
-    """One request's place in its grammar."""
+    """A request's position in its grammar."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, structured: StructuredOutputs):
         self.matcher, self.tokenizer = matcher, tokenizer
@@ -61,7 +61,7 @@ class GrammarCursor:
         self.error: str | None = None
 
     def advance(self, tokens: Sequence[int]) -> str | None:
-        """Take in committed tokens; returns what went wrong, now or earlier."""
+        """Consume committed tokens; return an error, also one of earlier tokens."""
         for token in tokens:
             self.output_ids.append(token)
             if self._starts_thinking(self.output_ids):
@@ -77,7 +77,7 @@ class GrammarCursor:
         self.error = f"structured_outputs: the grammar cannot be followed further: {reason}"
 
     def walk(self, drafts: list[int]) -> list[MaskJob]:
-        """Put forced tokens among the drafts, and give the masks to compute."""
+        """Replace drafts by forced tokens in place; return the masks to compute."""
         matcher, unconstrained, num_consumed = self.matcher, self.unconstrained, 0
         jobs = list[MaskJob]()
         recent = self.output_ids[-max(len(self.think_end), 1) :]
@@ -97,7 +97,7 @@ class GrammarCursor:
             elif unconstrained:
                 unconstrained = not self._ends_thinking(recent)
             elif is_stopped:
-                if drafts[row] not in self.end_ids:  # behind the end comes only the end
+                if drafts[row] not in self.end_ids:  # only end tokens may follow the end
                     break
             else:
                 if not matcher.try_consume_tokens([drafts[row]]):
@@ -112,8 +112,8 @@ class GrammarCursor:
         return jobs
 
     def _forced(self) -> list[int]:
-        """The tokens that the grammar forces next. Where llguidance must not look for them, see
-        `grammars.source`: the longest token that may come, where the others are its beginnings."""
+        """Return the tokens that the grammar forces next. If llguidance must not search for them
+        (see `grammars.source`): the longest allowed token if all others are prefixes of it."""
         if not self.unforced:
             return self.matcher.compute_ff_tokens()
         mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
@@ -125,7 +125,7 @@ class GrammarCursor:
         return [texts[longest]] if all(longest.startswith(text) for text in texts) else []
 
     def _starts_thinking(self, tokens: Sequence[int]) -> bool:
-        """Whether the newest token is the answer's first and begins thinking."""
+        """Whether the only token so far starts thinking."""
         return len(tokens) == 1 and tokens[0] == self.think_start
 
     def _ends_thinking(self, tokens: Sequence[int]) -> bool:
@@ -133,7 +133,7 @@ class GrammarCursor:
 
 
 class GrammarState:
-    """Follows the grammars of requests by their slots, one matcher each."""
+    """The grammar cursors of running requests, by slot."""
 
     def __init__(self, compiler: GrammarCompiler):
         self.compiler = compiler
@@ -145,8 +145,8 @@ class GrammarState:
     def admit(
         self, slot: int, structured: StructuredOutputs | None, output_tokens: Sequence[int] = ()
     ) -> None:
-        """Follow a request that has made some tokens already, None for one without a grammar; what
-        the slot held before is gone. Raises ValueError for a grammar that does not compile."""
+        """Replace the slot's cursor by one for a request that has generated `output_tokens`, or by
+        none. Raises ValueError for a grammar that does not compile."""
         self._cursors.pop(slot, None)
         if structured is None:
             return
@@ -155,13 +155,13 @@ class GrammarState:
         cursor.advance(output_tokens)
 
     def advance(self, slot: int, tokens: Sequence[int]) -> str | None:
-        """Take in the tokens that a step committed; returns what went wrong, which every later
-        walk says, too. A slot that follows no grammar takes in nothing."""
+        """Consume the tokens that a step committed; return the error of a failed grammar, which
+        `fill` reports, too. Slots without a grammar consume nothing."""
         cursor = self._cursors.get(slot)
         return None if cursor is None else cursor.advance(tokens)
 
     def walk(self, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> GrammarWalk:
-        """Walk along the drafts of n slots; one that follows no grammar has no part in it."""
+        """Walk along the drafts of n slots; those without a grammar are skipped."""
         walked = [list(tokens) for tokens in drafts]
         jobs = dict[int, tuple[GrammarCursor, list[MaskJob]]]()
         for i, slot in enumerate(slots):
@@ -171,9 +171,9 @@ class GrammarState:
         return GrammarWalk(walked, jobs)
 
     def fill(self, walk: GrammarWalk, masks: Masks) -> dict[int, str]:
-        """Write the masks [n or more, K + 1 or more, words] of a walk, before its slots advance;
-        those of slots that follow no grammar are left as they are. Returns what ails a request's
-        grammar, by its place among the n; its rows are free."""
+        """Write the masks [>= n, >= K + 1, words] of a walk before its slots advance; masks of
+        slots without a grammar are left as they are. Return the errors of failed grammars by index
+        among the n slots; their rows are unconstrained."""
         width = masks.shape[1]
         paths, single_rows = list[tuple[LLMatcher, int, list[int]]](), list[tuple[LLMatcher, int]]()
         for i, (_, jobs) in walk.jobs.items():
@@ -213,7 +213,7 @@ class GrammarState:
 
 
 def _bits(ids: Sequence[int], words: int) -> NDArray[np.int32]:
-    """A mask [words] of some tokens."""
+    """Return a mask [words] of the tokens."""
     bits = np.zeros(words * 32, dtype=np.uint8)
     bits[list(ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

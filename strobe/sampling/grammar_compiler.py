@@ -18,16 +18,16 @@ from strobe.sampling_params import StructuredOutputs
 
 _MAX_CACHED = 32
 _TRIM_EVERY = 16
-"""Dropped grammars from one return of their memory to the system to the next."""
+"""Evicted grammars between two calls of `trim_heap`."""
 _QUICK_SECONDS = 0.02
-"""Grammars that compile within so many seconds are compiled for each lane anew."""
+"""Grammars that compile within this time are compiled once per lane, others once."""
 
 
 class GrammarCompiler:
-    """Compiles grammars once each and hands out matchers at their beginnings."""
+    """Compiles and caches grammars; returns copies of their matchers."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]):
-        """tokenizer: a tokenizer.json, read when the first grammar comes."""
+        """tokenizer: path of tokenizer.json, which the first grammar loads."""
         self.tokenizer_path, self.vocab_size, self.eos_ids = tokenizer, vocab_size, list(eos_ids)
         self.words = -(-vocab_size // 32)
         self.trial = GrammarTrial(tokenizer, vocab_size, eos_ids)
@@ -54,12 +54,12 @@ class GrammarCompiler:
         return self._tokenizer
 
     def compile(self, structured: StructuredOutputs, lane: int = 0) -> LLMatcher:
-        """A matcher at the grammar's beginning. Raises ValueError for one that does not compile,
-        and GrammarsUnavailable.
+        """Return a matcher at the grammar's start. Raises ValueError for a grammar that does not
+        compile, and GrammarsUnavailable.
 
-        May be called from another thread to have the work done before a request is added. Copies of
-        one matcher share a lock: those of different lanes are of matchers made apart, unless the
-        grammar takes long to compile, and so give their masks side by side.
+        Any thread may call it, to compile before a request is added. Copies of one matcher share a
+        lock, so each lane has a matcher of its own to compute masks in parallel, unless the grammar
+        takes long to compile.
         """
         with self._lock:
             tokenizer = self.tokenizer
@@ -87,7 +87,7 @@ class GrammarCompiler:
         return matcher.deep_copy()
 
     def _compile(self, tokenizer: LLTokenizer, source: str) -> LLMatcher:
-        """A matcher built on a thread with a stack that is deep enough."""
+        """Build a matcher on a thread with a stack of STACK_BYTES."""
         with ThreadPoolExecutor(1) as pool:
             with self._lock:
                 stack_size = threading.stack_size(STACK_BYTES)

@@ -1,4 +1,4 @@
-"""Log probabilities as the model gave them: before temperature, processors and masks."""
+"""Log probabilities of the model itself: before temperature, processors and masks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 class Scores(NamedTuple):
-    """Log probabilities of A rows as the model gave them: of the token that followed [A] float32,
-    its rank [A] int64 from 1, and the k most probable tokens' values and ids [A, k]."""
+    """The model's log probabilities of A rows: of the next token [A] float32, its rank [A] int64
+    from 1, and the values and ids of the k most probable tokens [A, k]."""
 
     values: Tensor
     ranks: Tensor
@@ -19,9 +19,9 @@ class Scores(NamedTuple):
 
 
 def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:
-    """logits [A, V], the token that followed each row [A], how many of the most probable to name.
+    """logits [A, V], the token after each row [A], number of top tokens -> Scores.
 
-    Equal log probabilities share the better rank; among them the lower id is named first.
+    Tokens of equal log probability share the better rank and are listed by ascending id.
     """
     log_probs = logits.float().log_softmax(-1)
     values = log_probs.gather(1, tokens[:, None])
@@ -33,5 +33,5 @@ def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:
 
 
 def concat(parts: list[Scores]) -> Scores:
-    """Several, one behind the other; all with the same number of top ones."""
+    """Concatenate scores with the same number of top tokens."""
     return parts[0] if len(parts) == 1 else Scores(*map(torch.cat, zip(*parts, strict=True)))

@@ -1,17 +1,17 @@
-"""Counter-based Gumbel noise: a function of (seed, sibling, position, token) alone, so that a row's
-noise is the same on every device, captured or not, and whatever else is in the batch.
+"""Counter-based Gumbel noise: a function of (seed, sibling, position, token) only, so that a row's
+noise is the same on every device, with or without graphs, and in any batch.
 
-    key       64 bits  SplitMix64 of seed and sibling, made once by the host
+    key       64 bits  SplitMix64 of seed and sibling, computed once by the host
     word      64 bits  SplitMix64 of key and position, one per row: a low and a high half
-    hash      32 bits  triple32 of the token's id, with the halves xored in before and behind its
-                       first round, so that rows differ by more than an order of their ids
-    v         (hash + 1/2) / 2^32, a uniform in (0, 1)
+    hash      32 bits  triple32 of the token id, with the halves xored in before and after its
+                       first round, so that rows differ by more than a permutation of ids
+    v         (hash + 1/2) / 2^32, uniform in (0, 1)
     E         -log(1 - v), exponential
     gumbel    -log(E)
 
-The token that wins a race by E over its weight, which is the argmax of log weight plus gumbel, is
-distributed by the weights (Gumbel, 1954; Maddison, Tarlow and Minka, arXiv 1411.0030). Small E win,
-so v has its full relative precision there. Legend: R rows, V vocabulary.
+The argmax of log weight + gumbel, which is the argmin of E / weight, is distributed in proportion
+to the weights (Gumbel, 1954; Maddison, Tarlow and Minka, arXiv 1411.0030). Small E win, where v has
+its full relative precision. Legend: R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _LAST = 14
 """triple32 (Wellons, nullprogram.com/blog/2018/07/31): shift, xor, multiply; a bias of 0.021."""
 
 UNIT = 2.0**-32 * (1 - 2.0**-23)
-"""What takes hash + 1/2 to v: so little below 2^-32 that v, rounded to float32, stays below 1. All
-tokens' v are scaled alike, which changes no race."""
+"""v / (hash + 1/2): slightly below 2^-32, so that v rounded to float32 stays below 1. All v are
+scaled by the same factor, which changes no argmax."""
 
 MAX_NOISE = 22.88
-"""More than any noise: -log(-log(1 - UNIT / 2)) is 22.873."""
+"""Above the largest noise, -log(-log(1 - UNIT / 2)) = 22.873."""
 
 NEAR = 6.0
 NEAR_HASH = int(2**32 * -math.expm1(-math.exp(-NEAR)) * 1.001)
-"""All noise above NEAR is that of smaller hashes."""
+"""Noise above NEAR implies a smaller hash than this."""
 
 _CHUNK = 1 << 16
-"""Elements that the CPU's form works on at a time, so that they stay in the L2 cache."""
+"""Elements per pass on a CPU, which fit in the L2 cache."""
 
 
 def _signed(value: int) -> int:
@@ -59,14 +59,14 @@ def _mix(value: int) -> int:
 
 
 def noise_key(seed: int, sibling: int) -> int:
-    """A signed 64-bit key for one answer's noise."""
+    """Return the signed 64-bit key of one answer's noise."""
     key = _mix((seed + _STEP) & _WORD)
     return _signed(_mix((key + (sibling + 1) * _MUL1) & _WORD))
 
 
 def row_words(keys: Tensor, positions: Tensor) -> Tensor:
-    """keys, positions [R] int64 -> [R] int64: the output function of SplitMix64 at counter
-    `positions` of the sequence that `keys` start."""
+    """keys, positions [R] int64 -> [R] int64: SplitMix64's output `positions` steps after state
+    `keys`."""
     x = keys + positions * _signed(_STEP)
     x = (x ^ _shift(x, 30)) * _signed(_MUL1)
     x = (x ^ _shift(x, 27)) * _signed(_MUL2)
@@ -74,12 +74,12 @@ def row_words(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64, whose own shift copies the sign."""
+    """Shift int64 right logically; torch's own shift copies the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def gumbel(keys: Tensor, positions: Tensor, size: int) -> Tensor:
-    """keys, positions [R] int64 -> [R, size] float32, the noise of tokens 0 to size - 1."""
+    """keys, positions [R] int64 -> noise of tokens 0 to size - 1, [R, size] float32."""
     words = row_words(keys, positions)
     if keys.device.type != "cpu":
         return gumbel_by_torch(words, size)
@@ -87,11 +87,11 @@ def gumbel(keys: Tensor, positions: Tensor, size: int) -> Tensor:
 
 
 class Gumbel:
-    """The CPU's form: NumPy in place, a few operations a token over what is in the cache."""
+    """The noise on a CPU: a few in-place NumPy operations per token on chunks that fit in cache."""
 
     def __init__(self, size: int):
         ids = np.arange(size, dtype=np.uint32)
-        self.ids = ids ^ (ids >> _ROUNDS[0][0])  # the first shift of an xor is that of its parts
+        self.ids = ids ^ (ids >> _ROUNDS[0][0])  # shifts distribute over xor with the word
         self.rows = max(_CHUNK // max(size, 1), 1)
         self._scratch = np.empty((2, self.rows * min(size, _CHUNK)), dtype=np.uint32)
 
@@ -107,7 +107,7 @@ class Gumbel:
         return out
 
     def at(self, words: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """words, tokens [C] -> [C], the noise of one token each."""
+        """words, tokens [C] -> each pair's noise [C]."""
         out = np.empty(len(tokens), dtype=np.float32)
         low, high = _halves(words)
         self._fill(self.ids[tokens], low, high, out)
@@ -116,9 +116,11 @@ class Gumbel:
     def race(
         self, scores: NDArray[np.float32], words: NDArray[np.int64], min_sums: NDArray[np.float32]
     ) -> NDArray[np.int64]:
-        """scores [R, V], words [R] -> the first maximum of scores plus noise [R], which is at least
-        `min_sums` [R]. Mostly few tokens come near that with the greatest noise there is, or have a
-        score that needs less than NEAR or a hash that gives more; only theirs is computed."""
+        """scores [R, V], words [R] -> first argmax of scores + noise [R].
+
+        min_sums [R]: a lower bound of each maximum. Noise is computed only for tokens that can
+        reach it: usually few have a score within MAX_NOISE of it; otherwise few have a score within
+        NEAR of it or a hash that gives noise above NEAR."""
         near = scores >= (min_sums - MAX_NOISE)[:, None]
         if _crowded(near):
             low, high = _halves(words)[:, :, None]
@@ -134,7 +136,7 @@ class Gumbel:
     def _hashes(
         self, ids: NDArray[Any], low: NDArray[Any], high: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The hashes, and as much room again, both only until the next call."""
+        """Return the hashes and scratch space of the same shape, both valid until the next call."""
         shape = np.broadcast_shapes(ids.shape, low.shape)
         size = math.prod(shape)
         if size > self._scratch.shape[1]:
@@ -156,8 +158,8 @@ class Gumbel:
         np.copyto(out, hashed, casting="unsafe")
         out += np.float32(0.5)
         out *= np.float32(UNIT)
-        # E = (v - (1 - u)) - log(u) with u = 1 - v rounded: FreeBSD's log1p (s_log1p.c), whose
-        # correction is divided by u; where it is not 0, that is far below E's rounding.
+        # E = (v - (1 - u)) - log(u) with u = 1 - v rounded. FreeBSD's log1p (s_log1p.c) divides the
+        # correction by u as well, which would change E by far less than its rounding.
         u, rounded = hashed.view(np.float32), scratch.view(np.float32)
         np.subtract(np.float32(1), out, out=u)
         out -= np.subtract(np.float32(1), u, out=rounded)
@@ -166,18 +168,18 @@ class Gumbel:
 
 
 def _crowded(near: NDArray[np.bool_]) -> bool:
-    """Whether the noise of all is computed faster than that of some."""
+    """Whether computing all noise is faster than computing the noise of these elements."""
     return bool(4 * np.count_nonzero(near) > near.size)
 
 
 def _halves(words: NDArray[np.int64]) -> NDArray[Any]:
-    """words [C] -> low, taken through the first shift, and high [2, C]."""
+    """words [C] -> low halves after the first xor-shift, and high halves, [2, C]."""
     low, high = np.ascontiguousarray(words).view(np.uint32).reshape(-1, 2).T
     return np.stack([low ^ (low >> _ROUNDS[0][0]), high])
 
 
 def gumbel_by_torch(words: Tensor, size: int) -> Tensor:
-    """words [R] int64 -> [R, size] float32, the same hashes by torch's operations alone."""
+    """words [R] int64 -> noise [R, size] float32, in torch only."""
     mask = (1 << 32) - 1
     low, high = words[:, None] & mask, _shift(words[:, None], 32)
     hashed = torch.arange(size, device=words.device) ^ low

@@ -1,14 +1,14 @@
-"""Logits processors over per-slot tables: bias, penalties, bans and grammar masks, for each row by
-its own slot's settings and history.
+"""Logits processors over per-slot tables: bias, penalties, bans and grammar masks, applied to each
+row by its slot's settings and history.
 
-In this order, which is vLLM's but for the mask, which comes first there; masks commute with the
-rest, except where nothing would be left:
+They run in this order, which is vLLM's except that vLLM masks first; masks commute with the others
+unless no token is left:
 
     bias        logit_bias (OpenAI), and -inf outside allowed_token_ids
     penalties   repetition (Keskar et al., arXiv 1909.05858) over prompt and answer, then OpenAI's
                 logit - count * frequency - (count > 0) * presence over the answer
     bans        -inf for tokens that end the answer before min_tokens
-    grammar     -inf for what the mask does not allow
+    grammar     -inf for tokens outside the mask
 
 Legend: N slots, R rows, S spans, K drafts per span, V vocabulary.
 """
@@ -22,20 +22,20 @@ import torch
 from torch import Tensor
 
 PROCESSED, STRUCTURED = 1, 2
-"""What a slot asks for: a bias, penalties or a minimum of tokens; a grammar."""
+"""Flags of a slot: it has a bias, penalties or min_tokens; it has a grammar."""
 
 IN_PROMPT, ENDS = 1, 2
-"""What a token is to a slot: part of its prompt; an end that must not come early."""
+"""Flags of a token in a slot: it is in the prompt; it ends the answer, so min_tokens may ban it."""
 
 FLOOR = -1e30
-"""In place of -inf for what a grammar allows: where nothing else is left, the grammar wins and all
-it allows is equally likely; anywhere else its probability is 0 as before."""
+"""Replaces -inf for tokens that a grammar allows: if no other token is left, they are equally
+likely; otherwise their probability stays 0."""
 
 
 class LogitRows(NamedTuple):
-    """Where R rows of logits belong: slots [R]; positions [R], where the row's token will stand;
-    drafts [S, K], of whose row span [R] the first rank [R] stand before it: None where no slot is
-    PROCESSED. All int64."""
+    """Origins of R rows of logits, all int64: slots [R]; positions [R] of the next tokens; drafts
+    [S, K], of which the row follows the first rank [R] in row span [R]; the last three are None if
+    no slot is PROCESSED."""
 
     slots: Tensor
     positions: Tensor
@@ -45,12 +45,12 @@ class LogitRows(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What the processors know of each slot.
+    """The processors' tables, one row per slot.
 
-    kinds [N] int32: PROCESSED and STRUCTURED; a slot's other entries count only where it is
-    PROCESSED. bias [N, V] float32. counts [N, V] int32: how often the answer has each token, the
-    newest included. flags [N, V] uint8: IN_PROMPT and ENDS. strengths [N, 3] float32: presence,
-    frequency, repetition. min_end_position [N] int64: the first position at which ENDS may stand.
+    kinds [N] int32: PROCESSED and STRUCTURED; the other tables are valid only for PROCESSED slots.
+    bias [N, V] float32. counts [N, V] int32: occurrences of each token in the answer, including the
+    newest token. flags [N, V] uint8: IN_PROMPT and ENDS. strengths [N, 3] float32: presence,
+    frequency, repetition. min_end_position [N] int64: the first position where ENDS tokens may be.
     """
 
     kinds: Tensor
@@ -78,11 +78,11 @@ class Tables(NamedTuple):
 def process(
     logits: Tensor, tables: Tables, rows: LogitRows, masks: Tensor | None, *, processed: bool
 ) -> Tensor:
-    """logits [R, V] -> [R, V] float32, the input left as it was; rows of slots that ask for nothing
-    come through to the bit.
+    """logits [R, V] -> new logits [R, V] float32; rows of slots without processors are unchanged,
+    bit for bit.
 
-    masks [R, ceil(V / 32)] int32: a bit for every token that may come, lowest first; only read for
-    STRUCTURED slots, None where there are none. processed: some slot is PROCESSED. The twin of
+    masks [R, ceil(V / 32)] int32: a bit for each allowed token, lowest first, read for STRUCTURED
+    slots only; None without any. processed: whether some slot is PROCESSED. The twin of
     `strobe.kernels.processors.process`.
     """
     kinds = tables.kinds.index_select(0, rows.slots)
@@ -106,7 +106,7 @@ def process(
 
 
 def _processed(x: Tensor, tables: Tables, rows: LogitRows) -> Tensor:
-    """Rows [R, V] with bias, penalties and bans."""
+    """Apply bias, penalties and bans to logits [R, V]."""
     slots = rows.slots
     drafts, span, rank = (part for part in rows[2:] if part is not None)
     x = x + tables.bias.index_select(0, slots)
@@ -132,7 +132,6 @@ def unpack(words: Tensor, size: int) -> Tensor:
 
 
 def unpack_by_shifts(words: Tensor, size: int) -> Tensor:
-    """The same with torch alone; NumPy's takes a fifteenth of the time on a CPU (8 x 2,048: 12
-    against 182 us)."""
+    """`unpack` in torch only. On a CPU NumPy takes 12 us for 8 x 2,048 bits, and this 182 us."""
     places = torch.arange(size, device=words.device)
     return (words[:, places >> 5] >> (places & 31)) & 1 > 0

@@ -1,4 +1,4 @@
-"""Logits to tokens for any rows: filters, then a race of what they leave by each row's own noise.
+"""Sample tokens from logits: filters, then the argmax of scores plus each row's Gumbel noise.
 
 Legend: R rows, V vocabulary.
 """
@@ -15,21 +15,21 @@ from torch import Tensor
 from strobe.sampling.noise import Gumbel, gumbel, row_words
 
 NO_TOKEN = -1
-"""The token of a row whose largest logit is NaN: its request ends with an error."""
+"""The token of a row with a NaN logit, whose request ends with an error."""
 
 MIN_TEMPERATURE = 1e-30
-"""The least temperature that is divided by, so that its reciprocal is a float32."""
+"""Lower temperatures are raised to this, so that the reciprocal is a finite float32."""
 
 MAX_MARGIN = 40.0
-"""Of a token: beyond it a chance is as good as certain."""
+"""Margins are clamped here, where a draft is practically certain to be accepted."""
 
 ROUNDING_TOLERANCE = 1e-4
-"""More than the rounding of any sum of weights, as a share of it."""
+"""Upper bound of the relative rounding error of a sum of weights."""
 
 
 class RowParams(NamedTuple):
-    """How each of R rows is sampled: temperature (0 is greedy), top_p, min_p [R] float32; top_k [R]
-    int64, 0 is off; key, position [R] int64: the noise's key, and where the token will stand."""
+    """Sampling parameters of R rows: temperature (0 is greedy), top_p, min_p [R] float32; top_k
+    (0 is off), the noise's key, and the sampled token's position [R] int64."""
 
     temperature: Tensor
     top_p: Tensor
@@ -40,8 +40,8 @@ class RowParams(NamedTuple):
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """logits [R, V] -> [R] int64, the first maximum of each row, NO_TOKEN where it is NaN. NumPy's
-    is 6 times torch's on a CPU (512 x 2,048: 72 against 451 us)."""
+    """logits [R, V] -> [R] int64, each row's first argmax, NO_TOKEN for rows with NaN. On a CPU
+    NumPy takes 72 us for 512 x 2,048 logits, and torch 451 us."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         values, ids = logits.numpy(), logits.numpy().argmax(-1)
         ids[np.isnan(values[np.arange(len(ids)), ids])] = NO_TOKEN
@@ -51,8 +51,8 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def best_two(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [R, V] -> the first maximum of each row [R] int64, and its margin [R] float32: how far
-    it is above the second largest, 0 to MOST_MARGIN."""
+    """logits [R, V] -> each row's first argmax [R] int64 and its margin over the second largest
+    logit [R] float32, clamped to MAX_MARGIN."""
     ids = argmax(logits)
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         values, cells = logits.numpy(), (np.arange(len(ids)), ids.numpy())
@@ -69,8 +69,8 @@ def best_two(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sort_descending(values: Tensor, sizes: Tensor) -> Tensor:
-    """Each row of [R, V] from the largest on; on a CPU no more of them than the largest of sizes.
-    NumPy sorts ten times as fast as torch there (512 x 2,048: 9 against 90 ms)."""
+    """Sort each row of [R, V] in descending order; a CPU returns only the first max(sizes) columns.
+    NumPy sorts 512 x 2,048 values in 9 ms there, and torch in 90 ms."""
     if values.device.type != "cpu":
         return values.sort(-1, descending=True).values
     negated, max_size = (-values).numpy(), int(sizes.amax())
@@ -80,11 +80,11 @@ def sort_descending(values: Tensor, sizes: Tensor) -> Tensor:
 
 
 def filter_mask(weights: Tensor, rows: RowParams) -> Tensor:
-    """Unnormalised probabilities [R, V] float32 -> [R, V] bool, what top-k, top-p and min-p leave
-    of them; ties at the edge stay.
+    """Unnormalized probabilities [R, V] float32 -> [R, V] bool: tokens that top-k, top-p and min-p
+    keep, including ties at the threshold.
 
-    top-p counts mass within what top-k left (as z-lab's reference and transformers do); min-p is
-    relative to the most probable token.
+    top-p counts the mass that is left after top-k (as z-lab's reference and transformers do); min-p
+    is relative to the most probable token.
     """
     size = torch.where(rows.top_k > 0, rows.top_k, weights.shape[1])[:, None]
     ordered = sort_descending(weights, size)
@@ -97,19 +97,19 @@ def filter_mask(weights: Tensor, rows: RowParams) -> Tensor:
 
 
 def sample_rows(logits: Tensor, rows: RowParams, *, filtered: bool = True) -> Tensor:
-    """logits [R, V] -> tokens [R] int64; filtered: some row filters.
+    """logits [R, V] -> tokens [R] int64. filtered: whether some row has a filter.
 
-    Greedy rows take their first maximum. The others take the first maximum of logit / temperature
-    plus Gumbel noise over the tokens that the filters keep, which is distributed by these tokens'
-    probabilities. Rows without probabilities (+inf, or nothing but -inf) give their first maximum,
-    too, and rows with a NaN NO_TOKEN. The twin of `strobe.kernels.sampling.sample_rows`.
+    Greedy rows take the first argmax of the logits. Sampled rows take the first argmax of logit /
+    temperature + Gumbel noise over the tokens that the filters keep, which samples from their
+    probabilities. Rows without probabilities (with +inf, or all -inf) count as greedy; rows with a
+    NaN give NO_TOKEN. The twin of `strobe.kernels.sampling.sample_rows`.
     """
     sample = sample_rows_numpy if logits.device.type == "cpu" else sample_rows_torch
     return sample(logits.float(), rows, filtered)
 
 
 def sample_rows_torch(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
-    """sample_rows by operations that a graph can capture; logits in float32."""
+    """`sample_rows` by operations that a CUDA graph can capture; logits in float32."""
     tokens = argmax(logits)
     top = logits.gather(1, tokens.clamp(min=0)[:, None])
     clamped = rows.temperature.clamp_min(MIN_TEMPERATURE)
@@ -123,9 +123,9 @@ def sample_rows_torch(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor
 
 @np.errstate(over="ignore")
 def sample_rows_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor:
-    """sample_rows for a CPU, a few rows at a time, in its cache; rows that are not sampled cost no
-    more than their maximum. The token that wins the race of all is mostly one that the filters
-    keep, and then wins theirs, too: only other rows are sorted, and race again."""
+    """`sample_rows` on a CPU, a few rows at a time to stay in its cache; greedy rows cost only an
+    argmax. The winner among all tokens usually passes the filters, and then is the winner of the
+    filtered tokens, too: only the remaining rows are sorted and sampled again."""
     values, words = logits.numpy(), row_words(rows.key, rows.position).numpy()
     top_p, min_p, top_k = rows.top_p.numpy(), rows.min_p.numpy(), rows.top_k.numpy()
     best = values.argmax(-1) if len(values) else np.empty(0, dtype=np.int64)
@@ -133,7 +133,7 @@ def sample_rows_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor
     tokens[np.isnan(top[:, 0])] = NO_TOKEN
     temperature = rows.temperature.numpy()[:, None]
     scale, noise = 1 / np.maximum(temperature, np.float32(MIN_TEMPERATURE)), Gumbel(logits.shape[1])
-    min_sums = noise.at(words, best)  # what the best token comes to, whose score is 0
+    min_sums = noise.at(words, best)  # the best token has score 0
     racing = np.flatnonzero(np.isfinite(top) & (temperature > 0))
     ranked = (top_k[racing] > 0) & filtered
     doubtful = [racing[ranked]]
@@ -156,7 +156,8 @@ def sample_rows_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor
 
 
 def _passes_filters(scores: Any, winner_scores: Any, top_p: Any, min_p: Any) -> NDArray[np.bool_]:
-    """[R, V] -> [R], whether top-p and min-p keep scores own [R], however `kept` rounds."""
+    """scores [R, V], winner_scores, top_p, min_p [R] -> [R]: whether the winner surely passes top-p
+    and min-p, however `filter_mask` rounds."""
     weights, weight = np.exp(scores), np.exp(winner_scores)
     above = (weights * (scores > winner_scores[:, None] - ROUNDING_TOLERANCE)).sum(-1) - weight
     nucleus = np.where(top_p < 1, top_p - ROUNDING_TOLERANCE, 2) * weights.sum(-1)

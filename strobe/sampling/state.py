@@ -1,12 +1,12 @@
-"""Sampling as one room: what each slot asked for, and the tokens of any rows of logits.
+"""The sampler's state: each slot's parameters, and sampling for any rows of logits.
 
-The tables lie on the device and are written at admission only, so that a captured graph finds new
-requests where it found the old ones; what the host must know to choose a graph is a SamplingMode.
+The tables are on the device and written at admission only, so captured graphs read new requests'
+parameters at the same addresses. A SamplingMode is what the host needs to choose a graph.
 
-    logits --> processors --> filters and race --> tokens
-       |    (bias, penalties,                        |
-       |     bans, grammar)                          v
-       +-----------------------------------------> scores, of the model's own logits
+    logits --> processors --> filters, argmax of noisy logits --> tokens
+       |    (bias, penalties,                                       |
+       |     bans, grammar)                                         v
+       +--------------------------------------------------------> scores of the unprocessed logits
 
 Legend: N slots, R rows of logits, S spans, K drafts per span, V vocabulary.
 """
@@ -28,17 +28,17 @@ from strobe.step import Admission
 from strobe.transfer import upload
 
 TOP_SIZES = (0, 1, 5, 20)
-"""How many top log probabilities are computed, beyond which as many as asked for: each number is a
-graph of its own."""
+"""Numbers of top log probabilities are rounded up to these, since each needs its own graph; larger
+numbers are used as they are."""
 
 
 class SamplingMode(NamedTuple):
-    """What a step's sampling is made of; part of a captured graph's key.
+    """The operations of a step's sampling; part of a captured graph's key.
 
-    sampled: some row is not greedy; filtered: some row filters; processed: some slot has a bias,
-    penalties or min_tokens; grammar: some slot is structured; logprobs: how many top log
-    probabilities to compute, None for no scores. margins: how far each row's largest logit is
-    above the second largest, for drafts.
+    sampled: some row is not greedy. filtered: some row has a filter. processed: some slot has a
+    bias, penalties or min_tokens. grammar: some slot has a grammar. logprobs: number of top log
+    probabilities to compute, None for no scores. margins: compute each row's margin of the largest
+    logit over the second largest, for drafts.
     """
 
     sampled: bool = False
@@ -50,7 +50,7 @@ class SamplingMode(NamedTuple):
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing but the largest logits is asked for."""
+        """Whether only the argmax is needed."""
         return not (self.sampled or self.processed or self.grammar or self.logprobs is not None)
 
 
@@ -58,32 +58,32 @@ GREEDY = SamplingMode()
 
 
 class Sampled(NamedTuple):
-    """tokens [R] int64; scores: the log probabilities of all R rows where the mode asks for them;
-    margins [R] float32: of drafts."""
+    """tokens [R] int64; scores: log probabilities of all R rows, if the mode has them; margins [R]
+    float32, if the mode has them."""
 
     tokens: Tensor
     scores: Scores | None = None
     margins: Tensor | None = None
 
     def select(self, layout: Any) -> Sampled:
-        """Those of all rows of a layout -> those of its rows with logits."""
+        """Select a layout's rows with logits from results of all its rows."""
         scores = self.scores and Scores(*map(layout.select, self.scores))
         margins = self.margins if self.margins is None else layout.select(self.margins)
         return Sampled(layout.select(self.tokens), scores, margins)
 
 
 class SamplingState:
-    """Per slot: parameters of the sampler and tables of the processors. One more slot than there
-    are requests, the last and spare one, is greedy and asks for nothing."""
+    """Sampling parameters and processors' tables of each slot, and of one spare slot at the end,
+    which is greedy without processors."""
 
     def __init__(
         self, num_slots: int, vocab_size: int, device: torch.device, *, kernels: bool = False
     ):
-        """kernels: sample by triton's kernels."""
+        """kernels: use Triton kernels."""
         num_slots += 1
         self.device, self.vocab_size, self.kernels = device, vocab_size, kernels
         self.tables = Tables.make(num_slots, vocab_size, device)
-        # Rows of these are temperature, top_p, min_p; and top_k, key.
+        # Rows: temperature, top_p, min_p; top_k, key.
         self.floats = torch.zeros(3, num_slots, dtype=torch.float32, device=device)
         self.ints = torch.zeros(2, num_slots, dtype=torch.int64, device=device)
         self._modes = [GREEDY] * num_slots
@@ -95,12 +95,12 @@ class SamplingState:
 
     @staticmethod
     def num_bytes(num_slots: int, vocab_size: int) -> int:
-        """The device memory of all tables."""
+        """Return the device memory of all tables in bytes."""
         slot = Tables.make(1, vocab_size, torch.device("meta"))
         return (num_slots + 1) * (sum(table.nbytes for table in slot) + 28)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Take over new requests; whatever their slots held before is gone."""
+        """Write new requests' parameters to their slots."""
         if not admissions:
             return
         ints: list[tuple[int, ...]] = []
@@ -144,7 +144,7 @@ class SamplingState:
         tables.min_end_position[slot] = admission.num_prompt + s.min_tokens if s.min_tokens else 0
 
     def mode(self, slots: Sequence[int]) -> SamplingMode:
-        """How the rows of some slots are sampled together."""
+        """Return the mode for sampling rows of these slots together."""
         modes = {self._modes[slot] for slot in slots}
         if not modes or modes == {GREEDY}:
             return GREEDY
@@ -152,7 +152,7 @@ class SamplingState:
         tops = [mode.logprobs for mode in modes if mode.logprobs is not None]
         return SamplingMode(
             sampled=sampled,
-            # The kernel samples any mixture in one way: one graph serves them all.
+            # The kernel handles any mixture of rows: one graph serves them all.
             filtered=sampled and (self.kernels or any(mode.filtered for mode in modes)),
             processed=any(mode.processed for mode in modes),
             grammar=any(mode.grammar for mode in modes),
@@ -160,15 +160,15 @@ class SamplingState:
         )
 
     def top_logprobs(self, slots: Sequence[int]) -> dict[int, int]:
-        """How many top log probabilities each of some slots wants, by place, of those that do."""
+        """Return the number of top log probabilities by index of slots that request any."""
         counts = [self._modes[slot].logprobs for slot in slots]
         return {i: top for i, top in enumerate(counts) if top is not None}
 
     def sample(
         self, logits: Tensor, rows: LogitRows, mode: SamplingMode, masks: Tensor | None = None
     ) -> Sampled:
-        """logits [R, V] -> the tokens of R rows. masks [R, ceil(V / 32)] int32: what grammars
-        allow, where the mode has them; rows of other slots are not read."""
+        """Sample tokens from logits [R, V]. masks [R, ceil(V / 32)] int32: tokens that grammars
+        allow, if the mode has any; rows of slots without a grammar are not read."""
         processed = logits
         if mode.processed or mode.grammar:
             masks = masks if mode.grammar else None
@@ -190,10 +190,10 @@ class SamplingState:
         return sample_rows(logits, params, filtered=mode.filtered)
 
     def count_tokens(self, slots: Tensor, tokens: Tensor, accepted: Tensor, active: Tensor) -> None:
-        """Add the tokens that a step kept to the answers' counts: of tokens [S, K + 1] the first
-        accepted [S] + 1 of spans that are active [S], bool or 0 and 1; one that gave no logits is
-        not. Not needed where the mode is not processed."""
-        kept = torch.arange(tokens.shape[1], device=self.device) <= accepted[:, None]
-        kept &= active[:, None] > 0
-        cells = slots[:, None] * self.vocab_size + tokens.clamp(min=0)
-        self.tables.counts.view(-1).index_add_(0, cells.view(-1), kept.view(-1).to(torch.int32))
+        """Count the tokens that a step committed, for penalties: the first accepted [S] + 1 of
+        tokens [S, K + 1] in spans that are active [S] (bool or 0 and 1: those with logits). Needed
+        only if the mode is processed."""
+        committed = torch.arange(tokens.shape[1], device=self.device) <= accepted[:, None]
+        committed &= active[:, None] > 0
+        cells, counts = slots[:, None] * self.vocab_size + tokens.clamp(min=0), self.tables.counts
+        counts.view(-1).index_add_(0, cells.view(-1), committed.view(-1).to(torch.int32))

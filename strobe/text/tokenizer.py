@@ -1,4 +1,4 @@
-"""Encoding, decoding and chat templates of a checkpoint's tokenizer."""
+"""A checkpoint's tokenizer: encoding, decoding and chat templates."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tokenizers import Tokenizer as FastTokenizer
 
 Message = Mapping[str, Any]
 
-
 UNTRUSTED_ROLES = "user", "tool"
-"""Roles that write neither for the model nor for its operator: special tokens that they spell are
-text."""
+"""Roles whose messages come from outside: special tokens spelled there are plain text."""
 
 
 class RenderedChat(NamedTuple):
-    """A conversation behind the chat template. text: as it reads; marked: with one character in the
-    place of each special token that a message of OTHERS spells; spelled: these, by character."""
+    """A conversation rendered by the chat template.
+
+    marked: the text with one private-use character in place of each special token that a message of
+    UNTRUSTED_ROLES spells. spelled: the special token of each such character."""
 
     text: str
     marked: str
@@ -30,7 +30,7 @@ class RenderedChat(NamedTuple):
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer and chat template. Raises ValueError where it cannot be read."""
+    """A checkpoint's tokenizer and chat template. Raises ValueError if it cannot be read."""
 
     def __init__(self, directory: Path):
         from transformers import AutoTokenizer  # slow to import, and only needed here
@@ -52,7 +52,8 @@ class Tokenizer:
             ) from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, special tokens as the checkpoint adds them. Raises ValueError."""
+        """Encode a text to token ids, adding special tokens as the checkpoint says. Raises
+        ValueError."""
         if not isinstance(text, str):
             raise ValueError(f"A prompt is {reprlib.repr(text)}, but must be a text.")
         try:
@@ -65,8 +66,8 @@ class Tokenizer:
         return list(self.fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def token_bytes(self, token: int) -> bytes:
-        """One token's bytes, also where they are no whole character: vocabularies write such a byte
-        as <0xNN>, or as the character that byte-level BPE has for it (Radford et al., 2019)."""
+        """Return a token's bytes, which may be part of a character: vocabularies write such a byte
+        as <0xNN>, or as the character that byte-level BPE maps it to (Radford et al., 2019)."""
         text = self.token_text(token)
         written = self.fast.id_to_token(token) or ""
         if "\ufffd" in text and (single := re.fullmatch("<0x([0-9A-F]{2})>", written)):
@@ -79,11 +80,11 @@ class Tokenizer:
         return self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def _token_text(self, token: int) -> str:
-        """One token's text by itself, special tokens included."""
+        """Decode a single token, special or not."""
         return self.fast.decode([token], skip_special_tokens=False)
 
     def chat_text(self, messages: Sequence[Message], **options: Any) -> str:
-        """`render` as it reads."""
+        """Return the text of `render`."""
         return self.render(messages, **options).text
 
     def render(
@@ -94,10 +95,10 @@ class Tokenizer:
         chat_template: str | None = None,
         **template_options: Any,
     ) -> RenderedChat:
-        """A conversation as the model reads it, ready for the assistant to answer.
+        """Render a conversation by the chat template, ready for the assistant to answer.
 
-        Raises ValueError for messages or tools that are none, and when there is no template or it
-        refuses them.
+        Raises ValueError for invalid messages or tools, and if there is no template or it rejects
+        them.
         """
         for name in ("conversation", "tokenize"):
             if name in template_options:
@@ -121,7 +122,7 @@ class Tokenizer:
         return RenderedChat(marked.translate(str.maketrans(dict(spelled))), marked, spelled)
 
     def encode_chat(self, chat: RenderedChat, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a rendered conversation. Raises ValueError."""
+        """Encode a rendered conversation to token ids. Raises ValueError."""
         if not chat.spelled:
             return self.encode(chat.text, add_special_tokens=add_special_tokens)
         ids = self.encode("", add_special_tokens=add_special_tokens)
@@ -135,12 +136,12 @@ class Tokenizer:
         return ids
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Token ids of `render`."""
+        """Render and encode a conversation."""
         return self.encode_chat(self.render(messages, **options))
 
     @functools.cached_property
     def _plain_tokenizer(self) -> FastTokenizer:
-        """The same tokenizer, to which special tokens are text."""
+        """A copy of the tokenizer that encodes special tokens as text."""
         plain = FastTokenizer.from_str(self.fast.to_str())
         plain.encode_special_tokens = True
         return plain
@@ -154,8 +155,8 @@ class Tokenizer:
     def _escape_special_tokens(
         self, conversation: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """The messages with characters that stand nowhere in them in the place of special tokens
-        that OTHERS spell, and what each of these characters stands for."""
+        """Replace special tokens in messages of UNTRUSTED_ROLES by characters that occur in no
+        message; return the messages, and the special token of each character."""
         untrusted = [m["content"] for m in conversation if m["role"] in UNTRUSTED_ROLES]
         matches = [self._special_pattern.findall(text) for text in untrusted if text]
         special_tokens = sorted({token for tokens in matches for token in tokens})
@@ -175,7 +176,7 @@ class Tokenizer:
 
 
 def _one_line(error: Exception) -> str:
-    """What a library says, on one line."""
+    """Return an error's message on one line."""
     return " ".join(str(error).split()).rstrip(".")
 
 
@@ -190,8 +191,8 @@ def _conversation(messages: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message whose content is text; text parts become one text, since templates pass over what
-    is none."""
+    """Return the message with its content as one text: templates ignore other types, so text parts
+    are joined."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(
             f"A message is {reprlib.repr(message)}, but must be an object with role and content."
@@ -206,8 +207,8 @@ def _message(message: Any) -> dict[str, Any]:
                     'supported; give {"type": "text", "text": ...}.'
                 )
         content = "\n".join(part["text"] for part in parts)
-    stands = message.get("tool_calls") or message.get("reasoning_content")
-    if not isinstance(content, str) and not (content is None and stands):
+    may_be_empty = message.get("tool_calls") or message.get("reasoning_content")
+    if not isinstance(content, str) and not (content is None and may_be_empty):
         raise ValueError(
             f"The content of a message is {reprlib.repr(content)}, but must be a text, or a list "
             "of text parts."
