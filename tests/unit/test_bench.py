@@ -1,4 +1,4 @@
-"""`strobe bench` as a user meets it, on small shapes with few steps. No time is asserted."""
+"""`strobe bench` from the command line, on small shapes with few steps. No time is asserted."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ QUICK = ["--device=cpu", "--concurrency=1,3", "--steps=8", "--warmup=2", "--prom
 
 @pytest.fixture(autouse=True)
 def small_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's rates are measured with little."""
+    """Measure the machine's rates with small buffers."""
     monkeypatch.setattr(rates, "_CPU", (1 << 20, 64))
 
 
 # the command line
 
 
-def test_the_options_of_each_benchmark_are_these(main: Callable[..., Any]):
+def test_help_lists_each_benchmarks_options(main: Callable[..., Any]):
     engine = [f"--{f.name.replace('_', '-')}" for f in fields(EngineConfig)]
     engine = [flag for flag in engine if flag[2:].replace("-", "_") not in DECIDED]
-    each = {"step": STEP_FLAGS, "offline": OFFLINE_FLAGS, "load": LOAD_FLAGS}
-    for name, flags in {**each, "record": RECORD_FLAGS}.items():
+    benches = {"step": STEP_FLAGS, "offline": OFFLINE_FLAGS, "load": LOAD_FLAGS}
+    for name, flags in {**benches, "record": RECORD_FLAGS}.items():
         status, out, err = main("bench", name, "--help")
         assert (status, err) == (0, "")
         rows = [line.strip("│| ") for line in out.splitlines()]
         rows = [row for row in rows if row[:1] == "-"]
-        found = {flag for row in rows for flag in re.findall(r"--[a-z][a-z0-9-]*", row)}
-        pairs = {flag for flag in found if flag.startswith("--no-")}
-        assert found - pairs == {"--help", *flags, *engine}
+        listed = {flag for row in rows for flag in re.findall(r"--[a-z][a-z0-9-]*", row)}
+        negated = {flag for flag in listed if flag.startswith("--no-")}
+        assert listed - negated == {"--help", *flags, *engine}
         assert "which" not in out
 
 
@@ -86,7 +86,7 @@ def test_bench_alone_shows_its_help(main: Callable[..., Any]):
         ("stepp", [], "'stepp' is not a benchmark; there are step, offline, load, "),
         ("step", ["--step=3"], "strobe bench step takes no '--step=3'; did you mean --steps?"),
         ("step", ["--shapes=qwen9"], "shapes is 'qwen9'; name one of demo, qwen3-0.6b, qwen3-4b, "),
-        ("step", ["--shapes=demo", "--target=x"], "shapes is 'demo' beside directories; give "),
+        ("step", ["--shapes=demo", "--target=x"], "shapes is 'demo', but directories are given "),
         ("step", ["--draft=x"], "A drafter is named but no target; give --target as well"),
         ("step", ["--target=/nowhere"], "/nowhere does not exist; name a directory that holds"),
         ("step", ["--concurrency=1,0"], "concurrency is '1,0', but must be whole numbers of at "),
@@ -94,7 +94,7 @@ def test_bench_alone_shows_its_help(main: Callable[..., Any]):
         ("step", ["--prefill=8"], "prefill is '8', but must be prompts x tokens, such as 8x2048."),
         ("step", ["--prefill=2x9000"], "prefill asks for 2 prompts of 9000 tokens, but "),
         ("step", ["--steps=0"], "steps is 0, but must be at least 1; "),
-        ("step", ["--steps=900"], "20 + 900 steps of 6 tokens behind a prompt of 256 do not fit "
+        ("step", ["--steps=900"], "20 + 900 steps of 6 tokens after a prompt of 256 do not fit "
                                   "max_model_len 2048; ask for at most 273 steps."),
         ("step", ["--prompt-len=2040"], "ask for shorter prompts or a smaller warmup."),
         ("step", ["--acceptance-length=17"], "but a step verifies 15 drafts; ask for 1 to 16."),
@@ -109,7 +109,7 @@ def test_bench_alone_shows_its_help(main: Callable[..., Any]):
         ("offline", ["--repeats=0"], "repeats is 0, but must be at least 1; ask for "),
         ("offline", ["--data=/nowhere"], "data is '/nowhere', which cannot be read ("),
         ("offline", ["--method=none"], "Nothing drafts; name a drafter with --draft, or --method"),
-        ("offline", ["--max-model-len=20"], "but max_model_len is 20 with the answer; raise it"),
+        ("offline", ["--max-model-len=20"], "but max_model_len is 20, the answer included; raise"),
         ("offline", ["--temperature=-1"], "temperature is -1, but must be at least 0"),
     ],
 )  # fmt: skip
@@ -121,9 +121,9 @@ def test_bad_input_is_a_one_line_error(
     sentence: str,
 ):
     def measure(*arguments: Any) -> None:
-        raise AssertionError("something was measured")
+        raise AssertionError("the device's rates were measured")
 
-    if "kv-cache" not in str(arguments):  # that needs the engine's pool
+    if "kv-cache" not in str(arguments):  # that error needs the engine's page pool
         monkeypatch.setattr(step, "measure", measure)
         monkeypatch.setattr(offline, "measure", measure)
     status, out, err = main("bench", name, "--device=cpu", *arguments)
@@ -133,10 +133,10 @@ def test_bad_input_is_a_one_line_error(
     assert err.count("\n") == 1
 
 
-def test_the_command_in_the_file_asks_for_the_same(monkeypatch: pytest.MonkeyPatch):
-    asked: list[Any] = []
+def test_recorded_command_line_gives_the_same_settings(monkeypatch: pytest.MonkeyPatch):
+    received: list[Any] = []
     for module, name in ((step, "run_step"), (offline, "run_offline")):
-        monkeypatch.setattr(module, name, lambda *settings: asked.extend(settings) or 0)
+        monkeypatch.setattr(module, name, lambda *settings: received.extend(settings) or 0)
     engine = EngineConfig(target="a b", num_drafts=3, overlap=2)
     for settings in (
         StepSettings(concurrency="4", prefill="2x8", acceptance_length=2.5),
@@ -146,7 +146,7 @@ def test_the_command_in_the_file_asks_for_the_same(monkeypatch: pytest.MonkeyPat
         words = shlex.split(command_line(name, settings, engine))
         assert words[0] == "strobe"
         assert cli.main(words[1:]) == 0
-        assert asked[-2:] == [settings, engine]
+        assert received[-2:] == [settings, engine]
     assert command_line("step", StepSettings(), EngineConfig()) == "strobe bench step"
 
 
@@ -162,7 +162,7 @@ def test_step_times_demo_shapes_and_reports_forced_acceptance(
     )
     assert (status, err) == (0, "")
     assert "acceptance length forced to 3.0: speed only, not quality" in out
-    for heading in ("Milliseconds per step", "(forced 3)", "x floor", "What a step must do",
+    for heading in ("Milliseconds per step", "(forced 3)", "x floor", "Work of a step",
                     "Prefill", "TFLOP/s, linear layers"):  # fmt: skip
         assert heading in out
     assert "…" not in out
@@ -212,7 +212,7 @@ def test_step_measures_one_method_when_selected(
     assert ("forced" in out) == (method == "dflash")
 
 
-def test_step_takes_directories_with_a_config_alone(
+def test_step_accepts_directories_with_only_a_config(
     main: Callable[..., Any], pair: Pair, tmp_path: Path
 ):
     for part in ("target", "draft"):
@@ -230,32 +230,34 @@ def test_step_takes_directories_with_a_config_alone(
 
 
 def test_step_holds_one_engine_at_a_time(main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
-    """Two would not find memory side by side: each takes most of a GPU's for keys and values."""
-    made: list[weakref.ref[Engine]] = []
+    """Two would not fit: each takes most of a GPU's memory for keys and values."""
+    engines: list[weakref.ref[Engine]] = []
     alive: list[int] = []
 
-    def engine(*arguments: Any, **options: Any) -> Engine:
-        built = Engine(*arguments, **options)
-        made.append(weakref.ref(built))
-        return built
+    def make_engine(*arguments: Any, **options: Any) -> Engine:
+        engine = Engine(*arguments, **options)
+        engines.append(weakref.ref(engine))
+        return engine
 
-    monkeypatch.setattr(step, "Engine", engine)
-    monkeypatch.setattr(step, "release", lambda _: alive.append(sum(r() is not None for r in made)))
+    monkeypatch.setattr(step, "Engine", make_engine)
+    monkeypatch.setattr(
+        step, "release", lambda _: alive.append(sum(ref() is not None for ref in engines))
+    )
     flags = [*QUICK[:1], "--concurrency=1", "--steps=2", "--warmup=0"]
     assert main("bench", "step", *flags)[0] == 0
-    assert (len(made), alive) == (2, [0, 0])
+    assert (len(engines), alive) == (2, [0, 0])
 
 
-def test_a_window_leaves_the_engine_as_it_was(pair: Pair):
+def test_decode_leaves_the_engine_idle_and_unmarked(pair: Pair):
     config = EngineConfig(target=str(pair.target), draft=str(pair.draft), overlap=2)
     engine = Engine(replace(config, max_num_seqs=3, enable_prefix_caching=False))
-    made = step.random_prompts(engine, 3, 20)
-    assert made == step.random_prompts(engine, 3, 20)
-    assert len({tuple(prompt) for prompt in made}) == 3
+    random_prompts = step.random_prompts(engine, 3, 20)
+    assert random_prompts == step.random_prompts(engine, 3, 20)
+    assert len({tuple(prompt) for prompt in random_prompts}) == 3
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     mark = engine.on_phase
     line = timeline.Timeline(CPU)
-    window = step.decode(engine, made, params, 2, 5, line)
+    window = step.decode(engine, random_prompts, params, 2, 5, line)
     assert len(line) == 5 + 1
     assert window.tokens >= 5 * 3
     assert engine.on_phase == mark
@@ -263,7 +265,7 @@ def test_a_window_leaves_the_engine_as_it_was(pair: Pair):
     engine.check()
     short = replace(params, max_tokens=4)
     with pytest.raises(ValueError, match="did not run to the last step; ask for fewer steps"):
-        step.decode(engine, made, short, 0, 9)
+        step.decode(engine, random_prompts, short, 0, 9)
     assert not engine.has_work
     engine.check()
 
@@ -296,31 +298,31 @@ def test_offline_compares_real_answers(main: Callable[..., Any], pair: Pair, tmp
 
 
 @pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
-def test_offline_says_where_answers_differ(
+def test_offline_reports_the_first_difference(
     main: Callable[..., Any], pair: Pair, monkeypatch: pytest.MonkeyPatch, dtype: str, status: int
 ):
-    usual = offline.answer
+    answer = offline.answer
 
-    def wrong(engine: Engine, *rest: Any) -> offline.Turn:
-        turn = usual(engine, *rest)
-        if engine.resolved.draft is not None and len(turn.requests) > 1:
-            turn.requests[1].tokens[-2] += 1
-        return turn
+    def wrong(engine: Engine, *rest: Any) -> offline.OfflineRun:
+        run = answer(engine, *rest)
+        if engine.resolved.draft is not None and len(run.requests) > 1:
+            run.requests[1].tokens[-2] += 1
+        return run
 
-    monkeypatch.setattr(offline, "builder", wrong)
-    given, out, _ = main(
+    monkeypatch.setattr(offline, "answer", wrong)
+    exit_status, out, _ = main(
         "bench", "offline", "--device=cpu", f"--target={pair.target}", f"--draft={pair.draft}",
         "--prompts=2", "--concurrency=1", "--max-tokens=6", "--repeats=1", "--ignore-eos",
         f"--dtype={dtype}",
     )  # fmt: skip
-    assert given == status
+    assert exit_status == status
     if dtype == "float32":
         assert "1 of 2 answers identical; prompt 1 differs first, from token 4 on" in out
     else:
-        assert "lower precision rounds otherwise" in out
+        assert "lower precision rounds differently" in out
 
 
-def test_offline_expects_equal_answers_of_sampled_drafts_too(main: Callable[..., Any], pair: Pair):
+def test_offline_answers_match_with_sampled_drafts(main: Callable[..., Any], pair: Pair):
     status, out, _ = main(
         "bench", "offline", "--device=cpu", f"--target={pair.target}", f"--draft={pair.draft}",
         "--prompts=2", "--concurrency=2", "--max-tokens=12", "--repeats=1", "--ignore-eos",
@@ -330,7 +332,7 @@ def test_offline_expects_equal_answers_of_sampled_drafts_too(main: Callable[...,
     assert "c = 2: 2 of 2 answers identical." in out
 
 
-def test_offline_drafts_by_prompt_lookup_too(main: Callable[..., Any], pair: Pair):
+def test_offline_drafts_by_prompt_lookup(main: Callable[..., Any], pair: Pair):
     status, out, _ = main(
         "bench", "offline", "--device=cpu", f"--target={pair.target}", "--method=ngram",
         "--prompts=2", "--concurrency=2", "--max-tokens=6", "--repeats=1",
@@ -363,21 +365,21 @@ def test_prompts_go_through_the_chat_template(tmp_path: Path):
             prompts.read_prompts(settings, DEMO_MODELS / "target")
 
 
-def test_prompts_may_hold_the_line_ends_of_unicode(tmp_path: Path):
+def test_prompts_may_contain_unicode_line_ends(tmp_path: Path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a\u2028b\x85c"}\n')
     settings = OfflineSettings(data=str(data), prompts=1, concurrency="1")
     assert len(prompts.read_prompts(settings, DEMO_MODELS / "target")) == 1
 
 
-def test_demo_prompts_are_held_out_from_all_families():
-    taken = prompts.read_prompts(
+def test_demo_prompts_are_heldout_examples_of_all_families():
+    prompt_ids = prompts.read_prompts(
         OfflineSettings(prompts=7, concurrency="1"), DEMO_MODELS / "target"
     )
     tokenizer = Tokenizer(DEMO_MODELS / "target")
-    want = read_heldout(7)
-    assert {example.family for example in want} == set(FAMILIES)
-    assert taken == [
+    examples = read_heldout(7)
+    assert {example.family for example in examples} == set(FAMILIES)
+    assert prompt_ids == [
         tokenizer.render_chat(e.messages, tools=e.tools or None, enable_thinking=e.thinking)
-        for e in want
+        for e in examples
     ]

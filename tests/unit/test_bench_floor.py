@@ -1,4 +1,4 @@
-"""What `strobe bench` counts is right by hand and by torch's own count. No time is asserted."""
+"""`strobe bench`'s counts match counts by hand and by torch. No time is asserted."""
 
 from __future__ import annotations
 
@@ -58,20 +58,20 @@ def test_qwen3_8b_bytes_match_hand_count():
         ("demo", None),
     ],
 )
-def test_the_presets_have_the_parameters_of_the_modules(name: str, drafter: int | None):
+def test_counted_values_match_the_modules(name: str, drafter: int | None):
     target, draft = pair_of(name)
     with torch.device("meta"):
         model = make_target(target, 1)
         drafting = DFlash(draft, model.embed_tokens.weight, model.head_weight, 1)
-    held = sum(p.numel() for p in model.parameters())
+    num_parameters = sum(p.numel() for p in model.parameters())
     table = target.decoder.vocab_size * target.decoder.hidden_size
     gates = (p.numel() for n, p in model.named_parameters() if "shared_expert_gate" in n)
     counted = sum(floor.layer_values(target)) + sum(gates)
-    assert held == counted + table * (1 if target.tie_embeddings else 2)
-    own = sum(p.numel() for p in drafting.parameters())
+    assert num_parameters == counted + table * (1 if target.tie_embeddings else 2)
+    num_parameters = sum(p.numel() for p in drafting.parameters())
     counted = floor.linear_values(draft.decoder) + floor.small_values(draft.decoder)
-    assert own == counted + floor.fc_values(draft) + draft.decoder.hidden_size
-    assert drafter in (None, own)
+    assert num_parameters == counted + floor.fc_values(draft) + draft.decoder.hidden_size
+    assert drafter in (None, num_parameters)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_the_presets_have_the_parameters_of_the_modules(name: str, drafter: int 
         ("gemma-4-26b-a4b", 25.2, 3.8),
     ],
 )
-def test_experts_are_counted_as_the_model_cards_do(name: str, billions: float, active: float):
-    """In total and per token, in which gpt-oss's does not count the embedding."""
+def test_expert_counts_match_model_cards(name: str, billions: float, active: float):
+    """In total and per token; gpt-oss's card leaves the embedding out of the latter."""
     target = pair_of(name)[0]
     decoder, table = target.decoder, floor.head_values(target.decoder)
     tables = table * (1 if target.tie_embeddings else 2)
@@ -110,7 +110,7 @@ def test_touched_experts_match_simulation():
     assert many.operations == pytest.approx(2 * few.operations)
 
 
-def test_the_states_of_qwen3_5_are_read_and_written():
+def test_recurrent_states_are_read_and_written():
     plain = replace(shapes_of("qwen3.5-9b"), draft=None, rows=1)
     weights, row, state = 2 * (8_953_803_264 - 248320 * 4096), 32_768, 24 * 32 * 128 * 128
     assert plain.verify(1, 0).bytes == weights + row + 8 * state
@@ -121,14 +121,14 @@ def test_biases_are_counted(draft: Callable[..., Path]):
     config = load_draft_config(draft(bias=True))
     with torch.device("meta"):
         drafter = DFlash(config, torch.empty(0), torch.empty(0), 1)
-    own = sum(p.numel() for p in drafter.parameters())
+    num_parameters = sum(p.numel() for p in drafter.parameters())
     counted = floor.linear_values(config.decoder) + floor.small_values(config.decoder)
-    assert own == counted + floor.fc_values(config) + config.decoder.hidden_size
+    assert num_parameters == counted + floor.fc_values(config) + config.decoder.hidden_size
 
 
 @torch.inference_mode()
 def test_operations_match_torch_count():
-    """With attention taken out of the models."""
+    """The models run without attention."""
     counts = shapes_of("demo")
     config, draft = counts.target, counts.draft
     assert draft is not None
@@ -184,15 +184,15 @@ def test_window_bounds_reads_and_fp8_halves_them():
         counts, draft=replace(counts.draft, decoder=replace(counts.draft.decoder, masks=masks))
     )
     row = 2 * 2 * 64 * 2  # of one layer
-    less = counts.drafting(2, 100).bytes - windowed.drafting(2, 100).bytes
-    assert less == 2 * row * 2 * (100 - 10)
+    saved = counts.drafting(2, 100).bytes - windowed.drafting(2, 100).bytes
+    assert saved == 2 * row * 2 * (100 - 10)
     halved = replace(counts, widths=floor.Widths(linear=1, head=2, rest=2, kv=1))
     saved = counts.verify(3, 50).bytes - halved.verify(3, 50).bytes
     values = floor.linear_values(counts.target.decoder) + 3 * 66 * 2 * 16 * 2 * 64
     assert saved == values
 
 
-def test_floor_is_slower_of_bandwidth_and_compute_per_part():
+def test_floor_is_the_slower_of_bandwidth_and_compute():
     counts = shapes_of("qwen3-8b")
     slow = floor.Rates(reduction=4e12, copy=3e12, matrix=1e30, linear=1e30)
     assert slow.bandwidth == 4e12
@@ -203,7 +203,7 @@ def test_floor_is_slower_of_bandwidth_and_compute_per_part():
     assert [slow.bound(parts[0]), busy.bound(parts[0])] == ["bytes", "operations"]
     work = counts.verify(1, 256)
     fp8 = replace(busy, linear=4e9)
-    assert fp8.seconds(work) == pytest.approx(work.linear / 4e9 + work.others / 1e9)
+    assert fp8.seconds(work) == pytest.approx(work.linear / 4e9 + work.head_and_attention / 1e9)
     between = floor.Rates(
         4e12, 3e12, 7e14, 7e14
     )  # 32 requests: the drafter reads, the target computes
@@ -211,7 +211,7 @@ def test_floor_is_slower_of_bandwidth_and_compute_per_part():
     assert [between.bound(part) for part in parts] == ["bytes", "operations"]
 
 
-def test_a_timeline_splits_the_chosen_steps(monkeypatch: pytest.MonkeyPatch):
+def test_timeline_splits_the_selected_steps(monkeypatch: pytest.MonkeyPatch):
     clock: Iterator[float] = iter([0.0, 1.0, 3.0, 10.0, 12.0, 13.0, 14.0, 15.0, 16.0, 20.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     line = timeline.Timeline(CPU)
@@ -231,9 +231,9 @@ def test_a_timeline_splits_the_chosen_steps(monkeypatch: pytest.MonkeyPatch):
 
 def test_rates_are_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rates, "_CPU", (1 << 20, 64))
-    found = rates.measure(CPU, torch.float32)
-    assert min(found.reduction, found.copy, found.matrix) > 0
-    assert found.linear == found.matrix
+    fp32 = rates.measure(CPU, torch.float32)
+    assert min(fp32.reduction, fp32.copy, fp32.matrix) > 0
+    assert fp32.linear == fp32.matrix
     fp8 = rates.measure(CPU, torch.float32, fp8=True)
     assert fp8.linear > 0
     assert fp8.linear != fp8.matrix

@@ -1,5 +1,5 @@
-"""`strobe bench record` and `strobe bench load`: traces say what a pair would do, and a replay does
-what they say. No time is asserted."""
+"""`strobe bench record` and `strobe bench load`: traces match real steps, and a replay matches the
+traces. No time is asserted."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from strobe.engine.engine import Engine
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.step import Plan, StepResult
 from strobe.tools.bench import load
-from strobe.tools.bench.driver import Driver, Job, Life, Turn
-from strobe.tools.bench.load import best_of_others
+from strobe.tools.bench.driver import Arrival, Driver, LoadRun, RequestTimes
+from strobe.tools.bench.load import best_fixed
 from strobe.tools.bench.record import record
 from strobe.tools.bench.replay import ReplayEngine, widths_of
 from strobe.tools.bench.settings import LoadSettings, RecordSettings
@@ -36,45 +36,46 @@ def config(**changes: Any) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def traces() -> Traces:
-    """Of the demo models, at temperature 1."""
+    """Traces of the demo models at temperature 1."""
     settings = RecordSettings(max_tokens=40, temperature=1.0, ignore_eos=True, at_once=2)
-    engine = Engine(config(adaptive=False, overlap=1), simulated_acceptance=_nothing)
+    engine = Engine(config(adaptive=False, overlap=1), simulated_acceptance=_accept_none)
     return record(engine, PROMPTS, settings, WIDTHS)
 
 
-def _nothing(layout: Any, batch: Any) -> Any:
+def _accept_none(layout: Any, batch: Any) -> Any:
     return batch.starts * 0
 
 
 @pytest.fixture(scope="module")
 def easy_then_hard() -> Traces:
-    """Two answers of 30 tokens, whose drafts are all right, and all wrong."""
+    """Two answers of 30 tokens: all drafts right in the first, all wrong in the second."""
     right = np.repeat(np.array([WIDTHS, (0, 0, 0)], dtype=np.uint8), 30, 0)
     margins = tuple(np.full((60, n), n, dtype=np.float16) for n in WIDTHS)
     return Traces(WIDTHS, np.array([30, 30]), right, margins, {})
 
 
-class Watching(DraftPolicy):
-    """Keeps what a budget is told."""
+class ObservingPolicy(DraftPolicy):
+    """Keeps the plans and results that a policy observes."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[Plan, StepResult]] = []
+        self.observed: list[tuple[Plan, StepResult]] = []
 
     def observe(self, plan: Plan, result: StepResult) -> None:
-        self.seen.append((plan, result))
+        self.observed.append((plan, result))
 
 
-def steps_of(traces: Traces, answer: int, width: int) -> list[int]:
-    """Drafts kept in each verify step of an answer."""
+def accepted_per_step(traces: Traces, answer: int, width: int) -> list[int]:
+    """Return the drafts accepted in each verify step of an answer."""
     right = traces.right[:, WIDTHS.index(width)]
-    at, end, kept = traces.starts[answer], traces.starts[answer] + traces.lengths[answer], []
-    while at < end:
-        kept.append(int(right[at]))
-        at += 1 + right[at]
-    return kept
+    place, end = traces.starts[answer], traces.starts[answer] + traces.lengths[answer]
+    accepted: list[int] = []
+    while place < end:
+        accepted.append(int(right[place]))
+        place += 1 + right[place]
+    return accepted
 
 
-# what is recorded
+# recording
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -87,10 +88,10 @@ def test_trace_matches_measured_steps(traces: Traces, width: int):
     while engine.has_work:
         engine.step()
     assert traces.lengths.tolist() == [39] * 3
-    found = [request.draft_counts.steps for request in requests]
-    assert found == [len(steps_of(traces, i, width)) for i in range(3)]
-    assert traces.acceptance_length(width) == pytest.approx(3 * 39 / sum(found))
-    assert max(found) < 39
+    steps = [request.draft_counts.steps for request in requests]
+    assert steps == [len(accepted_per_step(traces, i, width)) for i in range(3)]
+    assert traces.acceptance_length(width) == pytest.approx(3 * 39 / sum(steps))
+    assert max(steps) < 39
 
 
 def test_recorded_margins_match_each_width(traces: Traces):
@@ -103,18 +104,19 @@ def test_recorded_margins_match_each_width(traces: Traces):
     assert narrow[right, 0].mean() > narrow[~right, 0].mean()
 
 
-def test_traces_survive_the_file(traces: Traces, tmp_path: Path):
+def test_saved_traces_load_unchanged(traces: Traces, tmp_path: Path):
     replace(traces, note={"command": "x"}).save(tmp_path / "t.npz")
-    found = load_traces(tmp_path / "t.npz")
-    assert found.note == {"command": "x"}
-    assert found.widths == WIDTHS
-    for ours, theirs in zip((traces.lengths, traces.right, *traces.margins),
-                            (found.lengths, found.right, *found.margins), strict=True):  # fmt: skip
-        assert ours.dtype == theirs.dtype
-        assert np.array_equal(ours, theirs)
+    loaded = load_traces(tmp_path / "t.npz")
+    assert loaded.note == {"command": "x"}
+    assert loaded.widths == WIDTHS
+    before = traces.lengths, traces.right, *traces.margins
+    after = loaded.lengths, loaded.right, *loaded.margins
+    for saved_array, loaded_array in zip(before, after, strict=True):
+        assert saved_array.dtype == loaded_array.dtype
+        assert np.array_equal(saved_array, loaded_array)
 
 
-def test_mixes_choose_among_the_answers(easy_then_hard: Traces):
+def test_mixes_select_easy_and_hard_answers(easy_then_hard: Traces):
     lengths = [easy_then_hard.arranged(mix).acceptance_length(15) for mix in ("easy", "hard")]
     assert lengths == [30 / 2, 1]
     drifting = easy_then_hard.arranged("drifting")
@@ -127,21 +129,21 @@ def test_mixes_choose_among_the_answers(easy_then_hard: Traces):
 
 @pytest.mark.parametrize("chance", [0.0, 0.845, 1.0])
 def test_traces_reach_requested_acceptance_rate(chance: float):
-    made = independent(chance, WIDTHS)
+    traces = independent(chance, WIDTHS)
     for width in WIDTHS:
         expected = sum(chance**k for k in range(width + 1))
-        assert made.acceptance_length(width) == pytest.approx(expected, rel=0.03)
-    assert (made.right[:, 0] == np.minimum(made.right[:, 2], 3)).all()
+        assert traces.acceptance_length(width) == pytest.approx(expected, rel=0.03)
+    assert (traces.right[:, 0] == np.minimum(traces.right[:, 2], 3)).all()
 
 
-# what a replay does
+# replay
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_replay_accepts_what_traces_record(traces: Traces, width: int, overlap: int):
+def test_replay_accepts_drafts_as_recorded(traces: Traces, width: int, overlap: int):
     engine = ReplayEngine(resolve(config(load_format="dummy", overlap=overlap)), traces)
-    engine.scheduler.draft_policy = watching = Watching()
+    engine.scheduler.draft_policy = policy = ObservingPolicy()
     params = SamplingParams(max_tokens=40, ignore_eos=True, speculation={"num_drafts": width})
     requests = [
         engine.add([1] * (4 + i), params, seed=int(start)) for i, start in enumerate(traces.starts)
@@ -149,33 +151,32 @@ def test_replay_accepts_what_traces_record(traces: Traces, width: int, overlap: 
     while engine.has_work:
         engine.step()
     for i, request in enumerate(requests):
-        assert request.draft_counts.steps == len(steps_of(traces, i, width))
-    slots = {0: 0, 1: 1, 2: 2}  # slots are given in the requests' order
-    at = dict.fromkeys(slots, 0)
-    for plan, result in watching.seen:
+        assert request.draft_counts.steps == len(accepted_per_step(traces, i, width))
+    offsets = [0, 0, 0]  # by slot; requests take slots in order
+    for plan, result in policy.observed:
         for i, span in enumerate(plan.spans):
-            if span.method is None or span.slot not in at:
+            if span.method is None or span.slot >= len(offsets):
                 continue
-            place = (traces.starts[slots[span.slot]] + at[span.slot]) % len(traces.right)
-            left = max(39 - at[span.slot], 0)  # what lies behind the answer's end is not told
+            place = (traces.starts[span.slot] + offsets[span.slot]) % len(traces.right)
+            left = max(39 - offsets[span.slot], 0)  # accepted tokens after the end are dropped
             assert result.num_accepted[i] == min(traces.right[place, WIDTHS.index(width)], left)
             if not left:
                 continue
             assert result.margins is not None
             row = traces.margins[WIDTHS.index(width)][place]
             assert result.margins[i][:width] == row.tolist()
-            at[span.slot] += 1 + result.num_accepted[i]
+            offsets[span.slot] += 1 + result.num_accepted[i]
 
 
-def test_requests_walk_through_a_mix_of_easy_and_hard_places(easy_then_hard: Traces):
+def test_replay_continues_into_the_next_answer(easy_then_hard: Traces):
     engine = ReplayEngine(resolve(config(load_format="dummy", adaptive=False)), easy_then_hard)
     params = SamplingParams(max_tokens=61, ignore_eos=True)
     request = engine.add([1, 2, 3], params, seed=0)
-    kept: list[int] = []
+    accepted: list[int] = []
     while engine.has_work:
-        kept += [event.num_accepted for event in engine.step() if event.num_proposed]
-    assert kept[:2] == [15, 15]
-    assert set(kept[2:]) == {0}
+        accepted += [event.num_accepted for event in engine.step() if event.num_proposed]
+    assert accepted[:2] == [15, 15]
+    assert set(accepted[2:]) == {0}
     assert request.num_output == 61
 
 
@@ -190,46 +191,46 @@ def test_traces_of_another_block_size_are_rejected(traces: Traces):
 def test_driver_sends_next_request_when_one_ends(easy_then_hard: Traces, overlap: int):
     settings = config(load_format="dummy", adaptive=False, overlap=overlap)
     engine = ReplayEngine(resolve(settings), easy_then_hard)
-    most: list[int] = []
-    usual = engine.step
+    num_active: list[int] = []
+    engine_step = engine.step
 
     def step() -> Any:
-        most.append(len(engine.scheduler.running) + len(engine.scheduler.waiting))
-        return usual()
+        num_active.append(len(engine.scheduler.running) + len(engine.scheduler.waiting))
+        return engine_step()
 
     engine.step = step
     settings = LoadSettings(prompt_len=5, concurrency="2")
-    jobs = [Job(0.0, 30 * (i % 2), 5 + i) for i in range(6)]
-    turn = Driver(engine, settings, "7", 2).run(jobs)
-    assert max(most) == 2
-    assert [life.tokens for life in turn.lives[:5]] == [5, 6, 7, 8, 9]
-    assert turn.lives[5].tokens <= 10  # the clock stops when one is left
-    assert 0 < turn.tokens < 45
-    assert turn.ended > turn.began >= max(life.first for life in turn.lives[:2])
+    arrivals = [Arrival(0.0, 30 * (i % 2), 5 + i) for i in range(6)]
+    run = Driver(engine, settings, "7", 2).run(arrivals)
+    assert max(num_active) == 2
+    assert [times.tokens for times in run.requests[:5]] == [5, 6, 7, 8, 9]
+    assert run.requests[5].tokens <= 10  # the clock stops when one is left
+    assert 0 < run.tokens < 45
+    assert run.ended > run.began >= max(times.first for times in run.requests[:2])
     assert not engine.has_work
 
 
 def test_requests_arrive_at_their_times(easy_then_hard: Traces):
     engine = ReplayEngine(resolve(config(load_format="dummy", adaptive=False)), easy_then_hard)
     settings = LoadSettings(prompt_len=5, concurrency="3", rate="100", max_tokens=4)
-    ((load_of, jobs, count),) = load._loads(settings, easy_then_hard, 0)
-    assert (load_of, count, len(jobs)) == ({"rate": 100.0, "concurrency": 3}, 3, 3000)
-    gaps = np.diff([0.0, *[job.at for job in jobs]])
+    ((labels, arrivals, count),) = load._loads(settings, easy_then_hard, 0)
+    assert (labels, count, len(arrivals)) == ({"rate": 100.0, "concurrency": 3}, 3, 3000)
+    gaps = np.diff([0.0, *[arrival.at for arrival in arrivals]])
     assert gaps.mean() == pytest.approx(0.01, rel=0.06)
-    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.08)  # as of an exponential distribution
-    turn = Driver(engine, settings, "plain", 3).run(jobs[:5])
-    assert [life.tokens for life in turn.lives] == [4] * 5
-    for life, job in zip(turn.lives, jobs, strict=False):
-        assert life.due == turn.began + job.at < life.first < life.newest
-    assert turn.made == 0
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.08)  # an exponential distribution
+    run = Driver(engine, settings, "plain", 3).run(arrivals[:5])
+    assert [times.tokens for times in run.requests] == [4] * 5
+    for times, arrival in zip(run.requests, arrivals, strict=False):
+        assert times.due == run.began + arrival.at < times.first < times.last
+    assert run.proposed == 0
 
 
-def test_best_other_method_is_of_the_same_load():
+def test_best_fixed_compares_rows_of_the_same_load():
     rows = [
         {"way": way, "concurrency": c, "tokens_per_s": rate}
         for way, c, rate in (("plain", 1, 5), ("3", 1, 9), ("adaptive", 1, 10), ("plain", 2, 99))
     ]
-    assert best_of_others(rows, rows[2]) == rows[1]
+    assert best_fixed(rows, rows[2]) == rows[1]
 
 
 # the command line
@@ -241,16 +242,16 @@ def test_record_and_load_from_the_command_line(main: Callable[..., Any], pair: A
     status, text, err = main("bench", "record", *flags, "--prompts=3", "--max-tokens=12",
                              "--ignore-eos", f"--out={out}")  # fmt: skip
     assert (status, err) == (0, "")
-    assert "3 answers, 33 places; tokens a step by drafts: " in text
-    found = load_traces(out)
-    assert found.note["command"].startswith("strobe bench record --prompts 3 --max-tokens 12")
-    ways = "plain,adaptive," + str(found.widths[0])
+    assert "3 answers, 33 places; tokens per step by number of drafts: " in text
+    recorded = load_traces(out)
+    assert recorded.note["command"].startswith("strobe bench record --prompts 3 --max-tokens 12")
+    ways = "plain,adaptive," + str(recorded.widths[0])
     status, text, err = main("bench", "load", *flags, f"--traces={out}", "--concurrency=1,2",
                              "--answers=4", "--prompt-len=8", f"--ways={ways}", "--repeats=3",
                              f"--json={file}", f"--plot={plot}")  # fmt: skip
     assert (status, err) == (0, "")
-    assert "drafts are kept as traces say" in text
-    assert "c = 2: adaptive brings" in text
+    assert "drafts are accepted as in the traces" in text
+    assert "c = 2: adaptive reaches" in text
     assert "…" not in text
     figures = json.loads(file.read_text())
     assert [(r["way"], r["concurrency"]) for r in figures["rows"]] == [
@@ -258,7 +259,7 @@ def test_record_and_load_from_the_command_line(main: Callable[..., Any], pair: A
     ]
     for row in figures["rows"]:
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"], rel=0.02)
-        if row["way"] != "adaptive":  # which may find that this pair's drafts do not pay
+        if row["way"] != "adaptive":  # adaptive drafting may turn itself off for this pair
             assert (row["drafts_made_per_token"] == 0) == (row["way"] == "plain")
         assert 0 < row["tpot_ms_p50"] <= row["tpot_ms_p99"]
     assert "<svg" in plot.read_text()
@@ -288,16 +289,16 @@ def test_load_runs_steadily_and_at_a_rate(
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
-        ("load", ["--rate=0"], "rate is '0', but must be requests a second above 0 with commas "),
-        ("load", ["--rate=2,x"], "rate is '2,x', but must be requests a second above 0"),
-        ("load", ["--rate=1", "--steady"], "rate is given beside steady; give one of them."),
+        ("load", ["--rate=0"], "rate is '0', but must be numbers above 0 separated by commas, "),
+        ("load", ["--rate=2,x"], "rate is '2,x', but must be numbers above 0 separated by commas"),
+        ("load", ["--rate=1", "--steady"], "rate and steady are both set; set one of them."),
         ("load", ["--ways=plain,fast"], "ways is 'plain,fast', but must be plain, adaptive and "),
         ("load", ["--ways=0"], "ways is '0', but must be plain, adaptive and numbers of drafts"),
         ("load", ["--ways=16"], "ways names 16 drafts, but a step verifies at most 15; leave it "),
         ("load", ["--traces=/nowhere"], "/nowhere holds no traces ("),
-        ("load", ["--traces={wrong}"], "holds traces whose parts do not fit each other; record "),
+        ("load", ["--traces={wrong}"], "holds traces whose parts do not match; record them again "),
         ("load", ["--traces={narrow}"], "The traces are of blocks of 3 and 7 drafts, but this "),
-        ("load", ["--traces=x", "--acceptance-rate=0.5"], "acceptance_rate is given beside traces"),
+        ("load", ["--traces=x", "--acceptance-rate=0.5"], "acceptance_rate is set together with "),
         ("load", ["--acceptance-rate=2"], "acceptance_rate is 2, but must be at most 1"),
         ("load", ["--mix=odd", "--traces={good}"], "mix is 'odd'; name one of all, easy, hard, "),
         ("load", ["--acceptance-rate=1", "--prompt-len=1900"], "lower prompt_len or max_tokens, "),
@@ -319,15 +320,15 @@ def test_bad_input_is_a_one_line_error(
     arguments: list[str],
     sentence: str,
 ):
-    given = easy_then_hard
-    narrow = replace(given, widths=WIDTHS[:2], margins=given.margins[:2], right=given.right[:, :2])
+    good = easy_then_hard
+    narrow = replace(good, widths=WIDTHS[:2], margins=good.margins[:2], right=good.right[:, :2])
     files = {
-        "good": given,
+        "good": good,
         "narrow": narrow,
-        "wrong": replace(given, lengths=np.array([30, 31])),
+        "wrong": replace(good, lengths=np.array([30, 31])),
     }
-    for kind, one in files.items():
-        one.save(tmp_path / f"{kind}.npz")
+    for kind, traces in files.items():
+        traces.save(tmp_path / f"{kind}.npz")
     names = {kind: str(tmp_path / f"{kind}.npz") for kind in files}
     words = [word.format(**names) for word in arguments]
     status, out, err = main("bench", name, "--device=cpu", *words)
@@ -345,9 +346,9 @@ def test_widths_match_the_drafter():
     assert widths_of(replace(draft, anchor_first=True)) == (4, 8, 16)
 
 
-def test_restarted_turn_keeps_its_requests():
-    turn = Turn(tokens=5, steps=2)
-    turn.lives.append(Life(0.0, tokens=5))
-    turn.begin()
-    assert (turn.tokens, turn.steps, len(turn.lives)) == (0, 0, 1)
-    assert turn.began > 0
+def test_restarted_run_keeps_its_requests():
+    run = LoadRun(tokens=5, steps=2)
+    run.requests.append(RequestTimes(0.0, tokens=5))
+    run.restart()
+    assert (run.tokens, run.steps, len(run.requests)) == (0, 0, 1)
+    assert run.began > 0

@@ -1,4 +1,4 @@
-"""Sends requests to a replaying engine, and watches what becomes of them."""
+"""Send requests to a replaying engine and time their tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from strobe.tools.bench.replay import ReplayEngine
 from strobe.tools.bench.settings import LoadSettings
 
 
-class Job(NamedTuple):
-    """A request to come: seconds after the start; the place in the traces where its answer begins,
-    and the tokens of the answer, None for no end."""
+class Arrival(NamedTuple):
+    """A planned request: its arrival in seconds after the start, the place in the traces where its
+    answer begins, and the answer's tokens (None: it never ends)."""
 
     at: float
     place: int
@@ -27,49 +27,49 @@ class Job(NamedTuple):
 
 
 @dataclass
-class Life:
-    """A request's: when it was to come, and when its first and newest tokens did."""
+class RequestTimes:
+    """When a request was due, and when its first and last tokens arrived."""
 
     due: float
     first: float = 0.0
-    newest: float = 0.0
+    last: float = 0.0
     tokens: int = 0
 
 
 @dataclass
-class Turn:
-    """What all requests of a way came to between two moments of the clock."""
+class LoadRun:
+    """Times of all requests, and the tokens and drafts counted between `began` and `ended`."""
 
-    lives: list[Life] = field(default_factory=list[Life])
+    requests: list[RequestTimes] = field(default_factory=list[RequestTimes])
     began: float = 0.0
     ended: float = 0.0
     tokens: int = 0
     steps: int = 0
-    drafting: int = 0
-    made: int = 0
+    draft_steps: int = 0
+    proposed: int = 0
     verified: int = 0
     accepted: int = 0
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / (self.ended - self.began)
 
-    def begin(self) -> None:
-        """Forget what came before now."""
-        self.__dict__.update(Turn(self.lives, began=time.perf_counter()).__dict__)
+    def restart(self) -> None:
+        """Start the clock and all counts again; keep the requests."""
+        self.__dict__.update(LoadRun(self.requests, began=time.perf_counter()).__dict__)
 
-    def take(self, event: TokenEvent) -> None:
+    def count(self, event: TokenEvent) -> None:
         self.tokens += len(event.tokens)
         if event.num_proposed:
-            self.drafting += 1
-            self.made += event.num_proposed
+            self.draft_steps += 1
+            self.proposed += event.num_proposed
             self.verified += event.num_verified
             self.accepted += event.num_accepted
 
 
 class Driver:
-    """Sends requests to an engine and watches what becomes of them."""
+    """Sends requests to an engine and times their tokens."""
 
     def __init__(self, engine: ReplayEngine, settings: LoadSettings, way: str, count: int):
         self.engine, self.settings, self.count = engine, settings, count
@@ -84,28 +84,31 @@ class Driver:
         size = engine.resolved.target.decoder.vocab_size
         noise = random.Random(engine.config.seed)
         self.prompt = [noise.randrange(size) for _ in range(settings.prompt_len)]
-        self.active: dict[Any, tuple[Request, Life]] = {}
+        self.active: dict[Any, tuple[Request, RequestTimes]] = {}
 
-    def run(self, jobs: Sequence[Job]) -> Turn:
-        """At a concurrency the clock runs from when the first requests all have a token until fewer
-        than that are left; at a rate from the first request to the last one's end."""
-        waiting, turn = deque(jobs), Turn()
+    def run(self, arrivals: Sequence[Arrival]) -> LoadRun:
+        """Send all requests and return the run's times and counts.
+
+        At a concurrency of n, the clock starts when the first n requests all have a token and stops
+        when fewer than n are left; at a rate, it runs from the first request until all have ended.
+        """
+        waiting, run = deque(arrivals), LoadRun()
         synchronize(self.engine.resolved.device)
-        turn.began = start = time.perf_counter()
+        run.began = start = time.perf_counter()
         full = bool(self.settings.rate)
         try:
             while waiting or self.active:
-                self._send(waiting, turn, start)
+                self._send(waiting, run, start)
                 if not self.engine.has_work:
                     time.sleep(max(start + waiting[0].at - time.perf_counter(), 0.0))
                     continue
-                self._step(turn)
-                if not full and all(life.first for life in turn.lives[: self.count]):
+                self._step(run)
+                if not full and all(times.first for times in run.requests[: self.count]):
                     full = True
-                    turn.begin()
-                if full and self._is_over(turn, waiting):
+                    run.restart()
+                if full and self._is_over(run, waiting):
                     break
-            turn.ended = time.perf_counter()
+            run.ended = time.perf_counter()
         finally:
             for request, _ in self.active.values():
                 self.engine.finish(request, "abort")
@@ -113,32 +116,32 @@ class Driver:
             while self.engine.has_work:
                 self.engine.step()
         synchronize(self.engine.resolved.device)
-        return turn
+        return run
 
-    def _send(self, waiting: deque[Job], turn: Turn, start: float) -> None:
+    def _send(self, waiting: deque[Arrival], run: LoadRun, start: float) -> None:
         now = time.perf_counter()
         while waiting and start + waiting[0].at <= now:
             if not self.settings.rate and len(self.active) >= self.count:
                 break
-            job = waiting.popleft()
-            params = self.params.clone(max_tokens=job.tokens)
-            request = self.engine.add(self.prompt, params, seed=job.place)
-            life = Life(start + job.at if self.settings.rate else now)
-            self.active[request.key] = request, life
-            turn.lives.append(life)
+            arrival = waiting.popleft()
+            params = self.params.clone(max_tokens=arrival.tokens)
+            request = self.engine.add(self.prompt, params, seed=arrival.place)
+            times = RequestTimes(start + arrival.at if self.settings.rate else now)
+            self.active[request.key] = request, times
+            run.requests.append(times)
 
-    def _step(self, turn: Turn) -> None:
+    def _step(self, run: LoadRun) -> None:
         events, now = self.engine.step(), time.perf_counter()
-        turn.steps += bool(events)
+        run.steps += bool(events)
         for event in events:
-            turn.take(event)
-            _, life = self.active[event.key]
-            life.first = life.first or now
-            life.newest, life.tokens = now, life.tokens + len(event.tokens)
+            run.count(event)
+            _, times = self.active[event.key]
+            times.first = times.first or now
+            times.last, times.tokens = now, times.tokens + len(event.tokens)
             if event.finish_reason is not None:
                 del self.active[event.key]
 
-    def _is_over(self, turn: Turn, waiting: deque[Job]) -> bool:
+    def _is_over(self, run: LoadRun, waiting: deque[Arrival]) -> bool:
         if self.settings.steady:
-            return turn.tokens >= self.count * (self.settings.max_tokens or 256)
+            return run.tokens >= self.count * (self.settings.max_tokens or 256)
         return not self.settings.rate and not waiting and len(self.active) < self.count

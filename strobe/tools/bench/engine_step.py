@@ -1,7 +1,8 @@
-"""`strobe bench step`: what one engine step takes, by shapes alone, against the machine's floor.
+"""`strobe bench step`: the time of one engine step for given shapes, compared with the machine's
+floor.
 
-Weights are random and the accepted length is forced: the figures say how fast the engine is, not
-how well anything drafts.
+Weights are random and the acceptance length is forced: the figures show the engine's speed, not
+the drafter's quality.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from strobe.tools.bench.report import (
 from strobe.tools.bench.settings import StepSettings, command_line
 from strobe.tools.bench.timeline import Timeline
 
-_PREFILL_TURNS = 3
+_PREFILL_REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Window:
-    """Steps in which `requests` decoded: their seconds, the tokens they made, and the positions of
-    context that a request had on average."""
+    """Timed steps in which `requests` decoded: seconds, tokens generated, and the mean context of a
+    request in positions."""
 
     requests: int
     steps: int
@@ -63,13 +64,13 @@ class Window:
 
 
 def run_step(settings: StepSettings, config: EngineConfig) -> int:
-    """Measure, print tables, write the file; returns 0. Raises ValueError, before anything is
-    measured, for what cannot run."""
+    """Measure, print the tables, write the file; return 0. Raises ValueError for settings that
+    cannot run, before measuring."""
     command = command_line("step", settings, config)
     with located_shapes(settings.shapes, config) as config, progress() as say:
         ways = {name: resolve(way) for name, way in _ways(settings, config).items()}
         for setup in ways.values():
-            _check_room(settings, setup)
+            _check_fits(settings, setup)
         setup = next(iter(ways.values()))
         say("measuring bandwidth and matrix rate")
         rates = measure(setup.device, setup.dtype, fp8=config.weight_dtype == "fp8")
@@ -80,7 +81,7 @@ def run_step(settings: StepSettings, config: EngineConfig) -> int:
             rows, prefills = _measure(settings, name, setup, rates, say)
             figures["rows"] += rows
             figures["prefill"] += prefills
-            gc.collect()  # the engine is gone; so must be its memory before the next one
+            gc.collect()  # free the engine's memory before the next one is built
             release(setup.device)
     write(settings.json, figures)
     _show(output(), figures)
@@ -89,10 +90,11 @@ def run_step(settings: StepSettings, config: EngineConfig) -> int:
 
 @contextmanager
 def located_shapes(shapes: str, config: EngineConfig) -> Generator[EngineConfig]:
-    """The settings with directories named: their own, or those of shapes."""
+    """Yield the settings with the model directories, their own or temporary ones for `shapes`."""
     if shapes and (config.target or config.draft):
         raise ValueError(
-            f"shapes is {shapes!r} beside directories; give --shapes, or --target and --draft."
+            f"shapes is {shapes!r}, but directories are given too; give --shapes, or --target and "
+            "--draft."
         )
     if config.target:
         yield locate_models(config)
@@ -104,7 +106,7 @@ def located_shapes(shapes: str, config: EngineConfig) -> Generator[EngineConfig]
 
 
 def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfig]:
-    """Plain decoding and DFlash, or the one that `method` names."""
+    """Return the settings for plain decoding and DFlash, or only for the one in `method`."""
     if "ngram" in (config.method or ""):
         raise ValueError(
             f"method is {config.method!r}, but random tokens repeat nothing; name dflash or none, "
@@ -121,8 +123,8 @@ def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfi
     return {name: ways[name] for name in method_names}
 
 
-def _check_room(settings: StepSettings, setup: ResolvedConfig) -> None:
-    """Raises ValueError where prompts and steps do not fit the context, or drafts not the block."""
+def _check_fits(settings: StepSettings, setup: ResolvedConfig) -> None:
+    """Raise ValueError if prompts and steps do not fit the context, or the drafts the block."""
     limits, drafts = setup.limits, setup.limits.num_drafts
     accepted = settings.acceptance_length if setup.draft is not None else 1.0
     if accepted > drafts + 1:
@@ -140,7 +142,7 @@ def _check_room(settings: StepSettings, setup: ResolvedConfig) -> None:
                 else "ask for shorter prompts or a smaller warmup"
             )
             raise ValueError(
-                f"{settings.warmup} + {settings.steps} steps of {accepted:g} tokens behind a "
+                f"{settings.warmup} + {settings.steps} steps of {accepted:g} tokens after a "
                 f"prompt of {length} do not fit max_model_len {limits.max_model_len}; {hint}."
             )
     for count, length in settings.prefills:
@@ -152,7 +154,7 @@ def _check_room(settings: StepSettings, setup: ResolvedConfig) -> None:
 
 
 def _check_pages(settings: StepSettings, engine: Engine) -> None:
-    """Raises ValueError where the requests would not find pages all at once."""
+    """Raise ValueError if there are too few pages for all requests at once."""
     limits, pool = engine.limits, engine.components.pool
     accepted = settings.acceptance_length if engine.resolved.draft is not None else 1.0
     steps = settings.warmup + settings.steps
@@ -173,7 +175,7 @@ def _measure(
     rates: Rates,
     say: Callable[[str], None],
 ) -> tuple[list[Figures], list[Figures]]:
-    """Steps and prefills of one way, with an engine that ends with this call."""
+    """Time the steps and prefills of one way, with an engine that lives only for this call."""
     say(f"{name}: building the engine")
     forced = settings.acceptance_length if name == "dflash" else None
     engine = Engine(setup, simulated_acceptance=forced)
@@ -191,9 +193,9 @@ def _measure(
 
 
 def _row(settings: StepSettings, engine: Engine, rates: Rates, count: int, length: int) -> Figures:
-    """The figures of one concurrency and prompt length: timed once undisturbed, and once more with
-    a mark at every part of a step. A GPU rehearses before, since kernels are compiled and graphs
-    captured when a shape is first met."""
+    """Return the figures of one concurrency and prompt length: one undisturbed run, then one with
+    marks between the parts of a step. A GPU runs once more before, to compile kernels and capture
+    graphs for shapes it has not seen."""
     prompts = random_prompts(engine, count, length)
     params = SamplingParams(
         temperature=settings.temperature,
@@ -224,7 +226,7 @@ def _row(settings: StepSettings, engine: Engine, rates: Rates, count: int, lengt
 
 
 def random_prompts(engine: Engine, count: int, length: int) -> list[list[int]]:
-    """Prompts of random tokens, the same every time."""
+    """Return prompts of random tokens, the same on every call."""
     noise = random.Random(f"{engine.config.seed} {length}")
     size = engine.resolved.target.decoder.vocab_size
     return [[noise.randrange(size) for _ in range(length)] for _ in range(count)]
@@ -238,9 +240,9 @@ def decode(
     steps: int,
     timeline: Timeline | None = None,
 ) -> Window:
-    """Prefill all prompts, let all requests decode for `warmup` steps, and time `steps` more; the
-    clock stands still for the device only before the first and after the last of them."""
-    device, usual = engine.resolved.device, engine.on_phase
+    """Prefill all prompts, decode for `warmup` steps, then time `steps` more, synchronizing with
+    the device only before the first and after the last of these."""
+    device, on_phase = engine.resolved.device, engine.on_phase
     requests = [engine.add(prompt, params) for prompt in prompts]
     try:
         while not _all_decode(engine, len(requests)):
@@ -259,7 +261,7 @@ def decode(
         seconds, after = time.perf_counter() - began, _tokens(requests)
         _check_running(engine, requests)
     finally:
-        engine.on_phase = usual
+        engine.on_phase = on_phase
         for request in requests:
             engine.finish(request, "abort")
         while engine.has_work:
@@ -278,7 +280,7 @@ def _tokens(requests: Sequence[Request]) -> int:
 
 
 def _check_running(engine: Engine, requests: Sequence[Request]) -> None:
-    """Raises ValueError where a request ended before the last step."""
+    """Raise ValueError if a request ended before the last step."""
     if any(request.status is not Status.RUNNING for request in requests):
         raise ValueError(
             "A request did not run to the last step; ask for fewer steps, or raise "
@@ -287,11 +289,11 @@ def _check_running(engine: Engine, requests: Sequence[Request]) -> None:
 
 
 def _prefill(engine: Engine, count: int, length: int) -> Figures:
-    """The median time from adding prompts to having the first token of each."""
+    """Return the median time from adding the prompts until each has its first token."""
     prompts = random_prompts(engine, count, length)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     seconds = median(
-        [_first_tokens(engine, prompts, params) for _ in range(1 + _PREFILL_TURNS)][1:]
+        [_first_tokens(engine, prompts, params) for _ in range(1 + _PREFILL_REPEATS)][1:]
     )
     shapes: Shapes = shapes_of(engine.resolved)
     return {
@@ -312,7 +314,7 @@ def _first_tokens(
     while any(request.status is not Status.FINISHED for request in requests):
         engine.step()
     seconds = time.perf_counter() - began
-    while engine.has_work:  # a step that was launched before the last token was known
+    while engine.has_work:  # with overlap, one more step was launched before the last token arrived
         engine.step()
     return seconds
 
@@ -347,7 +349,7 @@ def _show(console: Console, figures: Figures) -> None:
         for name, r in zip(names, rows, strict=True)
     ]
     counts = ("GB", "GFLOP", "drafter ms", "target ms", "floor ms")
-    console.print(table("What a step must do", (*columns, "context", *counts), floors))
+    console.print(table("Work of a step", (*columns, "context", *counts), floors))
     if figures["prefill"]:
         cells = [
             (r["method"], f"{r['prompts']}", f"{r['prompt_tokens']:,}", number(r["seconds"], 4),

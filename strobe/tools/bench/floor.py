@@ -1,9 +1,9 @@
-"""The least time a step can take: what it must read and compute, over rates that were measured.
+"""A lower bound of a step's time: bytes to move and operations to compute, over measured rates.
 
-Legend: c requests, n positions of context each, R rows verified per request (drafts and one more),
-B the drafter's block, H hidden size, I intermediate size, V vocabulary, L layers, Hq / Hkv query
-and key-value heads, D head size. GEMMs only; activations, logits and norms' arithmetic are not
-counted, nor are the few embedding rows that are read.
+Legend: c requests, n positions of context each, R rows verified per request (drafts + 1), B the
+drafter's block, H hidden size, I intermediate size, V vocabulary, L layers, Hq / Hkv query and
+key-value heads, D head size. Only GEMMs count; activations, logits, the norms' arithmetic and the
+few embedding rows do not.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes to read and write, and operations (a multiplication and an addition are two): those of
-    the linear layers, which FP8 makes faster, and those of head and attention."""
+    """Bytes to read and write, and operations (a multiply-add is two) of the linear layers, which
+    may run in FP8, and of head and attention, which do not."""
 
     bytes: float = 0.0
     linear: float = 0.0
-    others: float = 0.0
+    head_and_attention: float = 0.0
 
     @property
     def operations(self) -> float:
-        return self.linear + self.others
+        return self.linear + self.head_and_attention
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What this device does, measured in this run: bytes/s of a reduction over a large buffer and
-    of a copy (read and written), operations/s of a square GEMM in the engine's dtype, and
-    of one as the linear layers compute it, which is the same unless they are in FP8."""
+    """The device's rates, measured in this run: bytes/s of a reduction over a large buffer and of
+    a copy (read and written), operations/s of a square GEMM in the engine's dtype and in the
+    linear layers' (the same unless they are in FP8)."""
 
     reduction: float
     copy: float
@@ -47,18 +47,17 @@ class Rates:
         return max(work.bytes / self.bandwidth, self._computing(work))
 
     def bound(self, work: Work) -> str:
-        """Which of the two it is."""
+        """Return which of the two limits the work, "bytes" or "operations"."""
         memory = work.bytes / self.bandwidth >= self._computing(work)
         return "bytes" if memory else "operations"
 
     def _computing(self, work: Work) -> float:
-        return work.linear / self.linear + work.others / self.matrix
+        return work.linear / self.linear + work.head_and_attention / self.matrix
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of one value: of the linear layers, of the head, of everything else in the weights, and
-    of keys and values."""
+    """Bytes per value of the linear layers, the head, all other weights, and keys and values."""
 
     linear: int
     head: int
@@ -68,7 +67,7 @@ class Widths:
 
 @dataclass(frozen=True)
 class Shapes:
-    """A target, the drafter that works beside it or none, and the rows each request verifies."""
+    """A target, its drafter if there is one, and the rows that each request verifies."""
 
     target: TargetConfig
     draft: DraftConfig | None
@@ -76,17 +75,17 @@ class Shapes:
     widths: Widths
 
     def verify(self, requests: float, context: float) -> Work:
-        """The target's forward over c x R rows.
+        """Return the work of the target's forward over c x R rows.
 
         bytes = linear + head + norms + c (n + R) KV; operations = 2 c R (linear + H V) + attention;
-        and the states of recurrent layers. Of experts, the bytes of those that some row is expected
-        to go through, and the operations of those that a row goes through.
+        plus the states of recurrent layers. Expert weights are read if any row is expected to use
+        them; operations count the top-k experts of each row.
         """
         decoder, rows = self.target.decoder, requests * self.rows
         read, small = layer_values(self.target, touched_experts(decoder, rows))
         values, _ = layer_values(self.target, active_experts(decoder))
         state_values = 0 if self.target.states is None else self.target.states.values
-        # States are in fp32, read and written once, and a row's products with them are four.
+        # States are in fp32 and read and written once; each row takes four multiply-adds per value.
         stored = rows * kv_values(decoder) * self.widths.kv + requests * 8 * state_values
         return Work(
             self._weights(read, small, head_values(decoder))
@@ -98,13 +97,13 @@ class Shapes:
         )
 
     def drafting(self, requests: float, context: float) -> Work:
-        """The drafter's block, and its context K/V of the rows that the target verified; nothing
-        where there is no drafter.
+        """Return the work of the drafter's block and of its context K/V for the verified rows; none
+        without a drafter.
 
-        bytes = linear + fc + context GEMMs + head + norms + c (n + R) KV, the head and the
-        layers' k and v once more, since block and context use them at different times; the head is
-        as the linear layers are, for in FP8 the drafter has a copy of its own;
-        operations = 2 c B linear + 2 c D H V + 2 c R (fc + context) + attention, D the drafts of a
+        bytes = linear + fc + context GEMMs + head + norms + c (n + R) KV. The head and the layers'
+        k and v count again, since block and context read them at different times. The head has the
+        linear layers' dtype: in FP8 the drafter has its own copy.
+        operations = 2 c B linear + 2 c D H V + 2 c R (fc + context) + attention, with D drafts per
         block.
         """
         if self.draft is None:
@@ -117,7 +116,7 @@ class Shapes:
         small = small_values(decoder) + decoder.hidden_size
         stored = rows * kv_values(decoder) * self.widths.kv
         return Work(
-            self._weights(values + observed + head, small, 0)  # a drafter's head is as its layers
+            self._weights(values + observed + head, small, 0)  # the head has the layers' dtype
             + self._context(decoder, requests, context)
             + stored,
             2 * requests * (block * values + self.draft.block_drafts * head) + 2 * rows * observed,
@@ -125,13 +124,13 @@ class Shapes:
         )
 
     def seconds(self, rates: Rates, requests: float, context: float) -> float:
-        """The floor of one step: drafting and verification follow one another."""
+        """Return the lower bound of one step: drafting, then verification."""
         parts = self.drafting(requests, context), self.verify(requests, context)
         return sum(rates.seconds(part) for part in parts)
 
     def prefill_operations(self, prompts: int, tokens: int) -> float:
-        """Operations of the linear layers over whole prompts: 2 T linear of every token, the head
-        of each prompt's last one only, and with a drafter fc and its context GEMMs."""
+        """Return the operations of the linear layers over whole prompts: the layers for every
+        token, the head for each prompt's last one, and a drafter's fc and context GEMMs."""
         decoder = self.target.decoder
         values, _ = layer_values(self.target, active_experts(decoder))
         if self.draft is not None:
@@ -143,7 +142,7 @@ class Shapes:
         return linear * widths.linear + small * widths.rest + head * widths.head
 
     def _context(self, decoder: DecoderConfig, requests: float, context: float) -> float:
-        """Bytes of the keys and values that the requests' rows must read."""
+        """Return the bytes of keys and values that the requests' rows read."""
         values = sum(
             min(context, mask.window or context) * layer_kv_values(decoder, i)
             for i, mask in enumerate(decoder.masks)
@@ -152,10 +151,12 @@ class Shapes:
 
 
 def linear_values(decoder: DecoderConfig, experts: float | None = None) -> float:
-    """L (H D (Hq + 2 Hkv) + Hq D H + 3 H I): q, k, v, o, gate, up and down. Layers of E experts of
-    size J have H E for the router and 3 H J for each of `experts` of them, by default all, in the
-    place of 3 H I, or beside an MLP that every row goes through. Only layers with attention have
-    the former; without v where keys are the values, and with Hq more for a gate."""
+    """Count L (H D (Hq + 2 Hkv) + Hq D H + 3 H I) values: q, k, v, o, gate, up and down.
+
+    Layers with E experts of size J have H E for the router and 3 H J for each of `experts` of them
+    (default: all), instead of 3 H I or in addition to a shared MLP. Only attention layers have q,
+    k, v and o: no v if keys serve as values, and Hq more heads for an output gate.
+    """
     shape = decoder.experts
     sparse = sum(shape.layers) if shape is not None else 0
     values: float = (decoder.num_layers - sparse) * 3 * decoder.intermediate_size
@@ -164,22 +165,22 @@ def linear_values(decoder: DecoderConfig, experts: float | None = None) -> float
         heads += (1 + layer.own_values) * layer.num_kv_heads
         values += heads * layer.head_dim
     if shape is not None:
-        counted = shape.count if experts is None else experts
+        num_experts = shape.count if experts is None else experts
         values += sparse * (
-            shape.count + 3 * shape.shared + 3 * shape.moe_intermediate_size * counted
+            shape.count + 3 * shape.shared + 3 * shape.moe_intermediate_size * num_experts
         )
     return values * decoder.hidden_size
 
 
 def active_experts(decoder: DecoderConfig) -> int:
-    """That a row goes through."""
+    """Return the number of experts that each row uses."""
     return 0 if decoder.experts is None else decoder.experts.top_k
 
 
 def touched_experts(decoder: DecoderConfig, rows: float) -> float:
-    """E (1 - (1 - k / E)^rows): how many of a layer's E experts are expected to have some of the
-    rows, each of which goes through k; exact where every choice of k is as likely and rows choose
-    by themselves (linearity of expectation). Real routers are less even and touch fewer."""
+    """Return E (1 - (1 - k / E)^rows), the expected number of a layer's E experts that at least
+    one row uses if each row uses k. Exact for uniform, independent routing (linearity of
+    expectation); real routers are less even and touch fewer."""
     shape = decoder.experts
     if shape is None:
         return 0.0
@@ -187,8 +188,9 @@ def touched_experts(decoder: DecoderConfig, rows: float) -> float:
 
 
 def layer_values(target: TargetConfig, experts: float | None = None) -> tuple[float, int]:
-    """Linear and small values of a target; of each recurrent layer H (C + 2 Hv Dv + 2 Hv), into the
-    convolution, gates and decay and the way out, and convolution, decay and norm."""
+    """Return the linear and small values of a target. Each recurrent layer adds H (C + 2 Hv Dv +
+    2 Hv) linear ones (input of the convolution, gates, decay, output) and the small ones of
+    convolution, decay and norm."""
     decoder, states = target.decoder, target.states
     linear, small = linear_values(decoder, experts), small_values(decoder)
     if states is not None:
@@ -200,9 +202,9 @@ def layer_values(target: TargetConfig, experts: float | None = None) -> tuple[fl
 
 
 def small_values(decoder: DecoderConfig) -> int:
-    """Norms, L (2 H + 2 D) + H, without D where queries and keys have none, and biases. Gemma's
-    further norms and the gates of Qwen3.5's shared experts, at most some 0.01 % of what one row
-    reads, are left out."""
+    """Count the norms, L (2 H + 2 D) + H (without 2 D if queries and keys are not normalized), and
+    the biases. Gemma's extra norms and the gates of Qwen3.5's shared experts, about 0.01 % of the
+    bytes that one row reads, are left out."""
     each = 2 * decoder.hidden_size
     heads = 2 * decoder.head_dim * decoder.qk_norm * len(decoder.masks)
     if decoder.attention_bias:
@@ -225,7 +227,7 @@ def head_values(decoder: DecoderConfig) -> int:
 
 
 def kv_values(decoder: DecoderConfig) -> int:
-    """2 L Hkv D: keys and values of one position, L of the layers with attention."""
+    """2 L Hkv D: keys and values of one position in all L attention layers."""
     return sum(layer_kv_values(decoder, i) for i in range(len(decoder.masks)))
 
 
@@ -247,10 +249,11 @@ def observe_values(draft: DraftConfig) -> int:
 
 
 def attention_operations(decoder: DecoderConfig, rows: int, context: float) -> float:
-    """4 Hq D per row, visible key and layer, of one request with `rows` rows behind its context.
+    """Count 4 Hq D operations per row, visible key and layer of one request, whose `rows` rows
+    follow its context.
 
-    A causal row i sees n + i + 1 keys, a block's row n + rows of them, a window's at most its width
-    (of a block's rows, those behind a row lie in its window, too).
+    A causal row i sees n + i + 1 keys and a row of a block n + rows. With a window, a row sees at
+    most the window's width before it and, in a block, at most the window's width after it.
     """
     total = 0.0
     for layer, mask in enumerate(decoder.masks):

@@ -1,8 +1,8 @@
-"""`strobe bench load`: many requests at a concurrency or a rate, drafting replayed from recorded
-traces, several ways side by side in one engine.
+"""`strobe bench load`: many requests at a concurrency or a rate, with drafting replayed from
+recorded traces; compares plain decoding, fixed and adaptive numbers of drafts in one engine.
 
-Weights are random, and drafts are kept as the traces say: the figures say what a policy makes of a
-pair like the recorded one on models of these shapes.
+Weights are random, and the traces say which drafts are accepted: the figures show what a draft
+policy achieves with a pair like the recorded one on models of these shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.draft_policy import DraftPolicy
-from strobe.tools.bench.driver import Driver, Job, Turn
+from strobe.tools.bench.driver import Arrival, Driver, LoadRun
 from strobe.tools.bench.engine_step import located_shapes
 from strobe.tools.bench.plots import lines, missing, new_figure, save
 from strobe.tools.bench.replay import ReplayEngine, widths_of
@@ -39,14 +39,14 @@ from strobe.tools.bench.traces import Traces, independent, load
 from strobe.warmup.costs import adapt
 
 TRACES = Path(__file__).parent / "traces.npz"
-"""Those that come with Strobe."""
-TRIES = 5
-"""Runs of a load at most, until one captures no step."""
+"""The traces shipped with Strobe."""
+MAX_TRIES = 5
+"""Maximum runs of a load until one captures no CUDA graph."""
 
 
 def run_load(settings: LoadSettings, config: EngineConfig) -> int:
-    """Measure, print the table, write file and plot; returns 0. Raises ValueError, before anything
-    is measured, for what cannot run."""
+    """Measure, print the table, write the file and the plot; return 0. Raises ValueError for
+    settings that cannot run, before measuring."""
     command = command_line("load", settings, config)
     if settings.plot and missing():
         raise ValueError(missing())
@@ -61,7 +61,7 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
                 "DFlash drafts nothing; name shapes with a drafter, or leave --method out."
             )
         traces = _traces(settings, setup)
-        _check_room(settings, setup, traces)
+        _check_fits(settings, setup, traces)
         say("building the engine")
         setup = replace(setup, config=setup.config.with_(adaptive=True))
         engine = ReplayEngine(setup, traces)
@@ -78,19 +78,21 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
             "rows": [],
         }
         ways = _ways(settings, engine)
-        for load_of, jobs, count in _loads(settings, traces, config.seed):
-            turns: dict[str, list[Turn]] = {way: [] for way in ways}
+        for load_labels, arrivals, count in _loads(settings, traces, config.seed):
+            runs: dict[str, list[LoadRun]] = {way: [] for way in ways}
             for repeat in range(settings.repeats):
-                for way, start in ways.items():
-                    say(f"{way}: {load_of}")
-                    start()
+                for way, switch in ways.items():
+                    say(f"{way}: {load_labels}")
+                    switch()
                     driver = Driver(engine, settings, way, count)
-                    if not repeat and not settings.rate:  # and the policy learns
-                        _settled(driver, [job._replace(at=0.0) for job in jobs[: 2 * count]])
-                    turns[way].append(_settled(driver, jobs))
-            for way, turn_list in turns.items():
-                middle = sorted(turn_list, key=lambda turn: turn.rate)[len(turn_list) // 2]
-                figures["rows"].append({"way": way, **load_of, **_figures(middle)})
+                    if not repeat and not settings.rate:  # warm up, and let the policy learn
+                        _run_without_capture(
+                            driver, [arrival._replace(at=0.0) for arrival in arrivals[: 2 * count]]
+                        )
+                    runs[way].append(_run_without_capture(driver, arrivals))
+            for way, way_runs in runs.items():
+                median_run = sorted(way_runs, key=lambda run: run.rate)[len(way_runs) // 2]
+                figures["rows"].append({"way": way, **load_labels, **_figures(median_run)})
             write(settings.json, figures)
     _show(output(), figures)
     if settings.plot:
@@ -98,27 +100,28 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
     return 0
 
 
-def _settled(driver: Driver, jobs: Sequence[Job]) -> Turn:
-    """The first run that captures no step, which takes seconds, or the last of TRIES."""
-    graphs, turn = driver.engine.graphs, None
-    for _ in range(TRIES):
-        num_graphs, turn = len(graphs), driver.run(jobs)
+def _run_without_capture(driver: Driver, arrivals: Sequence[Arrival]) -> LoadRun:
+    """Return the first run that captures no CUDA graph (which takes seconds), or the last of
+    MAX_TRIES."""
+    graphs, run = driver.engine.graphs, None
+    for _ in range(MAX_TRIES):
+        num_graphs, run = len(graphs), driver.run(arrivals)
         if len(graphs) == num_graphs:
             break
-    assert turn is not None
-    return turn
+    assert run is not None
+    return run
 
 
 def _traces(settings: LoadSettings, setup: ResolvedConfig) -> Traces:
-    """Those of the file, or made by an acceptance rate."""
+    """Load the traces of the file, or generate them from an acceptance rate."""
     assert setup.draft is not None
     if settings.acceptance_rate is not None:
         return independent(settings.acceptance_rate, widths_of(setup.draft))
     return load(Path(settings.traces) if settings.traces else TRACES).arranged(settings.mix)
 
 
-def _check_room(settings: LoadSettings, setup: ResolvedConfig, traces: Traces) -> None:
-    """Raises ValueError where an answer does not fit the context, or a number of drafts is none."""
+def _check_fits(settings: LoadSettings, setup: ResolvedConfig, traces: Traces) -> None:
+    """Raise ValueError if an answer does not fit the context, or a way has too many drafts."""
     limits, max_requests = setup.limits, max(settings.requests)
     if not settings.rate and not settings.steady and 0 < settings.answers < max_requests:
         raise ValueError(
@@ -128,12 +131,12 @@ def _check_room(settings: LoadSettings, setup: ResolvedConfig, traces: Traces) -
     if not setup.config.adaptive and "adaptive" in settings.ways:
         raise ValueError("adaptive is off, but ways names it; leave it out of one of them.")
     longest = settings.max_tokens or int(traces.lengths.max())
-    # Where all go on until the clock stops, the fastest gets further than the average.
+    # With --steady all requests run until the clock stops: the fastest exceeds the average.
     longest = 4 * longest if settings.steady else longest
     need = settings.prompt_len + longest + 2 * limits.lookahead
     if need > limits.max_model_len:
         raise ValueError(
-            f"A prompt of {settings.prompt_len} tokens and what follows need up to {need} "
+            f"A prompt of {settings.prompt_len} tokens and its answer need up to {need} "
             f"positions, but max_model_len is {limits.max_model_len}; lower prompt_len or "
             "max_tokens, or raise it."
         )
@@ -146,7 +149,7 @@ def _check_room(settings: LoadSettings, setup: ResolvedConfig, traces: Traces) -
 
 
 def _ways(settings: LoadSettings, engine: ReplayEngine) -> dict[str, Callable[[], None]]:
-    """What switches the engine to each way."""
+    """Return, for each way, a function that switches the engine to it."""
     adaptive, fixed = engine.scheduler.draft_policy, DraftPolicy()
 
     def switch(budget: DraftPolicy) -> None:
@@ -160,72 +163,76 @@ def _ways(settings: LoadSettings, engine: ReplayEngine) -> dict[str, Callable[[]
 
 def _loads(
     settings: LoadSettings, traces: Traces, seed: int
-) -> Iterator[tuple[Figures, list[Job], int]]:
-    """What to say of each load, its requests, and how many run at once."""
+) -> Iterator[tuple[Figures, list[Arrival], int]]:
+    """Yield each load's labels, its requests, and the number that may run at once."""
     max_requests, rng = max(settings.requests), random.Random(seed)
     if settings.rate:
         for rate in settings.rates:
             answers = settings.answers or max(24, round(30 * rate))
             gaps = [rng.expovariate(rate) for _ in range(answers)]
-            jobs = _jobs(settings, traces, list(accumulate(gaps)), seed)
-            yield {"rate": rate, "concurrency": max_requests}, jobs, max_requests
+            arrivals = _arrivals(settings, traces, list(accumulate(gaps)), seed)
+            yield {"rate": rate, "concurrency": max_requests}, arrivals, max_requests
         return
     for count in settings.requests:
         answers = count if settings.steady else settings.answers or max(24, 4 * count)
-        yield {"concurrency": count}, _jobs(settings, traces, [0.0] * answers, seed), count
+        yield {"concurrency": count}, _arrivals(settings, traces, [0.0] * answers, seed), count
 
 
-def _jobs(settings: LoadSettings, traces: Traces, times: Sequence[float], seed: int) -> list[Job]:
-    """Answers of the traces in a random order, all of them before one comes again."""
-    rng, jobs = np.random.default_rng(seed), list[Job]()
-    while len(jobs) < len(times):
+def _arrivals(
+    settings: LoadSettings, traces: Traces, times: Sequence[float], seed: int
+) -> list[Arrival]:
+    """Plan a request for each time, with the traces' answers in random order; every answer is used
+    once before any repeats."""
+    rng, arrivals = np.random.default_rng(seed), list[Arrival]()
+    while len(arrivals) < len(times):
         for i in rng.permutation(len(traces.lengths)):
             tokens = min(int(traces.lengths[i]), settings.max_tokens or 2**31)
-            jobs.append(Job(0.0, int(traces.starts[i]), None if settings.steady else tokens))
-    return [job._replace(at=arrival) for job, arrival in zip(jobs, times, strict=False)]
+            tokens = None if settings.steady else tokens
+            arrivals.append(Arrival(0.0, int(traces.starts[i]), tokens))
+    return [arrival._replace(at=at) for arrival, at in zip(arrivals, times, strict=False)]
 
 
-def _figures(turn: Turn) -> Figures:
-    """Tokens a second, milliseconds for each token and up to the first one, at 50 and 99 % of the
-    requests, and what drafting brought and took."""
-    seconds = turn.ended - turn.began
-    paces = [
-        1e3 * (life.newest - life.first) / (life.tokens - 1)
-        for life in turn.lives
-        if life.tokens > 1
+def _figures(run: LoadRun) -> Figures:
+    """Return tokens/s, the median and 99th percentile of ms per token and to the first token, and
+    counts of drafts."""
+    seconds = run.ended - run.began
+    tpots = [
+        1e3 * (times.last - times.first) / (times.tokens - 1)
+        for times in run.requests
+        if times.tokens > 1
     ]
-    firsts = [1e3 * (life.first - life.due) for life in turn.lives if life.first]
-    if not turn.tokens:
+    ttfts = [1e3 * (times.first - times.due) for times in run.requests if times.first]
+    if not run.tokens:
         raise ValueError(
-            "No token was made while all requests ran; ask for more answers or longer ones."
+            "No token was generated while all requests ran; ask for more or longer answers."
         )
     figures: Figures = {}
-    for name, values in (("tpot_ms", paces), ("ttft_ms", firsts)):
+    for name, values in (("tpot_ms", tpots), ("ttft_ms", ttfts)):
         for share in (50, 99):
             ms = round(float(np.percentile(values, share)), 3) if values else None
             figures[f"{name}_p{share}"] = ms
-    steps = turn.drafting
+    steps = run.draft_steps
     return {
-        "requests": len(turn.lives),
-        "tokens": turn.tokens,
+        "requests": len(run.requests),
+        "tokens": run.tokens,
         "seconds": round(seconds, 4),
-        "tokens_per_s": round(turn.rate, 1),
+        "tokens_per_s": round(run.rate, 1),
         **figures,
-        "steps": turn.steps,
-        "drafts_made_per_token": round(turn.made / turn.tokens, 3),
-        "drafts_verified_per_token": round(turn.verified / turn.tokens, 3),
-        "acceptance_length": round(1 + turn.accepted / steps, 3) if steps else None,
+        "steps": run.steps,
+        "drafts_made_per_token": round(run.proposed / run.tokens, 3),
+        "drafts_verified_per_token": round(run.verified / run.tokens, 3),
+        "acceptance_length": round(1 + run.accepted / steps, 3) if steps else None,
     }
 
 
-def best_of_others(rows: Sequence[Figures], row: Figures) -> Figures | None:
-    """At the load of an adaptive row, that of the fastest other way."""
-    other_rows = [
+def best_fixed(rows: Sequence[Figures], row: Figures) -> Figures | None:
+    """Return the row of the fastest way that is not adaptive, at the same load as `row`."""
+    fixed_rows = [
         candidate
         for candidate in rows
         if _load(candidate) == _load(row) and candidate["way"] != "adaptive"
     ]
-    return max(other_rows, key=lambda candidate: candidate["tokens_per_s"], default=None)
+    return max(fixed_rows, key=lambda candidate: candidate["tokens_per_s"], default=None)
 
 
 def _load(row: Figures) -> tuple[float, int]:
@@ -234,12 +241,12 @@ def _load(row: Figures) -> tuple[float, int]:
 
 def _show(console: Console, figures: Figures) -> None:
     show_circumstances(console, figures)
-    brings = ", ".join(
+    lengths = ", ".join(
         f"{length:.2f} ({n} drafts)" for n, length in figures["acceptance_length"].items()
     )
     console.print(
-        f"Random weights; drafts are kept as traces say, whose blocks bring {brings} tokens a "
-        "step if verified whole.",
+        f"Random weights; drafts are accepted as in the traces, whose blocks give {lengths} tokens "
+        "per step if verified whole.",
         style="bold",
         soft_wrap=not console.is_terminal,
     )
@@ -260,18 +267,18 @@ def _show(console: Console, figures: Figures) -> None:
     )
     console.print(table("Load", columns, cells))
     for row in rows:
-        best = best_of_others(rows, row) if row["way"] == "adaptive" else None
+        best = best_fixed(rows, row) if row["way"] == "adaptive" else None
         if best is not None:
             load_text = f"{row['rate']:g} requests/s" if by_rate else f"c = {row['concurrency']}"
             name = best["way"] if best["way"] == "plain" else f"K = {best['way']}"
             ratio = row["tokens_per_s"] / best["tokens_per_s"]
             console.print(
-                f"{load_text}: adaptive brings {ratio:.3f} of the best other way, {name}."
+                f"{load_text}: adaptive reaches {ratio:.3f} of the best other way, {name}."
             )
 
 
 def _draw(path: Path, rows: Sequence[Figures]) -> None:
-    """Tokens/s and milliseconds a token over the load, a line for each way."""
+    """Plot tokens/s and milliseconds per token over the load, a line for each way."""
     load_key = "rate" if "rate" in rows[0] else "concurrency"
     figure, axes = new_figure(7, 7, 2, sharey=False)
     panels = ("tokens_per_s", "tokens/s"), ("tpot_ms_p50", "ms per token, median")
@@ -287,5 +294,5 @@ def _draw(path: Path, rows: Sequence[Figures]) -> None:
         for scale in (axis.xaxis, axis.yaxis):
             scale.set_major_formatter("{x:g}")
     axes[0].legend(frameon=False)
-    axes[-1].set_xlabel("requests a second" if load_key == "rate" else "requests in flight")
+    axes[-1].set_xlabel("requests per second" if load_key == "rate" else "requests in flight")
     save(figure, path)

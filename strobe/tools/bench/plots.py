@@ -1,4 +1,4 @@
-"""Figures that need no display, all in one manner."""
+"""Plots in one common style, drawn without a display."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ FORMATS = ".png", ".svg", ".pdf"
 
 
 def missing() -> str:
-    """The sentence that says why there are no plots; empty where they can be drawn."""
+    """Return a sentence that says why no plot can be drawn, or an empty string."""
     if find_spec("matplotlib") is not None:
         return ""
-    return "There are no plots without matplotlib; install it with pip install 'strobe[eval]'."
+    return "Plots need matplotlib; install it with pip install 'strobe[eval]'."
 
 
 def new_figure(
     width: float, height: float, panels: int = 1, *, sharey: bool = True
 ) -> tuple[Any, list[Any]]:
-    """A figure with panels above each other."""
+    """Return a figure and its panels, stacked vertically."""
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     figure: Any = Figure(figsize=(width, height), layout="constrained")
@@ -36,7 +36,7 @@ def new_figure(
 
 
 def save(figure: Any, path: Path) -> None:
-    """Under a name that ends in one of FORMATS; equal figures make equal files."""
+    """Write the figure to a path that ends in one of FORMATS; equal figures give equal files."""
     import matplotlib  # pyright: ignore[reportMissingImports]
 
     undated = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[path.suffix.lower()]
@@ -47,7 +47,7 @@ def save(figure: Any, path: Path) -> None:
 def lines(
     axis: Any, rows: Mapping[str, Sequence[tuple[float, float]]], *, strong: str = ""
 ) -> None:
-    """A line for each name through its points; the strong one stands out."""
+    """Draw a line through the points of each name; the one named `strong` is thicker."""
     for i, (name, points) in enumerate(rows.items()):
         axis.plot(
             *zip(*points, strict=True), label=name, color=COLOURS[i % len(COLOURS)],

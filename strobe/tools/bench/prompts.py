@@ -17,10 +17,8 @@ _FORMS = '{"prompt": text}, {"messages": [...]} or {"turns": [text, ...]}'
 
 
 def read_prompts(settings: OfflineSettings | RecordSettings, target: Path) -> list[list[int]]:
-    """Token ids of the first `settings.prompts` prompts, through the target's chat template.
-
-    Raises ValueError for a line that holds no prompt, and for a file with too few.
-    """
+    """Return the token ids of the first `settings.prompts` prompts, rendered with the target's chat
+    template. Raises ValueError for a line without a prompt, and for a file with too few."""
     tokenizer = Tokenizer(target)
     if not settings.data:
         return [
@@ -46,14 +44,14 @@ def read_prompts(settings: OfflineSettings | RecordSettings, target: Path) -> li
 
 
 def _conversations(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Where each line stands, and its messages; of several turns the first, since the others need
-    an answer before them."""
+    """Yield each line's location and messages; of several turns only the first, since the others
+    follow an answer."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error  # its filename would stand there twice
+        reason = getattr(error, "strerror", None) or error  # str(error) repeats the file's name
         raise ValueError(
-            f"data is {str(path)!r}, which cannot be read ({why}); name a file of JSON lines."
+            f"data is {str(path)!r}, which cannot be read ({reason}); name a file of JSON lines."
         ) from None
     for i, line in enumerate(text.split("\n"), start=1):
         if line.strip():

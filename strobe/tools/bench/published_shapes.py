@@ -228,7 +228,7 @@ _TARGETS: dict[str, dict[str, Any]] = {
     **_QWEN3_5,
     **_GEMMA4,
 }
-"""By name, config.json of a target as published."""
+"""Published config.json of each target, by name."""
 _DRAFTS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "block_size": 10,
@@ -273,25 +273,30 @@ _DRAFTS: dict[str, dict[str, Any]] = {
         "dflash_config": {"mask_token_id": 4, "target_layer_ids": [1, 6, 11, 17, 22, 27]},
     },
 }
-"""What a drafter's config says that is neither its target's nor made by the rule."""
+"""A drafter's config fields that differ from its target's and from draft_config's defaults."""
 _SHARED = {*_COMMON, *_QWEN3["qwen3-8b"], "rope_scaling"}
-"""Keys that drafters have from their targets."""
+"""Fields that drafters inherit from their targets."""
 NAMES = ("demo", *_TARGETS)
 
 
 def target_config(name: str) -> dict[str, Any]:
-    """The target's config.json as published."""
+    """Return the target's published config.json."""
     return _TARGETS[name]
 
 
 def draft_config(name: str) -> dict[str, Any]:
-    """The drafter's: z-lab's Qwen3-8B-DFlash-b16 and Qwen3-4B-DFlash-b16. There is none for 0.6B;
-    its drafter is made by the same rule. Of Llama 3.1's, layers, block and captured layers are the
-    published ones; its heads and inner size are taken to be the target's. Of Qwen3-Coder's, layers,
-    block and size are published, the rest as of Qwen3.5-35B-A3B's; of gpt-oss's, all but the number
-    of heads, which is taken to be the target's.
-    Qwen3.5-9B's captured layers are those published for 4B, which is as deep, its heads those for
-    27B; 35B-A3B's is the first that was published for it. Gemma's are the published ones."""
+    """Return the drafter's config.json.
+
+    - Qwen3 8B and 4B: z-lab's Qwen3-8B-DFlash-b16 and Qwen3-4B-DFlash-b16. None is published for
+      0.6B; its drafter follows the same rule.
+    - Llama 3.1: published layers, block and captured layers; heads and intermediate size are
+      assumed to equal the target's.
+    - Qwen3-Coder: published layers, block and size; the rest equals Qwen3.5-35B-A3B's.
+    - gpt-oss: published except the number of heads, assumed to equal the target's.
+    - Qwen3.5-9B: captured layers as published for 4B, which is as deep, and heads as for 27B.
+    - Qwen3.5-35B-A3B: the first drafter published for it.
+    - Gemma 4: as published.
+    """
     target = {key: value for key, value in _TARGETS[name].items() if key in _SHARED}
     layers = target["num_hidden_layers"]
     return {
@@ -311,10 +316,8 @@ def draft_config(name: str) -> dict[str, Any]:
 
 @contextmanager
 def directories(name: str) -> Generator[tuple[str, str]]:
-    """Directories of a target and a drafter that hold a config.json; of demo, the demo models' own.
-
-    Raises ValueError for a name that there is not.
-    """
+    """Yield temporary directories with the config.json of a target and a drafter; for demo, the
+    demo models' own directories. Raises ValueError for an unknown name."""
     if name not in NAMES:
         raise ValueError(
             f"shapes is {name!r}; name one of {', '.join(NAMES)}, or give directories with "

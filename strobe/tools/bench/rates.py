@@ -1,4 +1,4 @@
-"""What the device can do: read, copy and multiply, measured as medians of repeated calls."""
+"""Measure the device's rates of reading, copying and multiplying, as medians of repeated calls."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _REPEATS = 15
 
 
 def measure(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Rates:
-    """The device's rates, the GEMM's with random values of `dtype` and, for linear layers in
-    FP8, of e4m3; the buffers are freed."""
+    """Measure the device's rates, GEMMs with random values of `dtype` and, for linear layers in
+    FP8, of e4m3; free the buffers."""
     size, side = _GPU if device.type == "cuda" else _CPU
     reduction, copy = _bandwidths(device, min(size, free_memory(device) // 4))
     matrix = _matrix_rate(device, dtype, side)
@@ -28,7 +28,7 @@ def measure(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> R
 
 
 def _bandwidths(device: torch.device, size: int) -> tuple[float, float]:
-    """Bytes/s of a sum over `size` bytes, and of a copy of them, read and written."""
+    """Return the bytes/s of a sum over `size` bytes and of a copy of them (read and written)."""
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     moved = source.numel() * source.element_size()
@@ -59,7 +59,7 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
 
 
 def median_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call on the device, after some that warm up."""
+    """Return the median seconds of one call on the device, after warm-up calls."""
     for _ in range(3):
         call()
     return median(_seconds(call, device) for _ in range(_REPEATS))
@@ -80,12 +80,12 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given; a CPU always has."""
+    """Wait for all work queued on the device; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def release(device: torch.device) -> None:
-    """Give memory that nothing uses back to the device."""
+    """Return unused cached memory to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

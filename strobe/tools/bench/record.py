@@ -32,9 +32,9 @@ from strobe.tools.bench.traces import Traces
 from strobe.wording import counted
 
 
-class _Recorder:
-    """Drafts a block of every width at every place. seen: by slot, tokens and margins of each
-    width, place by place."""
+class _RecordingProposer:
+    """Drafts a block of every width at every place. seen: for each slot, a list of places; each has
+    (tokens, margins) per width."""
 
     def __init__(self, drafter: DFlashProposer, widths: Sequence[int]):
         self.drafter, self.widths, self.capture = drafter, widths, drafter.capture
@@ -58,13 +58,13 @@ class _Recorder:
         self.drafter.observe(batch, hidden, verdict)
 
 
-def _none_kept(layout: Layout, batch: Batch) -> Tensor:
+def _accept_none(layout: Layout, batch: Batch) -> Tensor:
     return torch.zeros_like(batch.starts)
 
 
 def run_record(settings: RecordSettings, config: EngineConfig) -> int:
-    """Record, write the file, say what it holds; returns 0. Raises ValueError for what cannot
-    run."""
+    """Record the traces, write the file and print a summary; return 0. Raises ValueError for
+    settings that cannot run."""
     command = command_line("record", settings, config)
     with progress() as say:
         say("reading prompts")
@@ -76,7 +76,7 @@ def run_record(settings: RecordSettings, config: EngineConfig) -> int:
         if setup.draft is None or setup.method != "dflash":
             raise ValueError("DFlash drafts nothing; name a drafter, or leave --method out.")
         say("loading")
-        engine = Engine(setup, simulated_acceptance=_none_kept)
+        engine = Engine(setup, simulated_acceptance=_accept_none)
         traces = record(engine, prompts, settings, widths_of(setup.draft))
         note = {k: v for k, v in circumstances(command, setup).items() if k != "threads"}
         traces = replace(traces, note=note)
@@ -85,8 +85,7 @@ def run_record(settings: RecordSettings, config: EngineConfig) -> int:
     console = output()
     console.print(
         f"{settings.out}: {counted(len(traces.lengths), 'answer')}, "
-        f"{counted(len(traces.right), 'place')}; tokens a "
-        f"step by drafts: {lengths}.",
+        f"{counted(len(traces.right), 'place')}; tokens per step by number of drafts: {lengths}.",
         soft_wrap=True,
     )
     return 0
@@ -98,10 +97,10 @@ def record(
     settings: RecordSettings,
     widths: Sequence[int],
 ) -> Traces:
-    """Answer all prompts a token a step, drafting at each."""
+    """Answer all prompts, one token per step, and record the drafts at every token."""
     drafter = engine.proposers.on_device["dflash"]
     assert isinstance(drafter, DFlashProposer)
-    recorder = _Recorder(drafter, widths)
+    recorder = _RecordingProposer(drafter, widths)
     engine.proposers.on_device["dflash"] = recorder
     params = SamplingParams(
         temperature=settings.temperature,
@@ -126,13 +125,13 @@ def record(
         active -= {event.key for event in events if event.finish_reason is not None}
     if any(request.num_preemptions for request in requests):
         raise ValueError(
-            f"{settings.at_once} answers at once found no room in the KV cache; lower at_once, or "
-            "raise kv_cache_memory."
+            f"{settings.at_once} answers at once do not fit the KV cache; lower at_once, or raise "
+            "kv_cache_memory."
         )
     recorded = [(request, answers[request.key]) for request in requests if request.num_output > 1]
     if not recorded:
         raise ValueError("No answer has two tokens; ask for longer ones or give other prompts.")
-    right = [_right(request.output_ids, places, widths) for request, places in recorded]
+    right = [_count_right(request.output_ids, places, widths) for request, places in recorded]
     margins = [
         np.array([place[n][1] for _, places in recorded for place in places])
         for n in range(len(widths))
@@ -141,9 +140,10 @@ def record(
     return Traces(tuple(widths), lengths, np.concatenate(right), tuple(margins), {})
 
 
-def _right(answer: Sequence[int], places: Sequence[Any], widths: Sequence[int]) -> Any:
-    """[places, widths]: right drafts in a row; behind the answer's end all count as right."""
-    assert len(places) == len(answer) - 1, "a request that drafted at every place but the last"
+def _count_right(answer: Sequence[int], places: Sequence[Any], widths: Sequence[int]) -> Any:
+    """Count the leading drafts that match the answer, [places, widths]; drafts after the answer's
+    end count as right."""
+    assert len(places) == len(answer) - 1, "one place for each token but the last"
     right = np.zeros((len(places), len(widths)), dtype=np.uint8)
     for t, place in enumerate(places):
         for n, width in enumerate(widths):

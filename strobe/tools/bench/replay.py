@@ -1,4 +1,4 @@
-"""An engine whose drafts are kept as recorded traces say, whatever its models say."""
+"""An engine that accepts drafts as recorded in traces, whatever its models compute."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from strobe.transfer import upload
 
 
 def widths_of(draft: DraftConfig) -> tuple[int, ...]:
-    """Drafts of the drafter's blocks."""
+    """Return the numbers of drafts of the drafter's block sizes."""
     unused = draft.block_size - draft.block_drafts
     return tuple([rows - unused for rows in block_sizes(draft)])
 
 
 class ReplayEngine(Engine):
-    """A request's seed says at which place of the traces its answer begins, and behind the last
-    place the first one follows.
+    """Replays traces. A request's seed is the place in the traces where its answer begins; the
+    first place follows the last.
 
-    drafter: whose `margins` may be switched. first [slots + 1]: the place where the request of a
-    slot would have had no tokens at all.
+    drafter: the real drafter, whose `margins` flag callers may switch. first [slots + 1]: the place
+    that corresponds to position 0 of each slot's request.
     """
 
     def __init__(self, setup: ResolvedConfig, traces: Traces):
-        """Raises ValueError for traces of other blocks than the pair's."""
+        """Raise ValueError if the traces' block sizes differ from the drafter's."""
         assert setup.draft is not None
         widths = widths_of(setup.draft)
         if traces.widths != widths:
@@ -43,7 +43,7 @@ class ReplayEngine(Engine):
                 f"The traces are of blocks of {_words(traces.widths)} drafts, but this drafter's "
                 f"have {_words(widths)}; record traces with a drafter of its block size."
             )
-        super().__init__(setup, simulated_acceptance=self._kept)
+        super().__init__(setup, simulated_acceptance=self._num_accepted)
         drafter = self.proposers.on_device["dflash"]
         assert isinstance(drafter, DFlashProposer)
         self.drafter, device = drafter, self.state.device
@@ -52,7 +52,7 @@ class ReplayEngine(Engine):
         self.margins = [torch.from_numpy(rows).float().to(device) for rows in traces.margins]
         self.first = torch.zeros(self.limits.max_num_seqs + 1, dtype=torch.int64, device=device)
         self._width = torch.zeros(1, dtype=torch.int64, device=device)
-        self.proposers.on_device["dflash"] = _Replayed(self)
+        self.proposers.on_device["dflash"] = _ReplayingProposer(self)
 
     def _admit(self, plan: Plan) -> None:
         super()._admit(plan)
@@ -62,15 +62,15 @@ class ReplayEngine(Engine):
             self.first.index_copy_(0, slots, upload(first, self.state.device))
 
     def _place_of(self, slots: Tensor, lengths: Tensor) -> Tensor:
-        """[S]: where in the traces spans with so many positions are."""
+        """Return the place in the traces of each span, given the positions it has, [S]."""
         return (self.first[slots] + lengths) % self.places
 
-    def _kept(self, layout: Layout, batch: Batch) -> Tensor:
+    def _num_accepted(self, layout: Layout, batch: Batch) -> Tensor:
         place = self._place_of(batch.slots, batch.starts)
         return self.right[place * len(self.widths) + self._width]
 
     def margins_of(self, spans: Sequence[Span], rows: int, drafts: int) -> Tensor:
-        """[rows, drafts]: of the blocks that the spans draft now, which are that wide."""
+        """Return the recorded margins of the spans' next blocks, [rows, drafts]."""
         width = next(i for i, n in enumerate(self.widths) if n >= drafts)
         self._width.fill_(width)
         slots = upload([span.slot for span in spans], self.state.device)
@@ -80,8 +80,8 @@ class ReplayEngine(Engine):
         return margins
 
 
-class _Replayed:
-    """The pair's drafter, whose tokens are as good as any and whose margins are the traces'."""
+class _ReplayingProposer:
+    """Runs the pair's drafter for its cost, ignores its tokens, and returns the traces' margins."""
 
     def __init__(self, engine: ReplayEngine):
         self.engine, self.capture = engine, engine.drafter.capture

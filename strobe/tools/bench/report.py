@@ -1,4 +1,4 @@
-"""What a benchmark says besides its figures, and how figures become tables and a file."""
+"""Describe the machine and software of a benchmark, and write figures as tables and JSON."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Figures = dict[str, Any]
 
 
 def shapes_of(resolved: ResolvedConfig) -> Shapes:
-    """What an engine of these settings runs in a verify step."""
+    """Return the models, rows and value sizes of a verify step with these settings."""
     config, dtype = resolved.config, resolved.dtype
-    halved = 1 if config.weight_dtype == "fp8" else dtype.itemsize
+    linear = 1 if config.weight_dtype == "fp8" else dtype.itemsize
     kv = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
     draft = resolved.draft if resolved.method == "dflash" else None
     rows = 1 + (resolved.limits.num_drafts if resolved.method != "none" else 0)
-    return Shapes(resolved.target, draft, rows, Widths(halved, dtype.itemsize, dtype.itemsize, kv))
+    return Shapes(resolved.target, draft, rows, Widths(linear, dtype.itemsize, dtype.itemsize, kv))
 
 
 def header(name: str, command: str, ways: dict[str, ResolvedConfig], rates: Rates) -> Figures:
-    """The first entries of the file: when, what, where, and the rates of this run."""
+    """Return the file's first entries: date, command, device, settings, and this run's rates."""
     resolved = next(iter(ways.values()))
     return {
         "benchmark": name,
@@ -60,7 +60,7 @@ def header(name: str, command: str, ways: dict[str, ResolvedConfig], rates: Rate
 
 
 def circumstances(command: str, resolved: ResolvedConfig) -> Figures:
-    """When and where something was measured, and with what."""
+    """Return date, command, device and versions of a measurement."""
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command,
@@ -72,7 +72,7 @@ def circumstances(command: str, resolved: ResolvedConfig) -> Figures:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's."""
+    """Return the name of the GPU or the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -84,7 +84,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Of what the figures depend on; None for what is not installed."""
+    """Return the versions that the figures depend on; None for a package not installed."""
     packages: dict[str, str | None] = {"python": platform.python_version()}
     packages["torch"] = str(torch.__version__)  # with the build's suffix, which metadata can lack
     for package in ("strobe", "triton"):
@@ -96,7 +96,7 @@ def versions() -> dict[str, str | None]:
 
 
 def split_figures(split: Split | None) -> Figures:
-    """Milliseconds of a step's parts, None for all where nothing was timed."""
+    """Return the milliseconds of a step's parts, all None if no step was timed."""
     names = ("draft_ms", "verify_ms", "rest_ms", "median_ms")
     if split is None:
         return dict.fromkeys(names)
@@ -105,7 +105,7 @@ def split_figures(split: Split | None) -> Figures:
 
 
 def floor_figures(shapes: Shapes, rates: Rates, requests: int, context: float) -> Figures:
-    """Counts and floor of one step, by part."""
+    """Return the work and the floor of one step, by part."""
     figures: Figures = {}
     for part in ("drafting", "verify"):
         work = getattr(shapes, part)(requests, context)
@@ -119,7 +119,7 @@ def floor_figures(shapes: Shapes, rates: Rates, requests: int, context: float) -
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Words to the left, numbers to the right."""
+    """Return a table with words aligned left and numbers right."""
     new_table = Table(
         title=f"\n{title}",
         title_justify="left",
@@ -140,12 +140,12 @@ def number(value: float | None, places: int = 2) -> str:
 
 
 def fine(value: float | None) -> str:
-    """Three places where they fit."""
+    """Format with three decimals, or one from 100 on."""
     return number(value, 3 if value is None or abs(value) < 100 else 1)
 
 
 def output() -> Console:
-    """Standard output; not on a terminal it is wide enough for the tables."""
+    """Return a console for standard output; if that is no terminal, wide enough for the tables."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _PIPED_WIDTH
@@ -153,7 +153,7 @@ def output() -> Console:
 
 
 def show_head(console: Console, figures: Figures) -> None:
-    """Where and with what the figures came about, and what the machine could do."""
+    """Print the command, device, versions and measured rates."""
     rates = figures["rates"]
     reads, copies = (rates[f"{name}_bytes_per_s"] / 1e9 for name in ("reduction", "copy"))
     matrix, linear = (rates[f"{name}_operations_per_s"] / 1e12 for name in ("matrix", "linear"))
@@ -162,13 +162,13 @@ def show_head(console: Console, figures: Figures) -> None:
         console,
         figures,
         f"; reads {reads:,.0f} GB/s, copies {copies:,.0f} GB/s, multiplies {fine(matrix)} "
-        f"TFLOP/s{fp8}. Floors: what a step must read at {max(reads, copies):,.0f} GB/s, or "
-        "compute at that rate, whichever takes longer",
+        f"TFLOP/s{fp8}. Floor: the time to read a step's bytes at {max(reads, copies):,.0f} GB/s "
+        "or to compute its operations at that rate, whichever is longer",
     )
 
 
 def show_circumstances(console: Console, figures: Figures, extra: str = "") -> None:
-    """Where and with what the figures came about."""
+    """Print the command, device and versions."""
     console.print(figures["command"], soft_wrap=True)
     text = f"{figures['device']}, {figures['dtype']}, torch {figures['versions']['torch']}{extra}."
     console.print(text, soft_wrap=not console.is_terminal)
@@ -176,12 +176,12 @@ def show_circumstances(console: Console, figures: Figures, extra: str = "") -> N
 
 @contextmanager
 def progress() -> Generator[Any]:
-    """progress() as say: say(text) tells on standard error what is going on."""
+    """Yield a function that shows its text on standard error as the current progress."""
     with Progress() as shown:
         yield shown.update
 
 
 def write(path: str, figures: Figures) -> None:
-    """The figures as JSON, where a file is named."""
+    """Write the figures as JSON if a path is given."""
     if path:
         Path(path).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

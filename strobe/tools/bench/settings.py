@@ -1,4 +1,4 @@
-"""What the benchmarks are asked for. Imports no torch, since the command line reads it."""
+"""Settings of the benchmarks. Imports no torch, since the command line reads it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strobe.config import EngineConfig
 from strobe.tools.bench.plots import FORMATS
 
 DECIDED = ("load_format", "max_num_seqs", "enable_prefix_caching")
-"""Engine settings that a benchmark decides itself: no prompt may be found in the cache."""
+"""Engine settings that a benchmark sets itself: no prompt may hit the prefix cache."""
 
 
 Positive = Annotated[int, Bounds(ge=1, le=MAX_INT)]
@@ -26,23 +26,23 @@ _MORE = "ask for one or more."
 
 @settings
 class StepSettings:
-    """`strobe bench step`. Raises ValueError for what makes no sense by itself."""
+    """`strobe bench step`. Raises ValueError for invalid values and combinations."""
 
     shapes: str = option(
         "", "Shapes by name: demo (the default), qwen3-0.6b, qwen3-4b, qwen3-8b, llama-3.1-8b, "
         "qwen3-coder-30b-a3b, gpt-oss-20b, qwen3.5-9b, qwen3.5-35b-a3b or gemma-4-26b-a4b, "
         "each with its DFlash drafter; or give directories with --target and --draft."
     )  # fmt: skip
-    concurrency: str = option("1,8,32", "Requests decoding at once, with commas between.")
-    prompt_len: str = option("256", "Tokens per prompt, with commas between.")
+    concurrency: str = option("1,8,32", "Requests decoding at once, separated by commas.")
+    prompt_len: str = option("256", "Tokens per prompt, separated by commas.")
     acceptance_length: Annotated[float, Bounds(ge=1, le=10**6)] = option(
         6.0,
-        "Tokens that each verify step is made to accept on average; 1 is no draft.",
+        "Forced mean tokens per verify step; 1 accepts no draft.",
         "1 is no draft accepted.",
     )
-    steps: Positive = option(200, "Steps that are timed.", "200 give a steady mean.")
+    steps: Positive = option(200, "Timed steps.", "200 give a steady mean.")
     warmup: Annotated[int, Bounds(ge=0, le=MAX_INT)] = option(
-        20, "Steps before them.", "0 times the first steps, too."
+        20, "Untimed steps before them.", "0 times the first steps, too."
     )
     temperature: Temperature = option(0.0, "0 is greedy.")
     top_p: TopP = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
@@ -52,7 +52,7 @@ class StepSettings:
     @model_validator(mode="after")
     def _check_together(self) -> StepSettings:
         for name in ("requests", "prompt_lens", "prefills"):
-            getattr(self, name)  # raises where it cannot be read
+            getattr(self, name)  # raises if it cannot be parsed
         check_file(self.json)
         return self
 
@@ -66,7 +66,7 @@ class StepSettings:
 
     @property
     def prefills(self) -> tuple[tuple[int, int], ...]:
-        """(prompts, tokens of each), in order."""
+        """(prompts, tokens per prompt), in order."""
         pairs: list[tuple[int, int]] = []
         for part in self.prefill.split(",") if self.prefill else ():
             numbers = part.strip().split("x")
@@ -80,16 +80,16 @@ class StepSettings:
 
 @settings
 class OfflineSettings:
-    """`strobe bench offline`. Raises ValueError for what makes no sense by itself."""
+    """`strobe bench offline`. Raises ValueError for invalid values and combinations."""
 
     data: str = option(
         "", "JSON lines with prompt, messages or turns; without it, held-out tasks of the demo "
         "models."
     )  # fmt: skip
-    prompts: Positive = option(32, "Prompts to answer, the first of the data.", _MORE)
-    concurrency: str = option("1,8,32", "Requests running at once, with commas between.")
-    max_tokens: Positive = option(256, "Most tokens per answer.", _MORE)
-    repeats: Positive = option(2, "Timed turns; the fastest of each way counts.", _MORE)
+    prompts: Positive = option(32, "Number of prompts, from the start of the data.", _MORE)
+    concurrency: str = option("1,8,32", "Requests running at once, separated by commas.")
+    max_tokens: Positive = option(256, "Maximum tokens per answer.", _MORE)
+    repeats: Positive = option(2, "Timed runs; the fastest of each way counts.", _MORE)
     temperature: Temperature = option(0.0, "0 is greedy.")
     top_p: TopP = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
     ignore_eos: bool = option(False, "The model's own end tokens do not end the answer.")
@@ -115,51 +115,53 @@ class OfflineSettings:
 
 @settings
 class LoadSettings:
-    """`strobe bench load`. Raises ValueError for what makes no sense by itself."""
+    """`strobe bench load`. Raises ValueError for invalid values and combinations."""
 
-    shapes: str = option("", "Shapes by name, as of strobe bench step; or --target and --draft.")
-    concurrency: str = option("1,8,32", "Requests at once, with commas between.")
+    shapes: str = option("", "Shapes by name, as in strobe bench step; or --target and --draft.")
+    concurrency: str = option("1,8,32", "Requests at once, separated by commas.")
     rate: str = option(
-        "", "Requests a second that come at random times, with commas between; as many run at once "
-        "as the largest concurrency."
+        "", "Requests per second, arriving at random times, separated by commas; the largest "
+        "concurrency limits how many run at once."
     )  # fmt: skip
     ways: str = option("plain,3,7,15,adaptive", "plain, adaptive and numbers of drafts.")
     traces: str = option(
-        "", "A file of strobe bench record; without it, traces that come with Strobe."
+        "", "A file of strobe bench record; without it, the traces shipped with Strobe."
     )
     mix: str = option("all", "Answers of the traces: all, easy, hard, or drifting.")
     acceptance_rate: Annotated[float, Bounds(ge=0, le=1)] | None = option(
-        None, "In place of traces, that each draft is right with, whatever its margin.",
-        "0 is never right.",
+        None, "Instead of traces: accept each draft with this probability, whatever its margin.",
+        "0 accepts none.",
     )  # fmt: skip
     answers: Annotated[int, Bounds(ge=0, le=MAX_INT)] = option(
-        0, "At each load; 0 is 4 for each request at once, 30 s at a rate, and at least 24."
+        0, "Answers per load; 0 is 4 for each request at once, 30 s at a rate, and at least 24."
     )
     steady: bool = option(
-        False, "All requests decode and none ends, until each has had max_tokens on average."
+        False, "All requests decode and none ends, until they average max_tokens each."
     )
-    repeats: Positive = option(1, "Timed turns; the median of each way counts.", _MORE)
-    prompt_len: Positive = option(256, "Tokens per prompt.", "A prompt has a token.")
+    repeats: Positive = option(1, "Timed runs; the median of each way counts.", _MORE)
+    prompt_len: Positive = option(256, "Tokens per prompt.", "A prompt needs a token.")
     max_tokens: Annotated[int, Bounds(ge=0, le=MAX_INT)] = option(
-        0, "Most tokens per answer; 0 is as the traces have it, 256 where steady."
+        0, "Maximum tokens per answer; 0 keeps the traces' lengths, or is 256 with --steady."
     )
     temperature: Temperature = option(0.0, "0 is greedy.")
     json: str = option("", "File to write every figure to.")
-    plot: str = option("", "Picture to write, tokens/s and time per token over the load.")
+    plot: str = option("", "Image to write: tokens/s and time per token over the load.")
 
     @model_validator(mode="after")
     def _check_together(self) -> LoadSettings:
         for name in ("requests", "rates", "fixed"):
-            getattr(self, name)  # raises where it cannot be read
+            getattr(self, name)  # raises if it cannot be parsed
         check_file(self.json)
         check_file(self.plot, "plot")
         if self.plot and Path(self.plot).suffix.lower() not in FORMATS:
             ends = ", ".join(FORMATS)
             raise ValueError(f"plot is {self.plot!r}, but must end in one of {ends}.")
         if self.rate and self.steady:
-            raise ValueError("rate is given beside steady; give one of them.")
+            raise ValueError("rate and steady are both set; set one of them.")
         if self.acceptance_rate is not None and (self.traces or self.mix != "all"):
-            raise ValueError("acceptance_rate is given beside traces or mix; leave it or them out.")
+            raise ValueError(
+                "acceptance_rate is set together with traces or mix; leave it or them out."
+            )
         return self
 
     @property
@@ -168,7 +170,7 @@ class LoadSettings:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Requests a second."""
+        """Requests per second."""
         values: list[float] = []
         for part in self.rate.split(",") if self.rate else ():
             try:
@@ -177,8 +179,8 @@ class LoadSettings:
                 values.append(0.0)
             if not 0 < values[-1] < 1e6:
                 raise ValueError(
-                    f"rate is {self.rate!r}, but must be requests a second above 0 with commas "
-                    "between, such as 0.5,2; leave it out for a fixed number of requests at once."
+                    f"rate is {self.rate!r}, but must be numbers above 0 separated by commas, "
+                    "such as 0.5,2; leave it out for a fixed number of requests at once."
                 )
         return tuple(values)
 
@@ -192,20 +194,20 @@ class LoadSettings:
         numbers = [way for way in self.way_names if way not in ("plain", "adaptive")]
         if not all(map(_is_positive, numbers)):
             raise ValueError(
-                f"ways is {self.ways!r}, but must be plain, adaptive and numbers of drafts with "
-                "commas between."
+                f"ways is {self.ways!r}, but must be plain, adaptive and numbers of drafts "
+                "separated by commas."
             )
         return tuple(map(int, numbers))
 
 
 @settings
 class RecordSettings:
-    """`strobe bench record`. Raises ValueError for what makes no sense by itself."""
+    """`strobe bench record`. Raises ValueError for invalid values and combinations."""
 
-    data: str = option("", "As of strobe bench offline.")
-    prompts: Positive = option(64, "Prompts to answer, the first of the data.", _MORE)
+    data: str = option("", "As in strobe bench offline.")
+    prompts: Positive = option(64, "Number of prompts, from the start of the data.", _MORE)
     at_once: Positive = option(8, "Requests running at once.", _MORE)
-    max_tokens: Positive = option(320, "Most tokens per answer.", _MORE)
+    max_tokens: Positive = option(320, "Maximum tokens per answer.", _MORE)
     temperature: Temperature = option(0.0, "0 is greedy.")
     top_p: TopP = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
     ignore_eos: bool = option(False, "The model's own end tokens do not end the answer.")
@@ -228,18 +230,18 @@ def _is_positive(text: str) -> bool:
 
 
 def positive_ints(name: str, text: str) -> tuple[int, ...]:
-    """1,8,32 as numbers. Raises ValueError, naming the option."""
+    """Parse numbers such as 1,8,32. Raises ValueError that names the option."""
     parts = str(text).split(",")
     if not all(_is_positive(part) for part in parts):
         raise ValueError(
-            f"{name} is {text!r}, but must be whole numbers of at least 1 with commas between, "
+            f"{name} is {text!r}, but must be whole numbers of at least 1 separated by commas, "
             "such as 1,8,32."
         )
     return tuple(int(part) for part in parts)
 
 
 def check_file(name: str, option: str = "json") -> None:
-    """Raises ValueError where the file could not be written in the end."""
+    """Raise ValueError if the file cannot be written when the benchmark ends."""
     if not name:
         return
     path = Path(name)
@@ -249,7 +251,7 @@ def check_file(name: str, option: str = "json") -> None:
 
 
 def command_line(name: str, *groups: BenchSettings | EngineConfig) -> str:
-    """The command that asks for these settings, defaults left out."""
+    """Return the command line that gives these settings, without defaults."""
     import shlex
 
     words = ["strobe", "bench", name]

@@ -1,9 +1,9 @@
-"""When each step drafted and verified, from the engine's marks.
+"""Times of drafting and verification in each step, from the engine's marks.
 
     start ---draft launched--- draft ---target and verification launched--- verify ... start
 
-With CUDA a mark is an event in the stream, so that times are the device's and nothing waits; on a
-CPU, where a launch is the work itself, it is the clock.
+With CUDA a mark is an event in the stream, which gives the device's times without waiting. On a
+CPU, where launching is running, a mark reads the clock.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 
 @dataclass(frozen=True)
 class Split:
-    """Milliseconds per step, means but for `median`: of the draft, of target and verification, and
-    of the rest up to the next step's start."""
+    """Mean milliseconds per step of drafting, of target and verification, and of the rest up to the
+    next step's start; `median` is the median of whole steps."""
 
     steps: int
     draft: float
@@ -36,7 +36,7 @@ Stamp = float | torch.cuda.Event
 
 
 class Timeline:
-    """Collects marks; `mark` goes where `Engine.on_phase` is."""
+    """Collects marks; assign `mark` to `Engine.on_phase`."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -46,13 +46,13 @@ class Timeline:
         return len(self._steps)
 
     def mark(self, name: str) -> None:
-        """One of "start", "draft" and "verify", in this order in every step."""
+        """Record one of "start", "draft" and "verify"; each step marks all three in this order."""
         if name == "start":
             self._steps.append({})
         self._steps[-1][name] = self._now()
 
     def stop(self) -> None:
-        """The last step's end."""
+        """Record the end of the last step."""
         self._steps.append({"start": self._now()})
 
     def _now(self) -> Stamp:
@@ -63,8 +63,8 @@ class Timeline:
         return event
 
     def split(self, chosen: Sequence[int] | None = None) -> Split | None:
-        """The split over the steps with these numbers, or over all; None where there are none.
-        stop() must have been called, and the device must be done."""
+        """Return the split over the steps with these indices, or over all; None if there are none.
+        Call stop() and synchronize the device first."""
         numbers = range(len(self._steps) - 1) if chosen is None else chosen
         drafts: list[float] = []
         verifies: list[float] = []

@@ -1,7 +1,7 @@
-"""Recorded drafting: at each place of real answers, what a pair's drafter would have brought there.
+"""Recorded drafting: how many drafts are right at each place of real answers, and their margins.
 
-A benchmark replays it over models of any shape with random weights: the policy sees margins and
-acceptance as in life, while a step costs what the shapes cost.
+A benchmark replays traces on models of any shape with random weights: the draft policy sees real
+margins and acceptance, while each step takes the time of these shapes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _KEYS = ("widths", "lengths", "right", "note")
 
 @dataclass(frozen=True, eq=False)
 class Traces:
-    """A answers, one behind the other, of P places in all; N widths of the drafter's block.
+    """A answers, concatenated, with P places in total; N widths of the drafter's block.
 
-    widths: drafts of each, ascending. lengths [A] int64: places of each answer; at place t the
-    newest token is the answer's token t. right [P, N] uint8: how many drafts in a row were right,
-    of a block that begins there. margins: of each width [P, D] float16. note: where it comes from.
+    widths: drafts per block, ascending. lengths [A] int64: places of each answer; a place is a
+    token from which a block is drafted. right [P, N] uint8: the number of leading drafts that are
+    right. margins: for each width, [P, D] float16. note: origin of the traces.
     """
 
     widths: tuple[int, ...]
@@ -38,12 +38,12 @@ class Traces:
 
     @property
     def starts(self) -> Any:
-        """[A]: the first place of each answer."""
+        """First place of each answer, [A]."""
         return np.cumsum(self.lengths) - self.lengths
 
     def acceptance_length(self, width: int, answer: int | None = None) -> float:
-        """Tokens a verify step, where every block is that wide and verified whole; of all answers,
-        or of one."""
+        """Return the mean tokens per verify step of all answers, or of one, if every block has this
+        width and is verified whole."""
         right = self.right[:, self.widths.index(width)]
         places = steps = 0
         chosen = range(len(self.lengths)) if answer is None else [answer]
@@ -56,15 +56,15 @@ class Traces:
         return places / steps
 
     def arranged(self, mix: str) -> Traces:
-        """easy: the third of the answers that accepts most drafts; hard: the third that accepts
-        fewest; drifting: answers whose first half is an easy one's and whose second a hard one's.
-        Raises ValueError for another name."""
+        """Return a mix of the answers: all; easy, the third with the longest acceptance; hard, the
+        third with the shortest; or drifting, the first halves of easy answers joined to the second
+        halves of hard ones. Raises ValueError for an unknown name."""
         if mix not in MIXES:
             raise ValueError(f"mix is {mix!r}; name one of {', '.join(MIXES)}.")
         if mix == "all":
             return self
-        each = [self.acceptance_length(self.widths[-1], i) for i in range(len(self.lengths))]
-        order, third = np.argsort(each, kind="stable"), max(len(each) // 3, 1)
+        accepted = [self.acceptance_length(self.widths[-1], i) for i in range(len(self.lengths))]
+        order, third = np.argsort(accepted, kind="stable"), max(len(accepted) // 3, 1)
         starts, halves = self.starts, self.lengths // 2
         easy, hard = np.sort(order[-third:]), np.sort(order[:third])
         if mix == "easy":
@@ -78,7 +78,7 @@ class Traces:
         ])  # fmt: skip
 
     def _of(self, answers: Sequence[Sequence[range]]) -> Traces:
-        """The answers made of these places."""
+        """Return traces of answers that consist of these ranges of places."""
         lengths = np.array([sum(map(len, parts)) for parts in answers])
         places = np.concatenate([np.arange(p.start, p.stop) for parts in answers for p in parts])
         margins = tuple(rows[places] for rows in self.margins)
@@ -97,7 +97,7 @@ class Traces:
 
 
 def load(path: Path) -> Traces:
-    """Raises ValueError for a file that holds no traces."""
+    """Read a file of traces. Raises ValueError if it holds none."""
     try:
         with np.load(path, allow_pickle=False) as file:
             widths, lengths, right, note = [file[name] for name in _KEYS]
@@ -113,15 +113,15 @@ def load(path: Path) -> Traces:
     finite = all(np.isfinite(rows).all() for rows in margins)
     if not size or not fits or not finite or (right > traces.widths).any() or lengths.min() < 1:
         raise ValueError(
-            f"{path} holds traces whose parts do not fit each other; record them anew with strobe "
-            "bench record."
+            f"{path} holds traces whose parts do not match; record them again with strobe bench "
+            "record."
         )
     return traces
 
 
 def independent(chance: float, widths: Sequence[int], *, seed: int = 0) -> Traces:
-    """Each draft is right with the same chance, whatever its place and margin: 64 answers of 512
-    tokens."""
+    """Generate 64 answers of 512 tokens in which each draft is right with the same probability,
+    whatever its place and margin."""
     rng, lengths = np.random.default_rng(seed), np.full(64, 512)
     size, max_drafts = int(lengths.sum()), widths[-1]
     wrong = rng.random((size, max_drafts)) >= chance
