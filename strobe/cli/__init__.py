@@ -1,1 +1,1 @@
-"""The command line: `main` reads it, and each command has a file."""
+"""The command line: `main` parses it, and each command has its own module."""

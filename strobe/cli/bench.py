@@ -1,4 +1,4 @@
-"""`strobe bench` on the command line; the benchmarks themselves are in `bench`."""
+"""`strobe bench` on the command line; the benchmarks are in `tools/bench`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ else:
 
 @dataclass(frozen=True)
 class Step:
-    """Time engine steps by shapes alone, with random weights and a forced acceptance length,
-    against the floor that the machine sets."""
+    """Time engine steps of given shapes, with random weights and a forced acceptance length, and
+    compare them with the machine's floor."""
 
     bench: OmitArgPrefixes[StepFlags] = field(default_factory=StepFlags)
     engine: OmitArgPrefixes[BenchFlags] = field(default_factory=BenchFlags)
@@ -43,7 +43,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Offline:
-    """Answer real prompts with a real target and drafter, speculation off and on in turns."""
+    """Answer real prompts with a real target and drafter, with and without speculation."""
 
     bench: OmitArgPrefixes[OfflineFlags] = field(default_factory=OfflineFlags)
     engine: OmitArgPrefixes[BenchFlags] = field(default_factory=BenchFlags)
@@ -57,8 +57,8 @@ class Offline:
 
 @dataclass(frozen=True)
 class Load:
-    """Send many requests at once or at a rate, with random weights and drafts that are kept as in
-    recorded traces: plain decoding, fixed numbers of drafts and adaptive ones in turns."""
+    """Send many requests at once or at a rate, with random weights and drafts accepted as in
+    recorded traces, and compare plain decoding, fixed and adaptive numbers of drafts."""
 
     bench: OmitArgPrefixes[LoadFlags] = field(default_factory=LoadFlags)
     engine: OmitArgPrefixes[BenchFlags] = field(default_factory=BenchFlags)
@@ -104,8 +104,8 @@ class Bench:
 
 
 def completed(arguments: list[str]) -> list[str]:
-    """The arguments behind `strobe bench`, or --help for none. Raises ValueError for a benchmark
-    that there is not."""
+    """Return the arguments after `strobe bench`, or --help if there are none. Raises ValueError for
+    an unknown benchmark."""
     if arguments and not arguments[0].startswith("-") and arguments[0] not in BENCHES:
         raise ValueError(f"{arguments[0]!r} is not a benchmark; there are {', '.join(BENCHES)}.")
     return arguments or ["--help"]

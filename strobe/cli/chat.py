@@ -37,12 +37,12 @@ from strobe.wrapping import Wrapping
 
 COMMANDS = {
     "/new": "Start over.",
-    "/system TEXT": "Put TEXT in the place of the system message; without TEXT there is none.",
+    "/system TEXT": "Replace the system message with TEXT; without TEXT, remove it.",
     "/think on|off": "Let the model think before it answers, or not.",
-    "/spec on|off": "Speculate, or decode a token at a time.",
-    "/save FILE": "Write the conversation to FILE, as JSON.",
-    "/help": "This list.",
-    "/exit": "Leave; Ctrl-D and Ctrl-C twice do, too.",
+    "/spec on|off": "Speculate, or decode one token at a time.",
+    "/save FILE": "Write the conversation to FILE as JSON.",
+    "/help": "Show this list.",
+    "/exit": "Leave, as Ctrl-D and two Ctrl-C do.",
 }
 NAMES = {command.split()[0] for command in COMMANDS}
 
@@ -76,7 +76,7 @@ class Chat:
 
 
 class _ChatSession:
-    """A conversation, and the commands that change it."""
+    """A conversation and the commands that change it."""
 
     def __init__(self, console: Any, llm: Any, params: Any, system: str | None, thinking: bool):
         self.console, self.llm, self.params = console, llm, params
@@ -89,7 +89,7 @@ class _ChatSession:
             self.params = params.clone(skip_special_tokens=False)
 
     def run(self) -> int:
-        """Until the input ends or the user leaves; the exit status."""
+        """Read and answer until the input ends or the user leaves; return the exit status."""
         leaving = False
         if sys.stdin.isatty():
             self.console.print("[dim]/help lists commands; Ctrl-C stops an answer.[/dim]")
@@ -126,8 +126,8 @@ class _ChatSession:
     def _command(self, name: str, rest: str) -> None:
         on = {"on": True, "off": False}.get(rest)
         if name == "/help":
-            for command, does in COMMANDS.items():
-                _say(self.console, f"{command:14} {does}")
+            for command, description in COMMANDS.items():
+                _say(self.console, f"{command:14} {description}")
         elif name == "/new":
             self.messages = conversation(None, self.system)
         elif name == "/system":
@@ -186,7 +186,7 @@ class _ChatSession:
 
 
 class _AnswerView:
-    """An answer on the screen: thinking dimmed on a terminal, and else left out."""
+    """Prints an answer; its thinking is dimmed on a terminal and left out elsewhere."""
 
     def __init__(self, console: Any, form: ReasoningFormat | None, column: int = 0):
         self.console, self.form, self.content = console, form, ""
@@ -195,20 +195,20 @@ class _AnswerView:
         self._thinking = False
 
     def begin(self, prompt: str) -> None:
-        """prompt: the conversation as the model reads it."""
+        """Prepare the parser. prompt: the conversation as rendered for the model."""
         if self.form is not None:
             opened = self.form.opened_by(prompt)
             self._parser = make_parser(None, self.form.name, tools=None, thinking_open=opened)
 
     def push(self, text: str) -> None:
-        """Show more of it."""
+        """Show more of the answer."""
         if self._parser is None:
             self._show(text)
         else:
             self._take(self._parser.push(text))
 
     def end(self) -> None:
-        """Show what was held back."""
+        """Show text that the parser held back."""
         if self._parser is not None:
             self._take(self._parser.finish())
         self._turn(False)
@@ -237,12 +237,12 @@ class _AnswerView:
 
 
 def _say(console: Any, text: str, style: str | None = None) -> None:
-    """A line of the program's own, wrapped between words on a terminal only."""
+    """Print a line of the program's own, wrapped at words only on a terminal."""
     console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
 
 
 def _summary(answer: Any, seconds: float) -> str:
-    """One line on an answer: tokens, rate and acceptance."""
+    """Summarize an answer in one line: tokens, rate and acceptance."""
     num_tokens = len(answer.token_ids)
     line = f"{counted(num_tokens, 'token')}, {num_tokens / seconds:.0f} tokens/s"
     report = answer.speculation

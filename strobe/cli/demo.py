@@ -1,4 +1,4 @@
-"""`strobe demo` on the command line; the demo itself is in `tools/demo.py`."""
+"""`strobe demo` on the command line; the demo is in `tools/demo.py`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Demo:
     """Stream an answer from the demo models, then compare plain decoding with DFlash."""
 
     prompts: Annotated[Any, arg(help="Held-out prompts to compare on."), number("INT")] = 12
-    max_tokens: Annotated[Any, arg(help="Most tokens per answer."), number("INT")] = 256
-    repeats: Annotated[Any, arg(help="Timed runs; the fastest of each counts."), number("INT")] = 2
+    max_tokens: Annotated[Any, arg(help="Maximum tokens per answer."), number("INT")] = 256
+    repeats: Annotated[Any, arg(help="Timed runs; the fastest counts."), number("INT")] = 2
     json: Json = False
     debug: Debug = False
     engine: OmitArgPrefixes[DemoFlags] = field(default_factory=DemoFlags)

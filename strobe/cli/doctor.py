@@ -1,4 +1,4 @@
-"""`strobe doctor` on the command line; the doctor is in `doctor`."""
+"""`strobe doctor` on the command line; the doctor is in `tools/doctor`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DECIDED = (
     "target", "draft", "method", "max_num_seqs", "cuda_graphs", "enable_prefix_caching",
     "ngram_max", "ngram_min", "seed", "load_format",
 )  # fmt: skip
-"""Options that the doctor chooses itself."""
+"""Engine settings that the doctor sets itself."""
 
 if TYPE_CHECKING:
     DoctorFlags = Any
@@ -24,8 +24,8 @@ else:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Say whether a drafter fits its target, measure how much is accepted, and name what is wrong
-    where it is little; without names, for the demo models."""
+    """Check whether a drafter fits its target, measure acceptance, and explain it if it is low;
+    without names, for the demo models."""
 
     target: Annotated[
         Positional[str],

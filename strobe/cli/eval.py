@@ -1,4 +1,4 @@
-"""`strobe eval` on the command line; the evaluation itself is in `eval`."""
+"""`strobe eval` on the command line; the evaluation is in `tools/eval`."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class _Evaluation:
 
 @dataclass(frozen=True)
 class Acceptance(_Evaluation):
-    """Acceptance length, rate by position and histogram, against the published figures."""
+    """Acceptance length, rate by position and histogram, compared with the published figures."""
 
 
 @dataclass(frozen=True)
 class Accuracy(_Evaluation):
-    """Share of right answers with speculation off and on, where the data set has answers."""
+    """Share of correct answers without and with speculation, for data sets with answers."""
 
 
 @dataclass(frozen=True)
 class Speed(_Evaluation):
-    """Tokens per second with speculation off and on, and the speed-up by data set and load."""
+    """Tokens per second without and with speculation, and the speed-up by data set and load."""
 
 
 EVALUATIONS: dict[str, Any] = {"acceptance": Acceptance, "accuracy": Accuracy, "speed": Speed}
@@ -66,8 +66,8 @@ class Eval:
 
 
 def completed(arguments: list[str]) -> list[str]:
-    """The arguments behind `strobe eval`, or --help for none. Raises ValueError for an evaluation
-    that there is not."""
+    """Return the arguments after `strobe eval`, or --help if there are none. Raises ValueError for
+    an unknown evaluation."""
     if arguments and not arguments[0].startswith("-") and arguments[0] not in EVALUATIONS:
         raise ValueError(
             f"{arguments[0]!r} is not an evaluation; there are {', '.join(EVALUATIONS)}."

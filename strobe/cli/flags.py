@@ -1,10 +1,10 @@
-"""Command-line flags out of the dataclasses that the API uses: each option stands once.
+"""Command-line flags generated from the API's dataclasses, so that each option is declared once.
 
-tyro reads the commands, but not those dataclasses directly. Tried (tyro 1.0): its errors are boxes
-of 5 to 12 lines, which only a private hook turns into a sentence; it cannot tell a value that was
-given from the same default (--top-k 0 must win over the checkpoint's 20); two classes with a field
-of one name cannot share a command (seed), and no field can be left out for one command. So `flags`
-makes a dataclass of fields as tyro shows them, whose values are checked by the real one.
+tyro parses the commands, but not from those dataclasses directly. With tyro 1.0, errors are boxes
+of 5 to 12 lines unless a private hook is used; an explicit value cannot be distinguished from an
+equal default (--top-k 0 must override the checkpoint's 20); two classes with a field of the same
+name (seed) cannot share a command; and a command cannot leave a field out. So `flags` makes a
+dataclass of fields for tyro to show, and the real dataclass checks the values.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Debug = FlagCreatePairsOff[
 ]
 System = Annotated[str | None, arg(help="A system message.", metavar="TEXT", help_behavior_hint="")]
 
-_FILE = "Options may also stand in a YAML file, one a line: --config FILE."
+_FILE = "Options can also come from a YAML file with one per line: --config FILE."
 
 
 def parse(kind: Any, name: str, arguments: Sequence[str], options: Mapping[str, Any]) -> Any:
-    """The command of class `kind`, from its arguments and other engines' options. Raises
-    ValueError for what it does not take."""
+    """Parse the arguments and other engines' options into a command of class `kind`. Raises
+    ValueError for an unknown option."""
     about = f"{inspect.cleandoc(kind.__doc__)}\n\n{_FILE}"
     command, unknown = tyro.cli(
         kind, prog=name, args=arguments, return_unknown_args=True, description=about
@@ -55,8 +55,8 @@ def parse(kind: Any, name: str, arguments: Sequence[str], options: Mapping[str, 
     if unknown:
         raise ValueError(_no_option(unknown[0], inner or command, name))
     if inner is not None:
-        return replace(command, which=adopted(inner, options, name))
-    command = adopted(command, options, name)
+        return replace(command, which=apply_options(inner, options, name))
+    command = apply_options(command, options, name)
     if getattr(command, "debug", False):
         logging.basicConfig(format="%(name)s: %(message)s")
         logging.getLogger("strobe").setLevel(logging.DEBUG)
@@ -64,7 +64,7 @@ def parse(kind: Any, name: str, arguments: Sequence[str], options: Mapping[str, 
 
 
 def _no_option(option: str, command: Any, name: str) -> str:
-    """The sentence for an argument that the command does not take."""
+    """Return the error sentence for an argument that the command does not take."""
     parts = ("sampling", "server", "bench", "settings", "engine")
     groups = [g for g in (getattr(command, n, None) for n in parts) if g]
     options = [f"--{f.name.replace('_', '-')}" for g in (command, *groups) for f in fields(g)]
@@ -73,14 +73,14 @@ def _no_option(option: str, command: Any, name: str) -> str:
     return f"{name} takes no {option!r}; {hint}"
 
 
-def adopted(command: Any, options: Mapping[str, Any], name: str) -> Any:
-    """The subcommand with other engines' options in the place of its own. Raises ValueError for
-    those that contradict its own, and for those that it has no use for."""
-    has = vars(command)
-    groups = {part: has[part] for part in ("engine", "server") if part in has}
-    field_of = {"target": "model" if "model" in has else "target", "draft": "draft"}
-    field_of = {setting: place for setting, place in field_of.items() if place in has}
-    chosen = {setting: has[place] or None for setting, place in field_of.items()}
+def apply_options(command: Any, options: Mapping[str, Any], name: str) -> Any:
+    """Translate other engines' options and set them on the command. Raises ValueError for options
+    that contradict the command's own or that it does not have."""
+    attributes = vars(command)
+    groups = {part: attributes[part] for part in ("engine", "server") if part in attributes}
+    field_of = {"target": "model" if "model" in attributes else "target", "draft": "draft"}
+    field_of = {setting: name for setting, name in field_of.items() if name in attributes}
+    chosen = {setting: attributes[name] or None for setting, name in field_of.items()}
     for group in groups.values():
         for f in fields(group):
             value = getattr(group, f.name)
@@ -106,7 +106,8 @@ def adopted(command: Any, options: Mapping[str, Any], name: str) -> Any:
 
 
 def number(metavar: str) -> Any:
-    """How tyro reads one value: a number where it is one, unless texts are asked for."""
+    """Return tyro's specification of one value: parsed as a number if it is one and `metavar` is
+    INT or FLOAT, else text."""
     numeric = metavar in ("INT", "FLOAT")
     return PrimitiveConstructorSpec(
         nargs=1,
@@ -120,10 +121,10 @@ def number(metavar: str) -> Any:
 def flags(
     source: type, name: str, *, omit: tuple[str, ...] = (), defaults: Mapping[str, Any] | None
 ) -> Any:
-    """A dataclass of command-line flags from another dataclass's fields and their help.
+    """Make a dataclass of command-line flags from another dataclass's fields and their help.
 
-    defaults: what to say of the default of flags that are None unless given; None: flags have the
-    fields' own defaults.
+    defaults: descriptions of defaults by field; flags are then None unless set. None: flags keep
+    the fields' own defaults.
     """
     hints = get_type_hints(source)
     parameters: list[Any] = []
@@ -186,7 +187,7 @@ else:
 
 
 def load(flags: Any) -> Any:
-    """The models that the flags name; on a terminal a line says that they are being loaded."""
+    """Load the models that the flags name; on a terminal, show a status line meanwhile."""
     from rich.console import Console
 
     name = flags.target or "the demo models"
@@ -197,13 +198,13 @@ def load(flags: Any) -> Any:
 
 
 def sampling(llm: Any, flags: Any) -> SamplingParams:
-    """The checkpoint's recommended sampling with what was given on the command line."""
+    """Return the checkpoint's recommended sampling parameters, overridden by the flags."""
     set_values = {name: value for name, value in asdict(flags).items() if value not in (None, ())}
     set_values.setdefault("max_tokens", SHOWN["max_tokens"])
     return llm.get_default_sampling_params().clone(**set_values)
 
 
 def conversation(prompt: str | None, system: str | None) -> list[dict[str, str]]:
-    """The messages that a command begins with."""
+    """Return the first messages: the system message and the prompt, as far as they are set."""
     messages = [{"role": "system", "content": system}] if system else []
     return messages + ([{"role": "user", "content": prompt}] if prompt is not None else [])

@@ -30,7 +30,7 @@ class Generate:
         Positional[tuple[str, ...]],
         arg(help="One or more prompts.", metavar="PROMPT ...", help_behavior_hint=""),
     ]
-    chat: Annotated[bool, arg(help="Put the prompts through the chat template.")] = True
+    chat: Annotated[bool, arg(help="Render the prompts with the chat template.")] = True
     thinking: Thinking = False
     system: System = None
     json: Json = False
@@ -61,13 +61,13 @@ class Generate:
         errors = [output.outputs[0].error for output in outputs]
         for number, error in enumerate(errors, start=1):
             if error is not None:
-                which = f"prompt {number}: " if len(outputs) > 1 else ""
-                print(f"strobe: {which}{error}", file=sys.stderr)
+                prefix = f"prompt {number}: " if len(outputs) > 1 else ""
+                print(f"strobe: {prefix}{error}", file=sys.stderr)
         return 1 if any(errors) else 0
 
 
 def _print_answers(prompts: tuple[str, ...], outputs: list[Any]) -> None:
-    """The answers; several are told apart by their prompts and numbers."""
+    """Print the answers, with prompts and numbers if there are several."""
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         if len(outputs) > 1:
             print(f"{chr(10) if number else ''}> {prompt}")

@@ -1,4 +1,4 @@
-"""`strobe info` on the command line; the facts are made in `tools/info.py`."""
+"""`strobe info` on the command line; the facts come from `tools/info.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strobe.config import DEMO_MODELS
 
 @dataclass(frozen=True)
 class Info:
-    """Say what a checkpoint is, what it takes to run, and whether a drafter fits it."""
+    """Describe a checkpoint and what it takes to run, and check whether a drafter fits it."""
 
     model: Annotated[
         Positional[str],

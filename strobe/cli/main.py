@@ -1,7 +1,7 @@
-"""The command line: finds the command, and says in one sentence what went wrong.
+"""The command line: finds and runs the command, and reports an error in one sentence.
 
-Nothing is imported here that takes time, so that Ctrl-C ends a command quietly from the start, and
-`strobe --help` is quick; a command's own module is imported when it is asked for.
+Slow imports are left to the commands' modules, so that `strobe --help` is fast and Ctrl-C ends a
+command quietly from the start.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ COMMANDS = {
     "serve": "Serve a model through OpenAI's API, with a page to try it.",
     "run-batch": "Answer a file of requests as OpenAI's batch API does.",
     "demo": "Compare plain decoding with DFlash on the demo models.",
-    "info": "Say what a checkpoint is, and whether a drafter fits it.",
+    "info": "Describe a checkpoint, and check whether a drafter fits it.",
     "doctor": "Find out why few drafts are accepted.",
     "bench": "Measure single steps, or whole answers.",
     "eval": "Measure acceptance, accuracy or speed on data sets.",
 }
-"""Every command's name, which is its module's in this package, and what it does."""
+"""The commands, named like their modules in this package, and their descriptions."""
 _ABOUT = (
     "Strobe: LLM inference with DFlash block-diffusion speculation. Without a target, commands use "
     "the demo models. Commands also take the options of vLLM and SGLang."
@@ -33,7 +33,7 @@ _ABOUT = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status. What a user got wrong is one sentence."""
+    """Run the command line and return the exit status; a user's error prints one sentence."""
     return exit_status(lambda: _run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -83,8 +83,8 @@ def _help() -> int:
 
 
 def _open_standard_files(*, reads: bool, writes: bool) -> None:
-    """Put /dev/null where a standard file is closed, since the next file opened would take its
-    place. Raises ValueError where the command needs it."""
+    """Open /dev/null in place of a closed standard file, since the next opened file would take its
+    descriptor. Raises ValueError if the command needs that file."""
     streams: list[Any] = [sys.stdin, sys.stdout, sys.stderr]
     if None not in streams:
         return
@@ -96,9 +96,9 @@ def _open_standard_files(*, reads: bool, writes: bool) -> None:
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     if reads and streams[0] is None:
-        raise ValueError("Standard input is closed, and a chat reads there; leave it open.")
+        raise ValueError("Standard input is closed, but a chat reads it; leave it open.")
     if writes and streams[1] is None:
-        raise ValueError("Standard output is closed, and answers go there; leave it open.")
+        raise ValueError("Standard output is closed, but answers go there; leave it open.")
 
 
 if __name__ == "__main__":

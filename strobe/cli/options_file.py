@@ -1,4 +1,4 @@
-"""`--config FILE`: a command's options out of a YAML file, one a line, such as `port: 8000`."""
+"""`--config FILE`: a command's options from a YAML file, one per line, such as `port: 8000`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from strobe.server.settings import ServerConfig
 
 
 def expand_options_file(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the options of each `--config FILE` in its place, but for those that the
-    command line itself gives. Raises ValueError for a file that holds no options."""
+    """Replace each `--config FILE` with the file's options, except those that are also on the
+    command line. Raises ValueError for a file without options."""
     words, file_words = list(arguments), list[str]()
     while words and words[0] != "--":
         word = words.pop(0)
@@ -35,16 +35,17 @@ def expand_options_file(arguments: Sequence[str]) -> list[str]:
 
 
 def _words(path: str, set_names: set[str]) -> list[str]:
-    """A file's options as on a command line, without those of the names given."""
+    """Return a file's options as command-line words, without those in `set_names`."""
     try:
         with open(path, encoding="utf-8") as file:
             options = yaml.safe_load(file) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        why = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise ValueError(f"--config names {path}, which cannot be read ({why}).") from None
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise ValueError(f"--config names {path}, which cannot be read ({reason}).") from None
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise ValueError(
-            f"--config names {path}, which holds no options; write one a line, such as port: 8000."
+            f"--config names {path}, which holds no options; write one per line, such as "
+            "port: 8000."
         )
     words: list[str] = []
     for name, value in options.items():

@@ -1,4 +1,4 @@
-"""Where a chat asks for its next message: editing, pasting, and a history that is kept."""
+"""The chat's input prompt, with line editing, multi-line pastes and a persistent history."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 HISTORY = 1000
-"""Lines that are kept."""
+"""Maximum lines of the history."""
 PASTE_GAP = 0.03
-"""Seconds in which the next line of a paste is there, on a terminal that does not mark pastes."""
+"""Seconds within which the next line of a paste arrives on a terminal that does not mark pastes."""
 
 
 class Prompt:
-    """Asks for messages, on a terminal with readline: its prompt is left alone by editing, and a
-    paste of several lines is one message."""
+    """Reads messages, on a terminal with readline: editing leaves the prompt alone, and a paste of
+    several lines is one message."""
 
     def __init__(self, console: Any):
         self._colour = console.is_terminal and not console.no_color
@@ -28,7 +28,7 @@ class Prompt:
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 self._readline = importlib.import_module("readline")
-                # Python turns it off, since a pasted newline is none to most programs.
+                # Python turns it off, since most programs read line by line.
                 self._readline.parse_and_bind("set enable-bracketed-paste on")
                 self._history = history_file()
         if self._history is not None:
@@ -39,8 +39,8 @@ class Prompt:
                     self._readline.write_history_file(self._history)
 
     def ask(self, commands: Collection[str] = ()) -> str:
-        """The next message, or a line that begins with one of the commands. Raises EOFError at the
-        end of the input."""
+        """Return the next message, or a line that starts with one of the commands. Raises EOFError
+        at the end of the input."""
         if not sys.stdin.isatty():
             return input()
         before = self._entries()
@@ -49,13 +49,13 @@ class Prompt:
         with contextlib.suppress(EOFError):
             while not is_command and select.select([sys.stdin], [], [], PASTE_GAP)[0]:
                 lines.append(input("...> "))
-        self._keep(self._entries() - before)
+        self._save(self._entries() - before)
         return "\n".join(lines)
 
     def _entries(self) -> int:
         return self._readline.get_current_history_length() if self._readline is not None else 0
 
-    def _keep(self, count: int) -> None:
+    def _save(self, count: int) -> None:
         if self._history is None or count <= 0:
             return
         with contextlib.suppress(OSError):
@@ -66,8 +66,7 @@ class Prompt:
 
 
 def history_file() -> Path | None:
-    """The file with earlier chats' lines, which only its owner can read; None where there is no
-    home to keep it in."""
+    """Return the history file, created readable by its owner only; None without a home."""
     try:
         root = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
         if not root.is_absolute():

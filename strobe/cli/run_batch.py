@@ -1,4 +1,4 @@
-"""`strobe run-batch`; the work is in `server/batch.py`."""
+"""`strobe run-batch` on the command line; the work is in `server/batch.py`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from strobe.server.settings import ServerConfig
 
 @dataclass(frozen=True)
 class RunBatch:
-    """Answer a file of requests as OpenAI's batch API does. What the output file answers already is
-    not asked again, so that a run that was stopped goes on where it was."""
+    """Answer a file of requests as OpenAI's batch API does. Requests that the output file already
+    answers are skipped, so a stopped run resumes."""
 
     input_file: Annotated[
         str,
         arg(
             aliases=["-i"],
-            help="Requests, one a line: custom_id, method POST, url and body.",
+            help="Requests, one per line: custom_id, method POST, url and body.",
             metavar="FILE",
             help_behavior_hint="(required)",
         ),
@@ -31,8 +31,8 @@ class RunBatch:
         str,
         arg(
             aliases=["-o"],
-            help="Answers, one a line in the order in which they end. Lines are added to a file of "
-            "answers; any other file is left alone.",
+            help="Answers, one per line in the order in which they end, appended to a file of "
+            "answers; any other existing file is left unchanged.",
             metavar="FILE",
             help_behavior_hint="(required)",
         ),

@@ -36,4 +36,4 @@ class Serve:
         config = EngineConfig(**asdict(self.engine), target=self.target)
         status = serve(config, ServerConfig(**asdict(self.server)))
         logging.shutdown()
-        os._exit(status)  # a thread that still encodes some request's text would be waited for
+        os._exit(status)  # sys.exit would wait for threads that still encode a request's text

@@ -24,7 +24,7 @@ from strobe.wrapping import Wrapping
 
 @dataclass(frozen=True)
 class Run:
-    """One way of answering over the prompts, one at a time."""
+    """Answers to the prompts, one at a time, with or without drafts."""
 
     outputs: list[RequestOutput]
     seconds: float
@@ -35,7 +35,7 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Tokens made per second, prefill included."""
+        """Tokens per second, prefill included."""
         return self.tokens / self.seconds
 
 
@@ -43,7 +43,7 @@ Answer = Callable[[Prompt], RequestOutput]
 
 
 def prompts_of(llm: LLM, examples: Sequence[Example]) -> list[Prompt]:
-    """Token ids of the examples' prompts, through the chat template."""
+    """Return the token ids of the examples' prompts, rendered with the chat template."""
     return [
         llm.tokenizer.render_chat(
             example.messages, tools=example.tools or None, enable_thinking=example.thinking
@@ -53,7 +53,7 @@ def prompts_of(llm: LLM, examples: Sequence[Example]) -> list[Prompt]:
 
 
 def answerer(llm: LLM, params: SamplingParams) -> Answer:
-    """A function that answers one prompt with `llm`; it raises ValueError where that fails."""
+    """Return a function that answers one prompt with `llm` and raises ValueError if that fails."""
 
     def answer(prompt: Prompt) -> RequestOutput:
         (output,) = llm.generate([prompt], params, use_tqdm=False)
@@ -70,30 +70,31 @@ def race(
     repeats: int,
     on_answer: Callable[[], None] = lambda: None,
 ) -> dict[str, Run]:
-    """Answer every prompt with every way in turn, so that all of them meet the same machine.
+    """Answer every prompt in every way, alternating between the ways so that they share the
+    machine's conditions.
 
-    A prompt's time is the fastest of `repeats`, after one turn that warms up. on_answer: is called
-    after each answer.
+    A prompt's time is the fastest of `repeats`, after a warm-up. on_answer: called after each
+    answer.
     """
     seconds = {name: [float("inf")] * len(prompts) for name in answers}
     outputs: dict[str, list[Any]] = {name: [None] * len(prompts) for name in answers}
-    for turn in range(repeats + 1):
-        for i, prompt in enumerate(prompts if turn else prompts[:1]):
+    for repeat in range(repeats + 1):
+        for i, prompt in enumerate(prompts if repeat else prompts[:1]):
             for name, answer in answers.items():
                 began = time.perf_counter()
                 outputs[name][i] = answer(prompt)
-                if turn:
+                if repeat:
                     seconds[name][i] = min(seconds[name][i], time.perf_counter() - began)
                 on_answer()
     return {name: Run(outputs[name], sum(seconds[name])) for name in answers}
 
 
 def choose_examples(count: int) -> list[Example]:
-    """Held-out examples, the families in turn; of every 24, half with thinking and half from
-    templates that training never saw."""
+    """Return held-out examples, cycling through the families; of every 24, half with thinking and
+    half from templates that training never saw."""
     _check("prompts", count)
-    read_heldout(count)  # raises where there are fewer
-    pool = read_heldout()  # with and without thinking in pairs of turns
+    read_heldout(count)  # raises if there are fewer
+    pool = read_heldout()  # rounds of one example per family, with and without thinking in pairs
     rounds = range(-(-count // len(FAMILIES)))
     turns = [4 * (n // 4) + (0, 3, 2, 1)[n % 4] for n in rounds]
     return [pool[turn * len(FAMILIES) + f] for turn in turns for f in range(len(FAMILIES))][:count]
@@ -105,12 +106,12 @@ def _check(name: str, count: Any) -> None:
 
 
 def compare(plain: Run, drafted: Run, llm: LLM) -> dict[str, Any]:
-    """The figures of both runs side by side. acceptance_length: tokens per step, with and without
-    drafts, that is all but the first one of each answer, which the prompt's own forward made.
-    off_reason: why no step had drafts, None if some had."""
+    """Return the figures of both runs. acceptance_length: tokens per step, with or without drafts,
+    not counting each answer's first token, which the prefill generates. off_reason: why no step had
+    drafts, None if some had."""
     reports = [r for output in drafted.outputs if (r := output.outputs[0].speculation) is not None]
     steps = sum(report.rows_verified - report.drafted for report in reports)
-    off = [report.off_reason for report in reports if not report.used]
+    off_reasons = [report.off_reason for report in reports if not report.used]
     num_tokens = sum(len(output.outputs[0].token_ids) - 1 for output in drafted.outputs)
     same = [
         a.outputs[0].token_ids == b.outputs[0].token_ids
@@ -121,7 +122,7 @@ def compare(plain: Run, drafted: Run, llm: LLM) -> dict[str, Any]:
         "dflash_tokens_per_s": round(drafted.rate, 1),
         "speedup": round(drafted.rate / plain.rate, 3),
         "acceptance_length": round(num_tokens / steps, 3) if steps else None,
-        "off_reason": off[0] if off and len(off) == len(reports) else None,
+        "off_reason": off_reasons[0] if off_reasons and len(off_reasons) == len(reports) else None,
         "identical": all(same),
         "prompts": len(same),
         "tokens": drafted.tokens,
@@ -136,7 +137,7 @@ def compare(plain: Run, drafted: Run, llm: LLM) -> dict[str, Any]:
 def run_demo(
     config: EngineConfig, *, prompts: int, max_tokens: int, repeats: int, as_json: bool
 ) -> int:
-    """Run the demo; returns 0 where both ways gave identical tokens, else 1."""
+    """Run the demo; return 0 if both ways gave identical tokens, else 1."""
     examples = choose_examples(prompts)
     _check("repeats", repeats)
     _check("max_tokens", max_tokens)
@@ -169,7 +170,7 @@ def _options(config: EngineConfig) -> dict[str, Any]:
 
 
 def _stream(llm: LLM, example: Example, prompt: Prompt, params: SamplingParams) -> None:
-    """Print a prompt and its answer as it comes; on a terminal, every other step in bold."""
+    """Print a prompt and stream its answer; on a terminal, every other step is bold."""
     from rich.console import Console
     from rich.text import Text
 
@@ -187,7 +188,7 @@ def _stream(llm: LLM, example: Example, prompt: Prompt, params: SamplingParams) 
     report = last.output.speculation if last is not None else None
     if last is not None and report is not None and report.used:
         num_tokens = len(last.output.token_ids)
-        weight = " (normal and bold take turns)" if console.is_terminal else ""
+        weight = " (alternately normal and bold)" if console.is_terminal else ""
         console.print(
             f"[dim]{counted(num_tokens, 'token')} in "
             f"{counted(report.steps, 'verify step')}{weight}, "

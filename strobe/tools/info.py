@@ -1,4 +1,4 @@
-"""What a checkpoint is, read from its config and tensor headers alone."""
+"""Facts about a checkpoint, read only from its config and tensor headers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from strobe.models.registry import load_draft_config, load_target_config
 
 
 def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
-    """Facts of a target or a drafter, and of the pair where a drafter is named.
+    """Return the facts of a target or a drafter, and of the pair if `draft` is set.
 
-    Raises ValueError for what is damaged, not supported or does not fit.
+    Raises ValueError for a damaged or unsupported checkpoint, or a pair that does not fit.
     """
     if method_of(read_json(model / "config.json")) is not None:
         if draft is not None:
@@ -83,11 +83,12 @@ def _quantization(quantization: Quantization | None, decoder: DecoderConfig) -> 
     if quantization is None:
         return {}
     rows, columns = quantization.block
-    held = "held in full"
-    if quantization.method == "fp8" and decoder.experts is None:  # whose GEMMs are not in FP8
-        held = "held with a scale for each row on a GPU that has FP8, and in full elsewhere"
+    memory_format = "dequantized when loaded"
+    if quantization.method == "fp8" and decoder.experts is None:  # experts' GEMMs are not in FP8
+        memory_format = "kept in FP8 with a scale per row on a GPU with FP8, else dequantized"
     return {
-        "quantization": f"{quantization.method}, a scale for each {rows} x {columns} values, {held}"
+        "quantization": f"{quantization.method}, a scale per {rows} x {columns} values, "
+        f"{memory_format}"
     }
 
 
@@ -127,7 +128,7 @@ def show(facts: dict[str, Any]) -> None:
 
 
 def _text(value: Any) -> str:
-    """A fact as people write it."""
+    """Format a fact for reading."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

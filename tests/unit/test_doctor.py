@@ -1,4 +1,4 @@
-"""The doctor on the demo models, and on copies of them in which one thing is broken."""
+"""The doctor on the demo models, and on copies with one fault each."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from strobe.step import TAIL, Plan, Span, StepResult
 from strobe.tools.doctor import measure
 from strobe.tools.doctor import run as doctor
 from strobe.tools.doctor.findings import Report
-from strobe.tools.doctor.measure import Fitting, gain
+from strobe.tools.doctor.measure import MarginFit, gain
 from strobe.tools.doctor.pair_checks import hashes
 from strobe.tools.doctor.tokenizers import fingerprint
 
 
 @pytest.fixture(scope="module", autouse=True)
 def short() -> Any:
-    """Fewer prompts and shorter answers than a user gets, enough to tell what is better."""
+    """Use fewer prompts and shorter answers, enough to find the better variant."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "PROMPTS", doctor.PROMPTS[1::2])
-        patch.setattr(doctor, "TOKENS", 40)
+        patch.setattr(doctor, "MAX_TOKENS", 40)
         patch.setattr(measure, "BASES", (1e4, 1e6))
         yield
 
@@ -94,14 +94,14 @@ def tensor(pair: Copies) -> None:
 
 
 def tokenizer(pair: Copies) -> None:
-    """The same words with other ids, as another training of the tokenizer would give them."""
+    """Shuffle the ids of the words, as another training of the tokenizer would."""
     path = pair.target / "tokenizer.json"
-    whole = json.loads(path.read_text())
-    words = [word for word, i in whole["model"]["vocab"].items() if 300 < i < 2044]
-    ids = [whole["model"]["vocab"][word] for word in words]
+    content = json.loads(path.read_text())
+    words = [word for word, i in content["model"]["vocab"].items() if 300 < i < 2044]
+    ids = [content["model"]["vocab"][word] for word in words]
     random.Random(0).shuffle(ids)
-    whole["model"]["vocab"].update(zip(words, ids, strict=True))
-    path.write_text(json.dumps(whole))
+    content["model"]["vocab"].update(zip(words, ids, strict=True))
+    path.write_text(json.dumps(content))
 
 
 def vocabulary(pair: Copies) -> None:
@@ -109,21 +109,21 @@ def vocabulary(pair: Copies) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Copies], None], str, str]] = {
-    "offset by one": (offset, "layer offset", "features of one layer before those"),
+    "offset by one": (offset, "layer offset", "features of one layer before the layers in "),
     "wrong mask token": (mask_token, "mask token", "With 3 (the tokenizer's mask token)"),
     "wrong rope base": (rope_base, "rope", "With rope with base 10000"),
     "flipped causality": (causality, "causality", "With bidirectional layers"),
     "anchor layout": (anchor, "anchor layout", "With a first slot that predicts nothing"),
     "truncated tensor": (tensor, "drafter's tensors", "layers.1.mlp.down_proj.weight has shape"),
-    "other tokenizer": (tokenizer, "tokenizer", "come back when the text is encoded again"),
+    "other tokenizer": (tokenizer, "tokenizer", "decoding and encoding the answers preserves only"),
     "other vocabulary": (vocabulary, "fit", "vocab_size is 4096, the target's is 2048"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_copy_has_its_fault_named(copies: Copies, name: str):
-    harm, about, says = BROKEN[name]
-    harm(copies)
+def test_doctor_reports_the_fault(copies: Copies, name: str):
+    inject_fault, about, says = BROKEN[name]
+    inject_fault(copies)
     faults = copies.examine().faults
     assert [fault.about for fault in faults] == [about]
     assert says in faults[0].says
@@ -160,7 +160,7 @@ def test_demo_models_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def test_fit_reports_chance_by_evidence():
-    rng, fitting = np.random.default_rng(0), Fitting(2)
+    rng, margin_fit = np.random.default_rng(0), MarginFit(2)
     for _ in range(100):
         margins = rng.choice([1.0, 9.0], (3, 1)).repeat(2, 1)
         right = rng.random((3, 2)) < np.where(margins > 5, 0.9, 0.4)
@@ -168,8 +168,8 @@ def test_fit_reports_chance_by_evidence():
         spans = tuple(Span(i, 5, 5, (TAIL,), 2, "dflash", 3) for i in range(2))
         spans = (*spans, Span(2, 5, 5, (TAIL,), 0, None, 1))
         accepted[2] = 0
-        fitting.observe(Plan(spans), StepResult([], accepted, margins=margins.tolist()))
-    first, second = fitting.by_place()
+        margin_fit.observe(Plan(spans), StepResult([], accepted, margins=margins.tolist()))
+    first, second = margin_fit.by_position()
     assert first["blocks"] == 200
     assert second["blocks"] == pytest.approx(200 * first["right"])
     for row in (first, second):
@@ -183,14 +183,14 @@ def test_large_files_of_equal_size_are_distinguished(
 ):
     monkeypatch.setattr("strobe.tools.doctor.pair_checks.HASHED_BYTES", 1 << 20)
     path, content = tmp_path / "model.safetensors", bytearray(3 << 20)
-    seen: set[str] = set()
-    for place in (0, 1 << 20, (3 << 20) - 1, None):
-        if place is not None:
-            content[place] += 1
+    digests: set[str] = set()
+    for offset in (0, 1 << 20, (3 << 20) - 1, None):
+        if offset is not None:
+            content[offset] += 1
         path.write_bytes(content)
-        seen |= set(hashes(tmp_path).values())
-    assert len(seen) == 3
-    assert all(name.startswith("size and 256 samples: ") for name in seen)
+        digests |= set(hashes(tmp_path).values())
+    assert len(digests) == 3
+    assert all(digest.startswith("size and 256 samples: ") for digest in digests)
 
 
 def test_report_ends_with_faults(copies: Copies, capsys: pytest.CaptureFixture[str]):
@@ -202,18 +202,18 @@ def test_report_ends_with_faults(copies: Copies, capsys: pytest.CaptureFixture[s
     assert "Not measured, since the pair cannot run as it is." in page
 
 
-def test_drafter_with_different_tokenizer(copies: Copies):
+def test_drafter_with_different_tokenizer_is_a_fault(copies: Copies):
     shutil.copy(copies.target / "tokenizer.json", copies.draft)
     assert fingerprint(copies.draft) == fingerprint(copies.target)
-    whole = json.loads((copies.draft / "tokenizer.json").read_text())
-    whole["model"]["merges"].pop()
-    (copies.draft / "tokenizer.json").write_text(json.dumps(whole))
+    content = json.loads((copies.draft / "tokenizer.json").read_text())
+    content["model"]["merges"].pop()
+    (copies.draft / "tokenizer.json").write_text(json.dumps(content))
     edit_json(copies.draft / "config.json", vocab_size=4096)  # so that nothing is measured
     about = {fault.about for fault in copies.examine().faults}
     assert about == {"tokenizer", "fit"}
 
 
-def test_the_same_tokenizer_in_another_layout_is_the_same(copies: Copies):
+def test_fingerprint_ignores_the_files_layout(copies: Copies):
     path = copies.target / "tokenizer.json"
     before = fingerprint(copies.target)
     path.write_text(json.dumps(json.loads(path.read_text()), indent=7))
@@ -221,7 +221,7 @@ def test_the_same_tokenizer_in_another_layout_is_the_same(copies: Copies):
     assert fingerprint(copies.draft) is None
 
 
-def test_a_pair_needs_a_drafter(target: Any, capsys: pytest.CaptureFixture[str]):
+def test_doctor_needs_a_drafter(target: Any, capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", str(target.path)]) == 2
     assert "no drafter is named; add one." in capsys.readouterr().err
 
@@ -229,9 +229,9 @@ def test_a_pair_needs_a_drafter(target: Any, capsys: pytest.CaptureFixture[str])
 def test_gain_is_the_paired_difference_in_standard_errors():
     generator = torch.Generator().manual_seed(0)
     base = torch.randint(0, 8, (400,), generator=generator)
-    more = base + torch.randint(0, 2, (400,), generator=generator)
-    apart = (more - base).double()
-    want = float(apart.mean() / (apart.std() / 20))
-    assert gain(base.tolist(), more.tolist()) == pytest.approx(want)
+    changed = base + torch.randint(0, 2, (400,), generator=generator)
+    difference = (changed - base).double()
+    expected = float(difference.mean() / (difference.std() / 20))
+    assert gain(base.tolist(), changed.tolist()) == pytest.approx(expected)
     assert gain([1, 2], [1, 2]) == 0.0
     assert gain([1, 2], [2, 3]) == float("inf")

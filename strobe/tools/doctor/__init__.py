@@ -1,1 +1,1 @@
-"""`strobe doctor`: whether a target and a drafter fit, and where they do not, why."""
+"""`strobe doctor`: check whether a target and a drafter fit, and if not, say why."""

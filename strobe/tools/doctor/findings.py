@@ -1,4 +1,4 @@
-"""What the doctor says: facts, and findings that are in order, worth knowing, or wrong."""
+"""The doctor's report: facts and findings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ Level = Literal["ok", "note", "fault"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. about: which ("mask token"); says: one sentence or more."""
+    """The result of one check: ok, a note or a fault. about: its subject, such as "mask token";
+    says: one or more sentences."""
 
     level: Level
     about: str
@@ -19,9 +20,9 @@ class Finding:
 
 @dataclass
 class Report:
-    """Everything that was found of one pair. facts: by section; measured: acceptance as it is, by
-    thinking; margins: by place in the block, how likely drafts are to be right; variants: what else
-    was tried; findings: in the order they were made."""
+    """The report on one pair. facts: by section; measured: acceptance with thinking off and on;
+    margins: for each position in the block, how likely drafts are to be right; variants: other
+    readings of the drafter's config; findings: in the order of the checks."""
 
     target: str
     draft: str
@@ -45,5 +46,5 @@ class Report:
         return [finding for finding in self.findings if finding.level == "fault"]
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the report for --json."""
         return asdict(self) | {"healthy": not self.faults}

@@ -1,4 +1,4 @@
-"""What can be said of a pair before it runs: sizes, tokens, layers, rope, masks, files, memory."""
+"""Checks of a pair before it runs: sizes, tokens, layers, rope, masks, files and memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from strobe.tools.doctor.findings import Report
 from strobe.tools.doctor.tokenizers import fingerprint
 
 HASHED_BYTES = 1 << 30
-"""Larger weight files are hashed by their sizes and SAMPLES pieces of SAMPLE bytes, spread evenly
-from the header to the end."""
+"""Of larger weight files, only the size and SAMPLES evenly spaced pieces of SAMPLE bytes are
+hashed."""
 SAMPLES, SAMPLE = 256, 1 << 20
 MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>", "[MASK]")
 
@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 
 def attempt(report: Report, about: str, run: Callable[[], T]) -> T | None:
-    """What it returns; None where it raises ValueError, whose sentence is a fault."""
+    """Return run()'s result; if it raises ValueError, report the sentence as a fault and return
+    None."""
     try:
         return run()
     except ValueError as error:
@@ -39,9 +40,9 @@ def attempt(report: Report, about: str, run: Callable[[], T]) -> T | None:
 
 
 def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, Any, bool]:
-    """Configs, tensors and tokenizers of both, and whether they fit; returns target's and drafter's
-    configs and the tokenizer, each None where it cannot be read, and whether they do. Weights are
-    fetched for pairs that fit only; those that are here are looked at in any case."""
+    """Check configs, tensors and tokenizer; return the target's config, the drafter's, the
+    tokenizer (each None if it cannot be read), and whether the configs fit. Weights are downloaded
+    only if the configs fit; weights on disk are checked in any case."""
     target_config = attempt(report, "target's config", lambda: load_target_config(target))
     draft_config = attempt(report, "drafter's config", lambda: load_draft_config(draft, target))
     fits = (
@@ -67,18 +68,18 @@ def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, An
 
 
 def _tensors(report: Report, about: str, path: Path, check: Callable[[], Target | DFlash]) -> None:
-    def fetched() -> Target | DFlash:
+    def fetch_and_check() -> Target | DFlash:
         fetch_weights(path)
         return check()
 
-    checked = attempt(report, about, fetched)
-    if checked is not None:
-        count = sum(parameter.numel() for parameter in checked.parameters())
+    module = attempt(report, about, fetch_and_check)
+    if module is not None:
+        count = sum(parameter.numel() for parameter in module.parameters())
         report.ok(about, f"{count:,} values, every tensor as config.json says.")
 
 
 def hashes(directory: Path) -> dict[str, str]:
-    """SHA-256 of config.json and of each weight file; of a large one's samples, marked."""
+    """Return SHA-256 digests of config.json and each weight file; a digest of samples says so."""
     digests: dict[str, str] = {}
     for path in sorted([*directory.glob("config.json"), *directory.glob("*.safetensors")]):
         digest, size = hashlib.sha256(), path.stat().st_size
@@ -95,33 +96,34 @@ def hashes(directory: Path) -> dict[str, str]:
 
 
 def check_fit(report: Report, target: TargetConfig, draft: DraftConfig, path: Path) -> bool:
-    """Sizes, vocabulary, captured layers and mask token against each other."""
-    theirs, ours = target.decoder, draft.decoder
+    """Report the pair's sizes and layout; return whether they fit."""
+    target_decoder, draft_decoder = target.decoder, draft.decoder
+    draft_rope, target_rope = draft_decoder.rope, target_decoder.rope
     report.facts["fit"] = {
-        "hidden size": f"{ours.hidden_size} for {theirs.hidden_size}",
-        "vocabulary": f"{ours.vocab_size} for {theirs.vocab_size}",
+        "hidden size": f"{draft_decoder.hidden_size} for {target_decoder.hidden_size}",
+        "vocabulary": f"{draft_decoder.vocab_size} for {target_decoder.vocab_size}",
         "block": f"{draft.block_size} slots, {draft.block_drafts} drafts",
         "anchor layout": "the first slot predicts too"
         if draft.anchor_first
         else "the first slot holds the newest token and predicts nothing",
         "format": draft.format,
         "captured after layers": ", ".join(map(str, draft.capture))
-        + f" of {theirs.num_layers} (counted from 1; 0 is the embedding), which config.json names "
+        + f" of {target_decoder.num_layers} (counted from 1; 0 is the embedding); config.json has "
         + f"{', '.join(map(str, draft.capture_ids))} in {draft.capture_ids_key}",
         "mask token": draft.mask_token_id,
-        "rope": f"base {ours.rope.theta:g}, {ours.rope.kind} (target: {theirs.rope.theta:g}, "
-        f"{theirs.rope.kind})",
+        "rope": f"base {draft_rope.theta:g}, {draft_rope.kind} (target: {target_rope.theta:g}, "
+        f"{target_rope.kind})",
         "layers": _masks(draft),
     }
     before = len(report.faults)
     attempt(report, "fit", lambda: check_pair(draft, target, path))
     if len(report.faults) == before:
-        report.ok("fit", "sizes, vocabulary and captured layers go together.")
+        report.ok("fit", "Sizes, vocabulary and captured layers match.")
     return len(report.faults) == before
 
 
 def _masks(draft: DraftConfig) -> str:
-    """The layers' masks, like ones together."""
+    """Summarize the layers' masks, such as "4 causal, 1 bidirectional"."""
     counts: dict[str, int] = {}
     for mask in draft.decoder.masks:
         name = "causal" if mask.causal else "bidirectional"
@@ -131,7 +133,7 @@ def _masks(draft: DraftConfig) -> str:
 
 
 def mask_candidates(tokenizer: Tokenizer, rows: int) -> dict[int, str]:
-    """Ids that a drafter may have been trained to fill in, with what speaks for each."""
+    """Return ids that may be the drafter's mask token, each with the reason."""
     candidates: dict[int, str] = {}
     if tokenizer.hf.mask_token_id is not None:
         candidates[int(tokenizer.hf.mask_token_id)] = "the tokenizer's mask token"
@@ -147,8 +149,8 @@ def mask_candidates(tokenizer: Tokenizer, rows: int) -> dict[int, str]:
 def check_tokens(
     report: Report, tokenizer: Tokenizer, target: TargetConfig, draft: DraftConfig, path: Path
 ) -> None:
-    """The tokenizer against the embedding, the end tokens and the mask token, and against the
-    drafter's own tokenizer where it brings one."""
+    """Check the tokenizer against the embedding, the end tokens and the mask token, and against the
+    drafter's own tokenizer if there is one."""
     rows = target.decoder.vocab_size
     draft_tokenizer = attempt(report, "drafter's tokenizer", lambda: fingerprint(path))
     size = max(tokenizer.hf.get_vocab().values(), default=0) + 1
@@ -156,21 +158,21 @@ def check_tokens(
         report.fault(
             "tokenizer",
             f"The tokenizer has ids up to {size - 1}, but the target's embedding only {rows} rows; "
-            "use the tokenizer that the target was published with.",
+            "use the tokenizer published with the target.",
         )
     end = tokenizer.hf.eos_token_id
     if end is not None and target.eos_ids and int(end) not in target.eos_ids:
         report.fault(
             "tokenizer",
             f"The tokenizer's end token {tokenizer.hf.eos_token!r} is {end}, but the target ends "
-            f"with {', '.join(map(str, target.eos_ids))}; use the tokenizer that the target was "
-            "published with.",
+            f"with {', '.join(map(str, target.eos_ids))}; use the tokenizer published with the "
+            "target.",
         )
     if draft_tokenizer is not None and draft_tokenizer != report.facts["files"]["tokenizer"]:
         report.fault(
             "tokenizer",
-            "The drafter's directory holds another tokenizer than the target's (their SHA-256 "
-            "differ); use the pair that was trained together.",
+            "The drafter's directory holds a different tokenizer than the target's (their SHA-256 "
+            "differ); use a pair that was trained together.",
         )
     candidates = mask_candidates(tokenizer, rows)
     text = tokenizer.token_text(draft.mask_token_id) if draft.mask_token_id < size else ""
@@ -179,9 +181,9 @@ def check_tokens(
     elif text:
         report.note(
             "mask token",
-            f"{draft.mask_token_id} is the token {text!r}, which has a meaning of its own; usual "
-            "is a mask token or an unused row"
-            + "".join(f", here {i} ({why})" for i, why in candidates.items())
+            f"{draft.mask_token_id} is the token {text!r}, which is in use; a mask token or an "
+            "unused row is usual"
+            + "".join(f", here {i} ({reason})" for i, reason in candidates.items())
             + ".",
         )
     else:
@@ -189,11 +191,11 @@ def check_tokens(
 
 
 def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict[str, int | str]:
-    """Bytes of weights as they are held, bytes per token of both caches, and how many tokens fit
-    beside; to be asked before anything is loaded. target, draft: on the meta device."""
+    """Return the bytes of the weights in memory, the bytes per token of both caches, and the tokens
+    that fit in the rest; call it before loading. target, draft: on the meta device."""
     groups = kv_groups(resolved.target, resolved.drafts, resolved.backends.kv_dtype)
     size = resolved.limits.page_size
-    each = {name: spec.bytes_per_page(size) // size for name, spec in groups.items()}
+    per_token = {name: spec.bytes_per_page(size) // size for name, spec in groups.items()}
     first, second = (
         weight_bytes(module, resolved.dtype, fp8=resolved.backends.fp8)
         for module in (target, draft)
@@ -203,20 +205,20 @@ def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict
     room = max(free - first - second - states - resolved.scratch, 0)
     return {
         "target's weights": first,
-        **_held(resolved),
+        **_weight_format(resolved),
         "drafter's weights": second,
-        "target's keys and values of a token": each["target"],
-        "drafter's keys and values of a token": sum(each.values()) - each["target"],
+        "target's keys and values of a token": per_token["target"],
+        "drafter's keys and values of a token": sum(per_token.values()) - per_token["target"],
         "free memory": free,
-        "tokens that fit": room // sum(each.values()),
+        "tokens that fit": room // sum(per_token.values()),
     }
 
 
-def _held(resolved: ResolvedConfig) -> dict[str, str]:
-    """What a quantized target's weights become in memory."""
+def _weight_format(resolved: ResolvedConfig) -> dict[str, str]:
+    """Return the format that a quantized target's weights have in memory."""
     stored = resolved.target.quantization
     if stored is None:
         return {}
     dtype = str(resolved.dtype).removeprefix("torch.")
-    held = "fp8, a scale for each row" if resolved.backends.fp8 else dtype
-    return {"held in": f"{held}; the checkpoint has them in {stored.method}"}
+    memory_format = "fp8, a scale for each row" if resolved.backends.fp8 else dtype
+    return {"held in": f"{memory_format}; the checkpoint has them in {stored.method}"}

@@ -1,4 +1,4 @@
-"""What the doctor asks a pair: everyday tasks of several kinds, which any chat model answers."""
+"""The doctor's prompts: everyday tasks of several kinds that any chat model can answer."""
 
 PROMPTS = (
     "Each of 7 boxes holds 12 pears. Besides, Tara has 13 single pears. What is the total number "

@@ -1,4 +1,4 @@
-"""The doctor's report as a page of text."""
+"""Print the doctor's report as text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIGNS = {"ok": ("green", "ok"), "note": ("yellow", "note"), "fault": ("bold red
 
 @contextmanager
 def progress(*, quiet: bool) -> Generator[Callable[[str], None]]:
-    """progress() as say: say(text) tells on standard error what is going on."""
+    """Yield a function that shows its text on standard error as the current progress."""
     if quiet:
         yield lambda text: None
         return
@@ -27,7 +27,7 @@ def progress(*, quiet: bool) -> Generator[Callable[[str], None]]:
 
 
 def show(report: Report) -> None:
-    """Print it: facts, memory, acceptance, what was tried, and last what is wrong."""
+    """Print facts, acceptance and variants, then the findings with the faults last."""
     console = Console(markup=False, emoji=False, highlight=False)
     console.print(f"target   {report.target}", soft_wrap=True)
     console.print(f"drafter  {report.draft}", soft_wrap=True)
@@ -52,7 +52,7 @@ def show(report: Report) -> None:
 
 
 def _findings(report: Report) -> Table:
-    """What is in order first, what is wrong last, where it is read."""
+    """Return a table of the findings with the faults last, where they are read."""
     grid = Table(show_header=False, box=None, padding=(0, 2, 0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column(style="dim", no_wrap=True)
@@ -64,7 +64,7 @@ def _findings(report: Report) -> Table:
 
 
 def _show_measured(console: Console, report: Report) -> None:
-    """Acceptance as the pair is, per position, and of what was tried beside it."""
+    """Print acceptance per position, the margins, and the variants."""
     console.print()
     console.print("Acceptance, greedy, built-in prompts", style="bold")
     table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
@@ -84,7 +84,7 @@ def _show_measured(console: Console, report: Report) -> None:
         _show_margins(console, report)
     if report.variants:
         console.print()
-        console.print("What else was tried", style="bold")
+        console.print("Variants of the drafter's config", style="bold")
         table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
         table.add_column("")
         table.add_column("tokens", justify="right")
@@ -100,19 +100,19 @@ def _show_measured(console: Console, report: Report) -> None:
 
 
 def _show_margins(console: Console, report: Report) -> None:
-    """The fit that adaptive drafting goes by, by position."""
+    """Print, by position, the fit that adaptive drafting uses."""
     console.print()
-    console.print("What margins tell", style="bold")
+    console.print("Margins and right drafts", style="bold")
     table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
     shown = _shown(len(report.margins))
     for name in ("", *[str(position + 1) for position in shown]):
         table.add_column(name, justify="right" if name else "left")
     rows = {
-        "right, if those before it are": "right",
-        "at little evidence": "chance_at_low",
-        "at much evidence": "chance_at_high",
-        "little evidence": "low_evidence",
-        "much evidence": "high_evidence",
+        "right, if all before it are": "right",
+        "at low evidence": "chance_at_low",
+        "at high evidence": "chance_at_high",
+        "low evidence": "low_evidence",
+        "high evidence": "high_evidence",
         "slope": "slope",
         "intercept": "intercept",
     }
@@ -121,14 +121,14 @@ def _show_margins(console: Console, report: Report) -> None:
     console.print(table)
     console.print(
         " margin: how far a draft's logit is above the second largest; evidence: the mean of a "
-        "draft's margin and\n of its block's mean; little and much: a quarter have less and more. "
-        "Chance =\n 1 / (1 + exp(-slope x evidence - intercept)), fitted to the newest blocks",
+        "draft's margin and\n of its block's mean; low and high: the quartiles. Chance =\n"
+        " 1 / (1 + exp(-slope x evidence - intercept)), fitted to the newest blocks",
         style="dim",
     )
 
 
 def _shown(width: int) -> list[int]:
-    """All positions of a short block, some of a long one."""
+    """Return all positions of a short block, and a selection of a long one's."""
     if width <= 8:
         return list(range(width))
     return sorted({0, 1, 2, 3, 5, 7, 10, width - 1} & set(range(width)))
@@ -141,7 +141,7 @@ def _row(row: dict[str, Any], shown: list[int]) -> list[str]:
 
 
 def _text(name: str, value: Any) -> str:
-    """A fact as people write it."""
+    """Format a fact for reading."""
     if isinstance(value, dict):
         return "\n".join(f"{key} {_short(str(item))}" for key, item in value.items()) or "none"
     if name.endswith(("weights", "of a token", "memory")) and isinstance(value, int):
@@ -152,7 +152,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _short(digest: str) -> str:
-    """The beginning of a hash, which tells files apart; --json has the whole."""
+    """Shorten a hash, enough to distinguish files; --json has it in full."""
     head, mark, tail = digest.rpartition(": ")
     return head + mark + (tail[:16] if len(tail) == 64 else tail)
 

@@ -1,4 +1,4 @@
-"""`strobe doctor`: look at a pair, run it, try what it may have been meant to be, and report."""
+"""`strobe doctor`: check a pair, run it, try variants of the drafter's config, and report."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
 from strobe.hub.locate import locate_models
+from strobe.models.config import DraftConfig
 from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.target import Target
 from strobe.text.tokenizer import Tokenizer
@@ -19,11 +20,11 @@ from strobe.tools.doctor.findings import Report
 from strobe.tools.doctor.measure import (
     Acceptance,
     DraftOnly,
-    Fitting,
-    accepted,
-    engine_of,
+    MarginFit,
+    count_matching_drafts,
     gain,
-    matched,
+    make_engine,
+    measure_acceptance,
     variants,
 )
 from strobe.tools.doctor.pair_checks import (
@@ -35,25 +36,24 @@ from strobe.tools.doctor.pair_checks import (
 )
 from strobe.tools.doctor.prompts import PROMPTS
 from strobe.tools.doctor.report import progress, show
-from strobe.tools.doctor.tokenizers import returning
+from strobe.tools.doctor.tokenizers import roundtrip_share
 
-TOKENS = 64
-"""Of each answer, at most."""
-SURE, WORTH = 4.0, 1.01
-"""A variant is better where it keeps more drafts by so many standard errors, and so many times."""
+MAX_TOKENS = 64
+"""Maximum tokens per answer."""
+MIN_STANDARD_ERRORS, MIN_RATIO = 4.0, 1.01
+"""A variant is better if it gains this many standard errors and this many times the tokens."""
 WEAK = 1.5
 """Tokens per step below which speculation hardly pays."""
-COME_BACK, ALMOST = 0.9, 0.98
-"""The least share of an answer's tokens that reading and encoding it again must give back; below
-the second it is what weak acceptance is laid to."""
+MIN_ROUNDTRIP, EXPECTED_ROUNDTRIP = 0.9, 0.98
+"""Share of an answer's tokens that decoding and encoding must preserve. Below the first, the
+tokenizer is at fault; below the second, it is blamed for weak acceptance."""
 
 
 def run_doctor(config: EngineConfig, *, as_json: bool = False) -> int:
-    """Print the report of a pair; 1 where something is wrong with it. Raises ValueError where no
-    pair is named."""
+    """Print the report of a pair; return 1 if it has a fault. Raises ValueError without drafter."""
     config = locate_models(config)
     if config.draft is None:
-        raise ValueError("strobe doctor looks at a pair, but no drafter is named; add one.")
+        raise ValueError("strobe doctor checks a pair, but no drafter is named; add one.")
     with progress(quiet=as_json) as say:
         report = examine(config, say)
     print(json.dumps(report.as_dict())) if as_json else show(report)
@@ -61,7 +61,7 @@ def run_doctor(config: EngineConfig, *, as_json: bool = False) -> int:
 
 
 def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None) -> Report:
-    """Everything there is to say of the pair in `config`."""
+    """Check and measure the pair in `config`."""
     target, draft = Path(config.target), Path(config.draft or "")
     report = Report(str(target), str(draft))
     say("reading configs, tensors and tokenizer")
@@ -72,7 +72,7 @@ def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None
     if target_config is None or draft_config is None or tokenizer is None or not fits or broken:
         report.note("acceptance", "Not measured, since the pair cannot run as it is.")
         return report
-    resolved = attempt(report, "settings", lambda: resolve(_sized(config)))
+    resolved = attempt(report, "settings", lambda: resolve(_for_short_runs(config)))
     if resolved is None:
         return report
     modules = check_target_tensors(target, target_config), check_draft_tensors(draft, draft_config)
@@ -81,8 +81,8 @@ def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None
     return report
 
 
-def _sized(config: EngineConfig) -> EngineConfig:
-    """Settings that a short run needs; graphs would be captured for each variant anew."""
+def _for_short_runs(config: EngineConfig) -> EngineConfig:
+    """Adapt the settings to short runs, without graphs, which every variant would capture again."""
     count = len(PROMPTS)
     small = replace(config, max_num_seqs=count, cuda_graphs=False, method="dflash", overlap=1)
     return small if config.max_model_len is not None else replace(small, max_model_len=1024)
@@ -91,27 +91,29 @@ def _sized(config: EngineConfig) -> EngineConfig:
 def _measure(
     report: Report, resolved: ResolvedConfig, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> None:
-    """Acceptance with thinking off and on, then of the variants, and what that points to."""
+    """Measure acceptance with thinking off and on, then the variants, and judge the results."""
     draft = resolved.draft
     assert draft is not None
     say("loading")
-    fitting = Fitting(draft.block_drafts)
-    engine = engine_of(resolved, draft, None, fitting)
+    margin_fit = MarginFit(draft.block_drafts)
+    engine = make_engine(resolved, draft, None, margin_fit)
     module = engine.runner.model
     assert isinstance(module, Target)
     runs: dict[bool | None, Acceptance] = {}
     for thinking in _ways(tokenizer):
-        say(f"measuring{_named(thinking)}")
-        runs[thinking] = accepted(engine, _prompts(tokenizer, thinking), TOKENS)
+        say(f"measuring{_thinking_text(thinking)}")
+        prompts = _prompts(tokenizer, thinking)
+        runs[thinking] = measure_acceptance(engine, prompts, MAX_TOKENS)
         report.measured.append({"thinking": thinking, **_figures(runs[thinking])})
-    report.margins = fitting.by_place()
-    back = returning(tokenizer, next(iter(runs.values())).answers)
+    report.margins = margin_fit.by_position()
+    roundtrip = roundtrip_share(tokenizer, next(iter(runs.values())).answers)
     del engine
-    best = _try(report, resolved, module, tokenizer, _prompts(tokenizer, next(iter(runs))), say)
-    _judge(report, runs, best, back)
+    prompts = _prompts(tokenizer, next(iter(runs)))
+    best = _try_variants(report, resolved, module, tokenizer, prompts, say)
+    _judge(report, runs, best, roundtrip)
 
 
-def _try(
+def _try_variants(
     report: Report,
     resolved: ResolvedConfig,
     module: Target,
@@ -119,72 +121,80 @@ def _try(
     prompts: list[list[int]],
     say: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    """Run every variant over the same answers, a block from each of their tokens; the best one,
-    where it is better beyond doubt than the pair as it is."""
+    """Run every variant on the same answers, drafting a block from each token; return the best one
+    if it is clearly better than the config as it is."""
     draft = resolved.draft
     assert draft is not None
+
+    def run(config: DraftConfig) -> list[int]:
+        engine = make_engine(resolved, config, module, DraftOnly())
+        return count_matching_drafts(engine, prompts, MAX_TOKENS)
+
     say("measuring from every token")
-    base = matched(engine_of(resolved, draft, module, DraftOnly()), prompts, TOKENS)
+    base = run(draft)
     masks = mask_candidates(tokenizer, resolved.target.decoder.vocab_size)
-    report.variants.append({"kind": "as it is", "what": "as config.json has it", **_kept(base)})
+    report.variants.append({"kind": "as it is", "what": "as config.json has it", **_tokens(base)})
     for kind, description, config in variants(draft, resolved.target, masks):
         say(f"trying {description}")
-        run = attempt(
-            report,
-            kind,
-            lambda c=config: matched(engine_of(resolved, c, module, DraftOnly()), prompts, TOKENS),
-        )
-        if run is not None:
+        matches = attempt(report, kind, lambda c=config: run(c))
+        if matches is not None:
             variant = {
                 "kind": kind,
                 "what": description,
-                **_kept(run),
-                "gain": round(gain(base, run), 2),
+                **_tokens(matches),
+                "gain": round(gain(base, matches), 2),
             }
             report.variants.append(variant)
-    threshold = (1 + mean(base)) * WORTH
-    better = [v for v in report.variants[1:] if v["gain"] >= SURE and v["tokens"] >= threshold]
-    return max(better, key=lambda v: v["tokens"], default=None)
+    min_tokens = (1 + mean(base)) * MIN_RATIO
+    better = [
+        variant
+        for variant in report.variants[1:]
+        if variant["gain"] >= MIN_STANDARD_ERRORS and variant["tokens"] >= min_tokens
+    ]
+    return max(better, key=lambda variant: variant["tokens"], default=None)
 
 
-def _kept(run: list[int]) -> dict[str, float]:
-    return {"tokens": round(1 + mean(run), 3)}
+def _tokens(matches: list[int]) -> dict[str, float]:
+    return {"tokens": round(1 + mean(matches), 3)}
 
 
 def _judge(
-    report: Report, runs: dict[bool | None, Acceptance], best: dict[str, Any] | None, back: float
+    report: Report,
+    runs: dict[bool | None, Acceptance],
+    best: dict[str, Any] | None,
+    roundtrip: float,
 ) -> None:
-    """What the measurements say: another tokenizer, a variant that is better, a weak drafter,
-    thinking that hurts. back: the share of tokens that come back."""
+    """Report a wrong tokenizer, a better variant or a weak drafter, and thinking that costs
+    acceptance. roundtrip: the share of tokens that decoding and encoding preserves."""
     first, base = next(iter(runs.values())).per_step, report.variants[0]["tokens"]
-    if back < COME_BACK or (back < ALMOST and first < WEAK):
+    if roundtrip < MIN_ROUNDTRIP or (roundtrip < EXPECTED_ROUNDTRIP and first < WEAK):
         report.fault(
             "tokenizer",
-            f"A step brings {first:.2f} tokens, and only {back:.0%} of the answers' tokens come "
-            "back when the text is encoded again: the tokenizer is hardly the one that the target "
-            "was trained with; use the one that it was published with.",
+            f"A step yields {first:.2f} tokens, and decoding and encoding the answers preserves "
+            f"only {roundtrip:.0%} of their tokens: the target was probably trained with a "
+            "different tokenizer; use the one published with it.",
         )
     elif best is not None:
         report.fault(
             str(best["kind"]),
-            f"With {best['what']} a block brings {best['tokens']:.2f} tokens, as config.json has "
-            f"it {base:.2f}; the drafter was most likely trained that way, so correct its "
+            f"With {best['what']} a block yields {best['tokens']:.2f} tokens, but {base:.2f} as "
+            "config.json has it; the drafter was probably trained that way, so correct its "
             "config.json.",
         )
     elif first < WEAK:
         report.fault(
             "acceptance",
-            f"A step brings {first:.2f} tokens, and nothing that was tried is better; use a "
-            "drafter that was trained on answers of this very target.",
+            f"A step yields {first:.2f} tokens, and no variant is better; use a drafter that was "
+            "trained on this target's own answers.",
         )
     else:
-        report.ok("acceptance", f"A step brings {first:.2f} tokens, and no variant is better.")
+        report.ok("acceptance", f"A step yields {first:.2f} tokens, and no variant is better.")
     if len(runs) == 2 and runs[True].per_step < 0.7 * runs[False].per_step:
         report.note(
             "thinking",
-            f"With thinking a step brings {runs[True].per_step:.2f} tokens, without it "
-            f"{runs[False].per_step:.2f}: the drafter was trained on answers without; switch "
-            "thinking off where speed counts.",
+            f"With thinking a step yields {runs[True].per_step:.2f} tokens, without it "
+            f"{runs[False].per_step:.2f}: the drafter was trained on answers without thinking; "
+            "switch it off where speed counts.",
         )
 
 
@@ -198,16 +208,16 @@ def _figures(acceptance: Acceptance) -> dict[str, Any]:
 
 
 def _ways(tokenizer: Tokenizer) -> list[bool | None]:
-    """Thinking off and on where the chat template knows it; None where it does not."""
+    """Return thinking off and on if the chat template supports it, else None alone."""
     return [False, True] if "enable_thinking" in (tokenizer.hf.chat_template or "") else [None]
 
 
-def _named(thinking: bool | None) -> str:
+def _thinking_text(thinking: bool | None) -> str:
     return "" if thinking is None else f", thinking {'on' if thinking else 'off'}"
 
 
 def _prompts(tokenizer: Tokenizer, thinking: bool | None) -> list[list[int]]:
-    """The prompts as token ids, through the chat template where there is one."""
+    """Return the prompts as token ids, rendered with the chat template if there is one."""
     if not tokenizer.hf.chat_template:
         return [tokenizer.encode(prompt) for prompt in PROMPTS]
     options = {} if thinking is None else {"enable_thinking": thinking}

@@ -1,4 +1,4 @@
-"""Whether a tokenizer is the one a model was trained with."""
+"""Check whether a tokenizer is the one that a model was trained with."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from strobe.text.tokenizer import Tokenizer
 
 
 def fingerprint(directory: Path) -> str | None:
-    """SHA-256 of what a tokenizer.json makes of text: its model, added tokens and the steps around
-    them, whatever the layout of the file. None where there is no such file."""
+    """Return a SHA-256 of the parts of tokenizer.json that decide the encoding (model, added
+    tokens, normalizer, pre-tokenizer), whatever the file's layout; None without the file."""
     path = directory / "tokenizer.json"
     if not path.exists():
         return None
@@ -26,22 +26,21 @@ def fingerprint(directory: Path) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def returning(tokenizer: Tokenizer, answers: Sequence[Sequence[int]]) -> float:
-    """The share of the answers' tokens, 0 to 1, that come back when an answer is read as text and
-    encoded again. A model writes as it was taught to read: nearly all do with its own tokenizer,
-    few with another one. Special tokens are left out."""
+def roundtrip_share(tokenizer: Tokenizer, answers: Sequence[Sequence[int]]) -> float:
+    """Return the share of the answers' tokens, 0 to 1, that decoding and encoding preserves:
+    nearly all with the model's own tokenizer, few with another. Special tokens do not count."""
     special = {int(i) for i in tokenizer.hf.all_special_ids}
-    num_returning = total = 0
+    preserved = total = 0
     for answer in answers:
         plain = [token for token in answer if token not in special]
         encoded = tokenizer.encode(tokenizer.fast.decode(plain), add_special_tokens=False)
-        num_returning += _common(plain, encoded)
+        preserved += _common_length(plain, encoded)
         total += len(plain)
-    return num_returning / total if total else 1.0
+    return preserved / total if total else 1.0
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """The length of the longest common subsequence."""
+def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the longest common subsequence."""
     row = [0] * (len(right) + 1)
     for token in left:
         before = 0
