@@ -277,7 +277,7 @@ class Launches(TorchDispatchMode):
         self.inside = False
         for name in ("gather_rows", "rms_norm", "qk_norm_rope_store", "context_store"):
             monkeypatch.setattr(triton_ops, name, self.named(name, getattr(triton_ops, name)))
-        monkeypatch.setattr(attend, "with_packed", self.named("attention", attend.over))
+        monkeypatch.setattr(attend, "over", self.named("attention", attend.over))
         monkeypatch.setattr(linear, "launch", self.linear(linear.launch))
 
     def named(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -293,7 +293,7 @@ class Launches(TorchDispatchMode):
 
     def linear(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         def called(config: Any, gemm: Any, *given: Any, **options: Any) -> Any:
-            around = ("norm", "scaled", "residual", "then", "bias")
+            around = ("norm", "scaled", "residual", "next_norm", "bias")
             words = [name for name in around if options.get(name) is not None]
             words += [name for name in ("gated", "argmax") if getattr(gemm, name)]
             call = self.named(" ".join(["linear", *words]), launch)
@@ -310,7 +310,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-ATTENTION = ["qk_norm_rope_store", "attention", "linear residual then"]
+ATTENTION = ["qk_norm_rope_store", "attention", "linear residual next_norm"]
 FIRST = ["linear norm", *ATTENTION]
 LATER = ["linear norm scaled", *ATTENTION]
 GATED = "linear norm scaled gated"
@@ -333,8 +333,8 @@ def test_a_dense_layer_is_six_launches(
         model.argmax(x)
     assert features is not None
     assert launches.seen == [
-        *("gather_rows", *FIRST, GATED, "linear residual then"),
-        *(*LATER, GATED, "linear residual then"),
+        *("gather_rows", *FIRST, GATED, "linear residual next_norm"),
+        *(*LATER, GATED, "linear residual next_norm"),
         *(*LATER, GATED, "linear residual"),
         *("rms_norm", "linear argmax"),
     ]
@@ -356,7 +356,7 @@ def test_a_drafters_block_and_context_launch_no_more(
         model.argmax(x)
         model.write_context(features, places, places, store)
     assert launches.seen == [
-        *("gather_rows", *FIRST, GATED, "linear residual then"),
+        *("gather_rows", *FIRST, GATED, "linear residual next_norm"),
         *(*LATER, GATED, "linear residual"),
         *("rms_norm", "linear argmax"),
         *("linear", "linear norm", "context_store"),

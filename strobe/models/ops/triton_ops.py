@@ -75,7 +75,7 @@ class TritonOps(TorchOps):
 
     def attention(self, qkv: Tensor, attention: Attention, rows: ForwardRows) -> Tensor:
         attend = rows.attend
-        if not hasattr(attend, "with_packed"):  # keys and values are not within reach
+        if not hasattr(attend, "over"):  # keys and values are not within reach
             return super().attention(qkv, attention, rows)
         table = rows.tables[attention.layer]
         q = qk_norm_rope_store(
