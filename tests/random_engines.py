@@ -1,11 +1,12 @@
-"""Random engines answer random requests, and every answer is compared with a lone plain run.
+"""Compare random requests on random engines with the same requests on a plain engine, one at a
+time.
 
     python tests/random_engines.py --minutes 10            # what `make fuzz` runs
     python tests/random_engines.py --seed 123 --rounds 1   # repeats one round
 
-A round is a function of its seed: an engine (family, method, drafts, pages, overlap, pool, rows,
-policy, caching, drafter's sampling) and requests that use every feature. An answer that differs
-from that of plain decoding must be explained by rounding at a near tie.
+A seed fixes a round: an engine (family, method, drafts, pages, overlap, pool, rows, policy,
+caching, drafter's sampling) and requests that use every feature. An answer that differs from plain
+decoding is a fault unless rounding at a near tie explains it.
 """
 
 from __future__ import annotations
@@ -78,11 +79,10 @@ STRUCTURES: tuple[dict[str, Any], ...] = (
     {"regex": "[xyz]*", "lead": "no "},
 )
 TOLERANCE = 0.02
-"""What log probabilities may differ by. Random weights can amplify rounding: at one place those of
-a Qwen3.5 differ by 0.008 between transformers' own fp32 and fp64. Those of a wrong row differ by
-tenths."""
+"""Largest difference of log probabilities. Random weights can amplify rounding: at one position
+of a Qwen3.5, transformers' own fp32 and fp64 differ by 0.008. A wrong row differs by tenths."""
 TIE = 2e-3
-"""Logits that differ by no more than this may change places by rounding."""
+"""Logits this close may swap places by rounding."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Setup:
     """A random engine.
 
     drafter: "dflash" (random weights, hardly ever right), "script" (often right), "ngram", or
-    "mixed" (requests choose among dflash, ngram, both and none). policy: "all" drafts, "random"
-    drafts, or "adaptive". pool: contexts that its pages hold, None for plenty. padded: on a CPU,
-    steps are padded and replayed as on a GPU.
+    "mixed" (each request uses dflash, ngram, both or none). policy: "all" drafts, "random" drafts,
+    or "adaptive". pool: the number of full contexts that fit its pages, None for plenty. padded: on
+    a CPU, steps are padded and replayed as on a GPU.
     """
 
     family: str
@@ -131,20 +131,20 @@ class Setup:
 
 
 @dataclass
-class Ask:
-    """A random request: the plan step before which it is added, and, where it is aborted, after
-    how many tokens."""
+class RandomRequest:
+    """A random request, the step at which it is added, and the output length at which it is
+    aborted, if any."""
 
     prompt: list[int]
     sampling: SamplingParams
-    place: SchedulingOptions
+    scheduling: SchedulingOptions
     step: int
     abort_after: int | None
 
 
 @dataclass
 class Answer:
-    """What came of one sibling."""
+    """The output of one sibling."""
 
     tokens: list[int]
     logprobs: list[TokenLogprob]
@@ -155,7 +155,7 @@ class Answer:
 
 @dataclass
 class Findings:
-    """Counts of a run, by family, and differences in words."""
+    """Counts by family, and a description of each difference."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     ties: list[str] = field(default_factory=list[str])
@@ -167,79 +167,85 @@ class Findings:
 
 
 def draw_sampling(rng: random.Random) -> SamplingParams:
-    """Parameters in which each feature occurs with a chance of its own."""
+    """Return parameters that use each feature independently of the others."""
 
-    def some(share: float) -> bool:
+    def chance(share: float) -> bool:
         return rng.random() < share
 
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "max_tokens": rng.choice((0, 1, 2, 9, 20, 20, 40, 40, 60)),
-        "temperature": 0.0 if some(0.5) else rng.choice((0.3, 0.8, 1.0, 2.0)),
+        "temperature": 0.0 if chance(0.5) else rng.choice((0.3, 0.8, 1.0, 2.0)),
         "seed": rng.randrange(-(2**40), 2**40),
-        "ignore_eos": some(0.6),
+        "ignore_eos": chance(0.6),
         "n": rng.choice((1, 1, 1, 1, 2, 3)),
     }
-    if some(0.2):
-        given["top_k"] = rng.choice((1, 3, 8, 40))
-    if some(0.2):
-        given["top_p"] = rng.choice((0.3, 0.8, 0.95))
-    if some(0.15):
-        given["min_p"] = rng.choice((0.02, 0.2))
-    if some(0.3):
-        given["stop_token_ids"] = rng.sample(range(VOCAB), rng.choice((1, 3, 12)))
-    if some(0.2):
-        given["min_tokens"] = rng.randint(0, given["max_tokens"])
-    if some(0.2):
-        given["presence_penalty"] = rng.uniform(-2, 2)
-    if some(0.2):
-        given["frequency_penalty"] = rng.uniform(-2, 2)
-    if some(0.2):
-        given["repetition_penalty"] = rng.uniform(0.7, 1.8)
-    if some(0.2):
+    if chance(0.2):
+        fields["top_k"] = rng.choice((1, 3, 8, 40))
+    if chance(0.2):
+        fields["top_p"] = rng.choice((0.3, 0.8, 0.95))
+    if chance(0.15):
+        fields["min_p"] = rng.choice((0.02, 0.2))
+    if chance(0.3):
+        fields["stop_token_ids"] = rng.sample(range(VOCAB), rng.choice((1, 3, 12)))
+    if chance(0.2):
+        fields["min_tokens"] = rng.randint(0, fields["max_tokens"])
+    if chance(0.2):
+        fields["presence_penalty"] = rng.uniform(-2, 2)
+    if chance(0.2):
+        fields["frequency_penalty"] = rng.uniform(-2, 2)
+    if chance(0.2):
+        fields["repetition_penalty"] = rng.uniform(0.7, 1.8)
+    if chance(0.2):
         biased = rng.sample(range(VOCAB), rng.choice((1, 5, 20)))
-        given["logit_bias"] = {token: rng.uniform(-8, 8) for token in biased}
-    if some(0.1):
-        given["allowed_token_ids"] = sorted(rng.sample(range(VOCAB), rng.choice((1, 10, 40))))
-    if some(0.3):
-        given["logprobs"] = rng.choice((0, 1, 3, 7, VOCAB))
-    if some(0.3):
-        given["prompt_logprobs"] = rng.choice((0, 1, 3, VOCAB))
-    if some(0.2):
-        given["structured_outputs"] = rng.choice(STRUCTURES)
-        given["ignore_eos"] = False
-    return SamplingParams(**given)
+        fields["logit_bias"] = {token: rng.uniform(-8, 8) for token in biased}
+    if chance(0.1):
+        fields["allowed_token_ids"] = sorted(rng.sample(range(VOCAB), rng.choice((1, 10, 40))))
+    if chance(0.3):
+        fields["logprobs"] = rng.choice((0, 1, 3, 7, VOCAB))
+    if chance(0.3):
+        fields["prompt_logprobs"] = rng.choice((0, 1, 3, VOCAB))
+    if chance(0.2):
+        fields["structured_outputs"] = rng.choice(STRUCTURES)
+        fields["ignore_eos"] = False
+    return SamplingParams(**fields)
 
 
 def draw_speculation(rng: random.Random, setup: Setup) -> Any:
-    asked: dict[str, Any] = {}
+    speculation: dict[str, Any] = {}
     if setup.drafter == "mixed":
         method = rng.choice((None, "ngram", "dflash", "dflash+ngram", "none"))
         if method is not None:
-            asked["method"] = method
+            speculation["method"] = method
     if rng.random() < 0.3:
-        asked["num_drafts"] = rng.randint(0, setup.num_drafts)
-    return False if asked.get("method") == "none" else asked or None
+        speculation["num_drafts"] = rng.randint(0, setup.num_drafts)
+    return False if speculation.get("method") == "none" else speculation or None
 
 
-def draw_requests(rng: random.Random, count: int) -> list[Ask]:
-    """Prompts of 1 to 70 tokens, some of which begin as an earlier one does."""
-    asks: list[Ask] = []
+def draw_requests(rng: random.Random, count: int) -> list[RandomRequest]:
+    """Return prompts of 1 to 70 tokens, some of which share a prefix."""
+    specs: list[RandomRequest] = []
     for _ in range(count):
         size = rng.choice((1, 2, 5, 12, 17, 33, 50, 70))
         prompt = [rng.randrange(VOCAB) for _ in range(size)]
         if rng.random() < 0.2:
             prompt = (rng.sample(range(VOCAB), 3) * size)[:size]  # for prompt lookup
-        if asks and rng.random() < 0.4:
-            other = rng.choice(asks).prompt
-            prompt = (other[: rng.randint(1, len(other))] + prompt)[:70]
-        place = SchedulingOptions(rng.choice((0, 0, 0, -1, 3)), rng.choice(("", "", "", "a", "b")))
+        if specs and rng.random() < 0.4:
+            earlier = rng.choice(specs).prompt
+            prompt = (earlier[: rng.randint(1, len(earlier))] + prompt)[:70]
+        scheduling = SchedulingOptions(
+            rng.choice((0, 0, 0, -1, 3)), rng.choice(("", "", "", "a", "b"))
+        )
         abort = rng.randint(0, 30) if rng.random() < 0.1 else None
-        asks.append(Ask(prompt, draw_sampling(rng), place, rng.choice((0, 0, 3, 11, 25)), abort))
-    return asks
+        specs.append(
+            RandomRequest(
+                prompt, draw_sampling(rng), scheduling, rng.choice((0, 0, 3, 11, 25)), abort
+            )
+        )
+    return specs
 
 
-class World:
-    """The pairs of one device on disk, and a lone plain engine for each."""
+class EngineFactory:
+    """Checkpoints of every family on disk, engines over them, and a plain engine for each."""
 
     def __init__(self, root: Path, device: str):
         self.root, self.device = root, device
@@ -249,9 +255,9 @@ class World:
         write, changes = TARGETS[family]
         width = 64 if self.device == "cuda" else 16
         root = self.root / family.replace(" ", "_")
-        made = make_pair(root, write, device=self.device, width=width, **changes)
-        make_tokenizer(made.target)
-        return made
+        pair = make_pair(root, write, device=self.device, width=width, **changes)
+        make_tokenizer(pair.target)
+        return pair
 
     @cache  # noqa: B019
     def plain(self, family: str) -> Engine:
@@ -266,12 +272,12 @@ class World:
         )
         return Engine(config)
 
-    def alone(self, family: str, ask: Ask) -> list[Answer]:
-        """What plain decoding answers, one sibling after another."""
-        engine, sampling = self.plain(family), ask.sampling.clone(speculation=None)
+    def alone(self, family: str, spec: RandomRequest) -> list[Answer]:
+        """Return the answers of plain decoding, one sibling after another."""
+        engine, sampling = self.plain(family), spec.sampling.clone(speculation=None)
         answers: list[Answer] = []
         for sibling in range(sampling.n):
-            request = engine.add(ask.prompt, sampling, sibling=sibling, seed=sampling.seed)
+            request = engine.add(spec.prompt, sampling, sibling=sibling, seed=sampling.seed)
             answers += Run(engine).finish([request])
         return answers
 
@@ -318,7 +324,7 @@ class World:
 
 
 class Run:
-    """Steps of one engine, each of which is checked."""
+    """Steps an engine and checks it after each step."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -330,10 +336,10 @@ class Run:
             self.logprobs.setdefault((event.key, event.sibling), []).extend(event.logprobs)
         self.engine.check()
         self.steps += 1
-        assert self.steps < 20000, "the engine does not come to an end"
+        assert self.steps < 20000, "the engine never becomes idle"
 
     def finish(self, requests: Sequence[Request]) -> list[Answer]:
-        """Step until the engine is idle."""
+        """Step until the engine is idle; return the answers."""
         while self.engine.has_work:
             self.step()
         pool = self.engine.components.pool
@@ -341,69 +347,82 @@ class Run:
         return [self.answer(request) for request in requests]
 
     def answer(self, request: Request) -> Answer:
-        found = self.logprobs.get((request.key, request.sibling), [])
+        logprobs = self.logprobs.get((request.key, request.sibling), [])
         return Answer(
             request.output_ids,
-            found,
+            logprobs,
             request.prompt_logprobs,
             request.finish_reason,
             request.stop_reason,
         )
 
     def play(
-        self, asks: Sequence[Ask], speculation: Sequence[Any], alone: Sequence[list[Answer]]
+        self,
+        specs: Sequence[RandomRequest],
+        speculation: Sequence[Any],
+        alone: Sequence[list[Answer]],
     ) -> list[Request]:
-        """Add each request at its step, abort those that are to be, and go on to the end. alone:
-        what plain decoding answers, for a drafter that knows the answers."""
+        """Add each request at its step, abort those due, and run until idle. alone: the answers of
+        plain decoding, for the scripted drafter."""
         script: Any = self.engine.proposers.by_name.get("ngram")
         answers = script.answers if isinstance(script, Scripted) else {}
-        requests: list[list[Request]] = [[] for _ in asks]
+        requests: list[list[Request]] = [[] for _ in specs]
         while self.engine.has_work or not all(requests):
-            for i, ask in enumerate(asks):
-                if not requests[i] and (self.steps >= ask.step or not self.engine.has_work):
-                    asked = ask.sampling.clone(speculation=speculation[i])
-                    requests[i] = self.engine.add_prompt(ask.prompt, asked, scheduling=ask.place)
+            for i, spec in enumerate(specs):
+                if not requests[i] and (self.steps >= spec.step or not self.engine.has_work):
+                    sampling = spec.sampling.clone(speculation=speculation[i])
+                    requests[i] = self.engine.add_prompt(
+                        spec.prompt, sampling, scheduling=spec.scheduling
+                    )
                     for request, answer in zip(requests[i], alone[i], strict=True):
-                        answers[request] = ask.prompt + answer.tokens
+                        answers[request] = spec.prompt + answer.tokens
                 for request in requests[i]:
-                    if ask.abort_after is not None and request.num_output >= ask.abort_after:
+                    if spec.abort_after is not None and request.num_output >= spec.abort_after:
                         self.engine.finish(request, "abort")
             self.step()
-        return [request for of_one in requests for request in of_one]
+        return [request for siblings in requests for request in siblings]
 
 
-def play_round(world: World, seed: int, findings: Findings, families: Sequence[str]) -> None:
-    """One engine, two waves of requests over it, the second over what the first left cached."""
-    # Steps that are replayed on a CPU reuse the memory of results, which a GPU's are copied from.
+def play_round(
+    factory: EngineFactory, seed: int, findings: Findings, families: Sequence[str]
+) -> None:
+    """Run two waves of requests on one engine; the second finds the first one's prefixes cached."""
+    # Replayed steps on a CPU reuse the memory of their results; on a GPU results are copied first.
     on_cpu = mock.patch("strobe.runner.pending.download", torch.clone)
-    with on_cpu if world.device == "cpu" else contextlib.nullcontext():
-        _play_round(world, seed, findings, families)
+    with on_cpu if factory.device == "cpu" else contextlib.nullcontext():
+        _play_round(factory, seed, findings, families)
 
 
-def _play_round(world: World, seed: int, findings: Findings, families: Sequence[str]) -> None:
+def _play_round(
+    factory: EngineFactory, seed: int, findings: Findings, families: Sequence[str]
+) -> None:
     rng = random.Random(seed)
     setup = Setup.draw(rng, families[seed % len(families)])
-    asks = draw_requests(rng, rng.randint(4, 14))
-    alone = [world.alone(setup.family, ask) for ask in asks]
-    engine = world.engine(setup, alone)
+    specs = draw_requests(rng, rng.randint(4, 14))
+    alone = [factory.alone(setup.family, spec) for spec in specs]
+    engine = factory.engine(setup, alone)
     drafted = accepted = 0
     for wave in range(2):
-        speculation = [draw_speculation(rng, setup) for _ in asks]
+        speculation = [draw_speculation(rng, setup) for _ in specs]
 
         run = Run(engine)
-        requests = run.play(asks, speculation, alone)
+        requests = run.play(specs, speculation, alone)
         answers = run.finish(requests)
-        wanted = [
-            (ask, i, one) for ask, of in zip(asks, alone, strict=True) for i, one in enumerate(of)
+        expected = [
+            (spec, i, answer)
+            for spec, siblings in zip(specs, alone, strict=True)
+            for i, answer in enumerate(siblings)
         ]
-        for request, found, (ask, sibling, plain) in zip(requests, answers, wanted, strict=True):
-            compare(world, seed, setup, wave, ask, sibling, found, plain, findings)
+        for request, actual, (spec, sibling, plain) in zip(
+            requests, answers, expected, strict=True
+        ):
+            compare(factory, seed, setup, wave, spec, sibling, actual, plain, findings)
             drafted += request.draft_counts.num_verified
             accepted += request.draft_counts.num_accepted
         findings.add(setup.family, answers=len(answers), tokens=sum(len(a.tokens) for a in answers))
-        rng.shuffle(asks_order := list(range(len(asks))))
-        asks = [asks[i] for i in asks_order]
-        alone = [alone[i] for i in asks_order]
+        rng.shuffle(order := list(range(len(specs))))
+        specs = [specs[i] for i in order]
+        alone = [alone[i] for i in order]
     stats = engine.stats
     findings.add(
         setup.family, engines=1, steps=stats.steps, preemptions=stats.preemptions,
@@ -412,46 +431,48 @@ def _play_round(world: World, seed: int, findings: Findings, families: Sequence[
 
 
 def compare(
-    world: World,
+    factory: EngineFactory,
     seed: int,
     setup: Setup,
     wave: int,
-    ask: Ask,
+    spec: RandomRequest,
     sibling: int,
-    found: Answer,
+    actual: Answer,
     plain: Answer,
     findings: Findings,
 ) -> None:
-    """Note a difference as a tie, where rounding explains it, or as a fault."""
+    """Record a difference as a tie if rounding explains it, else as a fault."""
 
-    def note(kind: str, what: str) -> None:
+    def note(kind: str, problem: str) -> None:
         getattr(findings, kind).append(
-            f"seed {seed}, wave {wave}, {setup.family}: {what}\n  {asdict(setup)}\n  {ask}, "
+            f"seed {seed}, wave {wave}, {setup.family}: {problem}\n  {asdict(setup)}\n  {spec}, "
             f"sibling {sibling}\n  plain {plain.tokens} {plain.finish_reason}\n"
-            f"  found {found.tokens} {found.finish_reason}"
+            f"  found {actual.tokens} {actual.finish_reason}"
         )
 
-    wanted, aborted = plain.tokens, found.finish_reason == "abort"
+    expected, aborted = plain.tokens, actual.finish_reason == "abort"
     if aborted:
-        if ask.abort_after is None:
-            return note("faults", "it ended as aborted though nobody aborted it")
-        wanted = wanted[: len(found.tokens)]
-    if found.tokens != wanted:
-        pairs = zip(found.tokens, wanted, strict=False)
+        if spec.abort_after is None:
+            return note("faults", "finished as aborted, but was not aborted")
+        expected = expected[: len(actual.tokens)]
+    if actual.tokens != expected:
+        pairs = zip(actual.tokens, expected, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), -1)
         if at < 0:
             return note("faults", "one answer is longer than the other")
-        gap = tie(world, setup.family, ask, sibling, wanted[:at], found.tokens[at], wanted[at])
+        gap = tie(
+            factory, setup.family, spec, sibling, expected[:at], actual.tokens[at], expected[at]
+        )
         if gap <= TIE:
             return note("ties", f"token {at} differs at a near tie ({gap:.1e})")
         return note("faults", f"token {at} differs, and logits would have to change by {gap:.3g}")
     if not aborted:
-        ends = [(one.finish_reason, one.stop_reason) for one in (found, plain)]
+        ends = [(answer.finish_reason, answer.stop_reason) for answer in (actual, plain)]
         if ends[0] != ends[1]:
-            return note("faults", f"it ended as {ends[0]}, plain decoding as {ends[1]}")
-    scores = compare_scores(found.logprobs, plain.logprobs[: len(found.logprobs)])
-    if scores is None and not (aborted and not found.tokens):
-        scores = compare_scores(found.prompt_logprobs, plain.prompt_logprobs)
+            return note("faults", f"finished with {ends[0]}, plain decoding with {ends[1]}")
+    scores = compare_scores(actual.logprobs, plain.logprobs[: len(actual.logprobs)])
+    if scores is None and not (aborted and not actual.tokens):
+        scores = compare_scores(actual.prompt_logprobs, plain.prompt_logprobs)
         scores = scores and f"prompt: {scores}"
     if scores is not None:
         note("faults", scores)
@@ -459,13 +480,13 @@ def compare(
 
 
 def compare_scores(
-    found: Sequence[TokenLogprob | None], plain: Sequence[TokenLogprob | None]
+    scores: Sequence[TokenLogprob | None], expected: Sequence[TokenLogprob | None]
 ) -> str | None:
-    """How two lists of log probabilities differ by more than rounding, if they do. Tokens of nearly
-    equal probability may change places."""
-    if len(found) != len(plain):
-        return f"{len(found)} log probabilities, plain decoding has {len(plain)}"
-    for i, (a, b) in enumerate(zip(found, plain, strict=True)):
+    """Describe the first difference of two lists of log probabilities that exceeds rounding; None
+    if there is none. Tokens of nearly equal probability may swap places."""
+    if len(scores) != len(expected):
+        return f"{len(scores)} log probabilities, plain decoding has {len(expected)}"
+    for i, (a, b) in enumerate(zip(scores, expected, strict=True)):
         if a is None or b is None:
             if a is not b:
                 return f"log probability {i} is {a}, plain decoding has {b}"
@@ -482,77 +503,89 @@ def compare_scores(
 
 
 def tie(
-    world: World, family: str, ask: Ask, sibling: int, made: list[int], token: int, plain: int
+    factory: EngineFactory,
+    family: str,
+    spec: RandomRequest,
+    sibling: int,
+    output: list[int],
+    token: int,
+    plain: int,
 ) -> float:
-    """The least change of logits, of a few sizes, by which a lone sampler would take `token` in
-    place of `plain` behind `made`; infinite where none does."""
-    engine = world.plain(family)
+    """Return the smallest of a few logit perturbations for which a sampler picks `token` after
+    `output`; infinity if none does."""
+    engine = factory.plain(family)
     scored = SamplingParams(temperature=0, max_tokens=1, logprobs=VOCAB, ignore_eos=True)
-    request = engine.add([*ask.prompt, *made], scored)
+    request = engine.add([*spec.prompt, *output], scored)
     answer = Run(engine).finish([request])[0]
     row = [0.0] * VOCAB
     for i, value in answer.logprobs[0].top:
         row[i] = value
-    sampling = ask.sampling
+    sampling = spec.sampling
     ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else EOS_IDS)}
     allowed = set(range(VOCAB))
     if sampling.structured_outputs is not None:
-        allowed = allowed_by(world.pair(family).target, sampling.structured_outputs, made)
+        allowed = allowed_by(factory.pair(family).target, sampling.structured_outputs, output)
     noise = np.random.default_rng(7)
     for size in (1e-6, 1e-5, 1e-4, 1e-3, TIE, 0.01, 0.1, 1.0):
         rows = []
         for change in noise.uniform(-size, size, (256, VOCAB)) / 2:
             changed = [x + d for x, d in zip(row, change.tolist(), strict=True)]
-            changed = slow_processors.processed(changed, sampling, ask.prompt, made, ends)
+            changed = slow_processors.processed(changed, sampling, spec.prompt, output, ends)
             rows.append(slow_processors.within(changed, allowed))
         count = len(rows)
         key = noise_key(sampling.seed or 0, sibling)
-        place = len(ask.prompt) + len(made)
+        position = len(spec.prompt) + len(output)
         params = RowParams(
             torch.full((count,), sampling.temperature),
             torch.full((count,), sampling.top_p),
             torch.full((count,), sampling.min_p),
             torch.full((count,), max(sampling.top_k, 0)),
             torch.full((count,), key),
-            torch.full((count,), place),
+            torch.full((count,), position),
         )
         if token in sample_rows(torch.tensor(rows), params, filtered=sampling.filters).tolist():
             return size
     return float("inf")
 
 
-def allowed_by(target: Path, structured: Any, made: Sequence[int]) -> set[int]:
-    """What a grammar allows behind an answer's tokens so far, by a matcher of its own."""
+def allowed_by(target: Path, structured: Any, output: Sequence[int]) -> set[int]:
+    """Return the token ids that a fresh matcher of the grammar allows after `output`."""
     compiler = GrammarCompiler(target / "tokenizer.json", VOCAB, EOS_IDS)
     matcher = LLMatcher(compiler.tokenizer, grammar_source(structured), log_level=0)
     after = list(structured.after)
     if after:
         ends = [
-            i for i in range(len(after), len(made) + 1) if list(made[i - len(after) : i]) == after
+            i
+            for i in range(len(after), len(output) + 1)
+            if list(output[i - len(after) : i]) == after
         ]
         if not ends:
             return set(range(VOCAB))
-        made = made[ends[0] :]
-    for token in made:
+        output = output[ends[0] :]
+    for token in output:
         matcher.consume_token(token)
     bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
     return set(np.flatnonzero(np.unpackbits(bits, bitorder="little")[:VOCAB]).tolist())
 
 
 def run_rounds(
-    world: World, seeds: Iterator[int], until: float, families: Sequence[str], findings: Findings
+    factory: EngineFactory,
+    seeds: Iterator[int],
+    until: float,
+    families: Sequence[str],
+    findings: Findings,
 ) -> None:
-    """Rounds until the time is up or the seeds are. An exception is a fault with its seed."""
+    """Play rounds until the deadline or the last seed. An exception is a fault with its seed."""
     for seed in seeds:
         if time.monotonic() > until:
             return
         print(f"round {seed}", flush=True)
         try:
-            play_round(world, seed, findings, families)
+            play_round(factory, seed, findings, families)
         except Exception as error:
             findings.faults.append(f"seed {seed}: {type(error).__name__}: {error}")
             print(findings.faults[-1], flush=True)
-            if world.device == "cuda":
+            if factory.device == "cuda":
                 raise  # a GPU's context may be lost
 
 
@@ -574,23 +607,23 @@ def main() -> int:
     findings, began = Findings(), time.monotonic()
     seeds = iter(range(args.seed, args.seed + args.rounds * args.stride, args.stride))
     with tempfile.TemporaryDirectory() as root:
-        world = World(Path(root), device)
+        factory = EngineFactory(Path(root), device)
         try:
-            run_rounds(world, seeds, began + args.minutes * 60, families, findings)
+            run_rounds(factory, seeds, began + args.minutes * 60, families, findings)
         finally:
             report(findings, device, time.monotonic() - began)
     return bool(findings.faults)
 
 
 def run_workers(args: argparse.Namespace) -> int:
-    """As many processes, each with every so-many-th seed; one that dies is told with its output."""
+    """Run several processes, each with every Nth seed; print the output of those that fail."""
     root = Path(tempfile.mkdtemp())
     running = []
     for i in range(args.workers):
-        given = ["--minutes", args.minutes, "--seed", args.seed + i, "--stride", args.workers]
-        given += [word for name in args.family or () for word in ("--family", name)]
+        options = ["--minutes", args.minutes, "--seed", args.seed + i, "--stride", args.workers]
+        options += [word for name in args.family or () for word in ("--family", name)]
         log = (root / f"{i}.log").open("w")
-        command = [sys.executable, __file__, *map(str, given)]
+        command = [sys.executable, __file__, *map(str, options)]
         running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
     limit = time.monotonic() + args.minutes * 60 + 120
     failed = 0
@@ -602,9 +635,9 @@ def run_workers(args: argparse.Namespace) -> int:
             code = -9
         failed += code != 0
         text = (root / f"{i}.log").read_text()
-        kept = [line for line in text.splitlines() if not line.startswith("round ")]
+        lines = [line for line in text.splitlines() if not line.startswith("round ")]
         last = [line for line in text.splitlines() if line.startswith("round ")][-1:]
-        print(f"--- worker {i}: exit {code}, {last}", *kept[-60 if code else -20 :], sep="\n")
+        print(f"--- worker {i}: exit {code}, {last}", *lines[-60 if code else -20 :], sep="\n")
     return int(failed > 0)
 
 
@@ -612,7 +645,7 @@ def report(findings: Findings, device: str, seconds: float) -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(f"{seconds:.0f} s on {name}, torch {torch.__version__}")
     for family in sorted({family for family, _ in findings.counts}):
-        counts = {name: n for (of, name), n in findings.counts.items() if of == family}
+        counts = {name: n for (owner, name), n in findings.counts.items() if owner == family}
         print(f"  {family}: " + ", ".join(f"{name} {n:,}" for name, n in counts.items()))
     for text in findings.ties:
         print(f"near tie: {text}")

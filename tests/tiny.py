@@ -1,4 +1,4 @@
-"""Tiny random checkpoints on disk, engines over them, and a run that distrusts every step."""
+"""Tiny random checkpoints, engines over them, and runs that check every step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": EOS_IDS,
 }
-"""Of every tiny target, where nothing else is said."""
+"""Defaults of every tiny target."""
 
 
 def make_target(
@@ -49,19 +49,19 @@ def make_target(
     *,
     seed: int = 0,
     shards: str | None = None,
-    beside: Mapping[str, Any] | None = None,
+    wrapper: Mapping[str, Any] | None = None,
     embedding: float = 0.5,
     **changes: Any,
 ):
-    """Write a random target with decisive logits; returns transformers' model of it.
+    """Write a random target with widely spread logits; return transformers' model of it.
 
-    family: transformers' class. changes: of its config, or where there is something `beside` it, of
-    the config's text_config. embedding: how large embeddings are. shards: a size such as "20KB"
-    that splits the weights over several files.
+    family: transformers' class. changes: fields of its config, or, with `wrapper` (the fields of an
+    outer config), of its text_config. embedding: standard deviation of the embeddings. shards: a
+    size such as "20KB" that splits the weights over several files.
     """
     values = {**SHAPE, "rope_theta": 10000.0, **changes}
     kind = family.config_class
-    config = kind(**values) if beside is None else kind(text_config=values, **beside)
+    config = kind(**values) if wrapper is None else kind(text_config=values, **wrapper)
     model = family(config).float().eval()
     noise = torch.Generator().manual_seed(seed)
     normed = any("q_norm" in name for name, _ in model.named_parameters())
@@ -69,7 +69,7 @@ def make_target(
         if parameter.dim() > 1:
             scale = embedding if "embed" in name or "lm_head" in name else 0.3
             if not normed and ("q_proj" in name or "k_proj" in name):
-                scale = 0.1  # or attention is so sharp that float32's own rounding shows
+                scale = 0.1  # else attention is so sharp that float32's own rounding shows
             parameter.data.normal_(0, scale, generator=noise)
         elif "norm" in name:
             parameter.data.uniform_(0.5, 1.5, generator=noise)
@@ -89,8 +89,8 @@ MERGES = ("a b", "b a", "n o", "e s", "y es", '" :', '{ "', "t r", "u e")
 
 
 def make_tokenizer(directory: Path) -> Path:
-    """Write a tokenizer.json for the tiny vocabulary: characters, some words, three special tokens;
-    returns its path."""
+    """Write a tokenizer.json for the tiny vocabulary (characters, some words, three special tokens)
+    and return its path."""
     special = {EOS_IDS[0]: "<|end|>", EOS_IDS[1]: "<|stop|>", MASK_TOKEN: "<|mask|>"}
     blank = LETTERS.replace(" ", "Ġ").replace("\n", "Ċ")
     texts = iter([*blank, *(merge.replace(" ", "") for merge in MERGES)])
@@ -106,9 +106,9 @@ def make_tokenizer(directory: Path) -> Path:
 
 
 def greedy(hf: Any, prompt: Sequence[int], count: int, **options: Any) -> list[int]:
-    """What transformers generates greedily, its end token included."""
+    """Return transformers' greedy output, its end token included."""
     ids = torch.tensor([list(prompt)])
-    mask = torch.ones_like(ids)  # or it would take token 0 for padding
+    mask = torch.ones_like(ids)  # else token 0 counts as padding
     out = hf.generate(
         ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0, **options
     )
@@ -116,8 +116,8 @@ def greedy(hf: Any, prompt: Sequence[int], count: int, **options: Any) -> list[i
 
 
 def join_experts(directory: Path) -> None:
-    """Rewrite every layer's experts as two tensors, as transformers 5 holds them, and so their
-    scales where they are in FP8."""
+    """Store every layer's experts as two tensors, as transformers 5 does, and also their FP8
+    scales."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
     for end in ("", "_scale_inv"):
@@ -154,7 +154,7 @@ def draft_tensors(
     sinks: bool = False,
     width: int = 16,
 ) -> dict[str, torch.Tensor]:
-    """Random drafter weights under z-lab's names; heads 4, key-value heads 2."""
+    """Return random drafter weights under z-lab's names: 4 heads, 2 key-value heads."""
     noise = torch.Generator().manual_seed(seed)
 
     def matrix(*shape: int) -> torch.Tensor:
@@ -206,8 +206,8 @@ def make_draft(
     top: Mapping[str, Any] | None = None,
     nested: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a random DFlash drafter in z-lab's format. width: of a head; top, nested: more keys of
-    the config."""
+    """Write a random DFlash drafter in z-lab's format. width: a head's size; top, nested: extra
+    keys of the config."""
     layers = len(layer_types) if layer_types else 2
     directory.mkdir(parents=True, exist_ok=True)
     tensors = draft_tensors(
@@ -246,7 +246,7 @@ def make_draft(
 
 
 def pool_bytes(pages: int, page_size: int, *, drafter_layers: int = 0, width: int = 16) -> int:
-    """kv_cache_memory for a tiny pair that gives just so many pages besides the reserved one."""
+    """Return the kv_cache_memory of a tiny pair that fits `pages` pages and the reserved one."""
     per_token = 2 * 2 * width * 4 * (LAYERS + drafter_layers)
     return (pages + 1) * page_size * per_token
 
@@ -258,7 +258,7 @@ def make_engine(
     names: Sequence[str] = (),
     **options: Any,
 ) -> Engine:
-    """An engine; replace(parts, name) makes the proposer that stands in for each of `names`."""
+    """Build an engine; replace(parts, name) makes the proposer that replaces each of `names`."""
     resolved = resolve(config)
     parts = build(resolved)
     if replace is not None:
@@ -267,12 +267,12 @@ def make_engine(
 
 
 def put(parts: Components, proposers: Mapping[str, Any]) -> None:
-    """Let proposers stand in for those of these names."""
+    """Replace the proposers of these names."""
     parts.proposers = ProposerSet({**parts.proposers.by_name, **proposers}, parts.state.device)
 
 
 def watched(engine: Engine) -> Engine:
-    """Tell scripted proposers whose slots they draft for."""
+    """Give scripted proposers their engine, where they look up the requests of slots."""
     for proposer in engine.proposers.on_device.values():
         if isinstance(proposer, Scripted):
             proposer.engine = engine
@@ -280,35 +280,32 @@ def watched(engine: Engine) -> Engine:
 
 
 class Lengths(DraftPolicy):
-    """A budget by one request at a time: length(request, most) -> drafts to verify."""
+    """A policy that limits each request on its own: length(request, max_drafts) -> num_verified."""
 
     def __init__(self, length: Callable[[Request, int], int]):
         self.length = length
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
-        return DraftPlan([self.length(one.request, one.max_drafts) for one in candidates])
+        return DraftPlan([self.length(c.request, c.max_drafts) for c in candidates])
 
 
 class RandomRows(DraftPolicy):
-    """Another budget in each step: everything, some of each request's drafts, or so many in all, by
-    some confidence."""
+    """A policy that changes at random each step: all drafts, some of each request's, or a number of
+    rows in all, chosen by a random confidence."""
 
     def __init__(self, seed: str):
         self.rng = random.Random(seed)
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
         rng, kind = self.rng, self.rng.randrange(4)
-        most = [
-            one.max_drafts if kind < 2 else rng.randint(0, one.max_drafts) for one in candidates
-        ]
+        limits = [c.max_drafts if kind < 2 else rng.randint(0, c.max_drafts) for c in candidates]
         chained = [
-            bool(one.chain.tokens) and (not one.on_device or rng.random() < 0.5)
-            for one in candidates
+            bool(c.chain.tokens) and (not c.on_device or rng.random() < 0.5) for c in candidates
         ]
         if kind % 2 == 0:
-            return DraftPlan(most, use_chain=chained)
-        steps = tuple([(rng.uniform(-0.2, 1.0), rng.uniform(-2, 2)) for _ in range(max(most))])
-        return DraftPlan(most, rng.randint(0, sum(most) + 2), steps, chained)
+            return DraftPlan(limits, use_chain=chained)
+        steps = tuple([(rng.uniform(-0.2, 1.0), rng.uniform(-2, 2)) for _ in range(max(limits))])
+        return DraftPlan(limits, rng.randint(0, sum(limits) + 2), steps, chained)
 
 
 def run(
@@ -317,18 +314,18 @@ def run(
     sampling: SamplingParams | Sequence[SamplingParams],
     *,
     each_step: Callable[[list[Request]], None] | None = None,
-    most_steps: int = 3000,
+    max_steps: int = 3000,
 ) -> list[list[int]]:
-    """The outputs of all prompts run together, siblings one after another.
+    """Run all prompts together; return their outputs, siblings one after another.
 
-    After every step the engine checks itself, and the events so far must add up to the
-    outputs; at the end it must be idle with every page back.
+    After every step the engine checks itself, and the events so far must add up to the outputs; at
+    the end the engine must be idle with every page free.
     """
     params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
     requests: list[Request] = []
-    for prompt, asked in zip(prompts, params, strict=True):
-        requests += engine.add_prompt(prompt, asked)
-    drain(engine, requests, each_step=each_step, most_steps=most_steps)
+    for prompt, sampled in zip(prompts, params, strict=True):
+        requests += engine.add_prompt(prompt, sampled)
+    drain(engine, requests, each_step=each_step, max_steps=max_steps)
     return [request.output_ids for request in requests]
 
 
@@ -337,10 +334,10 @@ def drain(
     requests: Sequence[Request],
     *,
     each_step: Callable[[list[Request]], None] | None = None,
-    most_steps: int = 3000,
+    max_steps: int = 3000,
 ) -> dict[Request, list[TokenLogprob]]:
-    """Step until the engine is idle, distrusting each step; returns the log probabilities."""
-    made = {(request.key, request.sibling): request for request in requests}
+    """Step until the engine is idle and check each step; return the log probabilities."""
+    by_key = {(request.key, request.sibling): request for request in requests}
     reported: dict[Request, list[int]] = {request: [] for request in requests}
     logprobs: dict[Request, list[TokenLogprob]] = {request: [] for request in requests}
     begun: set[Request] = set()
@@ -348,7 +345,7 @@ def drain(
     steps = 0
     while engine.has_work:
         for event in engine.step():
-            request = made[event.key, event.sibling]
+            request = by_key[event.key, event.sibling]
             assert (event.start is not None) == (not reported[request] and request not in begun)
             begun.add(request)
             assert request not in ended, "an event of a request after its end"
@@ -363,36 +360,36 @@ def drain(
         if each_step is not None:
             each_step(list(requests))
         steps += 1
-        assert steps < most_steps, "the engine does not come to an end"
+        assert steps < max_steps, "the engine never becomes idle"
     assert all(request in ended for request in requests)
     assert engine.components.pool.available == engine.components.pool.capacity
     return logprobs
 
 
 def check_event(request: Request, event: TokenEvent) -> None:
-    """What it says beside the tokens fits them."""
+    """Check an event's counts and log probabilities against its tokens."""
     sampling, tokens = request.sampling, event.tokens
     assert 0 <= event.num_accepted <= min(event.num_verified, len(tokens))
     assert event.num_verified <= request.num_drafts
     if sampling.logprobs is None:
         assert not event.logprobs
         return
-    assert [found.token for found in event.logprobs] == tokens
-    assert {len(found.top) for found in event.logprobs} <= {sampling.logprobs}
+    assert [entry.token for entry in event.logprobs] == tokens
+    assert {len(entry.top) for entry in event.logprobs} <= {sampling.logprobs}
 
 
 def cursor(state: DecodeState, slot: int) -> tuple[int, int]:
-    """(positions with K/V, tail token) of a slot, as the device knows them."""
+    """Return (positions with K/V, last token) of a slot, as the device has them."""
     length, tail = state.cursor[slot].tolist()
     return length, tail
 
 
 class Scripted:
-    """A proposer that knows the answers: what it says of each is up to `mangle`.
+    """A proposer that knows the answers and proposes them as changed by `mangle`.
 
-    answers: a request's whole sequence, prompt included, as the target alone would write it.
-    mangle(request, start, drafts): the drafts to propose where `drafts` are the true ones behind
-    position `start`. Reads the device's lengths, so it serves at every depth of overlap.
+    answers: a request's whole sequence, prompt included, as the target alone would generate it.
+    mangle(request, start, drafts): the drafts to propose, where `drafts` are the right ones after
+    position `start`. It reads the device's lengths, so it works with any number of steps in flight.
     """
 
     engine: Engine
@@ -408,7 +405,7 @@ class Scripted:
         self.answers: dict[Request, list[int]] = {}
 
     def requests(self, spans: Sequence[Span]) -> list[Request]:
-        """Whose spans these are."""
+        """Return the requests of these spans."""
         running = {record.slot: record.request for record in self.engine.scheduler.running}
         return [running[span.slot] for span in spans]
 
@@ -430,16 +427,16 @@ class Scripted:
 
 
 def oracle(request: Request, start: int, drafts: list[int]) -> list[int]:
-    """Every draft right."""
+    """All drafts right."""
     return drafts
 
 
 def adversary(request: Request, start: int, drafts: list[int]) -> list[int]:
-    """Every draft wrong."""
+    """All drafts wrong."""
     return [(token + 1) % VOCAB for token in drafts]
 
 
 def wavering(request: Request, start: int, drafts: list[int]) -> list[int]:
-    """Right up to a place that changes from step to step, then wrong, then right again."""
-    place = (start * 7 + request.num_prompt * 3) % (len(drafts) + 2)
-    return [(t + 1) % VOCAB if i == place else t for i, t in enumerate(drafts)]
+    """Right except at one position, which changes from step to step."""
+    wrong = (start * 7 + request.num_prompt * 3) % (len(drafts) + 2)
+    return [(t + 1) % VOCAB if i == wrong else t for i, t in enumerate(drafts)]

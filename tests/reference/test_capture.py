@@ -1,4 +1,4 @@
-"""Steps that are padded, captured and replayed give what plain steps give."""
+"""Padded, captured and replayed steps produce the same tokens as plain steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from strobe.warmup.steps import warm_up
 COLD = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
 WARM = COLD.clone(temperature=0.9, top_p=0.8, top_k=30, seed=4)
 PROMPTS = [[7, 3, 9] * n + [n] for n in (1, 5, 2, 9, 4, 3, 7)]
-ASKED = [
+SAMPLING = [
     COLD,
     COLD.clone(max_tokens=9),
     WARM,
@@ -41,13 +41,13 @@ ASKED = [
 
 @pytest.fixture(autouse=True)
 def copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verdict is copied when it sets out, as one of a GPU is."""
+    """Copy results when the step is launched, as a GPU does."""
     monkeypatch.setattr("strobe.runner.pending.download", torch.clone)
 
 
 def config(target: Any, drafter: Path | None = None, **options: Any) -> EngineConfig:
-    given = {"max_model_len": 96, "max_num_seqs": 5, "page_size": 4, **options}
-    return EngineConfig(str(target.path), draft=drafter and str(drafter), **given)
+    fields = {"max_model_len": 96, "max_num_seqs": 5, "page_size": 4, **options}
+    return EngineConfig(str(target.path), draft=drafter and str(drafter), **fields)
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -55,25 +55,25 @@ def config(target: Any, drafter: Path | None = None, **options: Any) -> EngineCo
 def test_replayed_steps_match_eager_steps(
     overlap: int, budget: int | None, target: Any, draft: Callable[..., Path]
 ):
-    plain = run(make_engine(config(target, method="none")), PROMPTS, plain_ones())
+    plain = run(make_engine(config(target, method="none")), PROMPTS, without_speculation())
     resolved = resolve(config(target, draft(), overlap=overlap, max_num_batched_tokens=budget))
     parts = build(resolved)
     double = captured(parts, 5, resolved.limits.num_drafts)
     engine = watched(Engine(resolved, components=parts))
-    assert run(engine, PROMPTS, ASKED) == plain
+    assert run(engine, PROMPTS, SAMPLING) == plain
     assert double.captured == len(parts.graphs) > 3
     assert double.replayed > 3 * double.captured
 
 
-def plain_ones() -> list[SamplingParams]:
-    return [one.clone(speculation=None) for one in ASKED]
+def without_speculation() -> list[SamplingParams]:
+    return [params.clone(speculation=None) for params in SAMPLING]
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_replayed_and_plain_steps_choose_the_same_drafts(
     overlap: int, target: Any, draft: Callable[..., Path]
 ):
-    plain = run(make_engine(config(target, method="none")), PROMPTS, plain_ones())
+    plain = run(make_engine(config(target, method="none")), PROMPTS, without_speculation())
     resolved = resolve(config(target, draft(), overlap=overlap))
     reports: list[list[Any]] = []
     for graphs in (False, True):
@@ -83,22 +83,22 @@ def test_replayed_and_plain_steps_choose_the_same_drafts(
         engine = watched(Engine(resolved, components=parts, draft_policy=RandomRows("5")))
         script: Any = engine.proposers["dflash"]
         requests: list[Any] = []
-        for prompt, asked, answer in zip(PROMPTS * 2, ASKED * 2, plain * 2, strict=True):
-            requests.append(engine.add(prompt, asked))
+        for prompt, sampling, answer in zip(PROMPTS * 2, SAMPLING * 2, plain * 2, strict=True):
+            requests.append(engine.add(prompt, sampling))
             script.answers[requests[-1]] = prompt + answer
         while engine.has_work:
             engine.step()
             engine.check()
         assert [request.output_ids for request in requests] == plain * 2
-        reports.append([request.speculation for request in requests])
+        reports.append([request.draft_counts for request in requests])
     assert reports[0] == reports[1]
-    assert sum(report.accepted for report in reports[0]) > 40
+    assert sum(counts.num_accepted for counts in reports[0]) > 40
     assert double is not None
     assert double.replayed > double.captured
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_prompt_logprobs_are_of_their_own_rows_when_fewer_drafts_are_verified(
+def test_prompt_logprobs_are_right_when_fewer_drafts_are_verified(
     overlap: int, target: Any, draft: Callable[..., Path]
 ):
     scored = COLD.clone(prompt_logprobs=2, max_tokens=3)
@@ -108,26 +108,26 @@ def test_prompt_logprobs_are_of_their_own_rows_when_fewer_drafts_are_verified(
         parts = build(resolved)
         captured(parts, 5, resolved.limits.num_drafts)
         engine = Engine(resolved, components=parts, draft_policy=RandomRows("1"))
-        asked = scored.clone(speculation=None if drafting else False)
+        sampling = scored.clone(speculation=None if drafting else False)
         for prompt in PROMPTS[:3]:
             engine.add(prompt, COLD.clone(max_tokens=60, speculation=None if drafting else False))
         requests: list[Any] = []
         for _ in range(30):
             engine.step()
             if len(requests) < len(PROMPTS):
-                requests.append(engine.add(PROMPTS[len(requests)], asked))
+                requests.append(engine.add(PROMPTS[len(requests)], sampling))
         while engine.has_work:
             engine.step()
         reports.append([request.prompt_logprobs for request in requests])
-    plain, found = reports
-    for wanted, scores in zip(plain, found, strict=True):
-        for one, other in zip(wanted[1:], scores[1:], strict=True):
-            assert one.token == other.token
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    plain, drafted = reports
+    for expected, scores in zip(plain, drafted, strict=True):
+        for a, b in zip(expected[1:], scores[1:], strict=True):
+            assert a.token == b.token
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
-def test_accepted_drafts_move_replayed_steps_on(target: Any):
-    """A drafter that is often right: lengths differ per request and step."""
+def test_accepted_drafts_advance_replayed_steps(target: Any):
+    """The drafter is often right: accepted lengths differ between requests and steps."""
     plain = run(make_engine(config(target)), PROMPTS, COLD)
     resolved = resolve(config(target, method="ngram", num_drafts=6))
     parts = build(resolved)
@@ -147,16 +147,16 @@ def test_accepted_drafts_move_replayed_steps_on(target: Any):
 
 
 def test_drafts_survive_the_forward_before_grammar_masks():
-    """Forward and drafter are graphs of their own there, which share their memory."""
+    """There the forward and the drafter are separate graphs that share memory."""
     settings = EngineConfig(
         str(DEMO_MODELS / "target"), draft=str(DEMO_MODELS / "draft"), max_model_len=256,
         max_num_seqs=2, draft_sample_method="probabilistic", enable_prefix_caching=False,
     )  # fmt: skip
     spelled = COLD.clone(structured_outputs={"regex": "[^~]{40,120}"}, ignore_eos=False)
-    asked = [spelled, spelled.clone(temperature=0.8, seed=1)]
+    samplings = [spelled, spelled.clone(temperature=0.8, seed=1)]
     question = [{"role": "user", "content": "What is 17 + 25?"}]
     prompt = Tokenizer(DEMO_MODELS / "target").render_chat(question)
-    found: list[list[tuple[list[int], int]]] = []
+    runs: list[list[tuple[list[int], int]]] = []
     for graphs in (False, True):
         resolved = resolve(settings)
         parts = build(resolved)
@@ -164,14 +164,14 @@ def test_drafts_survive_the_forward_before_grammar_masks():
             double = captured(parts, 2, resolved.limits.num_drafts)
         engine = Engine(resolved, components=parts)
         answers: list[tuple[list[int], int]] = []
-        for sampling in asked:
+        for sampling in samplings:
             request = engine.add(prompt, sampling)
             while engine.has_work:
                 engine.step()
             answers.append((request.output_ids, request.draft_counts.num_accepted))
-        found.append(answers)
-    assert found[1] == found[0]
-    assert all(accepted for _, accepted in found[0])
+        runs.append(answers)
+    assert runs[1] == runs[0]
+    assert all(accepted for _, accepted in runs[0])
     assert double.replayed > double.captured
 
 
@@ -181,7 +181,7 @@ def decoding(count: int, drafts: int) -> list[Span]:
 
 
 def prompts_of(count: int, rows: int) -> list[Span]:
-    """So many rows together, the first span the longest."""
+    """Return `count` prompts of `rows` rows in all, the first span the longest."""
     first = Span(0, 0, 0, (1,) * (rows - count + 1), num_logits=1)
     return [first, *[Span(i, 0, 0, (1,), num_logits=1) for i in range(1, count)]]
 
@@ -209,7 +209,7 @@ def test_buckets_have_a_span_for_padding_rows():
 
 
 def test_sampling_rows_are_contiguous(target: Any):
-    """As the sampling kernel reads it."""
+    """The sampling kernel expects this layout."""
     engine = make_engine(config(target))
     engine.add([5, 6, 7], WARM)
     engine.add([5, 6], COLD)
@@ -229,23 +229,23 @@ def test_uncapturable_step_runs_eagerly(target: Any):
     resolved = resolve(config(target))
     parts = build(resolved)
     double = captured(parts, 5, 0)
-    asked: list[Any] = []
+    attempts: list[Any] = []
 
     def refusing(body: Callable[[], Any]) -> Any:
-        asked.append(body)
+        attempts.append(body)
         raise RuntimeError("out of memory")
 
     double.capture = refusing
     assert run(Engine(resolved, components=parts), PROMPTS, COLD) == plain
     assert len(parts.graphs) == 0
-    assert 0 < len(asked) < 12, "each shape is tried once"
+    assert 0 < len(attempts) < 12, "each shape is tried once"
 
 
 def test_padding_rows_leave_the_last_page_untouched(target: Any):
     parts = build(resolve(config(target)))
     state = parts.state
-    other = type(state)(5, 96, 4, state.device, limit=96, spare_page=7)
-    first = other.table + 4 * torch.arange(other.table.shape[1])  # each page's first K/V slot
+    padded = type(state)(5, 96, 4, state.device, limit=96, spare_page=7)
+    first = padded.table + 4 * torch.arange(padded.table.shape[1])  # each page's first K/V slot
     assert first[:-1].unique().tolist() == [0]
     assert first[-1].unique().tolist() == [28]
 
@@ -262,7 +262,7 @@ def test_gpu_only_options_on_cpu_are_rejected(
         resolve(config(target, draft(), device="cpu", **options))
 
 
-def test_a_cache_in_fp8_is_as_lossless_as_another(target: Any, draft: Callable[..., Path]):
+def test_fp8_kv_cache_is_lossless(target: Any, draft: Callable[..., Path]):
     plain = run(make_engine(config(target, kv_cache_dtype="fp8")), PROMPTS, COLD)
     engine = make_engine(config(target, draft(), kv_cache_dtype="fp8"))
     assert run(engine, PROMPTS, COLD) == plain
@@ -287,30 +287,30 @@ def test_warm_up_captures_everything(
 ):
     engine = warmed(target, draft(), overlap=overlap, max_num_seqs=seqs)
     before = len(engine.graphs)
-    unseeded = COLD.clone(temperature=1.0, top_p=0.9)  # a mixture is one more kind on a CPU
-    found = [run(engine, PROMPTS, asked) for asked in (unseeded, COLD, ASKED[1])]
-    found.append(run(engine, [prompt * 2 for prompt in PROMPTS], unseeded))
+    unseeded = COLD.clone(temperature=1.0, top_p=0.9)  # on a CPU, mixtures are one more kind
+    outputs = [run(engine, PROMPTS, sampling) for sampling in (unseeded, COLD, SAMPLING[1])]
+    outputs.append(run(engine, [prompt * 2 for prompt in PROMPTS], unseeded))
     assert len(engine.graphs) == before > 20
     cold = make_engine(config(target, draft(), overlap=overlap, max_num_seqs=seqs))
-    again = [run(cold, PROMPTS, asked) for asked in (unseeded, COLD, ASKED[1])]
-    assert again == found[:3], "requests without a seed draw by their number"
+    again = [run(cold, PROMPTS, sampling) for sampling in (unseeded, COLD, SAMPLING[1])]
+    assert again == outputs[:3], "requests without a seed draw by their number"
 
 
-class AnyChoice(DraftPolicy):
-    """Some width, some of the requests, and some number of drafts there are steps for."""
+class RandomPlans(DraftPolicy):
+    """Plans a random width, random requests and a random number of drafts that has a step."""
 
     def __init__(self, budget: AdaptiveDraftPolicy):
         self.budget, self.rng = budget, random.Random(1)
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
         rng, count = self.rng, len(candidates)
-        some, most = rng.randint(0, count), rng.choice(self.budget.widths)
-        if not some:
+        num_drafting, width = rng.randint(0, count), rng.choice(self.budget.widths)
+        if not num_drafting:
             return DraftPlan([0] * count)
-        drafts, _ = rng.choice(self.budget.rows(count, some, most))
-        chosen = set(rng.sample(range(count), some))
-        given = [min(one.max_drafts, most) * (i in chosen) for i, one in enumerate(candidates)]
-        return DraftPlan(given, drafts if drafts < sum(given) else None)
+        drafts, _ = rng.choice(self.budget.rows(count, num_drafting, width))
+        chosen = set(rng.sample(range(count), num_drafting))
+        limits = [min(c.max_drafts, width) * (i in chosen) for i, c in enumerate(candidates)]
+        return DraftPlan(limits, drafts if drafts < sum(limits) else None)
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -320,16 +320,16 @@ def test_warm_up_captures_every_adaptive_choice(
     engine = warmed(target, draft(), overlap=overlap)
     budget, before = engine.scheduler.draft_policy, set(engine.graphs._graphs)
     assert isinstance(budget, AdaptiveDraftPolicy)
-    engine.scheduler.draft_policy = AnyChoice(budget)
+    engine.scheduler.draft_policy = RandomPlans(budget)
     drawn = COLD.clone(temperature=1.0, top_p=0.9)
-    found = [run(engine, PROMPTS, asked) for asked in (drawn, COLD)]
-    assert {0, 3, 7} == {key[-1].drafts for key in before if key[0] != "draft"}
+    outputs = [run(engine, PROMPTS, sampling) for sampling in (drawn, COLD)]
+    assert {0, 3, 7} == {key[-1].max_drafts for key in before if key[0] != "draft"}
     assert set(engine.graphs._graphs) == before
     cold = make_engine(config(target, draft(), overlap=overlap, adaptive=False))
-    assert [run(cold, PROMPTS, asked) for asked in (drawn, COLD)] == found
+    assert [run(cold, PROMPTS, sampling) for sampling in (drawn, COLD)] == outputs
 
 
-def test_the_warm_up_leaves_no_trace(target: Any, draft: Callable[..., Path]):
+def test_warm_up_leaves_no_state(target: Any, draft: Callable[..., Path]):
     engine = warmed(target, draft())
     pool = engine.components.pool
     pool.check()
@@ -348,7 +348,7 @@ def test_the_warm_up_leaves_no_trace(target: Any, draft: Callable[..., Path]):
 def test_small_engines_warm_up_too(
     options: dict[str, int], target: Any, draft: Callable[..., Path]
 ):
-    """Those that capture and those that do not: without room for a block, for a single request."""
+    """With and without capture, also without room for a block or with a single request."""
     engine = warmed(target, draft(), **options)
     assert not engine.has_work
     plain = make_engine(config(target, draft(), **options))
@@ -356,7 +356,7 @@ def test_small_engines_warm_up_too(
     assert run(engine, [[5]], COLD) == run(plain, [[5]], COLD)
 
 
-def test_a_warm_up_stops_where_its_time_is_up(target: Any, draft: Callable[..., Path]):
+def test_warm_up_stops_at_its_time_limit(target: Any, draft: Callable[..., Path]):
     engine = make_engine(config(target, draft()))
     warm_up(engine, seconds=0.0)
     assert not engine.has_work
@@ -365,14 +365,14 @@ def test_a_warm_up_stops_where_its_time_is_up(target: Any, draft: Callable[..., 
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_the_warm_up_finds_the_same_shapes_at_every_depth(
+def test_warm_up_captures_the_same_shapes_with_and_without_overlap(
     overlap: int, target: Any, draft: Callable[..., Path]
 ):
-    """Crowds that fill more than half of the slots come in one step too."""
+    """Batches that fill more than half of the slots also arrive in one step."""
     engine = warmed(target, draft(), overlap=overlap, max_num_seqs=8, max_model_len=200)
-    kept = {(key[0].sampled, key[1]) for key in engine.graphs._graphs if key[0] != "draft"}
+    shapes = {(key[0].sampled, key[1]) for key in engine.graphs._graphs if key[0] != "draft"}
     for sampled in (False, True):
         for rows in (16, 32, 64, 128):
-            assert (sampled, Shape(9, rows, rows, 7, 8)) in kept
+            assert (sampled, Shape(9, rows, rows, 7, 8)) in shapes
         for count in (1, 2, 4, 8):
-            assert (sampled, Shape(count, 8 * count, 8, 7, 8)) in kept
+            assert (sampled, Shape(count, 8 * count, 8, 7, 8)) in shapes

@@ -1,4 +1,4 @@
-"""The engine as a whole: admission, slots used again, aborts, failures, memory, other dtypes."""
+"""The engine as a whole: admission, slot reuse, aborts, failures, memory, half precision."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_longest_prompt_leaves_one_token(plain_engine: Engine, target: Any):
     assert run(plain_engine, [prompt], COLD) == [greedy(target.hf, prompt, 1)]
 
 
-def test_request_knows_its_method_and_off_reason(target: Any, draft: Callable[..., Path]):
+def test_request_method_num_drafts_and_off_reason(target: Any, draft: Callable[..., Path]):
     engine = make_engine(config(target, draft=str(draft())))
-    asked: list[tuple[Any, tuple[str, int]]] = [
+    cases: list[tuple[Any, tuple[str, int]]] = [
         (None, ("dflash", 7)),
         (True, ("dflash", 7)),
         ({"num_drafts": 3}, ("dflash", 3)),
@@ -89,10 +89,10 @@ def test_request_knows_its_method_and_off_reason(target: Any, draft: Callable[..
         ({"num_drafts": 0}, ("none", 0)),
         (Speculation(method="none", num_drafts=3), ("none", 0)),
     ]
-    for speculation, wanted in asked:
+    for speculation, expected in cases:
         request = engine.add([1], COLD.clone(speculation=speculation))
-        assert (request.method, request.num_drafts) == wanted, speculation
-        assert (request.off_reason is None) == (wanted[1] > 0)
+        assert (request.method, request.num_drafts) == expected, speculation
+        assert (request.off_reason is None) == (expected[1] > 0)
     with pytest.raises(ValueError, match=r"num_drafts is 8.*at most 7"):
         engine.add([1], COLD.clone(speculation={"num_drafts": 8}))
     without = make_engine(config(target)).add([1], COLD)
@@ -101,9 +101,9 @@ def test_request_knows_its_method_and_off_reason(target: Any, draft: Callable[..
     assert (off.method, off.off_reason) == ("none", "the engine's method is none")
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("with_dflash", [False, True])
 def test_prompt_lookup_without_match_verifies_nothing(
-    beside: bool, target: Any, draft: Callable[..., Path]
+    with_dflash: bool, target: Any, draft: Callable[..., Path]
 ):
     engine = make_engine(config(target, draft=str(draft())))
     lookup = COLD.clone(speculation={"method": "ngram"}, max_tokens=4)
@@ -117,12 +117,12 @@ def test_prompt_lookup_without_match_verifies_nothing(
         return launch(plan)
 
     engine.launch = launching
-    if beside:
+    if with_dflash:
         engine.add([9, 8, 7], COLD.clone(max_tokens=4))
     while engine.has_work:
         engine.step()
     pairs = list(itertools.pairwise(none.tokens[:-1]))
-    assert len(set(pairs)) == len(pairs), "or there would be something to find"
+    assert len(set(pairs)) == len(pairs), "otherwise prompt lookup would match"
     assert none.draft_counts.num_verified == 0
     assert rows == [6, 1, 1, 1]
 
@@ -154,33 +154,35 @@ SAMPLED: list[dict[str, Any]] = [
 def test_sampled_text_matches_noise_over_transformers_logits(
     target: Any, draft: Callable[..., Path]
 ):
-    """Token for token, through plain Python's filters, noise and race."""
+    """Token by token, with filters, noise and race in plain Python."""
     base = SamplingParams(seed=17, max_tokens=30)
     params = [base.clone(**changes) for changes in SAMPLED]
     texts = prompts(*range(2, 2 + len(params)))
     engine = make_engine(config(target, draft=str(draft()), max_num_seqs=3))
     outputs = iter(run(engine, texts, params))
     unsure = total = 0
-    for prompt, asked in zip(texts, params, strict=True):
-        ends = {*asked.stop_token_ids, *(() if asked.ignore_eos else EOS_IDS)}
-        for sibling in range(asked.n):
-            made = next(outputs)
-            key = noise_key(asked.seed or 0, sibling) % 2**64
+    for prompt, sampling in zip(texts, params, strict=True):
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else EOS_IDS)}
+        for sibling in range(sampling.n):
+            output = next(outputs)
+            key = noise_key(sampling.seed or 0, sibling) % 2**64
             with torch.no_grad():
-                logits = target.hf(torch.tensor([prompt + made])).logits[0]
-            for i, token in enumerate(made):
+                logits = target.hf(torch.tensor([prompt + output])).logits[0]
+            for i, token in enumerate(output):
                 row = logits[len(prompt) + i - 1].tolist()
-                if i < asked.min_tokens:
+                if i < sampling.min_tokens:
                     row = [-math.inf if t in ends else x for t, x in enumerate(row)]
-                how = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
-                wanted, margin = race(row, how[0], key, len(prompt) + i, *how[1:])
+                race_params = (sampling.top_k, sampling.top_p, sampling.min_p)
+                expected, margin = race(
+                    row, sampling.temperature, key, len(prompt) + i, *race_params
+                )
                 total += 1
                 if margin < 1e-3:
                     unsure += 1
                 else:
-                    assert token == wanted, (asked, i)
-                assert (token in ends and i >= asked.min_tokens) <= (i == len(made) - 1)
-            assert made[-1] in ends or len(made) == 30
+                    assert token == expected, (sampling, i)
+                assert (token in ends and i >= sampling.min_tokens) <= (i == len(output) - 1)
+            assert output[-1] in ends or len(output) == 30
     assert unsure < total / 20
     assert total > 100
 
@@ -194,37 +196,37 @@ def test_siblings_with_one_seed_differ_and_repeat(target: Any):
 
 
 def test_reused_slot_forgets_min_tokens(target: Any):
-    """A request without min_tokens follows one with it, beside another that may not stop yet."""
+    """A request without min_tokens reuses the slot of one with it, next to another with it."""
     stops = SamplingParams(
         temperature=0, max_tokens=30, stop_token_ids=list(range(0, VOCAB, 2)), ignore_eos=True
     )
     texts = prompts(5, 9, 7)
     params = [stops.clone(max_tokens=2, min_tokens=2), stops.clone(min_tokens=30), stops]
-    wanted = [alone(target, p, s) for p, s in zip(texts, params, strict=True)]
-    assert len(wanted[2]) < 10, "it is to stop while the second may not"
+    expected = [alone(target, p, s) for p, s in zip(texts, params, strict=True)]
+    assert len(expected[2]) < 10, "it must stop while the second may not"
     engine = make_engine(config(target, max_num_seqs=2))
-    assert run(engine, texts, params) == wanted
+    assert run(engine, texts, params) == expected
 
 
-def test_a_slots_former_sampling_does_not_reach_its_next_request(target: Any):
+def test_slot_reuse_resets_sampling_parameters(target: Any):
     warm = SamplingParams(temperature=1.2, seed=3, max_tokens=9, ignore_eos=True)
     texts = prompts(5, 9, 7, 3, 8)
     params = [warm.clone(top_k=2), COLD, warm, warm.clone(min_p=0.3), warm.clone(top_p=0.5)]
-    wanted = [alone(target, p, s) for p, s in zip(texts, params, strict=True)]
-    assert run(make_engine(config(target, max_num_seqs=1)), texts, params) == wanted
-    assert run(make_engine(config(target, max_num_seqs=2)), texts, params) == wanted
+    expected = [alone(target, p, s) for p, s in zip(texts, params, strict=True)]
+    assert run(make_engine(config(target, max_num_seqs=1)), texts, params) == expected
+    assert run(make_engine(config(target, max_num_seqs=2)), texts, params) == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_fully_banned_request_does_not_stop_others(target: Any, temperature: float):
-    """Every token is a stop token, and none may come before min_tokens."""
+    """All tokens are stop tokens, and none may come before min_tokens."""
     engine = make_engine(config(target))
     hopeless = COLD.clone(
         stop_token_ids=list(range(VOCAB)), min_tokens=5, temperature=temperature, seed=1
     )
     texts = prompts(6, 8)
-    made, other = run(engine, texts, [hopeless, COLD])
-    assert len(made) == 6
+    banned, other = run(engine, texts, [hopeless, COLD])
+    assert len(banned) == 6
     assert other == alone(target, texts[1], COLD)
 
 
@@ -244,13 +246,13 @@ def test_abort_frees_pages_and_keeps_others_running(
     for request in (requests[0], requests[3]):
         engine.finish(request, "abort")
         engine.check()
-    said = list(requests[0].output_ids)
+    output = list(requests[0].output_ids)
     for _ in range(100):
         for event in engine.step():
             assert event.key not in (requests[0].key, requests[3].key)
         engine.check()
     assert not engine.has_work
-    assert requests[0].output_ids == said
+    assert requests[0].output_ids == output
     assert requests[3].output_ids == []
     for i in (1, 2):
         assert requests[i].output_ids == alone(target, texts[i], COLD)
@@ -258,14 +260,14 @@ def test_abort_frees_pages_and_keeps_others_running(
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-@pytest.mark.parametrize("place", ["propose", "forward", "observe"])
+@pytest.mark.parametrize("method", ["propose", "forward", "observe"])
 def test_engine_recovers_after_failed_step(
-    place: str, overlap: int, target: Any, draft: Callable[..., Path]
+    method: str, overlap: int, target: Any, draft: Callable[..., Path]
 ):
-    """Out of memory, or a user's Ctrl-C: the step is lost, the requests are not."""
+    """Running out of memory, or Ctrl-C, loses the step but no request."""
     engine = make_engine(config(target, draft=str(draft()), overlap=overlap, max_num_seqs=2))
-    owner: Any = {"forward": engine.runner}.get(place, engine.proposers)
-    true = getattr(owner, place)
+    owner: Any = {"forward": engine.runner}.get(method, engine.proposers)
+    true = getattr(owner, method)
     calls = 0
 
     def failing(*args: Any, **options: Any) -> Any:
@@ -275,7 +277,7 @@ def test_engine_recovers_after_failed_step(
             raise MemoryError("no memory")
         return true(*args, **options)
 
-    setattr(owner, place, failing)
+    setattr(owner, method, failing)
     texts = prompts(9, 20, 5)
     requests = [engine.add(prompt, COLD) for prompt in texts]
     failures = 0
@@ -291,7 +293,7 @@ def test_engine_recovers_after_failed_step(
     assert engine.components.pool.available == engine.components.pool.capacity
 
 
-def test_check_notices_when_host_and_device_disagree(target: Any):
+def test_check_detects_host_and_device_disagreement(target: Any):
     engine = make_engine(config(target))
     engine.add([1, 2, 3], COLD)
     engine.step()
@@ -301,7 +303,7 @@ def test_check_notices_when_host_and_device_disagree(target: Any):
         engine.check()
 
 
-def test_check_notices_a_lost_page(target: Any):
+def test_check_detects_a_lost_page(target: Any):
     engine = make_engine(config(target))
     engine.add([1, 2, 3], COLD)
     engine.step()
@@ -314,15 +316,15 @@ def test_check_notices_a_lost_page(target: Any):
 
 
 def test_pool_uses_requested_memory(target: Any, draft: Callable[..., Path]):
-    asked = config(target, max_num_seqs=50, kv_cache_memory=pool_bytes(40, 4))
-    assert make_engine(asked).components.pool.capacity == 40
-    asked = config(
+    options = config(target, max_num_seqs=50, kv_cache_memory=pool_bytes(40, 4))
+    assert make_engine(options).components.pool.capacity == 40
+    options = config(
         target,
         draft=str(draft()),
         max_num_seqs=50,
         kv_cache_memory=pool_bytes(40, 4, drafter_layers=2) + 17,
     )
-    engine = make_engine(asked)
+    engine = make_engine(options)
     assert engine.components.pool.capacity == 40
     slots = {name: store.data.shape[1] for name, store in engine.components.stores.items()}
     assert slots == {"target": 41 * 4, "dflash": 41 * 4}
@@ -336,20 +338,20 @@ def test_too_little_memory_is_rejected_with_required_size(target: Any):
     assert run(engine, [prompt], COLD) == [greedy(target.hf, prompt, 1)]
 
 
-def test_the_models_own_end_tokens_end_an_answer_unless_ignored(target: Any):
+def test_eos_finishes_answer_unless_ignored(target: Any):
     texts = prompts(4, 6, 9, 13, 21, 30)
     sampling = SamplingParams(temperature=1.0, seed=8, max_tokens=None)
     engine = make_engine(config(target))
-    for prompt, made in zip(texts, run(engine, texts, sampling), strict=True):
-        ends = [i for i, token in enumerate(made) if token in EOS_IDS]
-        assert ends in ([], [len(made) - 1])
+    for prompt, output in zip(texts, run(engine, texts, sampling), strict=True):
+        ends = [i for i, token in enumerate(output) if token in EOS_IDS]
+        assert ends in ([], [len(output) - 1])
         longer = run(engine, [prompt], sampling.clone(ignore_eos=True))[0]
-        assert longer[: len(made)] == made
+        assert longer[: len(output)] == output
         assert len(prompt) + len(longer) == 64
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_on_cpu_is_near_target_best(
+def test_half_precision_on_cpu_picks_near_best_tokens(
     dtype: str, target: Any, draft: Callable[..., Path]
 ):
     engine = make_engine(config(target, draft=str(draft()), dtype=dtype))
@@ -357,8 +359,8 @@ def test_half_precision_on_cpu_is_near_target_best(
         getattr(torch, dtype)
     }
     texts = prompts(5, 17)
-    for prompt, made in zip(texts, run(engine, texts, COLD), strict=True):
+    for prompt, output in zip(texts, run(engine, texts, COLD), strict=True):
         with torch.no_grad():
-            logits = target.hf(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1]
-        regret = logits.amax(-1) - logits.gather(1, torch.tensor(made)[:, None])[:, 0]
+            logits = target.hf(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        regret = logits.amax(-1) - logits.gather(1, torch.tensor(output)[:, None])[:, 0]
         assert regret.max() < 0.5  # measured: 0 with both

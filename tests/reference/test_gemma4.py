@@ -153,8 +153,8 @@ def test_greedy_text_matches_transformers(model: tuple[Any, Path]):
 
 
 def test_text_decoder_is_unchanged_by_towers(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    beside = {"vision_config": VISION, "audio_config": None}
-    hf = make_gemma(tmp_path, Gemma4ForConditionalGeneration, seed=4, beside=beside, **EXPERTS)
+    wrapper = {"vision_config": VISION, "audio_config": None}
+    hf = make_gemma(tmp_path, Gemma4ForConditionalGeneration, seed=4, wrapper=wrapper, **EXPERTS)
     with caplog.at_level(logging.INFO, "strobe"):
         check_layers(hf, tmp_path, 16, 7, atol=BOUND)
     assert sum("reads text only" in line for line in caplog.messages) == 1
@@ -162,8 +162,8 @@ def test_text_decoder_is_unchanged_by_towers(tmp_path: Path, caplog: pytest.LogC
 
 def test_outer_config_fields_apply_to_text_decoder(tmp_path: Path):
     """An answer of a chat ends with a token that only the outer config names."""
-    beside = {"vision_config": VISION, "audio_config": None}
-    make_gemma(tmp_path, Gemma4ForConditionalGeneration, seed=4, beside=beside, **TINY)
+    wrapper = {"vision_config": VISION, "audio_config": None}
+    make_gemma(tmp_path, Gemma4ForConditionalGeneration, seed=4, wrapper=wrapper, **TINY)
     (tmp_path / "generation_config.json").unlink()
     path = tmp_path / "config.json"
     inner = json.loads(path.read_text())["text_config"]
@@ -184,10 +184,10 @@ UNIFIED = {key: value for key, value in TINY.items() if "per_layer" not in key}
 def test_text_decoder_of_12b_is_supported(family: Any, tmp_path: Path):
     """Its patches and sound frames are embedded beside it, without towers."""
     images = {"mm_embed_dim": 16, "mm_posemb_size": 8, "patch_size": 4, "output_proj_dims": 32}
-    beside = {"vision_config": images, "audio_config": {"audio_embed_dim": 8}}
+    wrapper = {"vision_config": images, "audio_config": {"audio_embed_dim": 8}}
     whole = family is Gemma4UnifiedForConditionalGeneration
     hf = make_target(
-        tmp_path, family, seed=3, embedding=0.2, beside=beside if whole else None, **UNIFIED
+        tmp_path, family, seed=3, embedding=0.2, wrapper=wrapper if whole else None, **UNIFIED
     )
     check_layers(hf, tmp_path, 16, 7, atol=BOUND)
     check_text(hf, tmp_path)

@@ -1,8 +1,8 @@
 """Every logits processor, every grammar and every log probability, while speculating.
 
-Three ways to the same tokens: plain Python over transformers' logits, one token after another;
-plain decoding, one request at a time; and each way to draft, schedule and store. Each pair of the
-values below meets in at least one run.
+The same tokens must come from three sources: plain Python over transformers' logits, one token at a
+time; plain decoding, one request at a time; and every way to draft, schedule and store. Each pair
+of the values below occurs in at least one run.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Combination:
 
 
 def combinations() -> list[Combination]:
-    """A covering set, and some more in which requests make room for each other."""
+    """Return a covering set, and more combinations in which requests preempt each other."""
     rng = random.Random(4)
     chosen = [Combination(**values) for values in covering(DIMENSIONS, rng)]
     for feature in DIMENSIONS["feature"]:
@@ -106,7 +106,7 @@ def test_every_pair_of_values_occurs():
     assert {c.feature for c in COMBINATIONS if c.preempts} == set(DIMENSIONS["feature"])
 
 
-# what is asked for
+# requests
 
 Job = tuple[list[int], SamplingParams]
 
@@ -129,14 +129,14 @@ MARKER = (13, 5)
 
 
 def prompts() -> list[list[int]]:
-    """Nine, some of which begin alike, one of a single token."""
+    """Return nine prompts: some share a prefix, one is a single token."""
     noise = torch.Generator().manual_seed(9)
-    made = [torch.randint(0, VOCAB, (n,), generator=noise).tolist() for n in (5, 33, 12, 1, 20)]
-    return [*made, [*made[1][:32], 3], [*made[1][:17], 8], [4, 9, 2] * 5, [*made[1][:16], 1, 2]]
+    texts = [torch.randint(0, VOCAB, (n,), generator=noise).tolist() for n in (5, 33, 12, 1, 20)]
+    return [*texts, [*texts[1][:32], 3], [*texts[1][:17], 8], [4, 9, 2] * 5, [*texts[1][:16], 1, 2]]
 
 
 def asked() -> dict[str, list[SamplingParams]]:
-    """Of each feature's requests, beside plain ones."""
+    """Return the sampling parameters of each feature's requests, mixed with plain ones."""
     every = {"presence_penalty": 0.9, "frequency_penalty": 0.7, "repetition_penalty": 1.4}
     allowed = list(range(0, VOCAB, 3))
     scored = STOPS.clone(logprobs=2, prompt_logprobs=3)
@@ -215,25 +215,25 @@ def asked() -> dict[str, list[SamplingParams]]:
     return kinds
 
 
-ASKED = asked()
-TEXTS = prompts()
+SAMPLING = asked()
+PROMPTS = prompts()
 
 
 def jobs(feature: str) -> list[Job]:
-    return list(zip(TEXTS, ASKED[feature], strict=True))
+    return list(zip(PROMPTS, SAMPLING[feature], strict=True))
 
 
-# the slow way
+# the reference
 
 
 class Reader(NamedTuple):
-    """The tiny target beside a tokenizer, and transformers' model of it."""
+    """transformers' model of the tiny target, and a checkpoint of it with a tokenizer."""
 
     hf: Any
     path: Path
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """Of every position, [T, V]."""
+        """Return the logits of every position, [T, V]."""
         return logits_of(self, tuple(tokens))
 
 
@@ -251,15 +251,15 @@ def reader(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Reader:
     return Reader(target.hf, path)
 
 
-class Reading:
-    """What a request's grammar allows, by a matcher of its own that reads token by token."""
+class GrammarReader:
+    """The tokens that a request's grammar allows, from a matcher that reads one token at a time."""
 
-    def __init__(self, grammars: GrammarCompiler, wanted: Any):
-        self.wanted = wanted
-        self.matcher = LLMatcher(grammars.tokenizer, grammar_source(wanted), log_level=0)
+    def __init__(self, grammars: GrammarCompiler, structured: Any):
+        self.wanted = structured
+        self.matcher = LLMatcher(grammars.tokenizer, grammar_source(structured), log_level=0)
 
     def allowed(self, output: Sequence[int]) -> set[int]:
-        """After the whole output, which is one token longer than at the call before."""
+        """Return the token ids allowed after `output`, one token longer than in the last call."""
         after, opener = list(self.wanted.after), self.wanted.opener
         thinks = bool(after) and (opener is None or list(output[:1]) == [opener])
         size = len(after)
@@ -270,46 +270,46 @@ class Reading:
         if read:
             assert self.matcher.consume_token(read[-1]), "the answer left its grammar"
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-        found = set(np.flatnonzero(np.unpackbits(bits, bitorder="little")[:VOCAB]).tolist())
-        return found | {opener} if opener is not None and not output else found
+        tokens = set(np.flatnonzero(np.unpackbits(bits, bitorder="little")[:VOCAB]).tolist())
+        return tokens | {opener} if opener is not None and not output else tokens
 
 
-def check_tokens(reader: Reader, job: Job, sibling: int, made: list[int]) -> tuple[int, int]:
-    """Each token is what slow processors and the noise make of transformers' logits; returns how
-    many, and how many were too near an edge to tell."""
-    prompt, asks = job
-    ends = {*asks.stop_token_ids, *(() if asks.ignore_eos else EOS_IDS)}
-    key = noise_key(asks.seed or 0, sibling) % 2**64
+def check_tokens(reader: Reader, job: Job, sibling: int, output: list[int]) -> tuple[int, int]:
+    """Check that each token follows from transformers' logits, slow processors and the noise;
+    return the number of tokens and how many were too near a tie to check."""
+    prompt, sampling = job
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else EOS_IDS)}
+    key = noise_key(sampling.seed or 0, sibling) % 2**64
     grammars = GrammarCompiler(reader.path / "tokenizer.json", VOCAB, EOS_IDS)
-    structured = asks.structured_outputs
-    reading = None if structured is None else Reading(grammars, structured)
+    structured = sampling.structured_outputs
+    reading = None if structured is None else GrammarReader(grammars, structured)
     unsure = 0
-    logits = reader.logits([*prompt, *made])
-    for i, token in enumerate(made):
+    logits = reader.logits([*prompt, *output])
+    for i, token in enumerate(output):
         row = logits[len(prompt) + i - 1].tolist()
-        row = slow_processors.processed(row, asks, prompt, made[:i], ends)
+        row = slow_processors.processed(row, sampling, prompt, output[:i], ends)
         if reading is not None:
-            row = slow_processors.within(row, reading.allowed(made[:i]))
-        if asks.temperature == 0:
+            row = slow_processors.within(row, reading.allowed(output[:i]))
+        if sampling.temperature == 0:
             best = max(row)
             unsure += sum(x > best - 1e-4 for x in row) > 1 and best != 0
-            assert row[token] >= best - 1e-4, (asks, i)
+            assert row[token] >= best - 1e-4, (sampling, i)
         else:
-            filters = asks.top_k, asks.top_p
-            wanted, margin = race(row, asks.temperature, key, len(prompt) + i, *filters)
+            filters = sampling.top_k, sampling.top_p
+            expected, margin = race(row, sampling.temperature, key, len(prompt) + i, *filters)
             if margin < 1e-3:
                 unsure += 1
             else:
-                assert token == wanted, (asks, i)
-        stops = token in ends and (structured is not None or i >= asks.min_tokens)
-        assert stops <= (i == len(made) - 1), "the answer went on behind its end"
-    if len(made) < (asks.max_tokens or 0):
-        assert made[-1] in ends
-    return len(made), unsure
+                assert token == expected, (sampling, i)
+        stops = token in ends and (structured is not None or i >= sampling.min_tokens)
+        assert stops <= (i == len(output) - 1), "the answer went on after its end"
+    if len(output) < (sampling.max_tokens or 0):
+        assert output[-1] in ends
+    return len(output), unsure
 
 
 class Output(NamedTuple):
-    """What became of one answer."""
+    """The output of one sibling."""
 
     tokens: list[int]
     logprobs: list[TokenLogprob]
@@ -317,34 +317,36 @@ class Output(NamedTuple):
     finish_reason: str | None
 
 
-def outputs(requests: Sequence[Request], found: dict[Request, list[TokenLogprob]]) -> list[Output]:
-    return [Output(r.output_ids, found[r], r.prompt_logprobs, r.finish_reason) for r in requests]
+def outputs(
+    requests: Sequence[Request], logprobs: dict[Request, list[TokenLogprob]]
+) -> list[Output]:
+    return [Output(r.output_ids, logprobs[r], r.prompt_logprobs, r.finish_reason) for r in requests]
 
 
 def config(reader: Reader, **options: Any) -> EngineConfig:
     return EngineConfig(target=str(reader.path), max_model_len=LENGTH).with_(**options)
 
 
-def add(engine: Engine, given: Sequence[Job]) -> list[Request]:
+def add(engine: Engine, jobs: Sequence[Job]) -> list[Request]:
     return [
-        engine.add(prompt, asks, sibling=i, seed=asks.seed)
-        for prompt, asks in given
-        for i in range(asks.n)
+        engine.add(prompt, sampling, sibling=i, seed=sampling.seed)
+        for prompt, sampling in jobs
+        for i in range(sampling.n)
     ]
 
 
 @pytest.fixture(scope="module")
 def plain(reader: Reader) -> Callable[[str], list[Output]]:
-    """plain(feature) -> every answer by plain decoding, one request at a time."""
-    made: dict[str, list[Output]] = {}
+    """Return a function that answers a feature's requests by plain decoding, one at a time."""
+    cache: dict[str, list[Output]] = {}
 
     def get(feature: str) -> list[Output]:
-        if feature not in made:
+        if feature not in cache:
             options: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
             engine = make_engine(config(reader, **options))
             requests = add(engine, jobs(feature))
-            made[feature] = outputs(requests, drain(engine, requests))
-        return made[feature]
+            cache[feature] = outputs(requests, drain(engine, requests))
+        return cache[feature]
 
     return get
 
@@ -372,74 +374,74 @@ def test_plain_decoding_matches_slow_processors(
 def test_processors_change_answers_and_grammars_finish(
     reader: Reader, plain: Callable[[str], list[Output]]
 ):
-    """Or the comparisons would prove little."""
+    """Otherwise the comparisons would prove little."""
     for feature in ("penalties", "bias"):
-        made = iter(plain(feature))
-        for prompt, asks in jobs(feature):
-            answers = [next(made).tokens for _ in range(asks.n)]
-            if asks != COLD and asks.temperature == 0:
+        outputs_left = iter(plain(feature))
+        for prompt, sampling in jobs(feature):
+            answers = [next(outputs_left).tokens for _ in range(sampling.n)]
+            if sampling != COLD and sampling.temperature == 0:
                 assert answers[0] != greedy(reader.hf, prompt, 20, eos_token_id=None)
-            assert len(set(map(tuple, answers))) == asks.n
+            assert len(set(map(tuple, answers))) == sampling.n
     fast = Tokenizer.from_file(str(reader.path / "tokenizer.json"))
     texts = [fast.decode(answer.tokens) for answer in plain("texts")]
     assert re.fullmatch(REGEX, texts[0])
     assert texts[1] in CHOICES
     assert any(re.fullmatch(WORDS, text) for text in texts[2:5])
-    whole = [a for a in plain("json") + plain("everything") if a.finish_reason == "stop"]
-    assert len(whole) > 3
+    finished = [a for a in plain("json") + plain("everything") if a.finish_reason == "stop"]
+    assert len(finished) > 3
     parsed = [json.loads(fast.decode(plain("json")[i].tokens)) for i in (0, 4)]
     assert all(isinstance(value["a"], bool) for value in parsed)
 
 
 @pytest.mark.parametrize("strength", [0.7, 1.3, 3.0])
-def test_the_repetition_penalty_is_transformers(strength: float, reader: Reader):
+def test_repetition_penalty_matches_transformers(strength: float, reader: Reader):
     engine = make_engine(config(reader, method="ngram", num_drafts=3))
-    asks = COLD.clone(repetition_penalty=strength, max_tokens=24)
-    for prompt, made in zip(TEXTS[:4], run(engine, TEXTS[:4], asks), strict=True):
-        wanted = greedy(reader.hf, prompt, 24, eos_token_id=None, repetition_penalty=strength)
-        assert made == wanted
+    sampling = COLD.clone(repetition_penalty=strength, max_tokens=24)
+    for prompt, tokens in zip(PROMPTS[:4], run(engine, PROMPTS[:4], sampling), strict=True):
+        expected = greedy(reader.hf, prompt, 24, eos_token_id=None, repetition_penalty=strength)
+        assert tokens == expected
 
 
 # log probabilities
 
 
-def check_scores(rows: Tensor, tokens: Sequence[int], found: Sequence[Any], top: int) -> None:
-    """rows [n, V]: transformers' logits before each of the tokens."""
-    wanted = rows.log_softmax(-1)
-    assert len(found) == len(tokens) == len(wanted)
-    for row, token, one in zip(wanted, tokens, found, strict=True):
-        assert one.token == token
-        assert abs(one.logprob - row[token].item()) < 1e-4
-        near = [int((row > row[token] + edge).sum()) + 1 for edge in (1e-5, -1e-5)]
-        assert near[0] <= one.rank <= near[1]
-        ids, values = [i for i, _ in one.top], [v for _, v in one.top]
+def check_scores(rows: Tensor, tokens: Sequence[int], scores: Sequence[Any], top: int) -> None:
+    """Compare with transformers' logits before each token, rows [n, V]."""
+    expected = rows.log_softmax(-1)
+    assert len(scores) == len(tokens) == len(expected)
+    for row, token, score in zip(expected, tokens, scores, strict=True):
+        assert score.token == token
+        assert abs(score.logprob - row[token].item()) < 1e-4
+        ranks = [int((row > row[token] + edge).sum()) + 1 for edge in (1e-5, -1e-5)]
+        assert ranks[0] <= score.rank <= ranks[1]
+        ids, values = [i for i, _ in score.top], [v for _, v in score.top]
         assert len(set(ids)) == len(ids) == top
         assert values == sorted(values, reverse=True)
         assert torch.allclose(row[ids], torch.tensor(values), atol=1e-4)
         assert torch.allclose(row.topk(top).values, torch.tensor(values), atol=1e-4)
-        if one.rank <= top:
-            assert dict(one.top)[token] == one.logprob
+        if score.rank <= top:
+            assert dict(score.top)[token] == score.logprob
 
 
 def check_logprobs(reader: Reader, job: Job, sibling: int, answer: Output) -> None:
-    """Log probabilities are those of transformers' logits, and only where asked for."""
-    (prompt, asks), made = job, answer.tokens
-    logits = reader.logits([*prompt, *made])
-    if asks.logprobs is None:
+    """Check that log probabilities match transformers' logits, and appear only where requested."""
+    (prompt, sampling), tokens = job, answer.tokens
+    logits = reader.logits([*prompt, *tokens])
+    if sampling.logprobs is None:
         assert not answer.logprobs
     else:
-        rows = logits[len(prompt) - 1 : len(prompt) - 1 + len(made)]
-        check_scores(rows, made, answer.logprobs, asks.logprobs)
-    if asks.prompt_logprobs is None or sibling:
+        rows = logits[len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
+        check_scores(rows, tokens, answer.logprobs, sampling.logprobs)
+    if sampling.prompt_logprobs is None or sibling:
         assert not answer.prompt_logprobs
     else:
         assert answer.prompt_logprobs[0] is None
-        rows, rest = logits[: len(prompt) - 1], answer.prompt_logprobs[1:]
-        check_scores(rows, prompt[1:], rest, asks.prompt_logprobs)
+        rows, scores = logits[: len(prompt) - 1], answer.prompt_logprobs[1:]
+        check_scores(rows, prompt[1:], scores, sampling.prompt_logprobs)
 
 
 @pytest.mark.parametrize("feature", DIMENSIONS["feature"])
-def test_plain_log_probabilities_are_transformers(
+def test_plain_logprobs_match_transformers(
     feature: str, reader: Reader, plain: Callable[[str], list[Output]]
 ):
     check_all_logprobs(reader, feature, plain(feature))
@@ -480,8 +482,8 @@ def engine_for(c: Combination, reader: Reader, drafter: Path) -> Engine:
 
 
 def check_counts(c: Combination, requests: Sequence[Request]) -> None:
-    """The oracle's drafts are all kept up to the answer's end, the adversary's never, but where a
-    grammar forces others."""
+    """The oracle's drafts are all accepted up to the answer's end and the adversary's never, unless
+    a grammar forces others."""
     for request in requests:
         counts = request.draft_counts
         if c.proposer == "adversary" and request.sampling.structured_outputs is None:
@@ -493,24 +495,24 @@ def check_counts(c: Combination, requests: Sequence[Request]) -> None:
 
 
 @pytest.mark.parametrize("c", COMBINATIONS, ids=str)
-def test_speculation_changes_no_token_and_no_log_probability(
+def test_speculation_changes_no_token_and_no_logprob(
     c: Combination,
     reader: Reader,
     draft: Callable[..., Path],
     plain: Callable[[str], list[Output]],
 ):
-    """Twice over the same engine, so that prefixes are in the cache the second time."""
-    wanted = plain(c.feature)
+    """Runs twice on one engine, so that the second run finds its prefixes cached."""
+    expected = plain(c.feature)
     engine = engine_for(c, reader, draft())
     for _ in range(2):
         requests = add(engine, jobs(c.feature))
         if c.proposer in SCRIPTS:
             script: Any = engine.proposers["ngram"]
-            for request, answer in zip(requests, wanted, strict=True):
+            for request, answer in zip(requests, expected, strict=True):
                 script.answers[request] = request.tokens + answer.tokens
         answers = outputs(requests, drain(engine, requests))
-        assert [a.tokens for a in answers] == [a.tokens for a in wanted]
-        assert [a.finish_reason for a in answers] == [a.finish_reason for a in wanted]
+        assert [a.tokens for a in answers] == [a.tokens for a in expected]
+        assert [a.finish_reason for a in answers] == [a.finish_reason for a in expected]
         check_all_logprobs(reader, c.feature, answers)
         check_counts(c, requests)
     assert (engine.stats.preemptions > 0) >= c.preempts
@@ -520,7 +522,7 @@ def test_speculation_changes_no_token_and_no_log_probability(
 
 
 def scripted(reader: Reader, drafts: int, **options: Any) -> tuple[Engine, dict[Request, Any]]:
-    """An engine whose drafts are all true, and where it looks for them."""
+    """Return an engine whose drafts are always right, and the answers it drafts from."""
     engine = make_engine(
         config(reader, method="ngram", num_drafts=drafts, page_size=4, **options),
         lambda parts, _: Scripted(parts.state, drafts, oracle),
@@ -532,7 +534,7 @@ def scripted(reader: Reader, drafts: int, **options: Any) -> tuple[Engine, dict[
 
 @pytest.mark.parametrize("drafts", [1, 7])
 @pytest.mark.parametrize("feature", DIMENSIONS["feature"])
-def test_true_drafts_are_all_accepted_under_every_feature(
+def test_correct_drafts_are_all_accepted_with_every_feature(
     feature: str, drafts: int, reader: Reader, plain: Callable[[str], list[Output]]
 ):
     engine, answers = scripted(reader, drafts, overlap=2)
@@ -542,17 +544,17 @@ def test_true_drafts_are_all_accepted_under_every_feature(
     drain(engine, requests)
     assert engine.stats.preemptions == 0
     for request in requests:
-        counts, behind = request.draft_counts, max(request.num_output - 1, 0)
-        assert counts.steps == -(-behind // (drafts + 1))
+        counts, num_decoded = request.draft_counts, max(request.num_output - 1, 0)
+        assert counts.steps == -(-num_decoded // (drafts + 1))
         assert counts.num_verified == counts.steps * drafts
-        short = counts.steps * (drafts + 1) - behind  # what the last step was asked for in vain
-        assert counts.num_accepted >= counts.num_verified - short
+        excess = counts.steps * (drafts + 1) - num_decoded  # drafts past the answer's end
+        assert counts.num_accepted >= counts.num_verified - excess
 
 
-# where it could go wrong
+# edge cases
 
 
-def test_a_prompt_preempted_while_it_is_scored_is_scored_whole(reader: Reader):
+def test_prompt_preempted_during_scoring_gets_all_scores(reader: Reader):
     noise = torch.Generator().manual_seed(3)
     short, long = (torch.randint(0, VOCAB, (n,), generator=noise).tolist() for n in (5, 56))
     engine, answers = scripted(
@@ -563,28 +565,30 @@ def test_a_prompt_preempted_while_it_is_scored_is_scored_whole(reader: Reader):
         kv_cache_memory=pool_bytes(LENGTH // 4, 4),
         enable_prefix_caching=False,
     )
-    fast = engine.add(short, COLD.clone(max_tokens=None))
-    answers[fast] = short + greedy(reader.hf, short, LENGTH - 5, eos_token_id=None)
-    asks = COLD.clone(max_tokens=4, prompt_logprobs=2, logprobs=1)
-    scored = engine.add(long, asks)
+    short_request = engine.add(short, COLD.clone(max_tokens=None))
+    answers[short_request] = short + greedy(reader.hf, short, LENGTH - 5, eos_token_id=None)
+    sampling = COLD.clone(max_tokens=4, prompt_logprobs=2, logprobs=1)
+    scored_request = engine.add(long, sampling)
     seen: list[tuple[int, int]] = []
     logprobs = drain(
         engine,
-        [fast, scored],
-        each_step=lambda _: seen.append((scored.num_preemptions, len(scored.prompt_logprobs))),
+        [short_request, scored_request],
+        each_step=lambda _: seen.append(
+            (scored_request.num_preemptions, len(scored_request.prompt_logprobs))
+        ),
     )
-    assert any(preempted and 1 < known < 56 for preempted, known in seen)
-    assert scored.output_ids == greedy(reader.hf, long, 4, eos_token_id=None)
-    answer = outputs([scored], logprobs)[0]
-    check_logprobs(reader, (long, asks), 0, answer)
+    assert any(preempted and 1 < num_scores < 56 for preempted, num_scores in seen)
+    assert scored_request.output_ids == greedy(reader.hf, long, 4, eos_token_id=None)
+    answer = outputs([scored_request], logprobs)[0]
+    check_logprobs(reader, (long, sampling), 0, answer)
 
 
 def test_prompt_scoring_skips_the_prefix_cache(reader: Reader):
     prompt = [*range(30), 3, 1]
     engine = make_engine(config(reader, page_size=4))
-    asks = COLD.clone(max_tokens=2)
+    sampling = COLD.clone(max_tokens=2)
     for scores, cached in ((None, 0), (None, 28), (1, 0), (None, 28), (0, 0)):
-        job = (prompt, asks.clone(prompt_logprobs=scores))
+        job = (prompt, sampling.clone(prompt_logprobs=scores))
         requests = add(engine, [job])
         (answer,) = outputs(requests, drain(engine, requests))
         check_logprobs(reader, job, 0, answer)
@@ -607,9 +611,9 @@ def test_failed_step_counts_no_token_twice(
         return true(*args)
 
     setattr(engine.sampling, place, failing)
-    wanted = plain("everything")
+    expected = plain("everything")
     requests = add(engine, jobs("everything"))
-    for request, answer in zip(requests, wanted, strict=True):
+    for request, answer in zip(requests, expected, strict=True):
         answers[request] = request.tokens + answer.tokens
     failures = 0
     while engine.has_work:
@@ -619,48 +623,48 @@ def test_failed_step_counts_no_token_twice(
             failures += 1
         engine.check()
     assert failures > 5
-    assert [r.output_ids for r in requests] == [a.tokens for a in wanted]
+    assert [r.output_ids for r in requests] == [a.tokens for a in expected]
 
 
 def test_stuck_grammar_ends_only_its_request(reader: Reader):
     engine, _ = scripted(reader, 3)
-    asks = STOPS.clone(structured_outputs={"regex": REGEX})
-    broken, other = add(engine, [(TEXTS[0], asks), (TEXTS[2], asks)])
+    sampling = STOPS.clone(structured_outputs={"regex": REGEX})
+    stuck, other = add(engine, [(PROMPTS[0], sampling), (PROMPTS[2], sampling)])
     engine.step()
-    assert broken.num_output == 1
-    (slot,) = [r.slot for r in engine.scheduler.running if r.request is broken]
-    engine.grammars.advance(slot, [VOCAB - 1])  # a token that it does not allow
+    assert stuck.num_output == 1
+    (slot,) = [r.slot for r in engine.scheduler.running if r.request is stuck]
+    engine.grammars.advance(slot, [VOCAB - 1])  # a token that the grammar forbids
     drain_events = [event for _ in range(40) for event in engine.step()]
-    last = next(e for e in drain_events if e.key == broken.key and e.finish_reason)
+    last = next(e for e in drain_events if e.key == stuck.key and e.finish_reason)
     assert (list(last.tokens), last.finish_reason) == ([], "error")
     assert "cannot be followed further" in str(last.error)
-    assert last.error == broken.error
+    assert last.error == stuck.error
     assert (other.finish_reason, other.error) == ("stop", None)
     assert not engine.has_work
     engine.check()
 
 
-def test_a_grammars_end_ends_the_answer_before_min_tokens(reader: Reader):
-    """There is nothing more to say, and speculation makes no difference."""
-    asks = STOPS.clone(structured_outputs={"choice": ["no"]}, min_tokens=9)
-    made = {}
+def test_grammar_end_finishes_the_answer_before_min_tokens(reader: Reader):
+    """The grammar has nothing left to write; speculation makes no difference."""
+    sampling = STOPS.clone(structured_outputs={"choice": ["no"]}, min_tokens=9)
+    outputs = {}
     for drafts in (0, 1, 3, 7):
         engine, answers = scripted(reader, drafts or 1)
-        (request,) = add(engine, [(TEXTS[0], asks.clone(speculation=drafts > 0))])
-        answers[request] = TEXTS[0] + made.get(0, [])
+        (request,) = add(engine, [(PROMPTS[0], sampling.clone(speculation=drafts > 0))])
+        answers[request] = PROMPTS[0] + outputs.get(0, [])
         drain(engine, [request])
-        made[drafts] = request.output_ids
-    tokens = made[0]
+        outputs[drafts] = request.output_ids
+    tokens = outputs[0]
     assert len(tokens) == 2
     assert tokens[-1] in EOS_IDS
-    assert made == dict.fromkeys(made, tokens)
+    assert outputs == dict.fromkeys(outputs, tokens)
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_grammar_walks_after_all_tokens_are_consumed(
     overlap: int, reader: Reader, plain: Callable[[str], list[Output]]
 ):
-    """Also where two steps are in flight, in which requests with grammars take part."""
+    """Also with two steps in flight for requests with grammars."""
     engine, answers = scripted(reader, 3, overlap=overlap)
     requests = add(engine, jobs("everything"))
     for request, answer in zip(requests, plain("everything"), strict=True):
@@ -677,8 +681,10 @@ def test_grammar_walks_after_all_tokens_are_consumed(
         for slot in [slot for slot in slots if slot in engine.grammars]:
             length = int(engine.state.cursor[slot, 0])
             (record,) = [r for r in engine.scheduler.running if r.slot == slot]
-            made = len(engine.grammars._cursors[slot].output_ids)
-            assert made == max(0, length + 1 - record.request.num_prompt) or not made
+            num_consumed = len(engine.grammars._cursors[slot].output_ids)
+            assert (
+                num_consumed == max(0, length + 1 - record.request.num_prompt) or not num_consumed
+            )
         return walk(slots, drafts)
 
     engine.launch, engine.grammars.walk = launching, walking
@@ -688,7 +694,7 @@ def test_grammar_walks_after_all_tokens_are_consumed(
         assert twice >= {r for r in requests if r.num_output > 8}
 
 
-FORMER = {
+PREVIOUS = {
     "stops": [
         COLD.clone(stop_token_ids=list(range(0, VOCAB, 2)), min_tokens=20),
         COLD.clone(stop_token_ids=[1, 3], min_tokens=20),
@@ -703,17 +709,19 @@ FORMER = {
 }
 
 
-@pytest.mark.parametrize("name", FORMER)
-def test_a_slots_former_processors_do_not_reach_its_next_request(name: str, reader: Reader):
-    """One behind the other in the one slot there is, against each alone."""
-    texts = [TEXTS[4], TEXTS[2]]
+@pytest.mark.parametrize("name", PREVIOUS)
+def test_slot_reuse_clears_processors(name: str, reader: Reader):
+    """Both requests use the only slot, one after the other; each must match a run of its own."""
+    texts = [PROMPTS[4], PROMPTS[2]]
 
     def engine() -> Engine:
         return make_engine(config(reader, max_num_seqs=1, method="ngram", num_drafts=2))
 
-    for order in (FORMER[name], FORMER[name][::-1]):
-        wanted = [run(engine(), [t], asks)[0] for t, asks in zip(texts, order, strict=True)]
-        assert run(engine(), texts, order) == wanted
+    for order in (PREVIOUS[name], PREVIOUS[name][::-1]):
+        expected = [
+            run(engine(), [t], sampling)[0] for t, sampling in zip(texts, order, strict=True)
+        ]
+        assert run(engine(), texts, order) == expected
 
 
 def test_model_without_eos_uses_tokenizer_eos(reader: Reader, tmp_path: Path):
@@ -723,9 +731,9 @@ def test_model_without_eos_uses_tokenizer_eos(reader: Reader, tmp_path: Path):
     edit_json(path / "generation_config.json", eos_token_id=None)
     engine = make_engine(EngineConfig(target=str(path), max_model_len=LENGTH))
     (end,) = engine.grammars.compiler.tokenizer.eos_tokens
-    request = engine.add(TEXTS[0], STOPS.clone(structured_outputs={"choice": ["no"]}))
+    request = engine.add(PROMPTS[0], STOPS.clone(structured_outputs={"choice": ["no"]}))
     drain(engine, [request])
     assert (request.output_ids[-1], request.finish_reason) == (end, "stop")
-    free = engine.add(TEXTS[0], STOPS.clone(logit_bias={end: 100}))
+    free = engine.add(PROMPTS[0], STOPS.clone(logit_bias={end: 100}))
     drain(engine, [free])
     assert free.finish_reason == "length"

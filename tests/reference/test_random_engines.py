@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from random_engines import TARGETS, Findings, World, play_round
+from random_engines import TARGETS, EngineFactory, Findings, play_round
 
 FAMILIES = list(TARGETS)
 ROUNDS = 24
@@ -11,8 +11,8 @@ ROUNDS = 24
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("pairs"), "cpu")
+def factory(tmp_path_factory: pytest.TempPathFactory) -> EngineFactory:
+    return EngineFactory(tmp_path_factory.mktemp("pairs"), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         for seed in range(ROUNDS)
     ],
 )
-def test_random_engine_answers_as_plain_decoding(seed: int, world: World):
+def test_random_engine_answers_as_plain_decoding(seed: int, factory: EngineFactory):
     findings = Findings()
-    play_round(world, seed, findings, FAMILIES)
+    play_round(factory, seed, findings, FAMILIES)
     assert not findings.faults
     assert len(findings.ties) <= 1
     assert findings.counts[FAMILIES[seed % len(FAMILIES)], "answers"] > 0

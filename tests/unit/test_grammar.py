@@ -1,4 +1,4 @@
-"""Grammars followed along drafts, against a fresh matcher that reads one token after another."""
+"""Grammar masks along drafts, compared with a fresh matcher that reads one token after another."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def allowed(mask: Any) -> frozenset[int]:
 def slow(
     grammars: GrammarCompiler, kind: str, tokens: tuple[int, ...], *, forced: bool = True
 ) -> frozenset[int] | None:
-    """What may follow some tokens by a matcher made anew; None where they are not legal. Behind
-    the end only the end may come. forced: of a text that must come, the tokenizer's own tokens
-    alone."""
+    """Return the token ids that a fresh matcher allows after `tokens`; None if `tokens` is illegal.
+    After the end only end tokens are allowed. forced: where the grammar leaves one text, allow only
+    the tokenizer's own tokens of it."""
     source = json.loads(grammar_source(KINDS[kind]))
     if not forced:
         option = '%llguidance {"no_forcing": true}\nstart: "x"'
@@ -101,16 +101,17 @@ def slow_masks(
     drafts: Sequence[int],
     after: Sequence[int] = (),
 ) -> list[frozenset[int]]:
-    """The rows, each from the beginning: free before the marker and behind illegal drafts."""
-    known, size, found = [*output, *drafts], len(after), list[frozenset[int]]()
+    """Return each row's mask, computed from scratch; rows before the marker and after illegal
+    drafts allow every token."""
+    known, size, rows = [*output, *drafts], len(after), list[frozenset[int]]()
     for end in range(len(output), len(known) + 1):
         begins = [i for i in range(size, end + 1) if known[i - size : i] == list(after)]
         mask = slow(grammars, kind, tuple(known[begins[0] : end])) if begins else EVERY
-        found.append(EVERY if mask is None else mask)
-    return found
+        rows.append(EVERY if mask is None else mask)
+    return rows
 
 
-class Follower:
+class GrammarSlot:
     """One slot of a GrammarState."""
 
     def __init__(self, grammars: GrammarCompiler, structured: StructuredOutputs):
@@ -119,35 +120,35 @@ class Follower:
         self.drafts: list[int] = []
 
 
-def masks(follower: Follower, output: Sequence[int], drafts: Sequence[int]) -> list[frozenset[int]]:
-    """The rows' masks; the drafts as they became are the follower's own. Only a draft that is not
-    allowed gives way, and to one that is."""
-    assert follower.state.advance(3, output[follower.done :]) is None
-    follower.done = len(output)
-    given = list(drafts)
-    step = walk_along(follower.state, [3], [drafts])
+def masks(slot: GrammarSlot, output: Sequence[int], drafts: Sequence[int]) -> list[frozenset[int]]:
+    """Return the rows' masks and store the step's drafts in `slot.drafts`. Only an illegal draft
+    may be replaced, and only by a legal one."""
+    assert slot.state.advance(3, output[slot.done :]) is None
+    slot.done = len(output)
+    original = list(drafts)
+    step = walk_along(slot.state, [3], [drafts])
     assert not step.errors
-    assert list(drafts) == given
+    assert list(drafts) == original
     assert (step.masks.shape, step.masks.dtype) == ((1, 1 + len(drafts), WORDS), np.int32)
-    found = [allowed(row) for row in step.masks[0]]
-    (follower.drafts,) = step.drafts
-    assert len(follower.drafts) == len(given)
-    changed = [i for i, (a, b) in enumerate(zip(follower.drafts, given, strict=True)) if a != b]
+    rows = [allowed(row) for row in step.masks[0]]
+    (slot.drafts,) = step.drafts
+    assert len(slot.drafts) == len(original)
+    changed = [i for i, (a, b) in enumerate(zip(slot.drafts, original, strict=True)) if a != b]
     if changed:
-        assert given[changed[0]] not in found[changed[0]]
-        assert follower.drafts[changed[0]] in found[changed[0]]
-    return found
+        assert original[changed[0]] not in rows[changed[0]]
+        assert slot.drafts[changed[0]] in rows[changed[0]]
+    return rows
 
 
-def walk(grammars: GrammarCompiler, kind: str, seed: int, most: int = 14) -> list[int]:
+def walk(grammars: GrammarCompiler, kind: str, seed: int, max_tokens: int = 14) -> list[int]:
     """Random legal tokens, up to an end token where one comes."""
     rng, tokens = random.Random(seed), list[int]()
-    while len(tokens) < most and not ENDS & set(tokens):
+    while len(tokens) < max_tokens and not ENDS & set(tokens):
         mask = slow(grammars, kind, tuple(tokens))
         assert mask
         ends = sorted(mask & ENDS)
-        rest = sorted(mask - ENDS)
-        tokens.append(rng.choice(ends if ends and (not rest or rng.random() < 0.3) else rest))
+        others = sorted(mask - ENDS)
+        tokens.append(rng.choice(ends if ends and (not others or rng.random() < 0.3) else others))
     return tokens
 
 
@@ -164,66 +165,66 @@ def test_masks_along_legal_drafts_match_token_by_token(
 ):
     tokens = walk(grammars, kind, seed)
     for done in range(0, len(tokens), 3):
-        follower = Follower(grammars, KINDS[kind])
+        slot = GrammarSlot(grammars, KINDS[kind])
         for drafts in ([], tokens[done : done + 1], tokens[done : done + 7]):
-            found = masks(follower, tokens[:done], drafts)
-            assert found == slow_masks(grammars, kind, tokens[:done], drafts)
-            assert all(draft in mask for draft, mask in zip(drafts, found, strict=False))
+            rows = masks(slot, tokens[:done], drafts)
+            assert rows == slow_masks(grammars, kind, tokens[:done], drafts)
+            assert all(draft in mask for draft, mask in zip(drafts, rows, strict=False))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_kept_after_an_illegal_draft(grammars: GrammarCompiler, kind: str):
+def test_no_token_is_masked_after_an_illegal_draft(grammars: GrammarCompiler, kind: str):
     rng = random.Random(kind)
     tokens = walk(grammars, kind, 11)
-    follower = Follower(grammars, KINDS[kind])
+    slot = GrammarSlot(grammars, KINDS[kind])
     drafts = tokens[:6]
-    for place in range(len(drafts)):
-        wrong = illegal(grammars, kind, drafts[:place], rng)
-        given = [*drafts[:place], wrong, *drafts[place + 1 :]]
-        found = masks(follower, [], given)
-        assert found == slow_masks(grammars, kind, [], follower.drafts)
-        assert wrong not in found[place]
-        if follower.drafts == given:
-            assert found[place + 1 :] == [EVERY] * (len(drafts) - place)
+    for position in range(len(drafts)):
+        wrong = illegal(grammars, kind, drafts[:position], rng)
+        changed = [*drafts[:position], wrong, *drafts[position + 1 :]]
+        rows = masks(slot, [], changed)
+        assert rows == slow_masks(grammars, kind, [], slot.drafts)
+        assert wrong not in rows[position]
+        if slot.drafts == changed:
+            assert rows[position + 1 :] == [EVERY] * (len(drafts) - position)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_look_along_drafts_leaves_the_place_where_it_was(grammars: GrammarCompiler, kind: str):
-    """Asked twice, then with other drafts, then with some of them committed."""
+def test_walking_drafts_does_not_move_the_position(grammars: GrammarCompiler, kind: str):
+    """Walks the same drafts twice, then others, then commits some of them."""
     rng = random.Random(3)
-    tokens = walk(grammars, kind, 5, most=12)
-    follower = Follower(grammars, KINDS[kind])
+    tokens = walk(grammars, kind, 5, max_tokens=12)
+    slot = GrammarSlot(grammars, KINDS[kind])
     done = 0
     while done <= len(tokens):
         drafts = tokens[done : done + 5]
         wrong = [*drafts[:2], illegal(grammars, kind, tokens[: done + len(drafts[:2])], rng), 9]
-        for given in (drafts, drafts, wrong, drafts, [EOS, EOS]):
-            found = masks(follower, tokens[:done], given)
-            assert found == slow_masks(grammars, kind, tokens[:done], follower.drafts)
+        for proposed in (drafts, drafts, wrong, drafts, [EOS, EOS]):
+            rows = masks(slot, tokens[:done], proposed)
+            assert rows == slow_masks(grammars, kind, tokens[:done], slot.drafts)
         done += rng.randint(1, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_catching_up_in_pieces_equals_token_by_token(grammars: GrammarCompiler, kind: str):
     tokens = walk(grammars, kind, 7)
-    wanted = slow_masks(grammars, kind, tokens, [])
+    expected = slow_masks(grammars, kind, tokens, [])
     for size in (1, 2, 5, len(tokens)):
-        follower = Follower(grammars, KINDS[kind])
+        slot = GrammarSlot(grammars, KINDS[kind])
         for end in range(size, len(tokens), size):
-            masks(follower, tokens[:end], tokens[end : end + 2])
-        assert masks(follower, tokens, []) == wanted
+            masks(slot, tokens[:end], tokens[end : end + 2])
+        assert masks(slot, tokens, []) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_end_follows_the_end(grammars: GrammarCompiler, kind: str):
-    """In drafts as in committed tokens: min_tokens may hold an answer open there."""
-    tokens = next(t for s in range(99) if (t := walk(grammars, kind, s, most=60))[-1] in ENDS)
-    follower = Follower(grammars, KINDS[kind])
-    whole = tokens[:-1]
-    assert tokens[-1] in masks(follower, whole, [])[0]
-    assert masks(follower, whole, [EOS, EOS, 0, 5, EOS])[1:] == [{*ENDS}] * 3 + [EVERY] * 2
-    assert masks(follower, [*whole, EOS], [EOS, 0])[:] == [{*ENDS}] * 3
-    assert masks(follower, [*whole, EOS, EOS, 0], []) == [{*ENDS}]
+    """Holds for drafts and committed tokens; min_tokens may extend an answer past the end."""
+    tokens = next(t for s in range(99) if (t := walk(grammars, kind, s, max_tokens=60))[-1] in ENDS)
+    slot = GrammarSlot(grammars, KINDS[kind])
+    answer = tokens[:-1]
+    assert tokens[-1] in masks(slot, answer, [])[0]
+    assert masks(slot, answer, [EOS, EOS, 0, 5, EOS])[1:] == [{*ENDS}] * 3 + [EVERY] * 2
+    assert masks(slot, [*answer, EOS], [EOS, 0])[:] == [{*ENDS}] * 3
+    assert masks(slot, [*answer, EOS, EOS, 0], []) == [{*ENDS}]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -232,7 +233,7 @@ def test_completed_walk_matches_the_grammar(
 ):
     texts = set[str]()
     for seed in range(20):
-        tokens = walk(grammars, kind, seed, most=50)
+        tokens = walk(grammars, kind, seed, max_tokens=50)
         if tokens[-1] in ENDS:
             texts.add(tokenizer.decode(tokens))
     assert texts
@@ -252,36 +253,36 @@ MARKERS = [(7,), (7, 8), (7, 7, 8)]
 def test_marker_starts_the_grammar_at_any_position(
     grammars: GrammarCompiler, kind: str, after: tuple[int, ...]
 ):
-    """In the committed tokens, in the drafts, or begun in the one and ended in the other."""
+    """The marker may lie in committed tokens, in drafts, or span both."""
     thinking, tokens = [20, 8, 21, *after[:-1]], walk(grammars, kind, 4)
     known = [*thinking, *after, *tokens[:4]]
     for done in range(len(known) + 1):
-        follower = Follower(grammars, replace(KINDS[kind], after=after))
+        slot = GrammarSlot(grammars, replace(KINDS[kind], after=after))
         for drafts in (known[done : done + 3], known[done:], [9, 9], known[done:]):
-            found = masks(follower, known[:done], drafts)
-            assert found == slow_masks(grammars, kind, known[:done], follower.drafts, after)
-    follower = Follower(grammars, replace(KINDS[kind], after=after))
+            rows = masks(slot, known[:done], drafts)
+            assert rows == slow_masks(grammars, kind, known[:done], slot.drafts, after)
+    slot = GrammarSlot(grammars, replace(KINDS[kind], after=after))
     for done in range(len(known) + 1):
-        wanted = slow_masks(grammars, kind, known[:done], known[done : done + 4], after)
-        assert masks(follower, known[:done], known[done : done + 4]) == wanted
-    assert slow(grammars, kind, ()) in wanted + slow_masks(grammars, kind, [], known, after)
+        expected = slow_masks(grammars, kind, known[:done], known[done : done + 4], after)
+        assert masks(slot, known[:done], known[done : done + 4]) == expected
+    assert slow(grammars, kind, ()) in expected + slow_masks(grammars, kind, [], known, after)
 
 
-def test_before_a_marker_all_tokens_are_free_also_the_ends(grammars: GrammarCompiler):
-    follower = Follower(grammars, replace(KINDS["choice"], after=(7, 8)))
-    assert masks(follower, [7, 9, 8], [EOS, 5, 8]) == [EVERY] * 4
-    assert masks(follower, [7, 9, 8, 7, 8], []) == [slow(grammars, "choice", ())]
+def test_all_tokens_are_allowed_before_the_marker(grammars: GrammarCompiler):
+    slot = GrammarSlot(grammars, replace(KINDS["choice"], after=(7, 8)))
+    assert masks(slot, [7, 9, 8], [EOS, 5, 8]) == [EVERY] * 4
+    assert masks(slot, [7, 9, 8, 7, 8], []) == [slow(grammars, "choice", ())]
 
 
 def test_marker_inside_the_answer_restarts_nothing(grammars: GrammarCompiler):
     tokens = walk(grammars, "lark", 6)
     marker = tokens[1]
-    follower = Follower(grammars, replace(KINDS["lark"], after=(marker,)))
-    found = masks(follower, [marker], tokens[:4])
-    assert found == slow_masks(grammars, "lark", [], tokens[:4])
+    slot = GrammarSlot(grammars, replace(KINDS["lark"], after=(marker,)))
+    rows = masks(slot, [marker], tokens[:4])
+    assert rows == slow_masks(grammars, "lark", [], tokens[:4])
 
 
-# what does not compile or cannot go on
+# grammars that do not compile or cannot go on
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"json": "{"}, "does not compile: the JSON schema is no JSON"),
@@ -318,7 +319,7 @@ def test_uncompilable_grammar_is_a_one_line_error(
 
 
 def test_request_leaving_its_grammar_ends_alone(grammars: GrammarCompiler):
-    """It cannot come about by sampling; a broken matcher is the request's error, not the step's."""
+    """Sampling cannot cause this; a broken matcher fails its request and not the step."""
     state = GrammarState(grammars)
     for slot in (4, 9):
         state.admit(slot, KINDS["choice"])
@@ -338,7 +339,7 @@ def test_request_leaving_its_grammar_ends_alone(grammars: GrammarCompiler):
     assert state.advance(9, []) is None
 
 
-def test_a_slot_without_a_grammar_is_free(grammars: GrammarCompiler):
+def test_slot_without_a_grammar_allows_all_tokens(grammars: GrammarCompiler):
     state = GrammarState(grammars)
     state.admit(1, KINDS["choice"])
     state.admit(1, None)
@@ -352,14 +353,14 @@ def test_a_slot_without_a_grammar_is_free(grammars: GrammarCompiler):
 
 
 def test_resumed_request_restores_its_grammar_position(grammars: GrammarCompiler):
-    """As after a preemption, in a slot of another's."""
+    """As after a preemption, in a slot that another request used before."""
     tokens = walk(grammars, "json", 3)
     state = GrammarState(grammars)
     state.admit(0, KINDS["choice"])
     state.admit(0, KINDS["json"], tokens[:6])
-    found = walk_along(state, [0], [tokens[6:9]]).masks[0]
-    wanted = slow_masks(grammars, "json", tokens[:6], tokens[6:9])
-    assert [allowed(row) for row in found] == wanted
+    rows = walk_along(state, [0], [tokens[6:9]]).masks[0]
+    expected = slow_masks(grammars, "json", tokens[:6], tokens[6:9])
+    assert [allowed(row) for row in rows] == expected
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "another vocabulary"])
@@ -373,22 +374,22 @@ def test_unusable_tokenizer_is_named_at_first_grammar(tmp_path: Path, damage: st
     assert walk_along(grammars, [0], [[1]]).drafts == [[1]]
     with pytest.raises(ValueError, match=r"^structured_outputs needs .*tokenizer\.json") as caught:
         grammars.admit(0, KINDS["regex"])
-    wanted = {"missing": "does not exist", "damaged": "error", "another vocabulary": "100"}[damage]
-    assert wanted in str(caught.value)
+    reason = {"missing": "does not exist", "damaged": "error", "another vocabulary": "100"}[damage]
+    assert reason in str(caught.value)
     assert str(caught.value).endswith(".")
 
 
 def test_vocabulary_padding_is_never_allowed():
     grammars = GrammarState(GrammarCompiler(FILE, VOCAB + 40, sorted(ENDS)))
     grammars.admit(0, StructuredOutputs(regex="(.|\n)*"))
-    (found,) = walk_along(grammars, [0], [[]]).masks
-    assert found.shape == (1, WORDS + 2)
-    bits = np.unpackbits(found.view(np.uint8), bitorder="little")
+    (mask,) = walk_along(grammars, [0], [[]]).masks
+    assert mask.shape == (1, WORDS + 2)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     assert bits[:VOCAB].sum() > VOCAB / 2
     assert not bits[VOCAB : VOCAB + 40].any()
 
 
-# grammars that are out to harm
+# hostile grammars
 
 DEEP: dict[str, dict[str, Any]] = {
     "rules": {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(6000))},
@@ -404,9 +405,9 @@ DEEP["rules"]["grammar"] += 'r6000: "a"'
 def test_deeply_chained_rules_do_not_crash(
     grammars: GrammarCompiler,
 ):
-    """On a usual stack 6,000 do."""
-    follower = Follower(grammars, StructuredOutputs(**DEEP["rules"]))
-    (mask,) = masks(follower, [], [])
+    """Recursing 6,000 deep would overflow an ordinary stack."""
+    slot = GrammarSlot(grammars, StructuredOutputs(**DEEP["rules"]))
+    (mask,) = masks(slot, [], [])
     assert len(mask) == 1
 
 
@@ -420,7 +421,7 @@ def test_deep_nesting_is_rejected_in_one_short_sentence(grammars: GrammarCompile
 
 
 @pytest.mark.parametrize("schema", [DEEP_SCHEMA, json.loads(DEEP_SCHEMA)], ids=["text", "object"])
-def test_deep_schema_is_refused_with_its_depth(grammars: GrammarCompiler, schema: Any):
+def test_deep_schema_error_names_its_depth(grammars: GrammarCompiler, schema: Any):
     with pytest.raises(ValueError, match="nested too deeply: 151 levels, at most 124 are read"):
         grammars.compile(StructuredOutputs(json=schema))
 
@@ -434,18 +435,18 @@ def test_oversized_grammar_is_rejected_with_its_size(grammars: GrammarCompiler):
         grammars.compile(StructuredOutputs(regex="a" * 200_000))
 
 
-# models that think first
+# thinking before the answer
 
 
 @pytest.mark.parametrize("kind", ["json", "choice"])
-def test_an_answer_may_open_thinking_or_begin_at_once(grammars: GrammarCompiler, kind: str):
-    """opener: behind it everything is free up to the marker; without it the grammar holds."""
+def test_answer_may_start_with_or_without_thinking(grammars: GrammarCompiler, kind: str):
+    """After the opener every token is allowed up to the marker; without it the grammar applies."""
     opener, after, tokens = 1, (7, 8), walk(grammars, kind, 4)
     first = slow(grammars, kind, ())
     assert first is not None
 
-    def follower() -> Follower:
-        return Follower(grammars, replace(KINDS[kind], after=after, opener=opener))
+    def slot() -> GrammarSlot:
+        return GrammarSlot(grammars, replace(KINDS[kind], after=after, opener=opener))
 
     def slow_opened(output: list[int], drafts: list[int]) -> list[frozenset[int]]:
         known = [*output, *drafts]
@@ -454,47 +455,47 @@ def test_an_answer_may_open_thinking_or_begin_at_once(grammars: GrammarCompiler,
             return slow_masks(grammars, kind, output[1:], drafts, after)
         if known[:1] == [opener]:
             return [first | {opener}, *slow_masks(grammars, kind, [], drafts[1:], after)]
-        found = slow_masks(grammars, kind, output, drafts)
-        return found if output else [found[0] | {opener}, *found[1:]]
+        rows = slow_masks(grammars, kind, output, drafts)
+        return rows if output else [rows[0] | {opener}, *rows[1:]]
 
     for known in ([opener, 20, 7, 7, 8, *tokens[:4]], [*tokens[:6]], [9, opener, 7, 8, 5]):
-        stepped = follower()
+        stepped = slot()
         for done in range(len(known) + 1):
             if known[:1] == [9] and done:
                 break
             for drafts in (known[done : done + 3], known[done:], [opener, 5], []):
-                for at in (follower(), stepped):
-                    found = masks(at, known[:done], drafts)
-                    assert found == slow_opened(known[:done], at.drafts)
+                for at in (slot(), stepped):
+                    rows = masks(at, known[:done], drafts)
+                    assert rows == slow_opened(known[:done], at.drafts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_may_lead_and_then_the_answer_follows(
+def test_lead_text_may_precede_the_answer(
     grammars: GrammarCompiler, kind: str, tokenizer: Tokenizer
 ):
     lead = "\n\n"
     led = replace(KINDS[kind], lead=lead)
     tokens = tokenizer.encode(lead, add_special_tokens=False)
     plain = slow(grammars, kind, ())
-    first, *_ = masks(Follower(grammars, led), [], [])
+    first, *_ = masks(GrammarSlot(grammars, led), [], [])
     assert plain is not None
     assert plain < first
-    (behind,) = masks(Follower(grammars, led), tokens, [])
-    assert behind == plain
+    (after_lead,) = masks(GrammarSlot(grammars, led), tokens, [])
+    assert after_lead == plain
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"lark", "gbnf"}))
 def test_alternative_grammar_may_replace_the_constraint(grammars: GrammarCompiler, kind: str):
     either = replace(KINDS[kind], instead=KINDS["lark"].grammar)
-    follower = Follower(grammars, either)
+    slot = GrammarSlot(grammars, either)
     lark, own = slow(grammars, "lark", ()), slow(grammars, kind, (), forced=False)
     assert lark
     assert own
     for followed in (kind, "lark", kind):
         tokens = walk(grammars, followed, 3)[:3]
-        found = masks(follower, [], tokens)
-        assert found[0] == lark | own
-        assert found[1] == slow(grammars, followed, (tokens[0],), forced=False)
+        rows = masks(slot, [], tokens)
+        assert rows[0] == lark | own
+        assert rows[1] == slow(grammars, followed, (tokens[0],), forced=False)
 
 
 # the cache
@@ -509,22 +510,22 @@ def test_requests_of_one_grammar_share_no_state(grammars: GrammarCompiler, slots
     state.advance(first, tokens[:5])
     walk_along(state, [first], [tokens[5:8]])
     state.admit(second, KINDS["json"])
-    wanted = {first: slow_masks(grammars, "json", tokens[:5], tokens[:3])}
-    wanted[second] = slow_masks(grammars, "json", [], tokens[:3])
+    expected = {first: slow_masks(grammars, "json", tokens[:5], tokens[:3])}
+    expected[second] = slow_masks(grammars, "json", [], tokens[:3])
     for order in ([second], [first], [second, first], [first, second]):
         step = walk_along(state, order, [tokens[:3]] * len(order))
         for slot, drafts, rows in zip(order, step.drafts, step.masks, strict=True):
             output = tokens[:5] if slot == first else []
-            found = [allowed(row) for row in rows]
-            assert found == slow_masks(grammars, "json", output, drafts)
-            assert drafts != tokens[:3] or found == wanted[slot]
+            token_sets = [allowed(row) for row in rows]
+            assert token_sets == slow_masks(grammars, "json", output, drafts)
+            assert drafts != tokens[:3] or token_sets == expected[slot]
     state.advance(second, tokens[:2])
-    found = walk_along(state, [first], [[]]).masks[0]
-    assert [allowed(row) for row in found] == slow_masks(grammars, "json", tokens[:5], [])
+    token_sets = walk_along(state, [first], [[]]).masks[0]
+    assert [allowed(row) for row in token_sets] == slow_masks(grammars, "json", tokens[:5], [])
 
 
 def test_drafts_of_different_lengths_walk_in_one_step(grammars: GrammarCompiler):
-    """Rows beyond a slot's own are free."""
+    """Rows past a slot's own drafts allow every token."""
     state, kinds = GrammarState(grammars), list(KINDS)
     tokens = [walk(grammars, kind, 8) for kind in kinds]
     for slot, kind in enumerate(kinds):
@@ -533,18 +534,18 @@ def test_drafts_of_different_lengths_walk_in_one_step(grammars: GrammarCompiler)
     step = walk_along(state, range(len(kinds)), drafts)
     assert step.drafts == drafts
     for slot, (kind, rows) in enumerate(zip(kinds, step.masks, strict=True)):
-        wanted = slow_masks(grammars, kind, tokens[slot][:slot], drafts[slot])
-        free = [EVERY] * (len(rows) - len(wanted))
-        assert [allowed(row) for row in rows] == wanted + free
+        expected = slow_masks(grammars, kind, tokens[slot][:slot], drafts[slot])
+        free = [EVERY] * (len(rows) - len(expected))
+        assert [allowed(row) for row in rows] == expected + free
 
 
-def test_a_grammar_is_compiled_once_and_the_oldest_are_forgotten(
+def test_compiled_grammars_are_cached_and_the_oldest_evicted(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    made: list[str] = []
+    sources: list[str] = []
 
     def counting(tokenizer: Any, source: str, **options: Any) -> LLMatcher:
-        made.append(source)
+        sources.append(source)
         return LLMatcher(tokenizer, source, **options)
 
     monkeypatch.setattr("strobe.grammars.source.LLMatcher", Counting(counting))
@@ -553,11 +554,11 @@ def test_a_grammar_is_compiled_once_and_the_oldest_are_forgotten(
     grammars = GrammarCompiler(FILE, VOCAB, [2])
 
     def compiled(*letters: str, lane: int = 0) -> int:
-        before = len(made)
+        before = len(sources)
         for letter in letters:
             matcher = grammars.compile(StructuredOutputs(regex=letter), lane)
             assert len(allowed(matcher.compute_bitmask())) == 1
-        return len(made) - before
+        return len(sources) - before
 
     assert compiled("a", "b", "c", "a") == 3
     assert compiled("d") == 1
@@ -571,7 +572,7 @@ def test_a_grammar_is_compiled_once_and_the_oldest_are_forgotten(
 
 
 class Counting:
-    """LLMatcher with a constructor that is watched."""
+    """LLMatcher whose constructor calls are recorded."""
 
     def __init__(self, make: Callable[..., LLMatcher]):
         self.make = make
@@ -583,18 +584,18 @@ class Counting:
         return getattr(LLMatcher, name)
 
 
-def test_threads_may_compile_while_requests_are_followed():
+def test_grammars_compile_in_several_threads_at_once():
     grammars = GrammarCompiler(FILE, VOCAB, sorted(ENDS))
     start = threading.Barrier(4)
 
     def work(number: int) -> list[list[frozenset[int]]]:
         start.wait(30)
-        found = []
+        first_masks = []
         for i in range(12):
             kind = list(KINDS)[(number + i) % len(KINDS)]
-            follower = Follower(grammars, KINDS[kind])
-            found.append([kind, masks(follower, [], [])[0]])
-        return found
+            slot = GrammarSlot(grammars, KINDS[kind])
+            first_masks.append([kind, masks(slot, [], [])[0]])
+        return first_masks
 
     with ThreadPoolExecutor(4) as pool:
         results = [pool.submit(work, number) for number in range(4)]

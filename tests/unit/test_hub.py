@@ -1,4 +1,4 @@
-"""Names on the hub: what is asked of it, what a user is told, and a cache without a network."""
+"""Names on the hub: requests to it, error messages, and a cache without a network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME, COMMIT = "owner/tiny-model", "a" * 40
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
-    """hub(answer) -> the calls of snapshot_download from then on; answer is returned or raised."""
+    """hub(answer) patches snapshot_download to return or raise answer, and returns its calls."""
 
     def answering(answer: Any) -> list[dict[str, Any]]:
         calls: list[dict[str, Any]] = []
@@ -42,14 +42,14 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
 
 
 def http(kind: type[Exception], status: int) -> Exception:
-    """An error as the hub's client raises it, over several lines."""
+    """Return an error as the hub's client raises it, with several lines."""
     response = httpx.Response(status, request=httpx.Request("GET", "https://hub.invalid/x"))
-    made: Any = kind
-    return made("Client Error.\n\nA page of explanations.", response=response)
+    error: Any = kind
+    return error("Client Error.\n\nA page of explanations.", response=response)
 
 
-def wanted(published: list[str], call: dict[str, Any]) -> list[str]:
-    """The files of a repository that a call asks for."""
+def files_to_fetch(published: list[str], call: dict[str, Any]) -> list[str]:
+    """Return the files of a repository that a call fetches."""
     patterns = {key: call[key] for key in ("allow_patterns", "ignore_patterns")}
     return list(huggingface_hub.utils.filter_repo_objects(published, **patterns))
 
@@ -57,14 +57,14 @@ def wanted(published: list[str], call: dict[str, Any]) -> list[str]:
 def sentence(name: str, revision: str | None = None) -> str:
     with pytest.raises(ValueError, match=r"\.$") as caught:
         directory(name, revision)
-    said = str(caught.value)
-    assert "\n" not in said
-    assert name.partition("@")[0] in said
-    return said
+    message = str(caught.value)
+    assert "\n" not in message
+    assert name.partition("@")[0] in message
+    return message
 
 
 @pytest.mark.parametrize(
-    ("given", "revision", "asked"),
+    ("name", "revision", "fetched"),
     [
         (NAME, None, None),
         (f"{NAME}@v1.0", None, "v1.0"),
@@ -73,15 +73,15 @@ def sentence(name: str, revision: str | None = None) -> str:
     ],
 )
 def test_hub_name_is_fetched_at_its_revision(
-    hub: Callable[..., Any], given: str, revision: str | None, asked: str | None
+    hub: Callable[..., Any], name: str, revision: str | None, fetched: str | None
 ):
-    calls = hub("/cache/found")
-    assert directory(given, revision) == "/cache/found"
-    assert [(call["name"], call["revision"]) for call in calls] == [(NAME, asked)]
+    calls = hub("/cache/snapshot")
+    assert directory(name, revision) == "/cache/snapshot"
+    assert [(call["name"], call["revision"]) for call in calls] == [(NAME, fetched)]
 
 
 def test_only_describing_files_are_fetched_first(hub: Callable[..., Any]):
-    calls = hub("/cache/found")
+    calls = hub("/cache/snapshot")
     directory(NAME, None)
     (call,) = calls
     published = [
@@ -91,26 +91,26 @@ def test_only_describing_files_are_fetched_first(hub: Callable[..., Any]):
         "pytorch_model.bin", "consolidated.00.pth", "consolidated.safetensors", "q4.gguf",
         "original/config.json", "metal/model.bin", "onnx/model.onnx", "flax_model.msgpack",
     ]  # fmt: skip
-    assert wanted(published, call) == published[:8]
+    assert files_to_fetch(published, call) == published[:8]
 
 
-def test_a_local_directory_wins(
+def test_local_directory_has_precedence(
     hub: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    calls = hub("/cache/found")
+    calls = hub("/cache/snapshot")
     monkeypatch.chdir(tmp_path)
     Path(NAME).mkdir(parents=True)
     assert directory(NAME, None) == NAME
     assert "is a directory, not a name" in sentence(NAME, "main")
     for path in ("/nowhere/model", "model", "../a/b", "~/models/b", "a/b/c"):
-        assert directory(path, None) == path  # whoever reads its config.json says what is wrong
+        assert directory(path, None) == path  # reading its config.json reports the error
     assert not calls
 
 
 def test_two_revisions_conflict(hub: Callable[..., Any]):
-    hub("/cache/found")
-    said = sentence(f"{NAME}@v1", "v2")
-    assert "names the revision 'v1', but revision is 'v2'" in said
+    hub("/cache/snapshot")
+    message = sentence(f"{NAME}@v1", "v2")
+    assert "names the revision 'v1', but revision is 'v2'" in message
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_failure_is_one_sentence(
     assert part in sentence(NAME, "v9")
 
 
-def test_ctrl_c_during_a_download_is_no_error_of_the_hub(hub: Callable[..., Any]):
+def test_ctrl_c_during_a_download_is_not_a_hub_error(hub: Callable[..., Any]):
     hub(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         directory(NAME, None)
@@ -141,17 +141,17 @@ def test_ctrl_c_during_a_download_is_no_error_of_the_hub(hub: Callable[..., Any]
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Path], Path]:
-    """cache(name, directory) -> the snapshot, in the layout that the hub's client keeps; tests
+    """cache(name, directory) stores a snapshot in the hub client's layout and returns it; tests
     have HF_HUB_OFFLINE set."""
     assert constants.HF_HUB_OFFLINE
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def put(name: str, source: Path) -> Path:
-        kept = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
-        snapshot = kept / "snapshots" / COMMIT
+        repository = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        snapshot = repository / "snapshots" / COMMIT
         snapshot.mkdir(parents=True)
-        (kept / "refs").mkdir()
-        (kept / "refs" / "main").write_text(COMMIT)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(COMMIT)
         for file in source.iterdir():
             (snapshot / file.name).symlink_to(file)
         return snapshot
@@ -159,7 +159,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Pat
     return put
 
 
-def test_a_pair_in_the_cache_runs_without_a_network(
+def test_cached_pair_runs_without_a_network(
     cache: Callable[[str, Path], Path], pair: Pair, main: Callable[..., Any]
 ):
     snapshot = cache("owner/target", pair.target)
@@ -189,14 +189,14 @@ def test_offline_miss_is_an_error_with_a_fix(
         fetch_weights(cache("owner/part", described))
 
 
-# weights come last
+# weights are fetched last
 
 
-class Shelf:
-    """A hub with repositories; asked: the files that were asked for, as owner/model/file."""
+class FakeHub:
+    """A hub with repositories; `fetched` lists the fetched files, as owner/model/file."""
 
     def __init__(self, cache: Path):
-        self.cache, self.asked = cache, list[str]()
+        self.cache, self.fetched = cache, list[str]()
         self.repositories: dict[str, Path] = {}
 
     def download(self, name: str, *, cache_dir: Path | None = None, **call: Any) -> str:
@@ -205,38 +205,38 @@ class Shelf:
         source = self.repositories[name]
         snapshot = self.cache / f"models--{name.replace('/', '--')}" / "snapshots" / COMMIT
         snapshot.mkdir(parents=True, exist_ok=True)
-        for file in wanted(sorted(file.name for file in source.iterdir()), call):
-            self.asked.append(f"{name}/{file}")
+        for file in files_to_fetch(sorted(file.name for file in source.iterdir()), call):
+            self.fetched.append(f"{name}/{file}")
             (snapshot / file).unlink(missing_ok=True)
             (snapshot / file).symlink_to(source / file)
         return str(snapshot)
 
     @property
     def weights(self) -> list[str]:
-        return [file for file in self.asked if file.endswith(".safetensors")]
+        return [file for file in self.fetched if file.endswith(".safetensors")]
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: Pair) -> Shelf:
-    """Copies of a target and its drafter that a test may change."""
-    made = Shelf(tmp_path / "cache")
+def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: Pair) -> FakeHub:
+    """Return a fake hub with copies of a target and its drafter that a test may change."""
+    hub = FakeHub(tmp_path / "cache")
     for name, source in (("me/target", pair.target), ("me/draft", pair.draft)):
-        made.repositories[name] = tmp_path / name
+        hub.repositories[name] = tmp_path / name
         shutil.copytree(source, tmp_path / name)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", made.download)
-    return made
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.download)
+    return hub
 
 
-def test_weights_are_fetched_once_after_describing_files(shelf: Shelf):
+def test_weights_are_fetched_once_after_describing_files(fake_hub: FakeHub):
     for _ in range(2):
         LLM("me/target", draft="me/draft")
-    assert shelf.weights == ["me/draft/model.safetensors", "me/target/model.safetensors"]
-    before = shelf.asked[: shelf.asked.index(shelf.weights[0])]
+    assert fake_hub.weights == ["me/draft/model.safetensors", "me/target/model.safetensors"]
+    before = fake_hub.fetched[: fake_hub.fetched.index(fake_hub.weights[0])]
     assert {"me/target/config.json", "me/draft/config.json"} <= {*before}
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "family": (
         "me/target",
         {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
@@ -247,26 +247,26 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
+@pytest.mark.parametrize("reason", REJECTED)
 @pytest.mark.parametrize("command", ["generate", "info"])
 def test_unrunnable_pair_is_rejected_before_fetching_weights(
-    shelf: Shelf, main: Callable[..., Any], command: str, reason: str
+    fake_hub: FakeHub, main: Callable[..., Any], command: str, reason: str
 ):
-    name, changes, part = REFUSED[reason]
-    edit_json(shelf.repositories[name] / "config.json", **changes)
+    name, changes, part = REJECTED[reason]
+    edit_json(fake_hub.repositories[name] / "config.json", **changes)
     words = ["Hello", "--target"] if command == "generate" else []
     status, _, err = main(command, *words, "me/target", "--draft=me/draft")
     assert (status, part in err) == (2, True)
-    assert f"{name}/config.json" in shelf.asked
-    assert not shelf.weights
+    assert f"{name}/config.json" in fake_hub.fetched
+    assert not fake_hub.weights
 
 
 @pytest.mark.parametrize("reason", ["method", "pair"])
 def test_doctor_fetches_weights_of_fitting_pairs(
-    shelf: Shelf, main: Callable[..., Any], reason: str
+    fake_hub: FakeHub, main: Callable[..., Any], reason: str
 ):
-    _, changes, part = REFUSED[reason]
-    path = shelf.repositories["me/draft"] / "config.json"
+    _, changes, part = REJECTED[reason]
+    path = fake_hub.repositories["me/draft"] / "config.json"
     good = path.read_text()
     edit_json(path, **changes)
     status, out, _ = main("doctor", "me/target", "me/draft", "--json")
@@ -274,33 +274,33 @@ def test_doctor_fetches_weights_of_fitting_pairs(
     assert [part in f["says"] for f in json.loads(out)["findings"] if f["level"] == "fault"] == [
         True
     ]
-    assert not shelf.weights
+    assert not fake_hub.weights
     path.write_text(good)
     main("doctor", "me/target", "me/draft", "--json")
-    assert shelf.weights == ["me/target/model.safetensors", "me/draft/model.safetensors"]
+    assert fake_hub.weights == ["me/target/model.safetensors", "me/draft/model.safetensors"]
 
 
-def test_only_missing_indexed_weights_are_fetched(shelf: Shelf):
-    target = shelf.repositories["me/target"]
+def test_only_missing_indexed_weights_are_fetched(fake_hub: FakeHub):
+    target = fake_hub.repositories["me/target"]
     shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[1]}}
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
     for file in (*shards, "consolidated.safetensors"):
         (target / file).touch()
-    found = Path(directory("me/target", None))
-    fetch_weights(found)
-    assert shelf.weights == [f"me/target/{shard}" for shard in shards]
-    (found / shards[0]).unlink()  # as an interrupted download leaves it
-    fetch_weights(found)
-    assert shelf.weights[2:] == [f"me/target/{shards[0]}"]
-    fetch_weights(target)  # no part of the cache
-    assert len(shelf.weights) == 3
+    snapshot = Path(directory("me/target", None))
+    fetch_weights(snapshot)
+    assert fake_hub.weights == [f"me/target/{shard}" for shard in shards]
+    (snapshot / shards[0]).unlink()  # as an interrupted download leaves it
+    fetch_weights(snapshot)
+    assert fake_hub.weights[2:] == [f"me/target/{shards[0]}"]
+    fetch_weights(target)  # outside the cache
+    assert len(fake_hub.weights) == 3
 
 
 def test_doctor_checks_local_weights_despite_config_mismatch(
-    shelf: Shelf, main: Callable[..., Any]
+    fake_hub: FakeHub, main: Callable[..., Any]
 ):
-    target, draft = shelf.repositories["me/target"], shelf.repositories["me/draft"]
+    target, draft = fake_hub.repositories["me/target"], fake_hub.repositories["me/draft"]
     edit_json(target / "config.json", model_type="qwen3_next")
     weights = draft / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
@@ -316,24 +316,24 @@ def test_doctor_checks_local_weights_despite_config_mismatch(
         (http(errors.RemoteEntryNotFoundError, 404), "has no weights in safetensors"),
     ],
 )
-def test_failed_weights_are_retried_once_for_the_reason(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, answer: Exception, message: str
+def test_missing_weights_are_retried_once_to_learn_why(
+    fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch, answer: Exception, message: str
 ):
-    """A client without a network takes a snapshot without them for the whole."""
+    """Without a network, the client reports a snapshot without weights as complete."""
 
     def download(name: str, file: str, **options: Any) -> str:
         assert (name, file, options["revision"]) == ("me/target", "model.safetensors", COMMIT)
         raise answer
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    (shelf.repositories["me/target"] / "model.safetensors").unlink()
+    (fake_hub.repositories["me/target"] / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=f"me/target@{COMMIT} .*{message}"):
         LLM("me/target")
 
 
-def test_random_weights_need_no_download(shelf: Shelf):
+def test_random_weights_need_no_download(fake_hub: FakeHub):
     LLM("me/target", draft="me/draft", load_format="dummy")
-    assert not shelf.weights
+    assert not fake_hub.weights
 
 
 def test_user_without_home_has_no_cache(

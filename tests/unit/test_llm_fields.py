@@ -1,4 +1,4 @@
-"""The offline API's fields beyond plain sampling, as its users meet them."""
+"""The offline API: logprobs, logits processors and structured outputs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def hf(pair: Pair) -> Any:
 
 
 def true_logprobs(hf: Any, tokens: list[int]) -> torch.Tensor:
-    """[T, V]: what transformers gives behind each token."""
+    """Return transformers' log probabilities after each token, [T, V]."""
     with torch.no_grad():
         return hf(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
@@ -75,33 +75,38 @@ def true_logprobs(hf: Any, tokens: list[int]) -> torch.Tensor:
 def check_entry(llm: LLM, entry: dict[int, Logprob], row: torch.Tensor, token: int, top: int):
     assert next(iter(entry)) == token
     assert top <= len(entry) <= top + 1
-    for found, one in entry.items():
-        assert math.isclose(one.logprob, row[found].item(), abs_tol=1e-4)
-        assert one.decoded_token == llm.tokenizer.decode([found], skip_special_tokens=False)
-        assert one.rank == int((row > row[found]).sum()) + 1
-    assert {one.rank for one in entry.values()} >= set(range(1, top + 1))
+    for candidate, logprob in entry.items():
+        assert math.isclose(logprob.logprob, row[candidate].item(), abs_tol=1e-4)
+        decoded = llm.tokenizer.decode([candidate], skip_special_tokens=False)
+        assert logprob.decoded_token == decoded
+        assert logprob.rank == int((row > row[candidate]).sum()) + 1
+    assert {logprob.rank for logprob in entry.values()} >= set(range(1, top + 1))
 
 
 @pytest.mark.parametrize("speculation", SPECULATION, ids=str)
 @pytest.mark.parametrize("params", [GREEDY, WARM.clone(n=2)], ids=["greedy", "sampled"])
-def test_logprobs_are_vllms_dicts_of_transformers_values(
+def test_logprobs_have_vllms_form_and_transformers_values(
     llm: LLM, hf: Any, params: SamplingParams, speculation: Any
 ):
-    asked = params.clone(logprobs=3, prompt_logprobs=2, speculation=speculation)
-    for output in generate(llm, PROMPTS, asked):
+    sampling = params.clone(logprobs=3, prompt_logprobs=2, speculation=speculation)
+    for output in generate(llm, PROMPTS, sampling):
         prompt = output.prompt_token_ids
         assert output.prompt_logprobs is not None
         assert len(output.prompt_logprobs) == len(prompt)
         assert output.prompt_logprobs[0] is None
-        for made in output.outputs:
-            truth = true_logprobs(hf, [*prompt, *made.token_ids])
-            assert made.logprobs is not None
-            assert len(made.logprobs) == len(made.token_ids)
-            behind = zip(truth[len(prompt) - 1 :], made.token_ids, made.logprobs, strict=False)
-            for row, token, entry in behind:
+        for completion in output.outputs:
+            truth = true_logprobs(hf, [*prompt, *completion.token_ids])
+            assert completion.logprobs is not None
+            assert len(completion.logprobs) == len(completion.token_ids)
+            entries = zip(
+                truth[len(prompt) - 1 :], completion.token_ids, completion.logprobs, strict=False
+            )
+            for row, token, entry in entries:
                 check_entry(llm, entry, row, token, 3)
-            own = [e[t].logprob for e, t in zip(made.logprobs, made.token_ids, strict=True)]
-            assert math.isclose(made.cumulative_logprob or 0, sum(own), abs_tol=1e-9)
+            own = [
+                e[t].logprob for e, t in zip(completion.logprobs, completion.token_ids, strict=True)
+            ]
+            assert math.isclose(completion.cumulative_logprob or 0, sum(own), abs_tol=1e-9)
         for row, token, entry in zip(truth, prompt[1:], output.prompt_logprobs[1:], strict=False):
             assert entry is not None
             check_entry(llm, entry, row, token, 2)
@@ -114,10 +119,12 @@ def test_logprobs_are_none_by_default(llm: LLM):
     assert output.outputs[0].cumulative_logprob is None
 
 
-def test_zero_logprobs_name_the_token_itself(llm: LLM):
+def test_zero_logprobs_return_only_the_token_itself(llm: LLM):
     (output,) = generate(llm, PROMPTS[0], GREEDY.clone(logprobs=0, prompt_logprobs=0))
-    made = output.outputs[0]
-    assert [list(entry) for entry in made.logprobs or []] == [[t] for t in made.token_ids]
+    completion = output.outputs[0]
+    assert [list(entry) for entry in completion.logprobs or []] == [
+        [t] for t in completion.token_ids
+    ]
     scores = output.prompt_logprobs or []
     assert [list(entry or []) for entry in scores[1:]] == [[t] for t in output.prompt_token_ids[1:]]
 
@@ -131,38 +138,43 @@ def test_logprobs_are_unaffected_by_processors(llm: LLM, hf: Any):
         "logprobs": 0,
     }
     (output,) = generate(llm, PROMPTS[0], WARM.clone(**processors))
-    made = output.outputs[0]
-    truth = true_logprobs(hf, [*output.prompt_token_ids, *made.token_ids])
-    assert made.token_ids[0] == 300
-    for i, (token, entry) in enumerate(zip(made.token_ids, made.logprobs or [], strict=True)):
+    completion = output.outputs[0]
+    truth = true_logprobs(hf, [*output.prompt_token_ids, *completion.token_ids])
+    assert completion.token_ids[0] == 300
+    for i, (token, entry) in enumerate(
+        zip(completion.token_ids, completion.logprobs or [], strict=True)
+    ):
         row = truth[len(output.prompt_token_ids) - 1 + i]
         check_entry(llm, entry, row, token, 0)
-    assert any(entry[t].rank > 50 for t, entry in zip(made.token_ids, made.logprobs, strict=True))
+    assert any(
+        entry[t].rank > 50
+        for t, entry in zip(completion.token_ids, completion.logprobs, strict=True)
+    )
 
 
-def test_a_stop_string_cuts_logprobs_with_the_tokens(llm: LLM):
-    whole = answer(llm, PROMPTS[0], GREEDY.clone(logprobs=1))
-    place = len(whole.text) // 2
-    stop = whole.text[place : place + 3]
+def test_stop_string_truncates_logprobs_with_the_tokens(llm: LLM):
+    full = answer(llm, PROMPTS[0], GREEDY.clone(logprobs=1))
+    middle = len(full.text) // 2
+    stop = full.text[middle : middle + 3]
     cut = answer(llm, PROMPTS[0], GREEDY.clone(logprobs=1, stop=stop))
     assert cut.stop_reason == stop
     size = len(cut.token_ids)
-    assert size < len(whole.token_ids)
-    assert [list(e) for e in cut.logprobs or []] == [list(e) for e in whole.logprobs or []][:size]
+    assert size < len(full.token_ids)
+    assert [list(e) for e in cut.logprobs or []] == [list(e) for e in full.logprobs or []][:size]
     own = [e[t].logprob for e, t in zip(cut.logprobs or [], cut.token_ids, strict=True)]
     assert math.isclose(cut.cumulative_logprob or 0, sum(own), abs_tol=1e-9)
 
 
 def test_stream_deltas_carry_score_and_piece_per_token(llm: LLM):
     params = GREEDY.clone(logprobs=1)
-    want = answer(llm, PROMPTS[1], params)
+    expected = answer(llm, PROMPTS[1], params)
     deltas = list(llm.stream(PROMPTS[1], params))
     assert all(len(d.token_ids) == len(d.logprobs) == len(d.pieces) for d in deltas)
-    assert "".join(piece for d in deltas for piece in d.pieces) == want.text
-    assert [one.token for d in deltas for one in d.logprobs] == want.token_ids
+    assert "".join(piece for d in deltas for piece in d.pieces) == expected.text
+    assert [entry.token for d in deltas for entry in d.logprobs] == expected.token_ids
     assert all(0 <= d.accepted <= min(d.drafted, len(d.token_ids)) for d in deltas)
-    assert sum(d.drafted for d in deltas) == want.speculation.drafted  # pyright: ignore
-    assert deltas[-1].output.logprobs == want.logprobs
+    assert sum(d.drafted for d in deltas) == expected.speculation.drafted  # pyright: ignore
+    assert deltas[-1].output.logprobs == expected.logprobs
 
 
 def test_stream_rejects_prompt_logprobs(llm: LLM):
@@ -170,23 +182,27 @@ def test_stream_rejects_prompt_logprobs(llm: LLM):
         next(llm.stream(PROMPTS[1], GREEDY.clone(prompt_logprobs=0)))
 
 
-def test_a_prompt_is_scored_without_an_answer(llm: LLM, hf: Any):
+def test_prompt_logprobs_with_zero_max_tokens(llm: LLM, hf: Any):
     params = SamplingParams(max_tokens=0, prompt_logprobs=1, logprobs=1)
     for speculation in SPECULATION:
         for output in generate(llm, PROMPTS, params.clone(speculation=speculation)):
-            made = output.outputs[0]
-            assert (made.text, made.token_ids, made.finish_reason) == ("", [], "length")
-            assert (made.logprobs, made.cumulative_logprob) == ([], 0.0)
+            completion = output.outputs[0]
+            assert (completion.text, completion.token_ids, completion.finish_reason) == (
+                "",
+                [],
+                "length",
+            )
+            assert (completion.logprobs, completion.cumulative_logprob) == ([], 0.0)
             truth = true_logprobs(hf, output.prompt_token_ids)
             scores = (output.prompt_logprobs or [])[1:]
             for row, token, entry in zip(truth, output.prompt_token_ids[1:], scores, strict=False):
                 assert entry is not None
                 check_entry(llm, entry, row, token, 1)
-    one = generate(llm, [[300]], params)[0]
-    assert one.prompt_logprobs == [None]
+    output = generate(llm, [[300]], params)[0]
+    assert output.prompt_logprobs == [None]
 
 
-def test_report_of_empty_answer_says_why_nothing_was_drafted(llm: LLM):
+def test_empty_answer_reports_why_nothing_was_drafted(llm: LLM):
     report = answer(llm, PROMPTS[0], SamplingParams(max_tokens=0)).speculation
     assert report is not None
     assert (report.used, report.steps) == (False, 0)
@@ -196,13 +212,13 @@ def test_report_of_empty_answer_says_why_nothing_was_drafted(llm: LLM):
 # logits processors
 
 
-def test_a_bias_and_allowed_ids_are_obeyed(llm: LLM):
+def test_logit_bias_and_allowed_token_ids(llm: LLM):
     assert set(answer(llm, PROMPTS[0], GREEDY.clone(logit_bias={300: 100})).token_ids) == {300}
     allowed = [310, 311, 312, 313]
     for params in (GREEDY, WARM):
-        made = answer(llm, PROMPTS[0], params.clone(allowed_token_ids=allowed)).token_ids
-        assert len(made) == params.max_tokens
-        assert set(made) <= set(allowed)
+        tokens = answer(llm, PROMPTS[0], params.clone(allowed_token_ids=allowed)).token_ids
+        assert len(tokens) == params.max_tokens
+        assert set(tokens) <= set(allowed)
     free = answer(llm, PROMPTS[0], GREEDY).token_ids
     banned = answer(llm, PROMPTS[0], GREEDY.clone(logit_bias=dict.fromkeys(free, -100)))
     assert not set(banned.token_ids) & set(free)
@@ -211,7 +227,7 @@ def test_a_bias_and_allowed_ids_are_obeyed(llm: LLM):
 @pytest.mark.parametrize(
     "rule", [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 50.0}]
 )
-def test_a_penalty_makes_an_answer_repeat_itself_less(llm: LLM, rule: dict[str, float]):
+def test_penalties_reduce_repetition(llm: LLM, rule: dict[str, float]):
     params = GREEDY.clone(logit_bias=dict.fromkeys(range(300, 340), 60.0), max_tokens=30)
     plain = answer(llm, PROMPTS[0], params).token_ids
     varied = answer(llm, PROMPTS[0], params.clone(**rule)).token_ids
@@ -221,7 +237,7 @@ def test_a_penalty_makes_an_answer_repeat_itself_less(llm: LLM, rule: dict[str, 
 # structured output
 
 
-def of_the_schema(text: str) -> bool:
+def matches_schema(text: str) -> bool:
     value = json.loads(text)
     return (
         set(value) == {"animal", "legs", "tame"}
@@ -232,8 +248,8 @@ def of_the_schema(text: str) -> bool:
 
 
 FORMS: list[tuple[dict[str, Any], Any]] = [
-    ({"json": SCHEMA}, of_the_schema),
-    ({"json": json.dumps(SCHEMA)}, of_the_schema),
+    ({"json": SCHEMA}, matches_schema),
+    ({"json": json.dumps(SCHEMA)}, matches_schema),
     ({"regex": r"[a-z]{3,8}-\d{2}"}, re.compile(r"[a-z]{3,8}-\d{2}").fullmatch),
     ({"choice": ["yes", "no", "maybe so"]}, lambda text: text in ("yes", "no", "maybe so")),
     ({"grammar": 'start: "<" /[a-d]{2,5}/ ">"'}, re.compile("<[a-d]{2,5}>").fullmatch),
@@ -244,19 +260,19 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
 @pytest.mark.parametrize(("form", "fits"), FORMS, ids=[str(form)[:20] for form, _ in FORMS])
 def test_structured_answer_is_valid_for_every_method(llm: LLM, form: dict[str, Any], fits: Any):
     for params in (GREEDY.clone(max_tokens=300), WARM.clone(max_tokens=300, n=2, temperature=2)):
-        made = []
+        results = []
         for speculation in SPECULATION:
-            asked = params.clone(structured_outputs=form, speculation=speculation)
-            made.append([a for o in generate(llm, PROMPTS, asked) for a in o.outputs])
-        for answers in made:
-            assert [a.token_ids for a in answers] == [a.token_ids for a in made[0]]
+            sampling = params.clone(structured_outputs=form, speculation=speculation)
+            results.append([a for o in generate(llm, PROMPTS, sampling) for a in o.outputs])
+        for answers in results:
+            assert [a.token_ids for a in answers] == [a.token_ids for a in results[0]]
             assert {a.finish_reason for a in answers} == {"stop"}
             assert all(fits(a.text) for a in answers)
             assert all(a.token_ids[-1] in EOS_IDS for a in answers)
 
 
 def test_any_json_object_parses(llm: LLM):
-    """Of few characters, so that a random model comes to an end."""
+    """Few characters are allowed, so that a random model reaches the end."""
     ids = [llm.tokenizer.encode(c, add_special_tokens=False)[0] for c in '{}[],:"ab1']
     params = WARM.clone(
         structured_outputs={"json_object": True},
@@ -266,14 +282,14 @@ def test_any_json_object_parses(llm: LLM):
     )
     texts = set[str]()
     for seed in range(8):
-        made = answer(llm, PROMPTS[1], params.clone(seed=seed))
-        if made.finish_reason == "stop":
-            texts.add(made.text)
-            assert isinstance(json.loads(made.text), dict)
+        completion = answer(llm, PROMPTS[1], params.clone(seed=seed))
+        if completion.finish_reason == "stop":
+            texts.add(completion.text)
+            assert isinstance(json.loads(completion.text), dict)
     assert len(texts) > 2
 
 
-def test_demo_models_write_json_and_draft_equally_well():
+def test_demo_models_draft_json_as_well_as_text():
     demo = LLM()
     text = "Give the name and the age as JSON: Anna is 30 years old and lives in Rome."
     texts, lengths = [], []
@@ -284,17 +300,17 @@ def test_demo_models_write_json_and_draft_equally_well():
             use_tqdm=False,
             chat_template_kwargs={"enable_thinking": False},
         )
-        (made,) = output.outputs
-        assert made.finish_reason == "stop"
-        assert json.loads(made.text)["name"] == "Anna"
-        assert made.speculation is not None
-        texts.append(made.text)
-        lengths.append(made.speculation.acceptance_length or 0)
+        (completion,) = output.outputs
+        assert completion.finish_reason == "stop"
+        assert json.loads(completion.text)["name"] == "Anna"
+        assert completion.speculation is not None
+        texts.append(completion.text)
+        lengths.append(completion.speculation.acceptance_length or 0)
     assert texts[0] == texts[1]
     assert min(lengths) > 3  # measured 10.0 with both
 
 
-# what is wrong
+# errors
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {2048: 1}}, "logit_bias holds token id 2048, but the vocabulary has ids 0 to"),
@@ -313,10 +329,10 @@ def test_unrunnable_prompt_fails_alone_in_a_batch(llm: LLM, fields: dict[str, An
     assert first.outputs[0].token_ids == alone.token_ids
     assert last.outputs[0].text == "a"
     assert [a.finish_reason for a in wrong.outputs] == ["error", "error"]
-    for made in wrong.outputs:
-        assert re.search(message, str(made.error)), made.error
-        assert str(made.error).endswith(".")
-        assert made.token_ids == []
+    for completion in wrong.outputs:
+        assert re.search(message, str(completion.error)), completion.error
+        assert str(completion.error).endswith(".")
+        assert completion.token_ids == []
     with pytest.raises(ValueError, match=message):
         next(llm.stream(PROMPTS[0], GREEDY.clone(**fields)))
 
@@ -324,7 +340,9 @@ def test_unrunnable_prompt_fails_alone_in_a_batch(llm: LLM, fields: dict[str, An
 def test_missing_tokenizer_json_matters_for_grammars_only(pair: Pair, tmp_path: Path):
     llm = LLM(pair.copied(tmp_path).target)
     shutil.move(tmp_path / "target" / "tokenizer.json", tmp_path / "elsewhere.json")
-    made = answer(llm, PROMPTS[0], GREEDY.clone(structured_outputs={"regex": "a"}))
-    assert made.finish_reason == "error"
-    assert re.search(r"tokenizer\.json, which does not exist; save the tokenizer", str(made.error))
+    completion = answer(llm, PROMPTS[0], GREEDY.clone(structured_outputs={"regex": "a"}))
+    assert completion.finish_reason == "error"
+    assert re.search(
+        r"tokenizer\.json, which does not exist; save the tokenizer", str(completion.error)
+    )
     assert answer(llm, PROMPTS[0], GREEDY).finish_reason != "error"

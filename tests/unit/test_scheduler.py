@@ -1,4 +1,4 @@
-"""The scheduler against the device of `world`, which is a few dictionaries: no torch, no model."""
+"""The scheduler against a fake device of a few dictionaries (`world`): no torch, no model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_small_request_does_not_overtake_large_one():
 def test_prompt_chunks_run_with_decodes_within_budget():
     world = World(max_num_seqs=2, budget=12, num_drafts=3)
     short, long = world.add(2, max_tokens=30), world.add(30)
-    spans = [world_step_spans(world) for _ in range(4)]
+    spans = [step_spans(world) for _ in range(4)]
     assert spans[0] == [(short, 2, 0, 1), (long, 10, 0, 0)]
     assert spans[1] == [(short, 1, 3, 4), (long, 8, 0, 0)]
     assert spans[2] == [(short, 1, 3, 4), (long, 8, 0, 0)]
@@ -82,21 +82,21 @@ def test_prompt_chunks_run_with_decodes_within_budget():
     world.check_answers()
 
 
-def world_step_spans(world: World) -> list[tuple[Request, int, int, int]]:
-    found = world.spans(world.launch())
+def step_spans(world: World) -> list[tuple[Request, int, int, int]]:
+    spans = world.spans(world.launch())
     world.collect()
-    return [(request, s.num_context_rows, s.num_drafts, s.num_logits) for request, s in found]
+    return [(request, s.num_context_rows, s.num_drafts, s.num_logits) for request, s in spans]
 
 
 def test_only_last_chunk_has_logits():
     world = World(max_num_seqs=1, budget=4, num_drafts=3)
     world.add(9)
-    rows = [world_step_spans(world)[0][1:] for _ in range(3)]
+    rows = [step_spans(world)[0][1:] for _ in range(3)]
     assert rows == [(4, 0, 0), (4, 0, 0), (1, 0, 1)]
 
 
 def test_drafting_requests_reserve_the_whole_block():
-    world = World(page_size=1, num_drafts=3, policy=Policy(lambda one: min(one.max_drafts, 1)))
+    world = World(page_size=1, num_drafts=3, policy=Policy(lambda c: min(c.max_drafts, 1)))
     drafting, plain = world.add(2), world.add(2, num_drafts=0)
     world.step()
     world.launch()
@@ -117,13 +117,13 @@ def test_longer_drafter_block_is_reserved_completely():
 
 
 def test_verified_drafts_respect_request_and_policy():
-    policy = Policy(lambda one: max(one.max_drafts - 1, 0))
+    policy = Policy(lambda c: max(c.max_drafts - 1, 0))
     world = World(num_drafts=3, policy=policy)
     world.add(2), world.add(2, num_drafts=2), world.add(2, num_drafts=0)
     world.step()
-    assert [row[2:] for row in world_step_spans(world)] == [(2, 3), (1, 2), (0, 1)]
+    assert [row[2:] for row in step_spans(world)] == [(2, 3), (1, 2), (0, 1)]
     ((candidates, load),) = policy.seen
-    assert [(one.request.id, one.max_drafts) for one in candidates] == [
+    assert [(c.request.id, c.max_drafts) for c in candidates] == [
         ("r0", 3),
         ("r1", 2),
         ("r2", 0),
@@ -139,11 +139,11 @@ def test_newest_request_is_preempted_and_resumes():
         assert not old.num_preemptions
     assert new.status is Status.WAITING
     assert running(world) == [old]
-    made = list(new.output_ids)
-    assert made
+    output = list(new.output_ids)
+    assert output
     assert world.scheduler.stats.preemptions == 1
     world.drain()
-    assert new.output_ids[: len(made)] == made
+    assert new.output_ids[: len(output)] == output
     world.check_answers()
 
 
@@ -151,8 +151,8 @@ def test_priorities_order_requests():
     world = World(max_num_seqs=1)
     world.add(4, max_tokens=2)
     world.step()
-    places = [SchedulingOptions(priority) for priority in (1, -1, 0, 1)]
-    late, soon, equal, last = [world.add(4, max_tokens=2, place=place) for place in places]
+    priorities = [SchedulingOptions(priority) for priority in (1, -1, 0, 1)]
+    late, soon, equal, last = [world.add(4, max_tokens=2, place=options) for options in priorities]
     assert list(world.scheduler.waiting) == [soon, equal, late, last]
     world.drain()
     world.check_answers()
@@ -194,7 +194,7 @@ def test_preempted_request_precedes_new_ones():
     world.check_answers()
 
 
-def test_nobody_is_admitted_when_reservation_failed():
+def test_no_request_is_admitted_when_reservation_fails():
     world = World(pages=12, max_num_seqs=4, prefix_caching=False)
     for _ in range(3):
         world.add(8, max_tokens=25)
@@ -222,11 +222,11 @@ def test_admission_leaves_room_for_prompt_and_block():
 
 def test_longest_request_fits_the_smallest_pool():
     world = World(pages=10, page_size=4, max_model_len=40, max_num_seqs=2)
-    alone = world.add(39, max_tokens=None)
-    other = world.add(20, max_tokens=None)
+    first = world.add(39, max_tokens=None)
+    second = world.add(20, max_tokens=None)
     world.drain()
-    assert alone.finish_reason == other.finish_reason == "length"
-    assert len(alone.tokens) == len(other.tokens) == 40
+    assert first.finish_reason == second.finish_reason == "length"
+    assert len(first.tokens) == len(second.tokens) == 40
     world.check_answers()
 
 
@@ -270,16 +270,16 @@ def test_preempted_request_in_flight_keeps_pages_until_collected():
     world.add(10, max_tokens=25)
     new = world.add(10, max_tokens=25)
     while not new.num_preemptions:
-        made = list(new.output_ids)
+        output = list(new.output_ids)
         world.step()
-    assert new.output_ids == made
+    assert new.output_ids == output
     world.drain()
     assert new.num_preemptions
     world.check_answers()
 
 
 def test_others_wait_for_pages_of_preempted_request_in_flight():
-    """Its pages are on their way: preempting one more would throw work away for nothing."""
+    """Its pages return soon: preempting one more request would waste work."""
     world = World(pages=12, page_size=2, max_model_len=24, max_num_seqs=4, depth=2, num_drafts=1)
     for _ in range(4):
         world.add(4, max_tokens=20)
@@ -293,7 +293,7 @@ def test_others_wait_for_pages_of_preempted_request_in_flight():
         if world.flying and (not plan.spans or len(world.flying) == 2):
             world.collect()
     assert world.scheduler.stats.preemptions
-    assert waited, "nobody ever had to wait"
+    assert waited, "no request ever had to wait"
     world.check_answers()
 
 
@@ -329,7 +329,7 @@ def test_finish_of_preempted_request_in_flight_releases_once():
     world.check_answers()
 
 
-def test_max_tokens_cuts_a_run_of_accepted_drafts():
+def test_max_tokens_truncates_accepted_drafts():
     world = World(num_drafts=3)
     request = world.add(4, max_tokens=3)
     world.step()
@@ -339,7 +339,7 @@ def test_max_tokens_cuts_a_run_of_accepted_drafts():
     world.check_answers()
 
 
-def test_the_context_end_cuts_an_answer_without_max_tokens():
+def test_context_end_finishes_answer_without_max_tokens():
     world = World(max_model_len=11, num_drafts=3)
     request = world.add(4, max_tokens=None)
     world.drain()
@@ -367,8 +367,8 @@ def test_stop_ids_do_not_count_within_min_tokens():
     world = World(num_drafts=3, max_model_len=40)
     early = world.add(4, max_tokens=30, stop=True)
     first = stop_positions(early, 40)[0] - 3
-    for least in (first - 1, first, first + 1):
-        request = world.add(4, max_tokens=30, stop=True, min_tokens=least)
+    for min_tokens in (first - 1, first, first + 1):
+        request = world.add(4, max_tokens=30, stop=True, min_tokens=min_tokens)
         request.seed = early.seed
     world.drain()
     lengths = [request.num_output for request in world.requests[1:]]
@@ -379,10 +379,10 @@ def test_stop_ids_do_not_count_within_min_tokens():
 
 def test_stop_reason_names_only_requested_ids():
     world = World()
-    asked = world.add(4, max_tokens=30, stop=True, stop_token_ids=[STOP])
+    requested = world.add(4, max_tokens=30, stop=True, stop_token_ids=[STOP])
     own = world.add(4, max_tokens=30, stop=True)
     world.drain()
-    assert (asked.finish_reason, asked.stop_reason) == ("stop", STOP)
+    assert (requested.finish_reason, requested.stop_reason) == ("stop", STOP)
     assert (own.finish_reason, own.stop_reason) == ("stop", None)
 
 
@@ -399,7 +399,7 @@ def test_host_proposer_waits_for_result():
 
 
 def test_grammar_request_is_planned_like_others():
-    """The engine waits for what its grammar has to follow."""
+    """The engine waits for the grammar's tokens itself."""
     world = World(depth=2, num_drafts=3, max_num_seqs=2, budget=12)
     follows = world.add(14, max_tokens=12, structured_outputs={"regex": "a*"})
     free = world.add(2, max_tokens=20)
@@ -418,13 +418,13 @@ def test_grammar_request_is_planned_like_others():
 
 
 def scored(world: World) -> list[tuple[int, int, tuple[int, ...]]]:
-    """(start, rows that are no drafts, scored) of the next step's spans."""
+    """Return (start, context rows, scored tokens) of the next step's spans."""
     plan = world.launch()
     world.collect()
     return [(s.start, s.num_context_rows, s.scored_tokens) for s in plan.spans]
 
 
-def test_every_prompt_row_but_the_last_is_scored():
+def test_all_prompt_rows_but_the_last_are_scored():
     world = World(max_num_seqs=1, budget=4, num_drafts=3)
     world.add([1, 2, 3, 4, 5, 6, 0, 1, 2], prompt_logprobs=0)
     assert [scored(world) for _ in range(4)] == [
@@ -465,7 +465,7 @@ def test_first_sibling_scores_the_prompt_and_others_use_cache():
     world.check_answers()
 
 
-def test_a_request_for_no_tokens_ends_with_its_prompt():
+def test_zero_max_tokens_finishes_after_the_prompt():
     world = World(num_drafts=3, max_num_seqs=1, budget=4)
     request = world.add(9, max_tokens=0, prompt_logprobs=1)
     assert [world.step(), world.step()] == [[], []]
@@ -478,16 +478,16 @@ def test_a_request_for_no_tokens_ends_with_its_prompt():
 
 def test_failed_request_ends_without_last_step_tokens():
     world = World(num_drafts=3)
-    broken, other = world.add(4), world.add(4)
+    failed, other = world.add(4), world.add(4)
     world.step()
     world.launch()
     plan, result = world.flying.popleft()
-    world.flying.append((plan, result._replace(errors={0: "What was wrong."})))
+    world.flying.append((plan, result._replace(errors={0: "Something is wrong."})))
     ended, going = world.collect()
-    assert (ended.key, ended.tokens, ended.finish_reason) == (broken.key, [], "error")
-    assert ended.error == broken.error == "What was wrong."
+    assert (ended.key, ended.tokens, ended.finish_reason) == (failed.key, [], "error")
+    assert ended.error == failed.error == "Something is wrong."
     assert (len(going.tokens), going.error) == (4, None)
-    assert broken.num_output == 1
+    assert failed.num_output == 1
     world.drain()
     assert other.finish_reason == "length"
 
@@ -514,8 +514,8 @@ def test_accepted_never_exceeds_counted_tokens():
     assert (event.num_verified, event.num_accepted, len(event.tokens)) == (5, 2, 2)
 
 
-class Told(DraftPolicy):
-    """Keeps, by slot, what it is told of drafts verified and accepted."""
+class ObservingPolicy(DraftPolicy):
+    """Records the verified and accepted drafts that it observes."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
@@ -528,7 +528,7 @@ class Told(DraftPolicy):
 
 def test_policy_ignores_drafts_after_answer_end():
     world = World(depth=2, num_drafts=5, max_model_len=60, budget=64)
-    world.scheduler.draft_policy = told = Told()
+    world.scheduler.draft_policy = policy = ObservingPolicy()
     request = world.add(5, max_tokens=9)
     for _ in range(2):
         world.launch()
@@ -536,15 +536,15 @@ def test_policy_ignores_drafts_after_answer_end():
         world.collect()
         world.launch()
     world.collect()
-    assert told.seen == [(5, 5), (2, 2), (0, 0)]  # whole, up to the end, and a step behind it
+    assert policy.seen == [(5, 5), (2, 2), (0, 0)]  # all, up to the end, and a step after the end
 
 
-@pytest.mark.parametrize(("end", "kept"), [(1, (1, 1)), (3, (3, 3)), (4, (5, 3))])
-def test_drafts_after_answer_end_are_not_verified(end: int, kept: tuple[int, int]):
+@pytest.mark.parametrize(("end", "counts"), [(1, (1, 1)), (3, (3, 3)), (4, (5, 3))])
+def test_drafts_after_answer_end_are_not_verified(end: int, counts: tuple[int, int]):
     spans = [Span(i, 4, 4, (TAIL,), 5, "dflash", 6) for i in range(2)]
     result = StepResult([[1, 2, 3, 4], [1]], [3, 0]).truncate({0: end}, spans)
-    assert result.num_verified == [kept[0], 5]
-    assert result.num_accepted == [kept[1], 0]
+    assert result.num_verified == [counts[0], 5]
+    assert result.num_accepted == [counts[1], 0]
 
 
 def test_logprobs_are_cut_with_tokens():
@@ -553,11 +553,11 @@ def test_logprobs_are_cut_with_tokens():
     world.step()
     plan = world.plan()
     result = world.device.run(plan, world.accept)
-    found = [TokenLogprob(token, -1.0, 1) for token in result.tokens[0]]
-    assert len(found) == 4
-    (event,) = world.scheduler.commit(plan, result._replace(logprobs={0: found}))
-    assert event.logprobs == found[:2]
-    assert [one.token for one in event.logprobs] == event.tokens == request.output_ids[1:]
+    logprobs = [TokenLogprob(token, -1.0, 1) for token in result.tokens[0]]
+    assert len(logprobs) == 4
+    (event,) = world.scheduler.commit(plan, result._replace(logprobs={0: logprobs}))
+    assert event.logprobs == logprobs[:2]
+    assert [entry.token for entry in event.logprobs] == event.tokens == request.output_ids[1:]
 
 
 def test_prefix_hit_starts_after_cached_pages():
@@ -573,7 +573,7 @@ def test_prefix_hit_starts_after_cached_pages():
     world.check_answers()
 
 
-def test_without_prefix_caching_every_prompt_runs_whole():
+def test_prompts_run_in_full_without_prefix_caching():
     world = World(prefix_caching=False)
     for _ in range(2):
         world.add([1, 2, 3, 4, 5, 6, 0, 1, 2])
@@ -596,7 +596,7 @@ def test_statistics_count_steps_tokens_and_accepted_positions():
 
 
 class Scheduling(RuleBasedStateMachine):
-    """Random traffic at depth 1 and 2 over a pool that is often too small, with steps that fail."""
+    """Random traffic with one or two steps in flight, a pool often too small, and failing steps."""
 
     @initialize(
         depth=st.sampled_from([1, 2]),
@@ -637,7 +637,7 @@ class Scheduling(RuleBasedStateMachine):
             depth=depth,
             prefix_caching=prefix_caching,
             accept=lambda drafts: self.rng.randint(0, drafts),
-            policy=Policy(lambda one: self.rng.randint(0, one.max_drafts)),
+            policy=Policy(lambda c: self.rng.randint(0, c.max_drafts)),
             mixed=mixed,
         )
         self.faults: dict[Request, Fault] = {}
@@ -649,15 +649,15 @@ class Scheduling(RuleBasedStateMachine):
     def add(self, data: st.DataObject):
         limits = self.world.limits
         size = data.draw(st.integers(1, limits.max_model_len - 1))
-        rest = data.draw(st.integers(0, 2))
-        most = data.draw(st.sampled_from([None, 0, 1, 2, 5, 30]))
+        tail = data.draw(st.integers(0, 2))
+        max_tokens = data.draw(st.sampled_from([None, 0, 1, 2, 5, 30]))
         self.world.add(
-            [1] * (size - min(rest, size - 1)) + [2] * min(rest, size - 1),
+            [1] * (size - min(tail, size - 1)) + [2] * min(tail, size - 1),
             num_drafts=data.draw(st.integers(0, limits.num_drafts)),
             method=data.draw(st.sampled_from(["dflash", "ngram"])),
             stop=data.draw(st.booleans()),
-            max_tokens=most,
-            min_tokens=data.draw(st.integers(0, min(4, 4 if most is None else most))),
+            max_tokens=max_tokens,
+            min_tokens=data.draw(st.integers(0, min(4, 4 if max_tokens is None else max_tokens))),
             prompt_logprobs=data.draw(st.sampled_from([None, None, 0])),
             structured_outputs=data.draw(st.sampled_from([None, None, {"regex": "a"}])),
         )
@@ -684,7 +684,7 @@ class Scheduling(RuleBasedStateMachine):
         self.world.check()
 
     @rule(done=st.integers(0, 2), finish=st.booleans())
-    def a_step_fails(self, done: int, finish: bool):
+    def fail_step(self, done: int, finish: bool):
         plan = self.world.plan()
         requests = self.world.who(plan)
         if finish and plan.spans:
@@ -694,19 +694,19 @@ class Scheduling(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data(), kind=st.sampled_from(sorted(FAULTS)), position=st.integers(0, 20))
-    def a_request_goes_bad(self, data: st.DataObject, kind: str, position: int):
+    def make_request_faulty(self, data: st.DataObject, kind: str, position: int):
         request = data.draw(st.sampled_from(self.world.requests))
         self.faults[request] = FAULTS[kind](position)
 
     @invariant()
-    def what_was_told_is_true(self):
+    def outputs_are_correct(self):
         if hasattr(self, "world"):
             for request in self.world.requests:
                 assert request.tokens == sequence(request, len(request.tokens))
 
     @invariant()
     def running_requests_came_before_waiting_ones(self):
-        """Unless equal prompts wait for each other, or those of a failed step run alone."""
+        """Except when equal prompts wait for each other, or requests of a failed step run alone."""
         if hasattr(self, "world"):
             world = self.world
             if world.failures or world.scheduler.prefix_caching:
@@ -716,7 +716,7 @@ class Scheduling(RuleBasedStateMachine):
             assert order == sorted(order)
 
     @invariant()
-    def only_what_failed_alone_ends_in_an_error(self):
+    def only_requests_that_fail_alone_end_with_an_error(self):
         if hasattr(self, "world"):
             for request in self.world.requests:
                 if request.finish_reason == "error":
@@ -748,10 +748,10 @@ def test_prompts_are_chunked_smaller_with_decodes():
     assert rows_of(world.launch()) == [4, 8]  # 12 rows in all
     world.collect()
     world.scheduler.finish(world.requests[0], "abort")
-    assert rows_of(world.launch()) == [32]  # nobody decodes: all the rest at once
+    assert rows_of(world.launch()) == [32]  # no request decodes: the whole rest in one step
 
 
-def test_prompts_get_half_of_the_rows_where_decoding_takes_more():
+def test_prompts_get_half_of_the_rows_when_decodes_need_more():
     world = World(mixed=8, max_model_len=60, budget=64, pages=80, max_num_seqs=4)
     for _ in range(3):
         world.add(4, max_tokens=40)
@@ -762,7 +762,7 @@ def test_prompts_get_half_of_the_rows_where_decoding_takes_more():
 
 
 def test_skipped_requests_are_not_stalled_by_a_prompt():
-    """With a result of theirs in flight, host methods draft in every other plan only."""
+    """With one of their results in flight, host methods draft only in every other plan."""
     world = World(mixed=12, max_model_len=60, budget=64, pages=80, depth=2)
     world.add(6, method="ngram", max_tokens=40)
     world.launch()
@@ -774,7 +774,7 @@ def test_skipped_requests_are_not_stalled_by_a_prompt():
 
 
 def many(**options: int) -> World:
-    """Room for long prompts."""
+    """A world with room for long prompts."""
     large = {"pages": 700, "page_size": 16, "max_model_len": 1100, "budget": 2048}
     return World(**(large | options))
 
@@ -828,7 +828,7 @@ def test_request_without_shared_prefix_does_not_wait(why: str):
     ],
 )
 def test_prompt_waits_while_half_its_prefix_is_computed(cached: int, shared: int, waits: bool):
-    """In pages of 4 of its 40 tokens: `cached` are known, `shared` are the running one's too."""
+    """Pages of 4, a prompt of 40 tokens: `cached` are cached, `shared` are also the leader's."""
     world = World(page_size=4, max_model_len=60, pages=80, budget=100)
     prompt = [(i * 5 + 1) % 7 for i in range(40)]
     if cached:
@@ -846,31 +846,31 @@ def test_prompt_waits_while_half_its_prefix_is_computed(cached: int, shared: int
     world.check_answers()
 
 
-@pytest.mark.parametrize("how", ["abort", "preemption", "failure"])
+@pytest.mark.parametrize("reason", ["abort", "preemption", "failure"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_follower_continues_when_leader_leaves(how: str, depth: int):
-    """From the pages that are ready, and not before it has to."""
+def test_follower_continues_when_leader_leaves(reason: str, depth: int):
+    """It starts from the pages that are ready, and only when it has to."""
     world = World(page_size=4, budget=8, num_drafts=0, depth=depth)
     leader, second, third = (world.add([1] * 30, sibling=i) for i in range(3))
     assert world.who(world.launch()) == [leader]
     assert world.who(world.launch()) == [leader]
     world.collect()
     world.collect()
-    if how == "abort":
+    if reason == "abort":
         world.scheduler.finish(leader, "abort")
-    elif how == "failure":
+    elif reason == "failure":
         world.cancel(world.plan())
         world.scheduler.finish(leader, "abort")
     else:
         world.scheduler._requeue(world.scheduler.running[0])
     plan = world.launch()
-    (goes_on,) = world.who(plan)
-    assert goes_on is (leader if how == "preemption" else second)
+    (continuing,) = world.who(plan)
+    assert continuing is (leader if reason == "preemption" else second)
     assert plan.spans[0].start == 16
     world.collect()
     world.drain()
     assert third.num_cached == 28
-    assert how != "abort" or world.device.prompt_rows == 16 + 14 + 2
+    assert reason != "abort" or world.device.prompt_rows == 16 + 14 + 2
     world.check_answers()
 
 
@@ -889,23 +889,23 @@ def test_preempted_leader_does_not_block_followers():
 
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_failed_step_requests_run_alone_for_a_few_steps(done: int):
-    """Whatever of it was done: nothing, its pages, or all of it."""
+    """The step fails before its pages are committed, after it, or after it all."""
     world = World(max_num_seqs=3, page_size=2, pages=80, num_drafts=3)
     requests = [world.add([i] * 6, max_tokens=30) for i in range(3)]
     world.step()
     world.step()
-    made = [list(request.tokens) for request in requests]
+    tokens = [list(request.tokens) for request in requests]
     plan = world.plan()
     assert len(plan.spans) == 3
     assert world.cancel(plan, done) == []
     assert list(world.scheduler.waiting) == requests
     assert {request.status for request in requests} == {Status.WAITING}
-    assert [request.tokens for request in requests] == made
+    assert [request.tokens for request in requests] == tokens
     reported = []
     for _ in range(13):
         reported.append(world.who(world.launch()))
         world.collect()
-    assert reported == [[one] for one in requests for _ in range(4)] + [requests]
+    assert reported == [[request] for request in requests for _ in range(4)] + [requests]
     world.drain()
     assert not any(request.num_preemptions for request in requests)
     world.check_answers()
@@ -951,7 +951,7 @@ def test_occasional_failures_lose_nothing(depth: int, method: str):
 def test_faulty_request_ends_with_error_and_others_continue(
     kind: str, prefix_caching: bool, depth: int
 ):
-    """Also where its fault shows only some steps after it was admitted."""
+    """The fault may appear only some steps after admission."""
     world = World(budget=8, prefix_caching=prefix_caching, depth=depth, pages=60, max_model_len=60)
     first, bad, last = (world.add([i] * 47, max_tokens=10) for i in range(3))
     fault = FAULTS[kind](46)
@@ -960,7 +960,7 @@ def test_faulty_request_ends_with_error_and_others_continue(
     assert (first.finish_reason, last.finish_reason) == ("length", "length")
     assert bad.finish_reason == "error"
     assert bad.error == "The step failed 3 times with this request alone: What failed."
-    (ended,) = [one for one in events if one.key == bad.key and one.finish_reason is not None]
+    (ended,) = [e for e in events if e.key == bad.key and e.finish_reason is not None]
     assert (ended.tokens, ended.error) == ([], bad.error)
     assert (ended.start is None) == (len(events) > 1 and bad.num_output > 0)
     world.check_answers()

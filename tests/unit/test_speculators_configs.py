@@ -1,4 +1,4 @@
-"""The formats of speculators and DeepSpec, and the traps in configs that their tools wrote."""
+"""The formats of speculators and DeepSpec, and known errors in configs that their tools wrote."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ METHODS = QWEN36_35B_SPECULATORS["speculators_config"]["proposal_methods"]
 
 
 def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """With changes; those that are `...` are left out."""
+    """Return config with changes; `...` deletes a field."""
     return {k: v for k, v in {**config, **changes}.items() if v is not ...}
 
 
 def read(directory: Path, layers: dict[str, Any] | None = None, **changes: Any) -> DraftConfig:
-    """The published export with changes, and such of its layers."""
+    """Read the published export's config with changes, also of its layers."""
     config = changed(QWEN36_35B_SPECULATORS, changes)
     if "transformer_layer_config" not in changes:
         inner = changed(config["transformer_layer_config"], layers or {})
@@ -33,7 +33,7 @@ def read(directory: Path, layers: dict[str, Any] | None = None, **changes: Any) 
 
 
 def test_published_export_matches_original_drafter(tmp_path: Path):
-    found = read(tmp_path)
+    config = read(tmp_path)
     original = load_draft_config(
         written(
             tmp_path / "original",
@@ -59,10 +59,10 @@ def test_published_export_matches_original_drafter(tmp_path: Path):
             },
         )
     )
-    assert found.capture == (2, 11, 20, 29, 38) == original.capture
-    assert found.capture_ids == (2, 11, 20, 29, 38), "as the file counts"
+    assert config.capture == (2, 11, 20, 29, 38) == original.capture
+    assert config.capture_ids == (2, 11, 20, 29, 38), "as the file counts"
     assert original.capture_ids == (1, 10, 19, 28, 37)
-    assert found == replace(
+    assert config == replace(
         original,
         num_target_layers=None,
         embedding_scale=1.0,
@@ -72,7 +72,7 @@ def test_published_export_matches_original_drafter(tmp_path: Path):
 
 
 def test_training_leftovers_in_llama_config_are_ignored(tmp_path: Path):
-    """Windows beside full layers, a share of the head that turns, sections of multimodal rope."""
+    """Windows on full layers, a partial rotary factor, sections of multimodal rope."""
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
     plain = {
         "model_type": "llama",
@@ -81,19 +81,19 @@ def test_training_leftovers_in_llama_config_are_ignored(tmp_path: Path):
         "num_key_value_heads": 2,
         "rope_parameters": rope,
     }
-    wanted = read(tmp_path, plain)
-    assert wanted.decoder.rope == RopeConfig(10000.0)
-    assert wanted.decoder.qk_norm, "queries and keys have norms, whatever the type"
-    assert wanted.decoder.head_dim == 256
+    expected = read(tmp_path, plain)
+    assert expected.decoder.rope == RopeConfig(10000.0)
+    assert expected.decoder.qk_norm, "queries and keys have norms for every model type"
+    assert expected.decoder.head_dim == 256
     carried = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
-    left = {
+    leftovers = {
         "sliding_window": 2048,
         "partial_rotary_factor": 0.25,
         "rope_parameters": {**rope, **carried, "partial_rotary_factor": 0.25},
     }
-    assert read(tmp_path, {**plain, **left}) == wanted
+    assert read(tmp_path, {**plain, **leftovers}) == expected
     about = {**QWEN36_35B_SPECULATORS["speculators_config"], "verifier": {"architectures": []}}
-    assert read(tmp_path, plain, speculators_config=about) == wanted
+    assert read(tmp_path, plain, speculators_config=about) == expected
 
 
 @pytest.mark.parametrize(
@@ -104,21 +104,21 @@ def test_sliding_layers_are_causal_only_when_configured(
 ):
     types = ["sliding_attention"] * 7 + ["full_attention"]
     layers = {"layer_types": types, "sliding_window": 2048, "use_sliding_window": True}
-    found = read(tmp_path, layers, sliding_window_non_causal=both_ways)
-    assert found.decoder.masks == (LayerMask(causal=causal, window=2048),) * 7 + (FULL,)
+    config = read(tmp_path, layers, sliding_window_non_causal=both_ways)
+    assert config.decoder.masks == (LayerMask(causal=causal, window=2048),) * 7 + (FULL,)
     assert read(tmp_path, sliding_window_non_causal=both_ways).decoder.masks == (FULL,) * 8
 
 
 def test_older_files_keep_windows_outside_layers(tmp_path: Path):
     types = ["sliding_attention"] * 7 + ["full_attention"]
-    beside: dict[str, Any] = {"layer_types": types, "sliding_window": 2048}
-    beside["use_sliding_window"] = True
-    without: dict[str, Any] = dict.fromkeys([*beside, "max_window_layers"], ...)
-    beside |= {"max_window_layers": 8, "sliding_window_non_causal": True}
-    found = read(tmp_path, without, **beside)
-    assert found.decoder.masks == (LayerMask(causal=False, window=2048),) * 7 + (FULL,)
-    found = read(tmp_path, without | {"sliding_window": 512}, **beside)
-    assert found.decoder.masks[0].window == 512
+    outer: dict[str, Any] = {"layer_types": types, "sliding_window": 2048}
+    outer["use_sliding_window"] = True
+    without: dict[str, Any] = dict.fromkeys([*outer, "max_window_layers"], ...)
+    outer |= {"max_window_layers": 8, "sliding_window_non_causal": True}
+    config = read(tmp_path, without, **outer)
+    assert config.decoder.masks == (LayerMask(causal=False, window=2048),) * 7 + (FULL,)
+    config = read(tmp_path, without | {"sliding_window": 512}, **outer)
+    assert config.decoder.masks[0].window == 512
 
 
 @pytest.mark.parametrize(
@@ -132,11 +132,11 @@ def test_older_files_keep_windows_outside_layers(tmp_path: Path):
         ("llama", None, True, None),
     ],
 )
-def test_layers_slide_where_the_library_slides(
+def test_sliding_window_follows_the_library(
     tmp_path: Path, kind: str, window: Any, used: Any, read_as: int | None
 ):
-    """Its configs of Qwen3's type have no window unless they use it, and 4,096 where they name
-    none; layers without a window see everything."""
+    """The library's Qwen3 configs have a window only if use_sliding_window is set, by default of
+    4,096; layers without a window attend to everything."""
     layers = {"layer_types": ["sliding_attention"] * 8, "model_type": kind}
     layers |= {"sliding_window": window, "use_sliding_window": used}
     mask = FULL if read_as is None else LayerMask(causal=True, window=read_as)
@@ -149,7 +149,7 @@ def test_sliding_layer_rope_is_used_among_several(tmp_path: Path):
 
 
 def test_sparse_older_file_gets_library_defaults(tmp_path: Path):
-    found = load_draft_config(
+    config = load_draft_config(
         written(
             tmp_path,
             {
@@ -164,15 +164,19 @@ def test_sparse_older_file_gets_library_defaults(tmp_path: Path):
             },
         )
     )
-    decoder = found.decoder
-    assert (found.block_size, found.draft_vocab_size, found.recommended_drafts) == (8, 32000, None)
+    decoder = config.decoder
+    assert (config.block_size, config.draft_vocab_size, config.recommended_drafts) == (
+        8,
+        32000,
+        None,
+    )
     assert (decoder.head_dim, decoder.num_heads, decoder.num_kv_heads) == (128, 32, 8)
     assert (decoder.intermediate_size, decoder.vocab_size) == (22016, 151936)
     assert (decoder.rope, decoder.rms_norm_eps) == (RopeConfig(10000.0), 1e-6)
     assert decoder.masks == (FULL,) * 5
 
 
-def test_llama_heads_share_the_width_without_head_dim(tmp_path: Path):
+def test_llama_head_dim_defaults_to_hidden_size_over_heads(tmp_path: Path):
     layers = {"model_type": "llama", "head_dim": ..., "num_key_value_heads": ...}
     decoder = read(tmp_path, layers).decoder
     assert (decoder.head_dim, decoder.num_kv_heads) == (2048 // 32, 32)
@@ -194,19 +198,19 @@ def test_anchor_first_flag_decides_first_slot_prediction(
 ):
     about = {"algorithm": "dflash", "proposal_methods": [{**METHODS[0]}]}
     about["proposal_methods"][0]["speculative_tokens"] = named
-    found = read(tmp_path, block_size=block, sample_from_anchor=anchor, speculators_config=about)
-    assert (found.block_drafts, found.recommended_drafts) == (drafts, recommended)
-    assert found.anchor_first == (anchor is True)
+    config = read(tmp_path, block_size=block, sample_from_anchor=anchor, speculators_config=about)
+    assert (config.block_drafts, config.recommended_drafts) == (drafts, recommended)
+    assert config.anchor_first == (anchor is True)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "EAGLE-3": ({"speculators_model_type": "eagle3"}, {}, "a drafter for EAGLE-3"),
     "P-EAGLE": ({"speculators_model_type": "peagle"}, {}, "a drafter for P-EAGLE"),
     "MTP": ({"speculators_model_type": "mtp"}, {}, "a drafter for MTP"),
     "DSpark": ({"speculators_model_type": "dspark"}, {}, "a drafter for DSpark"),
     "DFlash2": ({"speculators_model_type": "dflash2"}, {}, "a drafter for DFlash2"),
     "Domino": ({"speculators_model_type": "domino"}, {}, "a drafter for Domino"),
-    "one not known": ({"speculators_model_type": "later"}, {}, "a drafter for later"),
+    "unknown method": ({"speculators_model_type": "later"}, {}, "a drafter for later"),
     "EAGLE-3, an older file": (
         {"speculators_model_type": ..., "speculators_config": {"algorithm": "eagle3"}},
         {},
@@ -236,9 +240,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_other_speculators_methods_are_rejected_by_name(tmp_path: Path, name: str):
-    changes, layers, message = REFUSED[name]
+    changes, layers, message = REJECTED[name]
     with pytest.raises(ValueError, match=message) as caught:
         read(tmp_path, layers, **changes)
     assert str(tmp_path / "config.json") in str(caught.value)
@@ -254,20 +258,20 @@ DEEPSPEC: dict[str, Any] = {
     "markov_rank": 0,
     "enable_confidence_head": False,
 }
-"""A drafter without heads: Qwen3-8B's config with keys beside it, as DeepSpec writes them."""
+"""A drafter without extra heads: Qwen3-8B's config with DeepSpec's keys added."""
 
 
 @pytest.mark.parametrize("names", [["Qwen3DSparkModel"], None])
-def test_deepspecs_blocks_predict_from_their_first_slot(tmp_path: Path, names: Any):
-    found = load_draft_config(written(tmp_path, {**DEEPSPEC, "architectures": names}))
-    assert (found.format, found.anchor_first, found.block_size, found.block_drafts) == (
+def test_deepspec_blocks_predict_from_their_first_slot(tmp_path: Path, names: Any):
+    config = load_draft_config(written(tmp_path, {**DEEPSPEC, "architectures": names}))
+    assert (config.format, config.anchor_first, config.block_size, config.block_drafts) == (
         "DeepSpec",
         True,
         7,
         7,
     )
-    assert found.capture == (2, 10, 18, 26, 34)
-    assert found.embedding_scale == 1.0, "its embedding is its own"
+    assert config.capture == (2, 10, 18, 26, 34)
+    assert config.embedding_scale == 1.0, "it has an embedding of its own"
     scaled = load_draft_config(written(tmp_path, {**DEEPSPEC, "input_embedding_scale": 2.0}))
     assert scaled.embedding_scale == 2.0
 

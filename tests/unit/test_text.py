@@ -1,4 +1,4 @@
-"""Text token by token: whole characters, stop strings cut exactly, and chat templates."""
+"""Detokenization of streams: whole characters, stop strings, and chat templates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = "naïve café 日本語 🚀🚀 end\n\tx = [1, 2]"
 
 
 def split(ids: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
-    """ids in chunks that begin at the cuts."""
+    """Split ids into chunks at the cuts."""
     places = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
     return [list(ids[a:b]) for a, b in pairwise(places)]
 
@@ -30,18 +30,18 @@ def split(ids: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
 def feed(
     tokenizer: Tokenizer, chunks: Sequence[Sequence[int]], **options: Any
 ) -> tuple[Detokenizer, list[str], int, str | None]:
-    """Push chunks until the stop string or the end: (detokenizer, deltas, tokens used, stop)."""
-    made = Detokenizer(tokenizer, **options)
+    """Push chunks until a stop string or the end; return (detokenizer, deltas, num_used, stop)."""
+    detokenizer = Detokenizer(tokenizer, **options)
     deltas: list[str] = []
     used = 0
     for i, chunk in enumerate(chunks):
-        text, stop, pieces = made.push(chunk, last=i == len(chunks) - 1)
+        text, stop, pieces = detokenizer.push(chunk, last=i == len(chunks) - 1)
         deltas.append(text)
         used += len(pieces)
         if stop is not None:
-            return made, deltas, used, stop
+            return detokenizer, deltas, used, stop
         assert len(pieces) == len(chunk)
-    return made, deltas, used, None
+    return detokenizer, deltas, used, None
 
 
 def singly(ids: Sequence[int]) -> list[list[int]]:
@@ -49,7 +49,7 @@ def singly(ids: Sequence[int]) -> list[list[int]]:
 
 
 def decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The whole characters that ids make."""
+    """Return the complete characters of ids."""
     return tokenizer.decode(ids).rstrip("\ufffd")
 
 
@@ -61,24 +61,24 @@ def expected(
     min_tokens: int,
     include: bool,
 ) -> tuple[str, int, bool]:
-    """(text, tokens, stopped), by decoding every prefix anew."""
+    """Return (text, num_tokens, stopped), decoding every prefix from scratch."""
     free = len(decoded(tokenizer, ids[:min_tokens]))
     for count in range(min_tokens + 1, len(ids) + 1):
         text = decoded(tokenizer, ids[:count])
-        found = [(text.find(stop, free), stop) for stop in stops]
-        found = [(at, stop) for at, stop in found if at >= 0]
-        if found:
-            at, stop = min(found, key=lambda pair: pair[0])
+        matches = [(text.find(stop, free), stop) for stop in stops]
+        matches = [(start, stop) for start, stop in matches if start >= 0]
+        if matches:
+            at, stop = min(matches, key=lambda match: match[0])
             return text[: at + len(stop) if include else at], count, True
     return tokenizer.decode(ids), len(ids), False
 
 
-def test_multi_token_characters_come_out_whole(tokenizer: Tokenizer):
+def test_multi_token_characters_are_emitted_whole(tokenizer: Tokenizer):
     ids = tokenizer.encode(TEXT)
     assert len(ids) > len(TEXT)
-    made, deltas, _, _ = feed(tokenizer, singly(ids))
-    assert "".join(deltas) == made.text == TEXT
-    assert "" in deltas, "no character was spread over tokens"
+    detokenizer, deltas, _, _ = feed(tokenizer, singly(ids))
+    assert "".join(deltas) == detokenizer.text == TEXT
+    assert "" in deltas, "each token completes a character"
     assert not any("\ufffd" in delta for delta in deltas)
 
 
@@ -94,11 +94,11 @@ def test_text_does_not_depend_on_grouping(tokenizer: Tokenizer, size: int):
     cuts=st.lists(st.integers(0, 40), max_size=10),
     skip=st.booleans(),
 )
-def test_any_tokens_in_any_chunks_read_as_decoded_at_once(
+def test_chunked_text_equals_decoding_at_once(
     tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip: bool
 ):
-    made, deltas, used, _ = feed(tokenizer, split(ids, cuts), skip_special_tokens=skip)
-    assert "".join(deltas) == made.text == tokenizer.decode(ids, skip_special_tokens=skip)
+    detokenizer, deltas, used, _ = feed(tokenizer, split(ids, cuts), skip_special_tokens=skip)
+    assert "".join(deltas) == detokenizer.text == tokenizer.decode(ids, skip_special_tokens=skip)
     assert used == len(ids)
 
 
@@ -119,52 +119,52 @@ def test_stop_strings_cut_like_prefix_decoding(
     include: bool,
 ):
     ids = tokenizer.encode(text)
-    made, deltas, used, stop = feed(
+    detokenizer, deltas, used, stop = feed(
         tokenizer, split(ids, cuts), stop=stops, include_stop=include, min_tokens=min_tokens
     )
-    want = expected(tokenizer, ids, stops, min_tokens=min_tokens, include=include)
-    assert (made.text, used, stop is not None) == want
-    assert "".join(deltas) == made.text, "a streamed text was taken back or forgotten"
+    expected_output = expected(tokenizer, ids, stops, min_tokens=min_tokens, include=include)
+    assert (detokenizer.text, used, stop is not None) == expected_output
+    assert "".join(deltas) == detokenizer.text, "a delta was withdrawn or lost"
 
 
-def test_stop_string_across_tokens_is_never_shown(tokenizer: Tokenizer):
+def test_stop_string_across_tokens_is_never_emitted(tokenizer: Tokenizer):
     ids = tokenizer.encode("one zwölf two")
-    made, deltas, used, stop = feed(tokenizer, singly(ids), stop=["zwölf"])
-    assert (made.text, stop) == ("one ", "zwölf")
+    detokenizer, deltas, used, stop = feed(tokenizer, singly(ids), stop=["zwölf"])
+    assert (detokenizer.text, stop) == ("one ", "zwölf")
     assert "".join(deltas) == "one "
     assert "zwölf" in tokenizer.decode(ids[:used])
     assert "zwölf" not in tokenizer.decode(ids[: used - 1])
 
 
 def test_possible_stop_prefix_is_held_back(tokenizer: Tokenizer):
-    made = Detokenizer(tokenizer, stop=["END!"])
-    assert made.push(tokenizer.encode("so EN")).text == "so "
-    assert made.push(tokenizer.encode("D")).text == ""
-    assert made.push(tokenizer.encode("?")).text == "END?"
-    assert made.push(tokenizer.encode("END"), last=True).text == "END"
+    detokenizer = Detokenizer(tokenizer, stop=["END!"])
+    assert detokenizer.push(tokenizer.encode("so EN")).text == "so "
+    assert detokenizer.push(tokenizer.encode("D")).text == ""
+    assert detokenizer.push(tokenizer.encode("?")).text == "END?"
+    assert detokenizer.push(tokenizer.encode("END"), last=True).text == "END"
 
 
-def test_the_earliest_of_several_stop_strings_wins(tokenizer: Tokenizer):
+def test_earliest_stop_string_wins(tokenizer: Tokenizer):
     ids = tokenizer.encode("first then second")
     for stops in (["second", "then"], ["then", "second"]):
-        made, _, _, stop = feed(tokenizer, [ids], stop=stops)
-        assert (made.text, stop) == ("first ", "then")
+        detokenizer, _, _, stop = feed(tokenizer, [ids], stop=stops)
+        assert (detokenizer.text, stop) == ("first ", "then")
 
 
-def test_the_stop_string_may_stay_in_the_text(tokenizer: Tokenizer):
+def test_include_stop_keeps_the_stop_string(tokenizer: Tokenizer):
     ids = tokenizer.encode("a b stop c")
-    made, deltas, _, _ = feed(tokenizer, singly(ids), stop=["stop"], include_stop=True)
-    assert made.text == "".join(deltas) == "a b stop"
+    detokenizer, deltas, _, _ = feed(tokenizer, singly(ids), stop=["stop"], include_stop=True)
+    assert detokenizer.text == "".join(deltas) == "a b stop"
 
 
 def test_stop_strings_are_ignored_before_min_tokens(tokenizer: Tokenizer):
     ids = tokenizer.encode("xy xy xy")
     places = [i for i in range(len(ids)) if tokenizer.decode(ids[: i + 1]).endswith("xy")]
     first = places[0] + 1
-    made, _, used, _ = feed(tokenizer, singly(ids), stop=["xy"], min_tokens=first)
-    assert (made.text, used) == ("xy ", places[1] + 1)
-    made, _, used, stop = feed(tokenizer, singly(ids), stop=["xy"], min_tokens=len(ids))
-    assert (made.text, used, stop) == ("xy xy xy", len(ids), None)
+    detokenizer, _, used, _ = feed(tokenizer, singly(ids), stop=["xy"], min_tokens=first)
+    assert (detokenizer.text, used) == ("xy ", places[1] + 1)
+    detokenizer, _, used, stop = feed(tokenizer, singly(ids), stop=["xy"], min_tokens=len(ids))
+    assert (detokenizer.text, used, stop) == ("xy xy xy", len(ids), None)
 
 
 def test_special_tokens_are_skipped_by_default(tokenizer: Tokenizer):
@@ -176,25 +176,25 @@ def test_special_tokens_are_skipped_by_default(tokenizer: Tokenizer):
 
 def test_end_token_counts_without_text(tokenizer: Tokenizer):
     ids = [*tokenizer.encode("hello"), END]
-    made, deltas, used, _ = feed(
+    detokenizer, deltas, used, _ = feed(
         tokenizer, singly(ids), silent_ids=frozenset([END]), skip_special_tokens=False
     )
-    assert ("".join(deltas), made.text, used) == ("hello", "hello", len(ids))
-    assert made.ids == ids
+    assert ("".join(deltas), detokenizer.text, used) == ("hello", "hello", len(ids))
+    assert detokenizer.ids == ids
 
 
-def test_the_same_token_inside_an_answer_is_text(tokenizer: Tokenizer):
+def test_silent_token_inside_an_answer_is_text(tokenizer: Tokenizer):
     ids = [*tokenizer.encode("a"), END, *tokenizer.encode("b")]
-    made = feed(tokenizer, [ids], silent_ids=frozenset([END]), skip_special_tokens=False)[0]
-    assert made.text == "a<|im_end|>b"
+    detokenizer = feed(tokenizer, [ids], silent_ids=frozenset([END]), skip_special_tokens=False)[0]
+    assert detokenizer.text == "a<|im_end|>b"
 
 
 def test_truncated_character_matches_full_decoding(tokenizer: Tokenizer):
     ids = tokenizer.encode("ok 🚀")[:-1]
-    whole = tokenizer.decode(ids)
-    assert whole.endswith("\ufffd")
-    made, deltas, _, _ = feed(tokenizer, singly(ids))
-    assert "".join(deltas) == made.text == whole
+    text = tokenizer.decode(ids)
+    assert text.endswith("\ufffd")
+    detokenizer, deltas, _, _ = feed(tokenizer, singly(ids))
+    assert "".join(deltas) == detokenizer.text == text
 
 
 def test_lone_surrogate_prompt_is_rejected(tokenizer: Tokenizer):
@@ -202,7 +202,7 @@ def test_lone_surrogate_prompt_is_rejected(tokenizer: Tokenizer):
         tokenizer.encode("ab\ud83d")
 
 
-def test_a_long_prompt_makes_no_noise(
+def test_long_prompt_logs_nothing(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(tokenizer.hf, "model_max_length", 10)
@@ -211,7 +211,7 @@ def test_a_long_prompt_makes_no_noise(
     assert not caplog.records
 
 
-def test_a_conversation_becomes_the_templates_text(tokenizer: Tokenizer):
+def test_conversation_is_rendered_by_the_template(tokenizer: Tokenizer):
     hello = {"role": "user", "content": "hello"}
     text = tokenizer.chat_text([hello], enable_thinking=False)
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -265,7 +265,7 @@ def test_text_parts_are_joined(tokenizer: Tokenizer):
     assert tokenizer.chat_text([{"role": "user", "content": parts}]) == tokenizer.chat_text(whole)
 
 
-def test_a_tool_call_needs_no_content(tokenizer: Tokenizer):
+def test_tool_call_needs_no_content(tokenizer: Tokenizer):
     call = {"type": "function", "function": {"name": "weigh", "arguments": {"a": 1}}}
     messages = [
         {"role": "user", "content": "hello"},
@@ -323,18 +323,18 @@ def test_invalid_template_options_are_rejected(
         tokenizer.render_chat([HELLO], **options)
 
 
-def test_a_checkpoint_without_a_template_says_so(pair: Pair, tmp_path: Path):
+def test_missing_chat_template_is_an_error(pair: Pair, tmp_path: Path):
     target = pair.copied(tmp_path).target
     (target / "chat_template.jinja").unlink()
     edit_json(target / "tokenizer_config.json", chat_template=None)
     bare = Tokenizer(target)
     with pytest.raises(ValueError, match="has no chat template; give one as chat_template"):
         bare.render_chat([HELLO])
-    given = bare.chat_text([HELLO], chat_template="{{ messages[0].content }}")
-    assert given == "hello"
+    text = bare.chat_text([HELLO], chat_template="{{ messages[0].content }}")
+    assert text == "hello"
 
 
-def test_the_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer):
+def test_token_bytes_join_to_the_text(tokenizer: Tokenizer):
     text = "plain, \u65e5\u672c, na\u00efve, \U0001f600 \n\t end"
     ids = tokenizer.encode(text)
     assert any("\ufffd" in tokenizer.token_text(token) for token in ids)

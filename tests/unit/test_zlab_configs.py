@@ -1,4 +1,4 @@
-"""z-lab's format: what published drafters vary is read as meant, other methods are refused."""
+"""z-lab's format: fields that published drafters set are read, other methods are rejected."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def layers(sliding: int, full: int) -> dict[str, Any]:
 
 
 def read(directory: Path, **changes: Any) -> DraftConfig:
-    """The published Qwen3-8B drafter with changes; those that are `...` are left out."""
+    """Read the published Qwen3-8B drafter's config with changes; `...` deletes a field."""
     config = {k: v for k, v in {**QWEN3_8B_DFLASH, **changes}.items() if v is not ...}
     return load_draft_config(written(directory, config))
 
 
-def test_the_4b_drafter_is_the_8bs_in_a_smaller_shape(tmp_path: Path):
+def test_4b_drafter_differs_from_8b_only_in_shape(tmp_path: Path):
     large = read(tmp_path)
-    found = read(tmp_path, hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True)
+    config = read(tmp_path, hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True)
     smaller = replace(large.decoder, hidden_size=2560, intermediate_size=9728)
-    assert found == replace(large, decoder=smaller)
-    assert (found.format, found.anchor_first, found.block_drafts) == ("z-lab", False, 15)
-    assert (found.draft_vocab_size, found.target_hidden_size, found.recommended_drafts) == (
+    assert config == replace(large, decoder=smaller)
+    assert (config.format, config.anchor_first, config.block_drafts) == ("z-lab", False, 15)
+    assert (config.draft_vocab_size, config.target_hidden_size, config.recommended_drafts) == (
         None,
     ) * 3
 
@@ -57,7 +57,7 @@ def test_the_4b_drafter_is_the_8bs_in_a_smaller_shape(tmp_path: Path):
 def test_retrained_27b_masks_slide_causally(
     tmp_path: Path,
 ):
-    found = read(
+    config = read(
         tmp_path,
         **shape(5120, 17408, 32, 8, 128),
         **layers(5, 1),
@@ -68,13 +68,13 @@ def test_retrained_27b_masks_slide_causally(
         vocab_size=248320,
         dflash_config=nested(248077, 1, 10, 18, 27, 35, 44, 52, 61, block_size=12),
     )
-    assert found.block_size == 12, "and not the default"
-    assert found.capture == (2, 11, 19, 28, 36, 45, 53, 62)
-    assert found.decoder.masks == (LayerMask(causal=True, window=4096),) * 5 + (FULL,)
+    assert config.block_size == 12, "the nested block_size, not the default"
+    assert config.capture == (2, 11, 19, 28, 36, 45, 53, 62)
+    assert config.decoder.masks == (LayerMask(causal=True, window=4096),) * 5 + (FULL,)
 
 
 def test_gpt_oss_drafters_use_yarn_and_fewer_ids_than_layers(tmp_path: Path):
-    found = read(
+    config = read(
         tmp_path,
         **shape(2880, 7680, 64, 8, 64),
         **layers(0, 8),
@@ -92,23 +92,23 @@ def test_gpt_oss_drafters_use_yarn_and_fewer_ids_than_layers(tmp_path: Path):
         },
         dflash_config=nested(200000, 1, 6, 11, 16, 21),
     )
-    rope = found.decoder.rope
+    rope = config.decoder.rope
     assert (rope.kind, rope.theta, rope.factor, rope.original) == ("yarn", 150000, 32.0, 4096)
     assert not rope.truncate
     assert rope.scale == pytest.approx(1.3465736, rel=1e-6)  # 0.1 ln 32 + 1
-    assert found.decoder.max_position == 32 * 4096
-    assert (len(found.capture), found.decoder.num_layers, found.block_drafts) == (5, 8, 7)
+    assert config.decoder.max_position == 32 * 4096
+    assert (len(config.capture), config.decoder.num_layers, config.block_drafts) == (5, 8, 7)
 
 
 def test_drafter_rope_is_its_own(tmp_path: Path):
-    """Qwen3.6-35B-A3B's, by yarn under the older key and the older name of its type."""
+    """Qwen3.6-35B-A3B's: yarn under an older key and an older name of its type."""
     scaling = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
     changes = {**shape(2048, 6144, 32, 4, 128), **layers(0, 8), "num_target_layers": 40}
     changes |= {"rope_theta": 10000000, "dflash_config": nested(248070, 1, 10, 19, 28, 37)}
-    found = read(tmp_path, **changes, rope_scaling=scaling)
-    rope = found.decoder.rope
+    config = read(tmp_path, **changes, rope_scaling=scaling)
+    rope = config.decoder.rope
     assert (rope.kind, rope.theta, rope.factor, rope.original) == ("yarn", 1e7, 64.0, 4096)
-    assert found.decoder.max_position == 262144
+    assert config.decoder.max_position == 262144
     carried = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
     again = read(
         tmp_path,
@@ -116,7 +116,7 @@ def test_drafter_rope_is_its_own(tmp_path: Path):
         rope_scaling={**scaling, **carried, "partial_rotary_factor": 0.25},
         partial_rotary_factor=0.25,
     )
-    assert again == found
+    assert again == config
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_drafter_rope_is_its_own(tmp_path: Path):
     ],
 )  # fmt: skip
 def test_rope_base_precedence(tmp_path: Path, form: dict[str, Any]):
-    found = read(tmp_path, **form).decoder
-    assert found.rope == RopeConfig(9.0, "linear", 2.0, 40960)
+    decoder = read(tmp_path, **form).decoder
+    assert decoder.rope == RopeConfig(9.0, "linear", 2.0, 40960)
 
 
 @pytest.mark.parametrize("key", ["is_neox_style", "rope_is_neox_style"])
-def test_the_layout_of_pairs_is_the_drafters_own(tmp_path: Path, key: str):
+def test_drafter_sets_its_own_rope_layout(tmp_path: Path, key: str):
     assert not read(tmp_path).decoder.rope.interleaved
     assert not read(tmp_path, **{key: True}).decoder.rope.interleaved
     assert read(tmp_path, **{key: False}).decoder.rope.interleaved
@@ -162,8 +162,8 @@ MIMO: dict[str, Any] = {
         attention_sink_bias=True,
     ),
 }
-"""What MiMo-V2.5-Pro's drafter varies, less `backbone_rotary_base`, which engines read in different
-ways."""
+"""The fields of MiMo-V2.5-Pro's drafter, except `backbone_rotary_base`, which engines interpret
+differently."""
 MIMO_FLASH: dict[str, Any] = {
     **shape(4096, 16384, 64, 8, 128),
     **layers(5, 0),
@@ -188,15 +188,15 @@ MIMO_FLASH: dict[str, Any] = {
         attention_sink_bias=True,
     ),
 }
-"""What MiMo-V2.6-Flash's varies."""
+"""The fields of MiMo-V2.6-Flash's drafter."""
 
 
 def test_use_swa_slides_every_layer_in_both_directions(tmp_path: Path):
-    found = read(tmp_path, **MIMO)
-    assert found.decoder.masks == (LayerMask(causal=False, window=1024),) * 5
-    assert (found.decoder.rope.share, found.decoder.value_scale) == (0.5, 0.612)
-    assert found.decoder.sinks
-    assert found.capture == (1, 16, 32, 48, 70)
+    config = read(tmp_path, **MIMO)
+    assert config.decoder.masks == (LayerMask(causal=False, window=1024),) * 5
+    assert (config.decoder.rope.share, config.decoder.value_scale) == (0.5, 0.612)
+    assert config.decoder.sinks
+    assert config.capture == (1, 16, 32, 48, 70)
     assert read(tmp_path, **{**MIMO, "is_causal": True}).decoder.masks[0].causal
     older = nested(151669, 0, 15, 31, 47, 69, use_swa=True)
     masks = read(tmp_path, **{**MIMO, "dflash_config": older, "sliding_window": 512}).decoder.masks
@@ -204,39 +204,39 @@ def test_use_swa_slides_every_layer_in_both_directions(tmp_path: Path):
 
 
 def test_later_mimo_drafters_slide_by_layer_type(tmp_path: Path):
-    found = read(tmp_path, **MIMO_FLASH)
-    assert found.decoder.masks == (LayerMask(causal=False, window=1024),) * 5
-    assert (found.decoder.rope, found.decoder.value_scale) == (
+    config = read(tmp_path, **MIMO_FLASH)
+    assert config.decoder.masks == (LayerMask(causal=False, window=1024),) * 5
+    assert (config.decoder.rope, config.decoder.value_scale) == (
         RopeConfig(10000.0, share=0.5),
         0.612,
     )
-    assert found.decoder.sinks
-    assert (found.capture, found.mask_token_id) == ((1, 12, 24, 36, 48), 151675)
+    assert config.decoder.sinks
+    assert (config.capture, config.mask_token_id) == ((1, 12, 24, 36, 48), 151675)
 
 
-SWA, WHOLE = "add_swa_attention_sink_bias", "add_full_attention_sink_bias"
-SOME = {**layers(4, 1), "sliding_window": 2048}
+SWA_SINKS, FULL_SINKS = "add_swa_attention_sink_bias", "add_full_attention_sink_bias"
+SLIDING_AND_FULL = {**layers(4, 1), "sliding_window": 2048}
 SINKS: dict[str, tuple[dict[str, Any], bool]] = {
     "none": ({}, False),
     "at the top": ({"attention_sink_bias": True}, True),
-    "a target's, of layers that the drafter has not": ({SWA: True, WHOLE: False}, False),
-    "of full layers": ({WHOLE: True}, True),
-    "of every kind of layer": ({**SOME, SWA: True, WHOLE: True}, True),
+    "a target's, of layers that the drafter has not": ({SWA_SINKS: True, FULL_SINKS: False}, False),
+    "of full layers": ({FULL_SINKS: True}, True),
+    "of every kind of layer": ({**SLIDING_AND_FULL, SWA_SINKS: True, FULL_SINKS: True}, True),
     "of all layers, whatever the target's": (
-        {**SOME, SWA: True, "attention_sink_bias": True},
+        {**SLIDING_AND_FULL, SWA_SINKS: True, "attention_sink_bias": True},
         True,
     ),
     "of no layer, whatever the target's": (
-        {**SOME, SWA: True, "attention_sink_bias": False},
+        {**SLIDING_AND_FULL, SWA_SINKS: True, "attention_sink_bias": False},
         False,
     ),
 }
 
 
 @pytest.mark.parametrize("name", SINKS)
-def test_sinks_are_of_all_layers_or_by_their_kind(tmp_path: Path, name: str):
-    changes, wanted = SINKS[name]
-    assert read(tmp_path, **changes).decoder.sinks is wanted
+def test_sinks_apply_to_all_layers_or_by_layer_type(tmp_path: Path, name: str):
+    changes, expected = SINKS[name]
+    assert read(tmp_path, **changes).decoder.sinks is expected
 
 
 def test_gemma_drafters_cap_logits_and_scale_embeddings(tmp_path: Path):
@@ -249,22 +249,22 @@ def test_gemma_drafters_cap_logits_and_scale_embeddings(tmp_path: Path):
         "final_logit_softcapping": 30.0,
         "dflash_config": nested(4, 1, 12, 23, 35, 46, 57),
     }
-    found = read(tmp_path, **changes)
-    assert (found.logit_softcap, found.mask_token_id, len(found.capture)) == (30.0, 4, 6)
-    assert found.embedding_scale is None, "the target's, which is known when both are loaded"
+    config = read(tmp_path, **changes)
+    assert (config.logit_softcap, config.mask_token_id, len(config.capture)) == (30.0, 4, 6)
+    assert config.embedding_scale is None, "the target's, known once both are loaded"
     assert read(tmp_path, **changes, input_embedding_scale=1.0).embedding_scale == 1.0
     assert read(tmp_path, final_logit_softcapping=0).logit_softcap is None
 
 
 INNER = nested(151669, 1, 9, 17, 25, 33)
-SLIDES: dict[str, Any] = {**SOME, "use_sliding_window": True}
+SLIDES: dict[str, Any] = {**SLIDING_AND_FULL, "use_sliding_window": True}
 PLACED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "block_size": ({"block_size": 12}, {}),
     "mask_token_id": ({"mask_token_id": 7}, {}),
     "target_layer_ids": ({"target_layer_ids": [3, 5]}, {}),
     "num_target_layers": ({"num_target_layers": 40}, {}),
     "target_hidden_size": ({"target_hidden_size": 2560}, {}),
-    "layer_types": ({"layer_types": SOME["layer_types"]}, {"sliding_window": 2048}),
+    "layer_types": ({"layer_types": SLIDING_AND_FULL["layer_types"]}, {"sliding_window": 2048}),
     "sliding_window": ({"sliding_window": 512}, SLIDES),
     "is_causal": ({"is_causal": False}, SLIDES),
     "is_causal, true": ({"is_causal": True}, {}),
@@ -276,8 +276,8 @@ PLACED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "final_logit_softcapping": ({"final_logit_softcapping": 30.0}, {}),
     "attention_value_scale": ({"attention_value_scale": 0.612}, {}),
     "attention_sink_bias": ({"attention_sink_bias": True}, {}),
-    "add_full_attention_sink_bias": ({WHOLE: True}, {}),
-    "add_swa_attention_sink_bias": ({SWA: True}, {**layers(5, 0), "sliding_window": 2048}),
+    "add_full_attention_sink_bias": ({FULL_SINKS: True}, {}),
+    "add_swa_attention_sink_bias": ({SWA_SINKS: True}, {**layers(5, 0), "sliding_window": 2048}),
     "attention_bias": ({"attention_bias": True}, {}),
     "is_neox_style": ({"is_neox_style": False}, {}),
     "rope_is_neox_style": ({"rope_is_neox_style": False}, {}),
@@ -287,41 +287,41 @@ PLACED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "partial_rotary_factor": ({"partial_rotary_factor": 0.5}, {"attention_sink_bias": True}),
     "max_position_embeddings": ({"max_position_embeddings": 4096}, {}),
 }
-"""Each key with a value that says something, and what stands at the top level for it to do so."""
+"""Each key with a value that has an effect, and the top-level fields that this effect needs."""
 
 
 @pytest.mark.parametrize("name", PLACED)
 def test_keys_are_equal_at_top_level_and_in_dflash_config(tmp_path: Path, name: str):
-    key, beside = PLACED[name]
+    key, needed = PLACED[name]
     outer = {k: v for k, v in INNER.items() if k not in key}
     absent = dict.fromkeys(key, ...)
-    found = read(tmp_path, **{**beside, **key}, dflash_config=outer)
-    assert read(tmp_path, **{**beside, **absent}, dflash_config={**outer, **key}) == found
+    config = read(tmp_path, **{**needed, **key}, dflash_config=outer)
+    assert read(tmp_path, **{**needed, **absent}, dflash_config={**outer, **key}) == config
     null = dict.fromkeys(key)
-    assert read(tmp_path, **{**beside, **key}, dflash_config={**outer, **null}) == found
-    assert read(tmp_path, **beside) != found
+    assert read(tmp_path, **{**needed, **key}, dflash_config={**outer, **null}) == config
+    assert read(tmp_path, **needed) != config
 
 
 @pytest.mark.parametrize("absent", [..., None])
 def test_missing_key_takes_the_format_default(tmp_path: Path, absent: Any):
     names = ("block_size", "rope_theta", "layer_types", "use_sliding_window", "sliding_window")
-    found = read(tmp_path, **dict.fromkeys(names, absent))
-    assert (found.block_size, found.block_drafts) == (16, 15)
-    assert found.decoder.rope == RopeConfig(1e6)
-    assert found.decoder.masks == (FULL,) * 5
-    scales = (found.output_multiplier, found.embedding_scale, found.decoder.value_scale)
+    config = read(tmp_path, **dict.fromkeys(names, absent))
+    assert (config.block_size, config.block_drafts) == (16, 15)
+    assert config.decoder.rope == RopeConfig(1e6)
+    assert config.decoder.masks == (FULL,) * 5
+    scales = (config.output_multiplier, config.embedding_scale, config.decoder.value_scale)
     assert scales == (1.0, None, 1.0)
-    assert (found.logit_softcap, found.decoder.sinks) == (None, False)
+    assert (config.logit_softcap, config.decoder.sinks) == (None, False)
 
 
-def test_layers_to_capture_may_be_left_to_the_rule(tmp_path: Path):
+def test_default_capture_layers(tmp_path: Path):
     bare = {"mask_token_id": 151669}
     assert read(tmp_path, dflash_config=bare).capture == (2, 10, 18, 26, 34)
     with pytest.raises(ValueError, match="target_layer_ids is None"):
         read(tmp_path, dflash_config=bare, num_target_layers=...)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, "a drafter for DFlash2"),
     "DFlash2 by its keys": (
         {"dflash_config": nested(7, 1, selector_rank=256, conv_kernel_size=2)},
@@ -358,7 +358,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"\['Qwen3ForCausalLM'\] is not a DFlash drafter",
     ),
     "sinks in some layers": (
-        {**SOME, SWA: True},
+        {**SLIDING_AND_FULL, SWA_SINKS: True},
         "add_swa_attention_sink_bias is True and add_full_attention_sink_bias False",
     ),
     "sinks that are no flag": ({"attention_sink_bias": 2}, "attention_sink_bias is 2"),
@@ -393,9 +393,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_non_plain_dflash_is_rejected_by_name(tmp_path: Path, name: str):
-    changes, message = REFUSED[name]
+    changes, message = REJECTED[name]
     with pytest.raises(ValueError, match=message) as caught:
         read(tmp_path, **changes)
     assert str(tmp_path / "config.json") in str(caught.value)
@@ -405,9 +405,9 @@ def test_unknown_neutral_key_is_accepted(tmp_path: Path):
     assert read(tmp_path, gated_attention=False, experts=None) == read(tmp_path)
 
 
-def test_nemos_drafters_are_z_labs(tmp_path: Path):
-    found = read(tmp_path, architectures=["Qwen3DFlashDraftModel"])
-    assert found == read(tmp_path)
+def test_nemo_drafter_reads_as_z_lab(tmp_path: Path):
+    config = read(tmp_path, architectures=["Qwen3DFlashDraftModel"])
+    assert config == read(tmp_path)
 
 
 def test_mask_token_embedding_file_is_rejected(tmp_path: Path):
@@ -424,7 +424,7 @@ def target_with(directory: Path, tokens: list[str], mask: Any = None) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("keys", "wanted"),
+    ("keys", "expected"),
     [
         ({"mask_token_id": 5, "ptd_token_id": 6}, 5),
         ({"dspark_noise_token_id": 7, "pard_token": 8}, 7),
@@ -432,13 +432,13 @@ def target_with(directory: Path, tokens: list[str], mask: Any = None) -> Path:
         ({"mask_token_id": 0}, 0),
     ],
 )
-def test_the_mask_token_has_several_names(tmp_path: Path, keys: dict[str, int], wanted: int):
+def test_mask_token_key_aliases(tmp_path: Path, keys: dict[str, int], expected: int):
     flat = {"dflash_config": ..., "target_layer_ids": [1, 9, 17, 25, 33]}
-    assert read(tmp_path, **flat, **keys).mask_token_id == wanted
+    assert read(tmp_path, **flat, **keys).mask_token_id == expected
 
 
 @pytest.mark.parametrize(
-    ("tokens", "mask", "wanted"),
+    ("tokens", "mask", "expected"),
     [
         (["a", "<m>", "b"], "<m>", 1),
         (["a", "<m>", "b"], {"content": "<m>", "special": True}, 1),
@@ -447,17 +447,17 @@ def test_the_mask_token_has_several_names(tmp_path: Path, keys: dict[str, int], 
     ],
 )
 def test_older_drafters_take_mask_token_from_tokenizer(
-    tmp_path: Path, tokens: list[str], mask: Any, wanted: int
+    tmp_path: Path, tokens: list[str], mask: Any, expected: int
 ):
     target = target_with(tmp_path / "target", tokens, mask)
     inner = {"target_layer_ids": [1, 9, 17, 25, 33]}
     path = written(tmp_path, {**QWEN3_8B_DFLASH, "dflash_config": inner, "vocab_size": 4})
-    assert load_draft_config(path, target).mask_token_id == wanted
+    assert load_draft_config(path, target).mask_token_id == expected
     written(path, {**QWEN3_8B_DFLASH, "dflash_config": {**inner, "mask_token_id": 0}})
-    assert load_draft_config(path, target).mask_token_id == 0, "the config's own comes first"
+    assert load_draft_config(path, target).mask_token_id == 0, "the drafter's config has precedence"
 
 
-def test_a_full_embedding_has_no_row_for_a_mask_token(tmp_path: Path):
+def test_full_embedding_has_no_row_for_the_mask_token(tmp_path: Path):
     target = target_with(tmp_path / "target", ["a", "b", "c"])
     inner = {"target_layer_ids": [1]}
     path = written(tmp_path, {**QWEN3_8B_DFLASH, "dflash_config": inner, "vocab_size": 3})
