@@ -98,11 +98,9 @@ class LLM:
             waiting = {output.request_id: output for output in outputs if not output.finished}
             progress = _progress(len(waiting)) if use_tqdm and waiting else None
             while waiting:
-                for delta in self._step():
-                    if delta.request_id in waiting and waiting[delta.request_id].finished:
-                        del waiting[delta.request_id]
-                        if progress is not None:
-                            progress.update(1)
+                for output in self._step():
+                    if waiting.pop(output.request_id, None) and progress is not None:
+                        progress.update(1)
         finally:
             if progress is not None:
                 progress.close()
@@ -172,7 +170,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         **template_options: Any,
     ) -> Iterator[StreamDelta]:
-        """Like `sse_response`, for a conversation; template_options go to the chat template."""
+        """Like `stream`, for a conversation; template_options go to the chat template."""
         return self.stream({"messages": messages, "options": template_options}, sampling_params)
 
     def _pair_params(
@@ -245,18 +243,15 @@ class LLM:
             '{"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where wanted.'
         )
 
-    def _step(self) -> list[StreamDelta]:
-        """One engine step, and the text it made; streams find theirs in their inboxes, too."""
+    def _step(self) -> list[RequestOutput]:
+        """Run one engine step; return the prompts whose answers are complete. Streams find their
+        text in their inboxes."""
         assert self.engine.has_work, "an answer is awaited that nobody makes"
         with _uninterrupted():
-            deltas = self._advance()
-            for delta in deltas:
-                if delta.request_id in self._inboxes:
-                    self._inboxes[delta.request_id].append(delta)
-        return deltas
+            return self._advance()
 
-    def _advance(self) -> list[StreamDelta]:
-        deltas: list[StreamDelta] = []
+    def _advance(self) -> list[RequestOutput]:
+        finished: list[RequestOutput] = []
         for event in self.engine.step():
             key = event.key, event.sibling
             if key not in self._answers:
@@ -264,13 +259,20 @@ class LLM:
             request, answer, parent = self._answers[key]
             if event.start is not None:
                 self._record_prompt(event.start, answer, parent)
-            delta = answer.push(event)
-            if delta.finished:
+            inbox = self._inboxes.get(parent.request_id)
+            if inbox is not None:
+                inbox.append(answer.push(event))
+            elif answer.params.stop:
+                answer.push(event)
+            else:
+                answer.collect(event)
+            if answer.output.finish_reason is not None:
                 del self._answers[key]
                 if event.finish_reason is None:
                     self.engine.finish(request, "stop")
-            deltas.append(delta)
-        return deltas
+                if parent.finished:
+                    finished.append(parent)
+        return finished
 
     def _record_prompt(
         self, start: RequestStart, answer: AnswerBuilder, output: RequestOutput
@@ -291,6 +293,8 @@ class LLM:
             if answer.request_id not in request_ids:
                 continue
             self.engine.finish(request, "abort")
+            if not answer.output.text:
+                answer.output.text = answer.decode()
             answer.output.finish_reason = "abort"
             answer.output.speculation = answer.report
             del self._answers[key]

@@ -1,4 +1,4 @@
-"""What a caller gets back, and how an answer is put together from the engine's events."""
+"""Outputs and reports that callers receive, and the builder that makes them of engine events."""
 
 from __future__ import annotations
 
@@ -160,6 +160,7 @@ class AnswerBuilder:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
         self.draft_counts = DraftCounts()
         self.method, self.off_reason = "none", None
+        self._started, self._silent_ids = False, frozenset[int]()
         self._detokenizer: Detokenizer | None = None
 
     @property
@@ -170,56 +171,85 @@ class AnswerBuilder:
         )
 
     def push(self, event: TokenEvent) -> StreamDelta:
-        """Take in one event. A stop string ends the answer here: the engine does not know."""
+        """Take in one event and make its text. A stop string ends the answer here: the engine does
+        not know of it."""
+        self._start(event)
         if self._detokenizer is None:
-            self._detokenizer = self._begin(event)
-        output, reason = self.output, event.finish_reason
-        delta = self._detokenizer.push(event.tokens, last=reason is not None)
-        token_ids = list(event.tokens[: len(delta.pieces)])
-        output.token_ids += token_ids
+            self._detokenizer = self._make_detokenizer()
+        output = self.output
+        delta = self._detokenizer.push(event.tokens, last=event.finish_reason is not None)
         output.text = self._detokenizer.text
-        if delta.stop is not None:
-            output.finish_reason, output.stop_reason = "stop", delta.stop
-        elif reason is not None:
-            output.finish_reason, output.stop_reason = reason, event.stop_reason
+        num_tokens, num_accepted = len(delta.pieces), min(event.num_accepted, len(delta.pieces))
+        self._add(event, num_tokens, delta.stop)
+        return StreamDelta(
+            self.request_id,
+            output.index,
+            delta.text,
+            list(event.tokens[:num_tokens]),
+            output,
+            pieces=delta.pieces,
+            logprobs=list(event.logprobs[:num_tokens]),
+            drafted=event.num_verified,
+            accepted=num_accepted,
+            finished=output.finish_reason is not None,
+        )
+
+    def collect(self, event: TokenEvent) -> None:
+        """Take in one event of an answer that nobody streams; all text is made at its end. An
+        answer with stop strings needs `push`, since its text decides where it ends."""
+        assert not self.params.stop, "a stop string is found in text"
+        self._start(event)
+        self._add(event, len(event.tokens), None)
+        if event.finish_reason is not None:
+            self.output.text = self.decode()
+
+    def decode(self) -> str:
+        """Decode the answer so far, without the token that ended it."""
+        ids = self.output.token_ids
+        if self.output.finish_reason is not None and ids and ids[-1] in self._silent_ids:
+            ids = ids[:-1]
+        special = self.params.skip_special_tokens
+        return self.tokenizer.decode(ids, skip_special_tokens=special)
+
+    def _start(self, event: TokenEvent) -> None:
+        if self._started:
+            return
+        start, self._started = event.start, True
+        assert start is not None, "an answer's first event says how it began"
+        self.method, self.off_reason = start.method, start.off_reason
+        if not self.params.include_stop_str_in_output:
+            self._silent_ids = start.stop_ids
+
+    def _add(self, event: TokenEvent, num_tokens: int, stop: str | None) -> None:
+        """Add the event's first tokens and its counts. stop: the stop string that ends the answer
+        there."""
+        output, logprobs = self.output, event.logprobs[:num_tokens]
+        output.token_ids += event.tokens[:num_tokens]
+        if stop is not None:
+            output.finish_reason, output.stop_reason = "stop", stop
+        elif event.finish_reason is not None:
+            output.finish_reason, output.stop_reason = event.finish_reason, event.stop_reason
             output.error = event.error
-        logprobs = list(event.logprobs[: len(delta.pieces)])
         if output.logprobs is not None:
             output.logprobs += [logprobs_by_token(logprob, self.tokenizer) for logprob in logprobs]
             output.cumulative_logprob = sum(
                 [logprob.logprob for logprob in logprobs], output.cumulative_logprob or 0.0
             )
-        accepted = min(event.num_accepted, len(token_ids))
         if event.num_proposed is not None or event.num_verified:
-            self.draft_counts.add(event.num_verified, accepted, event.num_proposed)
-        finished = output.finish_reason is not None
-        if finished:
+            num_accepted = min(event.num_accepted, num_tokens)
+            self.draft_counts.add(event.num_verified, num_accepted, event.num_proposed)
+        if output.finish_reason is not None:
             output.speculation = self.report
-        return StreamDelta(
-            self.request_id,
-            output.index,
-            delta.text,
-            token_ids,
-            output,
-            pieces=delta.pieces,
-            logprobs=logprobs,
-            drafted=event.num_verified,
-            accepted=accepted,
-            finished=finished,
-        )
 
-    def _begin(self, event: TokenEvent) -> Detokenizer:
-        start, params = event.start, self.params
-        assert start is not None, "an answer's first event says how it began"
-        self.method, self.off_reason = start.method, start.off_reason
-        silent_ids = frozenset[int]() if params.include_stop_str_in_output else start.stop_ids
+    def _make_detokenizer(self) -> Detokenizer:
+        params = self.params
         return Detokenizer(
             self.tokenizer,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
             skip_special_tokens=params.skip_special_tokens,
-            silent_ids=silent_ids,
+            silent_ids=self._silent_ids,
         )
 
 

@@ -89,6 +89,30 @@ def slow(
 
 
 @pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("reason", ["length", "stop", "abort"])
+def test_collected_answer_equals_streamed_one(
+    tokenizer: Tokenizer, reason: str, skip: bool, include: bool
+):
+    """Text made at the end, and text made token by token, with an end token and without one."""
+    rng = random.Random(repr((reason, skip, include)))
+    params = SamplingParams(
+        skip_special_tokens=skip, include_stop_str_in_output=include, logprobs=1
+    )
+    for text in TEXTS:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if reason == "stop":
+            tokens.append(next(iter(event(()).start.stop_ids), tokens[-1]))
+        reported = list(events(tokens, rng, params, reason))
+        streamed, collected = answer_of(tokenizer, params), answer_of(tokenizer, params)
+        for one in reported:
+            streamed.push(one)
+            collected.collect(one)
+        assert collected.output == streamed.output
+        assert collected.report == streamed.report
+
+
+@pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("text", TEXTS)
 def test_stop_string_cuts_everything_for_any_grouping(
     tokenizer: Tokenizer, text: str, include: bool
