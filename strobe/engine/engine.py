@@ -7,6 +7,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.allocate import verified_drafts
 from strobe.speculation.dflash import DFlashProposer
 from strobe.speculation.draft_policy import DraftPolicy
-from strobe.step import Plan, StepResult, TokenEvent
+from strobe.step import Plan, Span, StepResult, TokenEvent
 from strobe.transfer import download, upload
 
 
@@ -128,24 +129,12 @@ class Engine:
         mode, shape = self.sampling.mode(slots), self.runner.shape_of(plan.spans, plan.num_verified)
         drafts, margins = self.proposers.propose(plan, shape)
         self.on_phase("draft")
-        walk, host_margins = None, None if margins is None else download(margins)
+        host_margins = None if margins is None else download(margins)
+        spans, walk = plan.spans, None
         if mode.grammar:
-            plan, drafts, walk = self._apply_grammars(plan, drafts)
-        layout, bounds = self._lay_out(plan, shape, margins), self.runner.bounds(plan.spans)
-        graphs = self.graphs if self.runner.is_captured(layout) else Eager()
-
-        def forward(packed: Tensor, drafts: Tensor | None) -> ForwardOutput:
-            batch = self.state.make_batch(layout.with_packed(packed), drafts, bounds)
-            return self.runner.copy_output(self.runner.forward(batch))
-
-        def verify(packed: Tensor, *inputs: Tensor | None) -> VerifyResult:
-            return self.verify(layout.with_packed(packed), bounds, mode, output, *inputs)
-
-        output, masks, errors = None, None, dict[int, str]()
-        if walk is not None:  # masks are computed while the target runs
-            output = graphs.run(("forward", layout.shape), forward, layout.packed, drafts)
-            masks, errors = self._masks(walk, layout.shape)
-        verdict = graphs.run((mode, layout.shape), verify, layout.packed, drafts, masks)
+            spans, drafts, walk = self._walk_grammars(spans, drafts)
+        layout = self._lay_out(plan, spans, shape, margins)
+        verdict, errors = self._verify(layout, mode, spans, drafts, walk)
         self.on_phase("verify")
         tops = self.sampling.top_logprobs(slots) if mode.logprobs is not None else {}
         return PendingStep(plan, verdict, tops, errors, layout, host_margins, started)
@@ -159,19 +148,52 @@ class Engine:
             structured = StructuredOutputs.of(new.sampling.structured_outputs)
             self.grammars.admit(new.slot, structured, new.tokens[new.num_prompt :])
 
+    def _verify(
+        self,
+        layout: Layout,
+        mode: SamplingMode,
+        spans: Sequence[Span],
+        drafts: Tensor | None,
+        walk: GrammarWalk | None,
+    ) -> tuple[VerifyResult, dict[int, str]]:
+        """Run the target over the layout and verify the drafts [S, K], in one graph; with grammars
+        in two, so that their masks are computed while the target runs. Returns also, by span, why
+        its grammar cannot be followed further."""
+        graphs = self.graphs if self.runner.is_captured(layout) else Eager()
+        key, bounds = (mode, layout.shape), self.runner.bounds(spans)
+
+        def forward(packed: Tensor, drafts: Tensor | None) -> Any:
+            here = layout.with_packed(packed)
+            placed = self.state.place(here, drafts)
+            return placed, self.runner.forward(self.state.make_batch(here, placed, bounds))
+
+        def verify(packed: Tensor, drafts: Tensor | None) -> VerifyResult:
+            return self.verify(layout.with_packed(packed), mode, *forward(packed, drafts))
+
+        def forward_alone(packed: Tensor, drafts: Tensor | None) -> Any:
+            return self.runner.copy_out(*forward(packed, drafts))
+
+        def verify_masked(packed: Tensor, masks: Tensor | None) -> VerifyResult:
+            return self.verify(layout.with_packed(packed), mode, placed, output, masks)
+
+        if walk is None:
+            return graphs.run(key, verify, layout.packed, drafts), {}
+        forward_key = "forward", layout.shape
+        placed, output = graphs.run(forward_key, forward_alone, layout.packed, drafts)
+        masks, errors = self._masks(walk, layout.shape)
+        return graphs.run(key, verify_masked, layout.packed, masks), errors
+
     def verify(
         self,
         layout: Layout,
-        bounds: Sequence[int],
         mode: SamplingMode,
-        output: ForwardOutput | None,
-        drafts: Tensor | None,
-        masks: Tensor | None,
+        placed: Sequence[Tensor],
+        output: ForwardOutput,
+        masks: Tensor | None = None,
     ) -> VerifyResult:
-        """The device's part of a step behind the drafts, captured where its shape comes again.
-        output: the forward's, where that has run: no input, it lies always in one place."""
-        batch = self.state.make_batch(layout, drafts, bounds)
-        output = self.runner.forward(batch) if output is None else output
+        """Sample the target's tokens, accept drafts, and show both to the drafters. masks [S * W,
+        words]: of grammars."""
+        batch = self.state.make_batch(layout, placed)
         sampled = self.runner.sample(output, layout, batch, mode, masks)
         tokens = sampled.tokens.view(-1, layout.shape.max_logits)
         # Lengths and newest tokens move on by what was kept of the drafts.
@@ -183,25 +205,27 @@ class Engine:
         self.proposers.observe(batch, output.features, verdict)  # drafters' K/V, on the same pages
         return verdict
 
-    def _lay_out(self, plan: Plan, shape: Shape, margins: Tensor | None) -> Layout:
-        """The plan's layout, with the drafts that it verifies; of those that the device makes, the
-        most promising ones by their margins [S, K]."""
-        layout = self.runner.lay_out(plan.spans, shape)
+    def _lay_out(
+        self, plan: Plan, spans: Sequence[Span], shape: Shape, margins: Tensor | None
+    ) -> Layout:
+        """Lay out the plan's spans with the drafts to verify: of the device's, the most promising
+        ones by their margins [S, K]."""
+        layout = self.runner.lay_out(spans, shape)
         if plan.num_verified is None or not shape.max_drafts:
             return layout
         ranking = margins, plan.confidence, plan.num_verified
         num_drafts = verified_drafts(layout, *ranking, kernels=self.state.kernels)
         return self.runner.narrow(layout, num_drafts, shape)
 
-    def _apply_grammars(
-        self, plan: Plan, drafts: Tensor | None
-    ) -> tuple[Plan, Tensor | None, GrammarWalk]:
-        """Walk the grammars along the drafts: the plan and the drafts [S, K] with forced tokens in
-        the place of drafts that are not allowed. Waits for results and drafts, which the walk
-        reads."""
+    def _walk_grammars(
+        self, planned: Sequence[Span], drafts: Tensor | None
+    ) -> tuple[list[Span], Tensor | None, GrammarWalk]:
+        """Walk the grammars along the drafts. Returns the spans and drafts [S, K] to verify, with
+        forced tokens in place of drafts that are not allowed. Waits for the results in flight and
+        for the drafts, which the walk reads."""
         for pending in self._pending:
             self._result(pending)
-        spans = list(plan.spans)
+        spans = list(planned)
         draft_tokens: list[list[int]] = [] if drafts is None else drafts.clamp(min=0).tolist()
         host_drafts = [
             (draft_tokens[i][: s.num_drafts] if s.method is not None else list(s.tokens[1:]))
@@ -220,7 +244,7 @@ class Engine:
                 draft_tokens[i][: len(host_drafts[i])] = walk.drafts[i]
         if drafts is not None:  # a copy: the forward's graph may use the memory of the drafter's
             drafts = upload(draft_tokens, self.state.device) if changed else drafts.clone()
-        return plan._replace(spans=tuple(spans)), drafts, walk
+        return spans, drafts, walk
 
     def _masks(self, walk: GrammarWalk, shape: Shape) -> tuple[Tensor, dict[int, str]]:
         """The masks [S * W, words] of all rows, and by span why its request cannot go on. A GPU

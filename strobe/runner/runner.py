@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -104,18 +104,24 @@ class ModelRunner:
         attend = self.backend.plan(batch, self.store, self.masks)
         return ForwardOutput(*self.model(batch.ids, batch.positions, attend, self.capture))
 
-    def copy_output(self, output: ForwardOutput) -> ForwardOutput:
-        """The output copied to `output_buffers`, one buffer a part for all shapes, where another
-        graph finds it; as it is, where it has more rows than any step that is captured."""
+    def copy_out(
+        self, placed: Sequence[Tensor], output: ForwardOutput
+    ) -> tuple[list[Tensor], ForwardOutput]:
+        """Copy what a forward leaves to `output_buffers`, one buffer a part for all shapes, where
+        another graph finds it; return it as it is where it has more rows than any step that is
+        captured."""
         rows, buckets = output.residual.shape[0], self.buckets
         if buckets is None or rows > buckets.max_rows:
-            return output
-        parts: dict[str, Any] = {name: p for name, p in output._asdict().items() if p is not None}
-        for name, part in parts.items():
+            return list(placed), output
+
+        def copy(name: str, part: Tensor) -> Tensor:
             if name not in self.output_buffers:
-                self.output_buffers[name] = part.new_empty(buckets.max_rows, part.shape[1])
-            parts[name] = self.output_buffers[name][:rows].copy_(part)
-        return ForwardOutput(parts["residual"], parts.get("features"))
+                self.output_buffers[name] = part.new_empty(buckets.max_rows, *part.shape[1:])
+            return self.output_buffers[name][: len(part)].copy_(part)
+
+        features = None if output.features is None else copy("features", output.features)
+        copied = ForwardOutput(copy("residual", output.residual), features)
+        return [copy(f"placed_{i}", part) for i, part in enumerate(placed)], copied
 
     def sample(
         self,

@@ -71,19 +71,22 @@ class DecodeState:
             places, entries = upload(cells, self.device).unbind(1)
             self.table.view(-1).index_copy_(0, places, entries)
 
-    def make_batch(
-        self, layout: Layout, drafts: Tensor | None, bounds: Sequence[int] = ()
-    ) -> Batch:
-        """The batch of a layout as its spans stand now. drafts [S, K]: those made on the device."""
+    def place(self, layout: Layout, drafts: Tensor | None) -> Sequence[Tensor]:
+        """Read ids, positions and K/V slots [T] of the rows, and starts and draft lengths [S] of
+        the spans, as they stand now. drafts [S, K]: those made on the device."""
         if self._in_numpy(layout):
-            columns = self._make_batch_in_numpy(layout, drafts)
-        elif self.kernels and layout.padded:
+            return self._place_in_numpy(layout, drafts)
+        if self.kernels and layout.padded:
             from strobe.kernels.steps import place
 
-            columns = place(self.cursor, self.table, layout, drafts, self.limit, self.page_size)
-        else:
-            columns = self._make_batch(layout, drafts)
-        ids, positions, kv_slots, starts, draft_lengths = columns
+            return place(self.cursor, self.table, layout, drafts, self.limit, self.page_size)
+        return self._place(layout, drafts)
+
+    def make_batch(
+        self, layout: Layout, placed: Sequence[Tensor], bounds: Sequence[int] = ()
+    ) -> Batch:
+        """Make the batch of a layout of what `place` returned."""
+        ids, positions, kv_slots, starts, draft_lengths = placed
         return Batch(
             ids=ids,
             positions=positions,
@@ -101,7 +104,7 @@ class DecodeState:
             bounds=bounds,
         )
 
-    def _make_batch(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
+    def _place(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
         slot_of_row, (lengths, newest) = layout.slot_of_row, self.cursor.unbind(1)
         starts = lengths[layout.slots]
         positions = lengths[slot_of_row] + layout.offset
@@ -115,12 +118,12 @@ class DecodeState:
         return [ids, positions, kv_slots, starts, torch.minimum(layout.drafts, max_drafts)]
 
     def _in_numpy(self, layout: Layout) -> bool:
-        """Whether NumPy does the work of `make_batch` and `accept`: on a CPU, where a forward has
+        """Whether NumPy does the work of `place` and `accept`: on a CPU, where a forward has
         just swept the caches, each of the first small operations takes 20 to 50 us, torch's
         longest."""
         return self.device.type == "cpu" and not layout.padded
 
-    def _make_batch_in_numpy(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
+    def _place_in_numpy(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
         arrays, (cursor, table) = layout.arrays, self.arrays
         current = cursor[arrays.slots]
         starts = current[:, 0]

@@ -78,7 +78,8 @@ class DFlashProposer:
 
         def draft(packed: Tensor) -> Drafts:
             device_layout = layout.with_packed(packed)
-            batch = runner.state.make_batch(device_layout, None, bounds)
+            placed = runner.state.place(device_layout, None)
+            batch = runner.state.make_batch(device_layout, placed, bounds)
             # A row's token stands where the row does, or behind it where the first row predicts.
             position_offset = int(self.model.config.anchor_first)
             output = runner.forward(batch), device_layout, batch, mode

@@ -64,7 +64,7 @@ def pair(name: str, device: torch.device) -> tuple[list[DecodeState], Layout, li
     """Two states, by torch and by kernels, and the batch as each of them places it."""
     layout, drafts = laid_out(name, device)
     states = [state(device, kernels=kernels) for kernels in (False, True)]
-    return states, layout, [one.make_batch(layout, drafts) for one in states]
+    return states, layout, [one.make_batch(layout, one.place(layout, drafts)) for one in states]
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -86,7 +86,7 @@ def test_rows_after_a_row_with_nan_hold_token_0(name: str, device: torch.device)
     for kernels in (False, True):
         placed = state(device, kernels=kernels)
         placed.cursor[:, 1] = -1
-        ids = placed.make_batch(layout, drafts).ids
+        ids = placed.place(layout, drafts)[0]
         assert torch.equal(ids, layout.tokens.clamp(min=0))
 
 
@@ -97,7 +97,8 @@ def test_rows_without_device_drafts_are_placed(name: str, device: torch.device):
     if not spans:
         return
     layout = lay_out(spans, device, shape, True, SLOTS)
-    true, found = (state(device, kernels=k).make_batch(layout, None) for k in (False, True))
+    states = [state(device, kernels=k) for k in (False, True)]
+    true, found = [one.make_batch(layout, one.place(layout, None)) for one in states]
     assert torch.equal(found.ids, true.ids)
     assert torch.equal(found.draft_lengths, true.draft_lengths)
 

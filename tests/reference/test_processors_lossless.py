@@ -596,7 +596,7 @@ def test_prompt_scoring_skips_the_prefix_cache(reader: Reader):
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-@pytest.mark.parametrize("place", ["sample", "count"])
+@pytest.mark.parametrize("place", ["sample", "count_tokens"])
 def test_failed_step_counts_no_token_twice(
     place: str, overlap: int, reader: Reader, plain: Callable[[str], list[Output]]
 ):
@@ -674,7 +674,7 @@ def test_grammar_walks_after_all_tokens_are_consumed(
     def launching(plan: Any) -> Any:
         running = {record.slot: record.request for record in engine.scheduler.running}
         flying = {s.slot for earlier in engine._pending for s in earlier.plan.spans}
-        twice.update(running[s.slot] for s in plan.spans if s.slot in flying and s.drafts)
+        twice.update(running[s.slot] for s in plan.spans if s.slot in flying and s.num_drafts)
         return launch(plan)
 
     def walking(slots: Any, drafts: Any) -> Any:

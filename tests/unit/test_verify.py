@@ -42,7 +42,8 @@ def verify(
         for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
     ]
     layout = lay_out(spans, CPU, exact_shape(spans), False, state.spare_slot)
-    batch = state.make_batch(layout, None if by_host else drafts)
+    placed = state.place(layout, None if by_host else drafts)
+    batch = state.make_batch(layout, placed)
     tokens = tokens[:, : layout.shape.max_logits]
     accepted = state.accept(layout, batch, tokens, simulated)
     rows = torch.arange(count)
@@ -107,7 +108,8 @@ def test_prefill_chunks_advance_with_drafts():
         Span(2, 0, 0, (3, 3), num_logits=1),
     ]
     layout = lay_out(spans, CPU, exact_shape(spans), False, state.spare_slot)
-    batch = state.make_batch(layout, torch.tensor([[0, 0], [1, 2], [0, 0]]))
+    placed = state.place(layout, torch.tensor([[0, 0], [1, 2], [0, 0]]))
+    batch = state.make_batch(layout, placed)
     tokens = torch.tensor([[9, 9, 9], [1, 2, 4], [6, 6, 6]])
     assert state.accept(layout, batch, tokens, None).tolist() == [0, 2, 0]
     assert state.cursor[:3].tolist() == [[7, 9], [11, 4], [2, 6]]
