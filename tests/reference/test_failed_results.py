@@ -152,7 +152,7 @@ def test_exception_anywhere_in_taking_in_a_result_loses_no_token(
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-@pytest.mark.parametrize("part", ["observe", "allot", "propose"])
+@pytest.mark.parametrize("part", ["observe", "plan", "propose"])
 def test_advice_that_raises_costs_no_token_and_is_logged_once(
     part: str, overlap: int, path: Path, draft: Callable[..., Path],
     caplog: pytest.LogCaptureFixture,

@@ -157,7 +157,7 @@ def test_packed_bytes_are_counted_as_held(tmp_path: Path):
     assert sizes[0] == sizes[1]
     facts = [describe(tmp_path / name) for name in ("whole", "packed")]
     assert facts[0]["parameters"] == facts[1]["parameters"] == sizes[0] // 4
-    assert facts[1]["quantization"] == "mxfp4, a scale for each 1 x 32 values, held in full"
+    assert facts[1]["quantization"] == "mxfp4, a scale per 1 x 32 values, dequantized when loaded"
     draft, bills = make_draft(tmp_path / "draft"), list[dict[str, Any]]()
     for name in ("whole", "packed"):
         resolved = resolve(EngineConfig(str(tmp_path / name), draft=str(draft)))

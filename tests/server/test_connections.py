@@ -97,7 +97,7 @@ def test_idle_keep_alive_connection_is_kept(monkeypatch: pytest.MonkeyPatch):
 def test_excess_connection_closes_the_longest_waiting_one(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(Connection, "max_drafts", 3)
+    monkeypatch.setattr(Connection, "most", 3)
     monkeypatch.setattr(connections, "RESERVED", 0)
 
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
@@ -277,7 +277,7 @@ def test_headers_of_63_kib_are_read():
 
 
 def test_request_takes_the_place_of_the_slowest_body(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Connection, "max_drafts", 2)
+    monkeypatch.setattr(Connection, "most", 2)
 
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
         first, second = await connect(), await connect()
@@ -299,7 +299,7 @@ def test_request_takes_the_place_of_the_slowest_body(monkeypatch: pytest.MonkeyP
 
 
 def test_only_a_complete_request_takes_the_place_of_a_slow_body(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Connection, "max_drafts", 1)
+    monkeypatch.setattr(Connection, "most", 1)
     seen = len(SEEN)
 
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
@@ -322,7 +322,7 @@ def test_only_a_complete_request_takes_the_place_of_a_slow_body(monkeypatch: pyt
 
 
 def test_reserved_connection_is_told_to_send_its_body(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Connection, "max_drafts", 1)
+    monkeypatch.setattr(Connection, "most", 1)
 
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
         slow, whole = await connect(), await connect()
@@ -338,7 +338,7 @@ def test_reserved_connection_is_told_to_send_its_body(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("path", ["/health", "/metrics?x=1", "/ping"])
 def test_reserved_connections_answer_health(path: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Connection, "max_drafts", 2)
+    monkeypatch.setattr(Connection, "most", 2)
 
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
         taken = [await connect(), await connect()]

@@ -52,7 +52,7 @@ def post(tokenizer: Tokenizer, form: str | None, engine: Engine, path: str, **bo
     served.formats = Formats(None if form is None else TOOL_FORMATS[form], None)
     client = served.client
     assert isinstance(client, Said)
-    client.at_submit = lambda generation: generation.take(
+    client.at_submit = lambda generation: generation.add_events(
         [event(engine(client.said[-1].params), start=START, finish_reason="stop")]
     )
     headers = [("Content-Type", "application/json")]

@@ -134,7 +134,7 @@ def test_help_shows_only_existing_defaults(main: Callable[..., Any]):
 @pytest.mark.parametrize("command", [*FLAGS, "run-batch", "doctor", "bench", "eval"])
 def test_help_names_the_file_of_options(main: Callable[..., Any], command: str):
     out = re.sub(r"\s+", " ", main(command, "--help")[1])
-    assert "Options may also stand in a YAML file, one a line: --config FILE." in out
+    assert "Options can also come from a YAML file with one per line: --config FILE." in out
 
 
 def test_the_help_loads_no_torch():
@@ -678,7 +678,7 @@ def test_the_demo_fails_where_the_outputs_differ(
         runs["dflash"].outputs[1].outputs[0].token_ids[-1] += 1
         return runs
 
-    monkeypatch.setattr(demo, "gumbel_argmax", wrong)
+    monkeypatch.setattr(demo, "race", wrong)
     status, out, _ = main(*short_demo, *flags)
     assert status == 1
     if flags:

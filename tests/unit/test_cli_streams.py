@@ -30,8 +30,8 @@ def shell(arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "status", "sentence"),
     [
-        ("chat <&-", 2, "Standard input is closed, and a chat reads there; leave it open."),
-        ("generate hi >&-", 2, "Standard output is closed, and answers go there; leave it open."),
+        ("chat <&-", 2, "Standard input is closed, but a chat reads it; leave it open."),
+        ("generate hi >&-", 2, "Standard output is closed, but answers go there; leave it open."),
         ("--help >/dev/full", 1, "Standard output cannot be written: No space left on device."),
         ("info >/dev/full", 1, "Standard output cannot be written: No space left on device."),
         (

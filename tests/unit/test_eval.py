@@ -209,7 +209,7 @@ def test_parquet_is_read_where_pyarrow_is(tmp_path: Path, monkeypatch: pytest.Mo
     parquet = pytest.importorskip("pyarrow.parquet")
     with pytest.raises(ValueError, match="cannot be read as parquet"):
         sources.read_rows(path)
-    table = __import__("pyarrow").GemmTable.from_pylist([{"turns": ["a", "b"]}])
+    table = __import__("pyarrow").Table.from_pylist([{"turns": ["a", "b"]}])
     parquet.write_table(table, path)
     assert sources.read_rows(path)[0].row == {"turns": ["a", "b"]}
 

@@ -202,7 +202,7 @@ def test_memory_bill_reports_fp8_storage(
         assert small["parameters"] == plain["parameters"]
         assert small["bytes_on_disk"] < plain["bytes_on_disk"]
         assert small["quantization"].startswith("fp8, a scale for each 20 x 28 values, held ")
-    assert facts["experts"][0]["quantization"].endswith("values, held in full")
+    assert facts["experts"][0]["quantization"].endswith("values, dequantized when loaded")
     assert "in full elsewhere" in facts["dense"][0]["quantization"]
     draft, bills = make_draft(tmp_path), list[dict[str, Any]]()
     for path in pairs["experts"]:
