@@ -21,7 +21,7 @@ from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from strobe.compat.aliases import translate
-from strobe.compat.arguments import read
+from strobe.compat.arguments import parse_value
 from strobe.config import EngineConfig
 from strobe.sampling_params import SamplingParams
 from strobe.server.settings import ServerConfig
@@ -112,7 +112,7 @@ def number(metavar: str) -> Any:
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
-        instance_from_str=lambda values: read(values[0]) if numeric else values[0],
+        instance_from_str=lambda values: parse_value(values[0]) if numeric else values[0],
         is_instance=lambda values: True,
         str_from_instance=lambda values: [str(values)],
     )

@@ -37,14 +37,14 @@ class Info:
     json: Json = False
 
     def run(self) -> int:
-        from strobe.hub.locate import named
+        from strobe.hub.locate import find_pair
         from strobe.tools.info import describe, show
 
         model, draft = self.model, self.draft
         if not model:
             model, draft = str(DEMO_MODELS / "target"), draft or str(DEMO_MODELS / "draft")
         else:
-            model, draft = named(model, draft)
+            model, draft = find_pair(model, draft)
         facts = describe(Path(model), Path(draft) if draft is not None else None)
         print(json.dumps(facts)) if self.json else show(facts)
         return 0

@@ -44,9 +44,9 @@ def _run(arguments: Sequence[str]) -> int:
     if arguments[0] in ("-V", "--version"):
         return _version()
     from strobe.cli.options_file import expand_options_file
-    from strobe.compat.arguments import separate
+    from strobe.compat.arguments import split_options
 
-    words, options = separate(expand_options_file(arguments))
+    words, options = split_options(expand_options_file(arguments))
     name = words[0] if words else ""
     if not words or words[0] in ("-h", "--help"):
         return _help()

@@ -1,1 +1,1 @@
-"""What users of vLLM, SGLang and llama.cpp write, in this engine's own terms."""
+"""Options of vLLM, SGLang and openinfer, translated to Strobe's own."""

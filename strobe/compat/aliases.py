@@ -1,6 +1,6 @@
-"""Option aliases: the options of vLLM, SGLang and openinfer, translated to our own.
+"""Option aliases: options of vLLM, SGLang and openinfer, translated to Strobe's own.
 
-Every table is by the other engine's name, with underscores; docs/command-line.md lists them.
+The tables' keys are the other engines' names, with underscores; docs/command-line.md lists them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RENAMED = {
     "uvicorn_log_level": "log_level",
     "allowed_origins": "cors_origin",
 }
-"""Names that mean exactly what a setting of ours means."""
+"""Other names for our settings."""
 
 SWITCHES: dict[str, tuple[str, Any, Any]] = {
     "enforce_eager": ("cuda_graphs", False, None),
@@ -44,10 +44,10 @@ SWITCHES: dict[str, tuple[str, Any, Any]] = {
     "disable_uvicorn_access_log": ("access_log", False, None),
     "disable_log_requests": ("access_log", False, None),
 }
-"""True or false there: the setting here, its value for true, and for false; None is the default."""
+"""Boolean options there: our setting, its value for true, and for false; None is the default."""
 
 BLOCKS = ("speculative_dflash_block_size", "speculative_num_draft_tokens")
-"""SGLang counts a block's slots, the first of which is the newest token and no draft."""
+"""SGLang's names for a block's slots, of which the first is the newest token and not a draft."""
 
 SPEC_OPTIONS = {
     "spec_method": "method",
@@ -81,8 +81,7 @@ SAME = {
     "attention_backend": _ATTENTION,
     "draft_attention_backend": _ATTENTION,
 }
-"""Values of our own settings that have another name there; a library of attention kernels is what
-those engines' own choice amounts to."""
+"""Other names for values of our settings. Naming a library of attention kernels means `auto`."""
 
 _ONE_GPU = "Strobe runs on one GPU"
 _OWN_TOKENIZER = "Strobe reads the tokenizer as the checkpoint has it"
@@ -110,7 +109,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_metrics": ((True,), "/metrics always answers"),
     "disable_log_stats": ((True, False), "get_metrics() always counts"),
 }
-"""Options of which some values ask for what Strobe does anyway, and why no other can be had."""
+"""Options that only accept values for what Strobe does anyway, and why it rejects others."""
 
 SPECULATIVE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "draft_tensor_parallel_size": ((1,), _ONE_GPU),
@@ -124,7 +123,7 @@ SPECULATIVE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_local_argmax_reduction": ((False,), _ONE_GPU),
     "use_heterogeneous_vocab": ((False,), "target and drafter share one vocabulary"),
 }
-"""The same within speculative_config."""
+"""The same for keys of speculative_config."""
 
 _TEXT_ONLY = "Strobe reads text only"
 NO_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -134,26 +133,26 @@ NO_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "swap_space": ((0,), "pages are recomputed, never swapped out"),
     "enable_chunked_prefill": ((True,), "long prompts are always prefilled in chunks"),
 }
-"""Options that may have any value, since none changes an answer; one line in the log says so where
-the value is not what Strobe does anyway."""
+"""Options without effect on answers. Values other than these, which describe what Strobe does, are
+logged as having no effect."""
 
 ALIASES = frozenset({
     *RENAMED, *SWITCHES, *BLOCKS, *SPEC_OPTIONS, *ONLY, *NO_EFFECT, "speculative_config",
     "speculative_algorithm", "trust_remote_code", "tokenizer", "tokenizer_path",
     "tokenizer_revision",
 })  # fmt: skip
-"""Every name that is taken beside our own."""
+"""All accepted names besides our own."""
 FLAGS = frozenset({
     *SWITCHES, "enable_expert_parallel", "enable_lora", "skip_tokenizer_init", "disable_log_stats",
     "enable_auto_tool_choice", "enable_metrics", "disable_chunked_mm_input", "language_model_only",
     "enable_chunked_prefill", "trust_remote_code",
 })  # fmt: skip
-"""Those that stand alone on a command line, or with `no-` before them."""
+"""Names that need no value on a command line and have a `no-` form."""
 
 
 @dataclass
 class Translation:
-    """Settings under our names, and the name and value that each was given by."""
+    """Settings under our names, and the option and value that each came from."""
 
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     origins: dict[str, tuple[str, Any]] = field(default_factory=dict[str, tuple[str, Any]])
@@ -165,17 +164,16 @@ class Translation:
             first, earlier = self.origins[name]
             raise ValueError(
                 f"{first} is {earlier!r}, but {origin} is {value_text!r}, and both set {name}; "
-                "give one "
-                "of them."
+                "give one of them."
             )
         self.values[name] = value
         self.origins.setdefault(name, (origin, value_text))
 
 
 def translate(options: Mapping[str, Any]) -> Translation:
-    """Options under our names; those of no engine known stay as they are, and an option that is
-    None is one not given. Raises ValueError for what cannot be honoured, and for options that
-    contradict each other."""
+    """Translate options to our names. Options that are no alias stay as they are, and those that
+    are None are left out. Raises ValueError for unsupported values, and for options that contradict
+    each other."""
     translation = Translation()
     set_options = {name: value for name, value in options.items() if value is not None}
     for name, value in set_options.items():
@@ -190,8 +188,8 @@ def translate(options: Mapping[str, Any]) -> Translation:
     _speculation(translation, [entry for entry in speculative if entry[2] is not None])
     for name, value in set_options.items():
         if name in RENAMED:
-            read = _listed(name, value) if name == "allowed_origins" else value
-            translation.put(RENAMED[name], read, name, value)
+            parsed = _listed(name, value) if name == "allowed_origins" else value
+            translation.put(RENAMED[name], parsed, name, value)
         elif name in SWITCHES:
             setting, on, off = SWITCHES[name]
             if (on if _switch(name, value) else off) is not None:
@@ -213,7 +211,7 @@ def translate(options: Mapping[str, Any]) -> Translation:
 
 
 def _speculative(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The speculative_config, out of its text on a command line."""
+    """Return the speculative_config, parsed if it is a text from the command line."""
     value = entry.get("speculative_config", {})
     if isinstance(value, str):
         try:
@@ -229,7 +227,7 @@ def _speculative(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _speculation(translation: Translation, entries: list[tuple[str, str, Any]]) -> None:
-    """Take in vLLM's keys, each with the name that sentences call it by."""
+    """Translate vLLM's speculative keys; entries: name in errors, key and value."""
     keys = {key: value for _, key, value in entries}
     lookup = "ngram" in (keys.get("method"), str(keys.get("model")).strip("[]"))
     for shown, key, value in entries:
@@ -251,7 +249,7 @@ def _speculation(translation: Translation, entries: list[tuple[str, str, Any]]) 
                 f"{', '.join(SPECULATIVE)}."
             )
     lone = keys.keys() & {"prompt_lookup_max", "prompt_lookup_min"}
-    if len(lone) == 1:  # vLLM takes the one for both
+    if len(lone) == 1:  # vLLM uses it for both
         key = lone.pop()
         for setting in ("ngram_max", "ngram_min"):
             translation.put(setting, keys[key], f"speculative_config's {key}", keys[key])
@@ -277,14 +275,14 @@ def _drafts(name: str, value: Any) -> int:
 
 
 def _listed(name: str, value: Any) -> tuple[str, ...]:
-    """A JSON list, as vLLM has it on a command line, or one text."""
+    """Parse a JSON list, vLLM's form on a command line, or a single text."""
     try:
-        read = json.loads(value) if isinstance(value, str) and value.startswith("[") else [value]
+        items = json.loads(value) if isinstance(value, str) and value.startswith("[") else [value]
     except ValueError:
-        read = [None]
-    if not isinstance(read, list) or not all(isinstance(item, str) for item in read):
+        items = [None]
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise ValueError(f"""{name} is {value!r}, but must be texts, such as '["*"]'.""")
-    return tuple(read)
+    return tuple(items)
 
 
 def _switch(name: str, value: Any) -> bool:
@@ -301,7 +299,7 @@ def _only(name: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
 
 
 def _tokenizer(options: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raises ValueError for a tokenizer other than the target's own."""
+    """Raise ValueError for a tokenizer other than the target's own."""
     for name, setting in (
         ("tokenizer", "target"),
         ("tokenizer_path", "target"),

@@ -1,4 +1,4 @@
-"""Other engines' options on a command line, told apart from our own."""
+"""Split other engines' options on a command line from our own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SHORT = {
 _NESTED = "speculative_config."
 
 
-def separate(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The arguments of our own, and other engines' options by name. Raises ValueError for an
-    option without its value, and for one given twice."""
+def split_options(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return our own arguments, and other engines' options by name. Raises ValueError for an option
+    without a value, and for one given twice with different values."""
     own_words: list[str] = []
     options: dict[str, Any] = {}
     words = list(arguments)
@@ -38,7 +38,7 @@ def separate(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         else:
             if not equals and not words:
                 raise ValueError(f"{flag} needs a value after it.")
-            value = read(text if equals else words.pop(0))
+            value = parse_value(text if equals else words.pop(0))
             if name in FLAGS and str(value).lower() in ("true", "false"):
                 value = str(value).lower() == "true"
         if name in options and options[name] != value:
@@ -48,8 +48,8 @@ def separate(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     if nested:
         if "speculative_config" in options:
             raise ValueError(
-                f"--speculative-config stands beside --{next(iter(nested)).replace('_', '-')}; "
-                "give one of them."
+                "--speculative-config is given together with "
+                f"--{next(iter(nested)).replace('_', '-')}; give one of them."
             )
         options["speculative_config"] = {n.removeprefix(_NESTED): v for n, v in nested.items()}
     return own_words, options
@@ -59,8 +59,8 @@ def _is_alias(name: str) -> bool:
     return name in ALIASES or name.startswith(_NESTED)
 
 
-def read(text: str) -> Any:
-    """A number where the text is one; the dataclass that takes it says what is wrong with it."""
+def parse_value(text: str) -> Any:
+    """Convert a text to a number if it is one; the settings check it later."""
     for kind in (int, float):
         try:
             return kind(text)

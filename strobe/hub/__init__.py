@@ -1,1 +1,1 @@
-"""Names to directories: the Hugging Face hub, published pairs, speculators checkpoints."""
+"""Resolve model names to directories: the Hugging Face hub, published pairs, speculators."""

@@ -1,6 +1,6 @@
-"""Names on the Hugging Face hub to directories, through the cache that other programs share.
+"""Download models of the Hugging Face hub to its cache, which other programs share.
 
-What describes a checkpoint comes first; its weights once somebody has read that and wants them.
+Configs and tokenizers are downloaded first, and weights once the configs are known to be good.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ DESCRIBING = (
     "chat_template.json",
     "model.safetensors.index.json",
 )
-"""The files that an engine reads beside the weights."""
+"""The files that an engine reads besides the weights."""
 UNWANTED = ("*/*",)
-"""What matches all the same: files of other copies, in folders."""
+"""Files in subdirectories, which hold other copies."""
 
 _NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(@(?P<revision>[^@\s]+))?")
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it reads as owner/model or owner/model@revision, and no such directory is here."""
+    """Whether the name has the form owner/model or owner/model@revision and is no local path."""
     return not Path(name).exists() and _NAME.fullmatch(name) is not None
 
 
 def without_revision(name: str) -> str:
-    """owner/model of owner/model@revision; any other name as it is."""
+    """Cut @revision off owner/model@revision; return other names as they are."""
     match = _NAME.fullmatch(name)
     return match["name"] if match else name
 
 
 class Snapshot(NamedTuple):
-    """A directory of the hub's cache: the cache it is in, and the commit of the model it holds."""
+    """A model's directory in the hub's cache: the cache, the model's name and its commit."""
 
     cache: Path
     name: str
@@ -58,8 +58,8 @@ class Snapshot(NamedTuple):
 
 
 def snapshot_of(directory: Path) -> Snapshot | None:
-    """What a directory holds that is CACHE/models--OWNER--MODEL/snapshots/COMMIT; None where it is
-    called otherwise, and so no part of a cache."""
+    """Parse a path CACHE/models--OWNER--MODEL/snapshots/COMMIT; return None for other paths, which
+    are in no cache."""
     absolute = directory.absolute()
     cache, commit = absolute.parent.parent, absolute.name
     kind, _, name = cache.name.partition("--")
@@ -68,12 +68,12 @@ def snapshot_of(directory: Path) -> Snapshot | None:
     return Snapshot(cache.parent, name.replace("--", "/"), commit)
 
 
-def directory(name: str, revision: str | None, option: str = "revision") -> str:
-    """Where the checkpoint of that name lies: a local directory as it is, a hub name once all but
-    its weights has been downloaded or found in the cache.
+def find_checkpoint(name: str, revision: str | None, option: str = "revision") -> str:
+    """Return the checkpoint's directory: a local path as it is; for a hub name its directory in the
+    cache, after everything but the weights was downloaded.
 
-    revision: branch, tag or commit; option: the name of the option that gave it. Raises ValueError
-    with one sentence for what cannot be had.
+    revision: branch, tag or commit; option: the name of the option it came from. Raises ValueError
+    with one sentence if the model cannot be downloaded.
     """
     if not is_hub_name(name):
         if revision is not None:
@@ -90,22 +90,22 @@ def directory(name: str, revision: str | None, option: str = "revision") -> str:
             f"{name} names the revision {name_revision!r}, but {option} is {revision!r}; give "
             "one of them."
         )
-    files = _several(match["name"], DESCRIBING, revision=name_revision or revision)
-    path = _asked(match["name"], name_revision or revision, files)
+    files = _download_files(match["name"], DESCRIBING, revision=name_revision or revision)
+    path = _run_download(match["name"], name_revision or revision, files)
     logger.info("%s is read from %s", _shown(match["name"], name_revision or revision), path)
     return path
 
 
 def missing_weights(directory: Path) -> list[str]:
-    """Names of the weight files that a directory of the hub's cache lacks; none for others."""
+    """Return the weight files missing from a directory of the hub's cache; none for others."""
     if snapshot_of(directory) is None:
         return []
     return [name for name in weight_files(directory) if not (directory / name).exists()]
 
 
 def fetch_weights(*directories: str | Path) -> None:
-    """Download what the hub's cache lacks of the weights in these directories; one that is not in
-    the cache is left as it is. Raises ValueError with one sentence for what cannot be had."""
+    """Download the missing weights of directories in the hub's cache; others are left as they are.
+    Raises ValueError with one sentence if they cannot be downloaded."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -113,28 +113,31 @@ def fetch_weights(*directories: str | Path) -> None:
         snapshot, missing = snapshot_of(path), missing_weights(path)
         if snapshot is None or not missing:
             continue
-        if constants.HF_HUB_OFFLINE:  # where the client is content with what there is
+        if constants.HF_HUB_OFFLINE:  # the client would accept the incomplete directory
             raise ValueError(_out_of_reach(snapshot.name, snapshot.commit))
         options = {"revision": snapshot.commit, "cache_dir": snapshot.cache}
-        _asked(snapshot.name, snapshot.commit, _several(snapshot.name, missing, **options))
-        if missing := missing_weights(path):  # as it is without a network: asked for one, it says
+        _run_download(
+            snapshot.name, snapshot.commit, _download_files(snapshot.name, missing, **options)
+        )
+        # Without a network the client accepts it, too; a download of one file raises the reason.
+        if missing := missing_weights(path):
             fetch_one = partial(
                 huggingface_hub.hf_hub_download, snapshot.name, missing[0], **options
             )
-            _asked(snapshot.name, snapshot.commit, fetch_one)
+            _run_download(snapshot.name, snapshot.commit, fetch_one)
 
 
-def _several(name: str, files: Sequence[str], **options: Any) -> Callable[[], str]:
-    """A download of several files, which returns the directory they are in."""
+def _download_files(name: str, files: Sequence[str], **options: Any) -> Callable[[], str]:
+    """Return a function that downloads several files and returns their directory."""
     from huggingface_hub import snapshot_download
 
     patterns = {"allow_patterns": list(files), "ignore_patterns": list(UNWANTED)}
     return partial(snapshot_download, name, **patterns, **options)
 
 
-def _asked(name: str, revision: str | None, download: Callable[[], str]) -> str:
-    """What a download of that model returns. Raises ValueError with one sentence for what cannot be
-    had."""
+def _run_download(name: str, revision: str | None, download: Callable[[], str]) -> str:
+    """Run a model's download and return its path. Raises ValueError with one sentence if it
+    fails."""
     from huggingface_hub import errors
 
     shown = _shown(name, revision)
@@ -162,7 +165,7 @@ def _asked(name: str, revision: str | None, download: Callable[[], str]) -> str:
             f"{shown} has no weights in safetensors, or not all that its index names; use a model "
             "that is published in them."
         )
-    except Exception as error:  # the libraries below raise errors of many kinds
+    except Exception as error:  # the client's libraries raise many kinds of errors
         reason = (str(error).strip().splitlines() or [""])[0]
         problem = (
             f"{shown} could not be downloaded ({type(error).__name__}: {reason}); try again, or "
@@ -172,10 +175,10 @@ def _asked(name: str, revision: str | None, download: Callable[[], str]) -> str:
 
 
 def check_cache(name: str) -> None:
-    """Raises ValueError where the hub's cache, which `name` is to be in, has no place."""
+    """Raise ValueError if the hub's cache, which `name` needs, cannot exist."""
     from huggingface_hub import constants
 
-    if constants.HF_HUB_CACHE.startswith("~"):  # as it stays where "~" is no directory
+    if constants.HF_HUB_CACHE.startswith("~"):  # not expanded: there is no home directory
         raise ValueError(
             f"{name} needs the hub's cache, but this user has no home directory; set HF_HOME to a "
             "directory."

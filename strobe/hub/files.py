@@ -1,4 +1,4 @@
-"""Files of a checkpoint's directory: objects of JSON, and which files hold its weights."""
+"""Files in a checkpoint's directory: JSON objects, and the names of weight files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError naming a file that is missing or damaged."""
+    """Read a JSON object. Raises ValueError naming the file if it is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -28,8 +28,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Names of the files that hold the weights, whether they are there or not. Raises ValueError
-    for a damaged index."""
+    """Return the names of the weight files, present or not. Raises ValueError for a damaged
+    index."""
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         return ["model.safetensors"]

@@ -1,5 +1,5 @@
-"""Finds the directories of target and drafter: the demo models, hub names, a drafter that names its
-own target, and `auto`."""
+"""Find the directories of target and drafter: the demo models, hub names, drafters that name their
+target, and `auto`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from strobe.config import DEMO_MODELS, EngineConfig
-from strobe.hub.download import directory, is_hub_name
+from strobe.hub.download import find_checkpoint, is_hub_name
 from strobe.hub.files import read_json
 from strobe.hub.pairs import published_drafter
 from strobe.hub.speculators import Proposal, read_proposal
@@ -19,33 +19,33 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 
-_DRAFTER = ("dflash", "dflash+ngram")  # methods that need one
+_DRAFTER = ("dflash", "dflash+ngram")  # methods that need a drafter
 
 
 def locate_models(config: EngineConfig) -> EngineConfig:
-    """The settings with target and draft as local directories, what is not there downloaded except
-    for the weights: `hub.fetch_weights` has them once the configs are known to be good.
+    """Return the settings with target and draft as local directories, downloading everything but
+    the weights, which `fetch_weights` downloads once the configs are known to be good.
 
-    No target means the demo models. A target that is a speculators checkpoint gives the target it
-    was trained for, the method and the drafts per step, and becomes the drafter. Settings that are
-    located already come back as they are. Raises ValueError.
+    No target means the demo models. If the target is a speculators checkpoint, it becomes the
+    drafter and sets the target it was trained for, the method and the drafts per step. Settings
+    that name local directories are returned as they are. Raises ValueError.
     """
     config = _own_pair(config) if not config.target else _named_pair(config)
     if config.method in _DRAFTER and config.draft is None:
         raise ValueError(
-            f"method is {config.method!r} but no drafter is named; give draft a directory."
+            f"method is {config.method!r}, but no drafter is named; set draft to a directory."
         )
     return config
 
 
-def named(target: str, draft: str | None) -> tuple[str, str | None]:
-    """Both as local directories, without asking what they are. Raises ValueError."""
-    drafter = _drafter(draft, None, target)
-    return directory(target, None), drafter
+def find_pair(target: str, draft: str | None) -> tuple[str, str | None]:
+    """Return both as local directories without checking that they match. Raises ValueError."""
+    drafter = _find_drafter(draft, None, target)
+    return find_checkpoint(target, None), drafter
 
 
-def _drafter(draft: str | None, revision: str | None, target: str) -> str | None:
-    """The drafter's directory; none where the target is a drafter that names its own."""
+def _find_drafter(draft: str | None, revision: str | None, target: str) -> str | None:
+    """Return the drafter's directory; None for `auto` if the target is a speculators checkpoint."""
     if draft is None:
         return None
     if draft == AUTO:
@@ -54,7 +54,7 @@ def _drafter(draft: str | None, revision: str | None, target: str) -> str | None
             return None
         draft = published_drafter(target, config)
         logger.warning("draft is auto: %s drafts for %s", draft, target)
-    return directory(draft, revision, "draft_revision")
+    return find_checkpoint(draft, revision, "draft_revision")
 
 
 def _own_pair(config: EngineConfig) -> EngineConfig:
@@ -68,13 +68,13 @@ def _own_pair(config: EngineConfig) -> EngineConfig:
     if draft == AUTO or (draft is None and config.method in (None, *_DRAFTER)):
         draft = str(DEMO_MODELS / "draft")
     elif draft is not None:
-        draft = directory(draft, None)
+        draft = find_checkpoint(draft, None)
     return replace(config, target=str(DEMO_MODELS / "target"), draft=draft)
 
 
 def _named_pair(config: EngineConfig) -> EngineConfig:
-    draft = _drafter(config.draft, config.draft_revision, config.target)
-    path = directory(config.target, config.revision)
+    draft = _find_drafter(config.draft, config.draft_revision, config.target)
+    path = find_checkpoint(config.target, config.revision)
     proposal = read_proposal(_config(path), Path(path) / "config.json")
     if proposal is not None:
         return _proposed_pair(config, proposal, path)
@@ -87,13 +87,12 @@ def _named_pair(config: EngineConfig) -> EngineConfig:
 
 
 def _proposed_pair(config: EngineConfig, proposal: Proposal, path: str) -> EngineConfig:
-    """A speculators checkpoint given as the target: all but drafter and method may be chosen."""
+    """Resolve a speculators checkpoint named as the target; it sets drafter and method."""
     target_name, verifier = config.target, proposal.verifier
     if proposal.method != "dflash":
         raise ValueError(
-            f"{target_name} is a speculators checkpoint that drafts with {proposal.method!r}, "
-            "but only "
-            f"'dflash' is supported; name its target, {verifier}, and a DFlash drafter."
+            f"{target_name} is a speculators checkpoint that drafts with {proposal.method!r}, but "
+            f"only 'dflash' is supported; name its target, {verifier}, and a DFlash drafter."
         )
     for name in ("draft", "draft_revision", "method"):
         value = getattr(config, name)
@@ -101,14 +100,13 @@ def _proposed_pair(config: EngineConfig, proposal: Proposal, path: str) -> Engin
         if value is not None and not is_default:
             raise ValueError(
                 f"{name} is {value!r}, but {target_name} is a drafter that brings its own; leave "
-                f"{name} "
-                f"out, or name its target, {verifier}, as the target."
+                f"{name} out, or name its target, {verifier}, as the target."
             )
-    target = directory(verifier, None)
+    target = find_checkpoint(verifier, None)
     if not Path(target).is_dir():
         raise ValueError(
-            f"{target_name} drafts for {verifier}, which is not a directory here; name its target "
-            "yourself, and it as the drafter."
+            f"{target_name} drafts for {verifier}, which is not a directory here; name a local "
+            f"target, and {target_name} as the drafter."
         )
     logger.warning("%s is a drafter: its target is %s", target_name, verifier)
     drafts = config.num_drafts if config.num_drafts is not None else proposal.num_drafts
@@ -118,7 +116,7 @@ def _proposed_pair(config: EngineConfig, proposal: Proposal, path: str) -> Engin
 
 
 def _config(path: str) -> dict[str, Any]:
-    """config.json, empty where it cannot be read: whoever loads the checkpoint says why."""
+    """Read config.json, or return {} if it cannot be read: loading the checkpoint reports why."""
     with suppress(ValueError):
         return read_json(Path(path) / "config.json")
     return {}

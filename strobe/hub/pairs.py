@@ -1,4 +1,4 @@
-"""The published DFlash drafters, by the target they were trained for."""
+"""Published DFlash drafters by the target that they were trained for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAIRS = {
     "openai/gpt-oss-20b": "z-lab/gpt-oss-20b-DFlash",
     "openai/gpt-oss-120b": "z-lab/gpt-oss-120b-DFlash",
 }
-"""Target to drafter, as the hub calls them."""
+"""Hub names of target and drafter."""
 
 _BY_SIZE = {
     ("qwen3", 2560, 36, 40960): "Qwen/Qwen3-4B",
@@ -37,15 +37,15 @@ _BY_SIZE = {
     ("gpt_oss", 2880, 24, 131072): "openai/gpt-oss-20b",
     ("gpt_oss", 2880, 36, 131072): "openai/gpt-oss-120b",
 }
-"""model_type, hidden_size, num_hidden_layers and max_position_embeddings, where no other published
-model of the family shares all four."""
+"""Targets by model_type, hidden_size, num_hidden_layers and max_position_embeddings, if no other
+published model of the family shares all four."""
 
 
 def published_drafter(target: str, config: Mapping[str, Any]) -> str:
-    """The hub name of the target's drafter. Raises ValueError, with what is known, where there is
-    none.
+    """Return the hub name of the target's drafter. Raises ValueError listing the known targets if
+    there is none.
 
-    target: as the user named it; config: its config.json, where it is a directory.
+    target: as the user named it; config: its config.json if it is a directory, else {}.
     """
     drafters = {name.lower(): drafter for name, drafter in PAIRS.items()}
     for name in (*_names(target, config), _BY_SIZE.get(_size(config), "")):
@@ -58,7 +58,7 @@ def published_drafter(target: str, config: Mapping[str, Any]) -> str:
 
 
 def _names(target: str, config: Mapping[str, Any]) -> list[str]:
-    """What the target may be called on the hub, the surest first."""
+    """Return the target's possible names on the hub, the most certain first."""
     if is_hub_name(target):
         return [without_revision(target)]
     snapshot = snapshot_of(Path(target))

@@ -1,4 +1,4 @@
-"""What a checkpoint of the speculators library says of the pair it belongs to."""
+"""What a speculators checkpoint's config.json says about its pair."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Proposal:
-    """The target that a drafter was trained for, the method by which it drafts, and how many
-    tokens it is meant to draft per step."""
+    """A drafter's target, its method, and how many tokens to draft per step."""
 
     verifier: str
     method: str
@@ -19,20 +18,20 @@ class Proposal:
 
 
 def read_proposal(config: Mapping[str, Any], path: Path) -> Proposal | None:
-    """What config.json says; None where it is not of the speculators library. Raises ValueError
-    naming the key that is wrong.
+    """Parse config.json; return None if it is not of the speculators library. Raises ValueError
+    naming a wrong key.
 
-    Some exporters wrote the block size as speculative_tokens; slots of a block whose first one
-    predicts nothing are one more than its drafts, so that is the bound.
+    Some exporters wrote the block size as speculative_tokens. Unless the anchor predicts a draft,
+    too, a block has one draft less than slots, so block_size - 1 is the maximum.
     """
     if "speculators_config" not in config and "speculators_model_type" not in config:
         return None
-    about = _mapping(config.get("speculators_config"), "speculators_config", path)
-    verifier = _mapping(about.get("verifier"), "speculators_config.verifier", path)
+    section = _mapping(config.get("speculators_config"), "speculators_config", path)
+    verifier = _mapping(section.get("verifier"), "speculators_config.verifier", path)
     name = verifier.get("name_or_path")
     if not isinstance(name, str) or not name:
         raise _wrong("speculators_config.verifier.name_or_path", name, "name the target", path)
-    methods: Any = about.get("proposal_methods")
+    methods: Any = section.get("proposal_methods")
     if not isinstance(methods, list) or not methods:
         raise _wrong("speculators_config.proposal_methods", methods, "list at least one", path)
     first = _mapping(methods[0], "speculators_config.proposal_methods[0]", path)
@@ -43,7 +42,7 @@ def read_proposal(config: Mapping[str, Any], path: Path) -> Proposal | None:
     block = config.get("block_size")
     if isinstance(block, int) and block > 1 and not config.get("sample_from_anchor"):
         drafts = min(drafts, block - 1)
-    method = config.get("speculators_model_type") or about.get("algorithm")
+    method = config.get("speculators_model_type") or section.get("algorithm")
     return Proposal(name, str(method), drafts)
 
 

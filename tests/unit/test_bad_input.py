@@ -526,10 +526,10 @@ def test_invalid_settings(
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"method": "dflash"}, "no drafter is named; give draft a directory"),
+        ({"method": "dflash"}, "no drafter is named; set draft to a directory"),
         (
             {"method": "dflash+ngram"},
-            "method is 'dflash+ngram' but no drafter is named; give draft",
+            "method is 'dflash+ngram', but no drafter is named; set draft",
         ),
         ({"num_drafts": 3}, "num_drafts is 3, but nothing drafts"),
         ({"num_drafts": 512, "method": "ngram"}, "num_drafts is 512, but max_model_len is 512"),

@@ -16,7 +16,7 @@ from textpair import Pair
 from tiny import edit_json
 
 from strobe import LLM
-from strobe.hub.download import directory, fetch_weights
+from strobe.hub.download import fetch_weights, find_checkpoint
 from strobe.tools.eval.sources import fetch
 
 NAME, COMMIT = "owner/tiny-model", "a" * 40
@@ -56,7 +56,7 @@ def files_to_fetch(published: list[str], call: dict[str, Any]) -> list[str]:
 
 def sentence(name: str, revision: str | None = None) -> str:
     with pytest.raises(ValueError, match=r"\.$") as caught:
-        directory(name, revision)
+        find_checkpoint(name, revision)
     message = str(caught.value)
     assert "\n" not in message
     assert name.partition("@")[0] in message
@@ -76,13 +76,13 @@ def test_hub_name_is_fetched_at_its_revision(
     hub: Callable[..., Any], name: str, revision: str | None, fetched: str | None
 ):
     calls = hub("/cache/snapshot")
-    assert directory(name, revision) == "/cache/snapshot"
+    assert find_checkpoint(name, revision) == "/cache/snapshot"
     assert [(call["name"], call["revision"]) for call in calls] == [(NAME, fetched)]
 
 
 def test_only_describing_files_are_fetched_first(hub: Callable[..., Any]):
     calls = hub("/cache/snapshot")
-    directory(NAME, None)
+    find_checkpoint(NAME, None)
     (call,) = calls
     published = [
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -100,10 +100,10 @@ def test_local_directory_has_precedence(
     calls = hub("/cache/snapshot")
     monkeypatch.chdir(tmp_path)
     Path(NAME).mkdir(parents=True)
-    assert directory(NAME, None) == NAME
+    assert find_checkpoint(NAME, None) == NAME
     assert "is a directory, not a name" in sentence(NAME, "main")
     for path in ("/nowhere/model", "model", "../a/b", "~/models/b", "a/b/c"):
-        assert directory(path, None) == path  # reading its config.json reports the error
+        assert find_checkpoint(path, None) == path  # reading its config.json reports the error
     assert not calls
 
 
@@ -136,7 +136,7 @@ def test_failure_is_one_sentence(
 def test_ctrl_c_during_a_download_is_not_a_hub_error(hub: Callable[..., Any]):
     hub(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        directory(NAME, None)
+        find_checkpoint(NAME, None)
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_offline_miss_is_an_error_with_a_fix(
         NAME
     )
     cache(NAME, pair.target)
-    assert directory(NAME, None).endswith(COMMIT)
+    assert find_checkpoint(NAME, None).endswith(COMMIT)
     assert "HF_HUB_OFFLINE" in sentence(NAME, "v2")
     fetch_weights(*(tmp_path / "hub").glob("models--*/snapshots/*"))
     (described := tmp_path / "described").mkdir()
@@ -287,7 +287,7 @@ def test_only_missing_indexed_weights_are_fetched(fake_hub: FakeHub):
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
     for file in (*shards, "consolidated.safetensors"):
         (target / file).touch()
-    snapshot = Path(directory("me/target", None))
+    snapshot = Path(find_checkpoint("me/target", None))
     fetch_weights(snapshot)
     assert fake_hub.weights == [f"me/target/{shard}" for shard in shards]
     (snapshot / shards[0]).unlink()  # as an interrupted download leaves it

@@ -15,7 +15,7 @@ from textpair import Pair
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.compat import aliases
 from strobe.compat.aliases import translate
-from strobe.compat.arguments import separate
+from strobe.compat.arguments import split_options
 from strobe.hub.pairs import PAIRS
 from strobe.outputs import CompletionOutput, RequestOutput
 from strobe.server.settings import ServerConfig
@@ -199,7 +199,7 @@ def test_options_of_other_engines_reach_settings(
         ),
         (
             [*sc(model="d"), "--speculative-config.model=d"],
-            "--speculative-config stands beside --speculative-config.model",
+            "--speculative-config is given together with --speculative-config.model",
         ),
         (
             ["--speculative-algorithm=EAGLE3"],
@@ -271,8 +271,8 @@ def test_options_without_effect_are_accepted_and_reported(caplog: pytest.LogCapt
 
 def test_only_foreign_options_leave_the_command_line():
     own = ["generate", "model", "tp", "--draft", "d", "--no-chat", "-x", "--", "--model", "m"]
-    assert separate(own) == (own, {})
-    assert separate(["serve", "--tp=1", "m", "--trust-remote-code", "--port", "1"]) == (
+    assert split_options(own) == (own, {})
+    assert split_options(["serve", "--tp=1", "m", "--trust-remote-code", "--port", "1"]) == (
         ["serve", "m", "--port", "1"],
         {"tp": 1, "trust_remote_code": True},
     )
