@@ -1,4 +1,4 @@
-"""Kernels run compiled where there is a GPU and in Triton's interpreter elsewhere."""
+"""Kernels run compiled on a GPU, and in Triton's interpreter without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
-# The interpreter is chosen when a kernel is decorated, so before any module of kernels is imported.
+# Triton chooses the interpreter when a kernel is decorated: set it before importing any kernels.
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -21,13 +21,13 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def with_gpu(monkeypatch: pytest.MonkeyPatch, without_gpu: Callable[[], bool]) -> None:
-    """These tests see the machine as it is."""
+    """Let these tests see the machine's GPU, which other tests hide."""
     monkeypatch.setattr("torch.cuda.is_available", without_gpu)
 
 
 @pytest.fixture(autouse=True)
 def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter makes bounds of loops from arrays [1], which numpy 2.4 refuses."""
+    """Make loop bounds in Triton 3.6's interpreter, arrays [1], usable as integers in numpy 2.4."""
     if HAS_GPU:
         return
     from triton.runtime import interpreter

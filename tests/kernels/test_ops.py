@@ -1,5 +1,5 @@
-"""Models through triton's kernels against the same models in plain torch, over a cache of their
-own, and the kernels that a layer launches."""
+"""Models with Triton kernels against the same models in plain torch, over a simple cache, and the
+kernels that a layer launches."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ IDS, ROWS = [3, 1, 4, 1, 5], 5
 
 
 class Cache:
-    """Keys and values of one sequence from its start, with attention over all of it; and the states
-    of recurrent layers."""
+    """A plan for one sequence of ROWS rows: its keys and values, causal attention over all of them,
+    and the states of recurrent layers."""
 
     def __init__(self, decoder: DecoderConfig, device: torch.device, mix: Any = None):
         shapes = [decoder.shape_of(i) for i in range(len(decoder.masks))]
@@ -96,30 +96,32 @@ def cache(config: TargetConfig, device: torch.device, *, kernels: bool) -> Cache
 
 
 def contiguous(model: torch.nn.Module) -> None:
-    """Loading lays parameters out for a CPU's GEMMs."""
+    """Make parameters contiguous; loading arranges them for a CPU's GEMMs."""
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
 
 
-def compared(path: Path, device: torch.device, *, fp8: bool = False) -> list[tuple[Tensor, Tensor]]:
-    """Five rows by kernels and in plain torch: every layer's output, keys and values, logits and
-    the most probable tokens. fp8: linear layers stored so are held so, by kernels."""
+def run_both(path: Path, device: torch.device, *, fp8: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """Run five rows by kernels and in plain torch. Return pairs of every layer's output, then of
+    every layer's keys and values, then of the logits; check that the argmax is equal. fp8: the
+    kernels' model keeps FP8 linear layers in FP8."""
     config = load_target_config(path)
     layers = range(config.decoder.num_layers + 1)
-    how: dict[str, Any] = {"max_positions": 16, "dtype": torch.float32, "device": device}
-    plain, fused = load_target(path, config, **how), load_target(path, config, **how, fp8=fp8)
+    options: dict[str, Any] = {"max_positions": 16, "dtype": torch.float32, "device": device}
+    plain = load_target(path, config, **options)
+    fused = load_target(path, config, **options, fp8=fp8)
     ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
     caches = [cache(config, device, kernels=kernels) for kernels in (False, True)]
     contiguous(fused)
     fused.ops = TritonOps(device, torch.float32)
-    x, features = plain(ids, places, caches[0], tuple(layers))
-    y, seen = fused(ids, places, caches[1], tuple(layers))
-    assert features is not None
-    assert seen is not None
+    x, expected = plain(ids, places, caches[0], tuple(layers))
+    y, actual = fused(ids, places, caches[1], tuple(layers))
+    assert expected is not None
+    assert actual is not None
     if not fp8:
         assert torch.equal(fused.argmax(y), plain.argmax(x))
     return [
-        *zip(seen.chunk(len(layers), 1), features.chunk(len(layers), 1), strict=True),
+        *zip(actual.chunk(len(layers), 1), expected.chunk(len(layers), 1), strict=True),
         *zip(caches[1].layers, caches[0].layers, strict=True),
         (fused.head(y), plain.head(x)),
     ]
@@ -158,38 +160,38 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "gemma4": partial(make_target, **GEMMA4),
     "gemma4_moe": partial(make_target, **GEMMA4, **GEMMA4_MOE),
 }
-"""Plain heads and such without norms of queries and keys; biases, sinks, gates; values that are
-normed, or that are the keys; rope over a part of a head."""
+"""Covers queries and keys with and without norms; biases, sinks, gates; values that are normed or
+equal to the keys; rope over part of a head."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_match_layer_operations(tmp_path: Path, device: torch.device, family: str):
     FAMILIES[family](tmp_path, head_dim=64, num_hidden_layers=2, hidden_size=64)
-    for found, wanted in compared(tmp_path, device):
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    for actual, expected in run_both(tmp_path, device):
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-class Counting(TorchOps):
-    """How often a forward asks for the operations that layers are told apart by."""
+class CountingOps(TorchOps):
+    """Counts a forward's calls of the operations by which layers differ."""
 
     def __init__(self) -> None:
-        self.seen: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
 
-    def attention(self, *given: Any) -> Tensor:
-        self.seen["attention"] += 1
-        return super().attention(*given)
+    def attention(self, *args: Any) -> Tensor:
+        self.calls["attention"] += 1
+        return super().attention(*args)
 
-    def experts(self, *given: Any) -> Tensor:
-        self.seen["experts"] += 1
-        return super().experts(*given)
+    def experts(self, *args: Any) -> Tensor:
+        self.calls["experts"] += 1
+        return super().experts(*args)
 
-    def delta_rule(self, *given: Any) -> Tensor:
-        self.seen["delta_rule"] += 1
-        return super().delta_rule(*given)
+    def delta_rule(self, *args: Any) -> Tensor:
+        self.calls["delta_rule"] += 1
+        return super().delta_rule(*args)
 
 
 @pytest.mark.parametrize(
-    ("family", "asked"),
+    ("family", "calls"),
     [
         ("qwen3", {"attention": 2}),
         ("qwen3_moe", {"attention": 2, "experts": 2}),
@@ -200,60 +202,61 @@ class Counting(TorchOps):
     ],
 )
 def test_layers_call_ops_for_fusable_work(
-    tmp_path: Path, device: torch.device, family: str, asked: dict[str, int]
+    tmp_path: Path, device: torch.device, family: str, calls: dict[str, int]
 ):
     FAMILIES[family](tmp_path, head_dim=64, num_hidden_layers=2, hidden_size=64)
     config = load_target_config(tmp_path)
     model = load_target(tmp_path, config, max_positions=16, dtype=torch.float32, device=device)
-    model.ops = Counting()
+    model.ops = CountingOps()
     ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
     model(ids, places, cache(config, device, kernels=False), ())
-    assert model.ops.seen == asked
+    assert model.ops.calls == calls
 
 
-KEPT = ("layers.0.", "layers.1.self_attn.q_proj", "layers.1.mlp.g", "layers.2.mlp.down_proj")
+DENSE = ("layers.0.", "layers.1.self_attn.q_proj", "layers.1.mlp.g", "layers.2.mlp.down_proj")
 
 
 def test_fp8_and_dense_weights_mix(tmp_path: Path, device: torch.device):
-    """The first layer was not converted: it is exact. Of the others some linear layers were, before
-    and behind those that were not."""
+    """The first layer is dense and so exact; later ones have FP8 linear layers before and after
+    dense ones."""
     make_target(tmp_path / "fp8", head_dim=64, num_hidden_layers=3, hidden_size=64)
 
     def stored(name: str) -> bool:
-        return is_linear(name) and not name.removeprefix("model.").startswith(KEPT)
+        return is_linear(name) and not name.removeprefix("model.").startswith(DENSE)
 
     quantize(tmp_path / "fp8", tmp_path / "plain", (128, 128), stored=stored)
-    found = compared(tmp_path / "fp8", device, fp8=True)
-    features, caches, logits = found[:4], found[4:7], found[7]
-    for seen, wanted in features[:2]:
-        torch.testing.assert_close(seen, wanted, atol=1e-4, rtol=1e-4)
+    pairs = run_both(tmp_path / "fp8", device, fp8=True)
+    features, caches, logits = pairs[:4], pairs[4:7], pairs[7]
+    for actual, expected in features[:2]:
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     keys_and_values = tuple(map(torch.stack, zip(*caches, strict=True)))
-    for seen, wanted in [*features[2:], keys_and_values, logits]:
-        error = (seen - wanted).norm() / wanted.norm()
-        assert 1e-3 < error < 0.1, "measured 0.027 to 0.048, x being in FP8 too"
+    for actual, expected in [*features[2:], keys_and_values, logits]:
+        error = (actual - expected).norm() / expected.norm()
+        assert 1e-3 < error < 0.1, "measured 0.027 to 0.048, since x is in FP8, too"
 
 
 def pair(tmp_path: Path, device: torch.device, **changes: Any) -> tuple[Any, Any]:
-    """A target, and a drafter in plain torch."""
-    place: dict[str, Any] = {"max_positions": 16, "dtype": torch.float32, "device": device}
+    """Return a target and a drafter in plain torch."""
+    options: dict[str, Any] = {"max_positions": 16, "dtype": torch.float32, "device": device}
     make_target(tmp_path / "target", head_dim=64)
-    target = load_target(tmp_path / "target", load_target_config(tmp_path / "target"), **place)
+    target = load_target(tmp_path / "target", load_target_config(tmp_path / "target"), **options)
     path = make_draft(tmp_path / "draft", width=64, **changes)
     contiguous(target)
-    return target, load_draft(path, load_draft_config(path), target, **place)
+    return target, load_draft(path, load_draft_config(path), target, **options)
 
 
 @pytest.mark.parametrize("changes", [{}, {"sinks": True}, {"bias": True}], ids=str)
 def test_kernels_match_drafter_layer_operations(
     tmp_path: Path, device: torch.device, changes: dict[str, bool]
 ):
-    """Its block, its tokens, and the context's keys and values of every layer."""
+    """Compares the block's hidden states, tokens and keys and values, and the context's keys and
+    values of all layers."""
     _, model = pair(tmp_path, device, **changes)
     decoder = model.config.decoder
     ids, places = (torch.tensor(x, device=device) for x in (IDS, [4, 5, 6, 7, 8]))
     features = torch.randn(ROWS, model.fc.in_features, generator=torch.Generator().manual_seed(3))
     features = features.to(device)
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for kernels in (False, True):
         if kernels:
             contiguous(model)
@@ -262,51 +265,51 @@ def test_kernels_match_drafter_layer_operations(
         store = KVStore(KVSpec(((2, 64),) * 2, torch.float32), 2, 16, device)
         x, _ = model(ids, places, block)
         model.write_context(features, places, places + 16, store)
-        found.append([x, *block.layers, model.head(x), model.argmax(x), store.data])
-    for plain, fused in zip(*found, strict=True):
+        results.append([x, *block.layers, model.head(x), model.argmax(x), store.data])
+    for plain, fused in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain, atol=1e-4, rtol=1e-4)
 
 
 class Launches(TorchDispatchMode):
-    """What runs on a device, in order: kernels by what they do, torch's operations by their names;
-    views and fresh memory are neither."""
+    """Records device work in order: kernels by their role, torch's operations by their names;
+    views and allocations do not count."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, attend: Cache):
         super().__init__()
-        self.seen: list[str] = []
+        self.names: list[str] = []
         self.inside = False
         for name in ("gather_rows", "rms_norm", "qk_norm_rope_store", "context_store"):
-            monkeypatch.setattr(triton_ops, name, self.named(name, getattr(triton_ops, name)))
-        monkeypatch.setattr(attend, "over", self.named("attention", attend.over))
-        monkeypatch.setattr(linear, "launch", self.linear(linear.launch))
+            monkeypatch.setattr(triton_ops, name, self.recorded(name, getattr(triton_ops, name)))
+        monkeypatch.setattr(attend, "over", self.recorded("attention", attend.over))
+        monkeypatch.setattr(linear, "launch", self.recorded_linear(linear.launch))
 
-    def named(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*given: Any, **options: Any) -> Any:
-            self.seen.append(name)
+    def recorded(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **options: Any) -> Any:
+            self.names.append(name)
             self.inside = True
             try:
-                return call(*given, **options)
+                return call(*args, **options)
             finally:
                 self.inside = False
 
-        return called
+        return wrapper
 
-    def linear(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        def called(config: Any, gemm: Any, *given: Any, **options: Any) -> Any:
-            around = ("norm", "scaled", "residual", "next_norm", "bias")
-            words = [name for name in around if options.get(name) is not None]
+    def recorded_linear(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(config: Any, gemm: Any, *args: Any, **options: Any) -> Any:
+            fusions = ("norm", "scaled", "residual", "next_norm", "bias")
+            words = [name for name in fusions if options.get(name) is not None]
             words += [name for name in ("gated", "argmax") if getattr(gemm, name)]
-            call = self.named(" ".join(["linear", *words]), launch)
-            return call(config, gemm, *given, **options)
+            call = self.recorded(" ".join(["linear", *words]), launch)
+            return call(config, gemm, *args, **options)
 
-        return called
+        return wrapper
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         free = func.is_view or "empty" in func.__name__
         if not self.inside and not free:
-            self.seen.append(func.__name__)
+            self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
@@ -317,10 +320,10 @@ GATED = "linear norm scaled gated"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_a_dense_layer_is_six_launches(
+def test_dense_layer_has_six_launches(
     tmp_path: Path, device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """No norm, sum or copy has a launch of its own, captured features included."""
+    """Norms, sums and copies, also of captured features, are fused into other kernels."""
     FAMILIES[family](tmp_path, head_dim=64, num_hidden_layers=3, hidden_size=64)
     config = load_target_config(tmp_path)
     model = load_target(tmp_path, config, max_positions=16, dtype=torch.float32, device=device)
@@ -332,7 +335,7 @@ def test_a_dense_layer_is_six_launches(
         x, features = model(ids, places, attend, (1, 3))
         model.argmax(x)
     assert features is not None
-    assert launches.seen == [
+    assert launches.names == [
         *("gather_rows", *FIRST, GATED, "linear residual next_norm"),
         *(*LATER, GATED, "linear residual next_norm"),
         *(*LATER, GATED, "linear residual"),
@@ -341,7 +344,7 @@ def test_a_dense_layer_is_six_launches(
     assert x.data_ptr() == features[:, 64:].data_ptr()
 
 
-def test_a_drafters_block_and_context_launch_no_more(
+def test_drafter_block_and_context_add_no_launches(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
     _, model = pair(tmp_path, device)
@@ -355,7 +358,7 @@ def test_a_drafters_block_and_context_launch_no_more(
         x, _ = model(ids, places, attend)
         model.argmax(x)
         model.write_context(features, places, places, store)
-    assert launches.seen == [
+    assert launches.names == [
         *("gather_rows", *FIRST, GATED, "linear residual next_norm"),
         *(*LATER, GATED, "linear residual"),
         *("rms_norm", "linear argmax"),
@@ -363,7 +366,7 @@ def test_a_drafters_block_and_context_launch_no_more(
     ]
 
 
-def test_attention_of_layers_with_experts_is_by_kernels(
+def test_layers_with_experts_run_attention_by_kernels(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
     FAMILIES["qwen3_moe"](tmp_path, head_dim=64, num_hidden_layers=2, hidden_size=64)
@@ -375,5 +378,5 @@ def test_attention_of_layers_with_experts_is_by_kernels(
     attend = Cache(config.decoder, device)
     with Launches(monkeypatch, attend) as launches:
         model(ids, places, attend, (2,))
-    kernels = [name for name in launches.seen if "." not in name]
+    kernels = [name for name in launches.names if "." not in name]
     assert kernels == ["gather_rows", *[*FIRST, "rms_norm"] * 2]

@@ -11,7 +11,7 @@ from strobe.sampling import processors
 from strobe.sampling.processors import LogitRows
 
 
-def test_the_floor_is_the_twins() -> None:
+def test_floor_matches_torch_twin() -> None:
     assert kernel.FLOOR.value == processors.FLOOR
 
 
@@ -26,17 +26,18 @@ def test_rows_match_torch_twin(device, monkeypatch, seed, drafts, dtype) -> None
     wide = torch.tensor(world.logits).repeat(1, 2).to(device, dtype)
     logits, masks = wide[:, : world.size], world.masks.to(device)
     for processed in (True, False):
-        for given in (masks, None):
-            found = kernel.process(logits, state.tables, rows, given, processed=processed)
-            twin = processors.process(logits, state.tables, rows, given, processed=processed)
-            assert torch.allclose(found, twin, rtol=1e-6, atol=1e-5)
+        for used_masks in (masks, None):
+            arguments = logits, state.tables, rows, used_masks
+            actual = kernel.process(*arguments, processed=processed)
+            expected = processors.process(*arguments, processed=processed)
+            assert torch.allclose(actual, expected, rtol=1e-6, atol=1e-5)
     if dtype == torch.float32:
-        found = kernel.process(logits, state.tables, rows, masks, processed=True)
-        check(found.cpu(), world.wanted())
+        actual = kernel.process(logits, state.tables, rows, masks, processed=True)
+        check(actual.cpu(), world.wanted())
 
 
-def test_a_real_vocabulary(device) -> None:
-    """Many blocks a row, and tables whose last slot begins a million cells in."""
+def test_processors_with_real_vocabulary_size(device) -> None:
+    """Rows have many blocks, and the last slot's tables start at cell 1,000,000 or later."""
     size = 151_936
     world = World(4, size=70, most_drafts=2)
     world.size = size
@@ -46,14 +47,14 @@ def test_a_real_vocabulary(device) -> None:
     logits = torch.randn(len(world.places), size, generator=generator).to(device)
     words = torch.randint(-(2**31), 2**31, (len(logits), size // 32), generator=generator)
     masks = words.to(torch.int32).to(device)
-    found = kernel.process(logits, state.tables, rows, masks, processed=True)
-    twin = processors.process(logits, state.tables, rows, masks, processed=True)
-    assert torch.allclose(found, twin, rtol=1e-6, atol=1e-5)
+    actual = kernel.process(logits, state.tables, rows, masks, processed=True)
+    expected = processors.process(logits, state.tables, rows, masks, processed=True)
+    assert torch.allclose(actual, expected, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-def test_a_state_with_kernels_samples_the_same(device) -> None:
-    """Processors, filters, races and greedy rows; and scores of the model's own logits."""
+def test_sampling_state_with_kernels_matches_torch(device) -> None:
+    """With processors, filters, sampled and greedy rows, and scores of the unprocessed logits."""
     worlds = [World(seed, size=70) for seed in range(4)]
     for world in worlds:
         for i, admitted in enumerate(world.admitted):
@@ -64,10 +65,10 @@ def test_a_state_with_kernels_samples_the_same(device) -> None:
         mode = by_kernel.mode(world.spans)
         rows = LogitRows(*[column.to(device) for column in world.rows])
         logits, masks = torch.tensor(world.logits), world.masks
-        found = by_kernel.sample(logits.to(device), rows, mode, masks.to(device))
-        twin = by_torch.sample(logits, world.rows, by_torch.mode(world.spans), masks)
-        assert found.tokens.tolist() == twin.tokens.tolist()
-        assert found.scores is not None
-        assert twin.scores is not None
-        for a, b in zip(found.scores, twin.scores, strict=True):
+        actual = by_kernel.sample(logits.to(device), rows, mode, masks.to(device))
+        expected = by_torch.sample(logits, world.rows, by_torch.mode(world.spans), masks)
+        assert actual.tokens.tolist() == expected.tokens.tolist()
+        assert actual.scores is not None
+        assert expected.scores is not None
+        for a, b in zip(actual.scores, expected.scores, strict=True):
             assert torch.allclose(a.cpu(), b, equal_nan=True)
