@@ -1,4 +1,4 @@
-"""What tests on a GPU share."""
+"""Fixtures of the tests on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def exact_gemms() -> Iterator[None]:
-    """fp32 GEMMs without tf32, as losslessness in fp32 means it."""
+    """Turn tf32 off, which would round fp32 GEMMs."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield

@@ -1,4 +1,4 @@
-"""Pairs and checks that several tests on a GPU share."""
+"""Checks that several tests on a GPU share."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ NEEDS_GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 ON_GPU: dict[str, Any] = {"device": "cuda", "width": 64}
-"""Of `make_pair`: heads of the least size that the kernels have."""
+"""Options of `make_pair`; the heads have the smallest size that the kernels support."""
 
 
-def finish(engine: Engine, asked: Sequence[Request]) -> list[list[int]]:
-    """Run to the end -> the outputs of `asked`."""
+def finish(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    """Run until the engine is idle and return the requests' outputs."""
     while engine.has_work:
         engine.step()
     engine.check()
-    return [request.output_ids for request in asked]
+    return [request.output_ids for request in requests]
 
 
 def keys_and_values(engine: Engine) -> list[Tensor]:
-    """What is left of them, without the first and the last slots, where padding is written."""
+    """Return the stored keys and values without the first and last slots, which padding writes."""
     stores = engine.components.stores.values()
     return [layer[16:-16].clone() for store in stores for layer in store.layers]
 
@@ -40,49 +40,49 @@ def keys_and_values(engine: Engine) -> list[Tensor]:
 def check_captured(
     make: Callable[[], Engine],
     answers: Callable[[Engine], Any],
-    left: Callable[[Engine], list[Tensor]],
+    stored: Callable[[Engine], list[Tensor]],
 ) -> None:
-    """Steps replayed from graphs and the same padded steps run as they are: equal answers, and
-    equal bits in what both leave behind."""
-    found: list[tuple[Any, list[Tensor]]] = []
+    """Check that captured and eager runs of the same padded steps give equal answers and equal bits
+    in the tensors that they leave in memory."""
+    runs: list[tuple[Any, list[Tensor]]] = []
     for graphs in (True, False):
         engine = make()
         if not graphs:
             engine.graphs.run = lambda key, body, *inputs: body(*inputs)  # type: ignore[method-assign]
             engine.proposers["dflash"].graphs = engine.graphs  # type: ignore[attr-defined]
-        reported = answers(engine)
+        outputs = answers(engine)
         assert bool(len(engine.graphs)) is graphs
-        found.append((reported, left(engine)))
-    (captured, ours), (plain, theirs) = found
-    assert captured == plain
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
+        runs.append((outputs, stored(engine)))
+    (captured, captured_tensors), (eager, eager_tensors) = runs
+    assert captured == eager
+    for captured_tensor, eager_tensor in zip(captured_tensors, eager_tensors, strict=True):
+        assert torch.equal(captured_tensor, eager_tensor)
 
 
 @contextmanager
-def steady(engine: Engine, asked: Sequence[Request], *, after: int) -> Iterator[None]:
-    """Where each of `asked` has more than `after` tokens, launches must not wait for the device.
-    Ends them."""
-    while not all(request.num_output > after for request in asked):
+def steady(engine: Engine, requests: Sequence[Request], *, after: int) -> Iterator[None]:
+    """Run until each request has more than `after` tokens; within the context, launches must not
+    wait for the device. Aborts the requests at the end."""
+    while not all(request.num_output > after for request in requests):
         engine.step()
     launch = engine.launch
 
-    def watched(plan: Any) -> Any:
+    def launch_without_sync(plan: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
         try:
             return launch(plan)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    engine.launch = watched  # type: ignore[method-assign]
+    engine.launch = launch_without_sync  # type: ignore[method-assign]
     yield
-    for request in asked:
+    for request in requests:
         engine.finish(request, "abort")
-    finish(engine, asked)
+    finish(engine, requests)
 
 
 def check_against_cpu(pair: Pair, *workloads: str) -> None:
-    """The target alone decodes in fp32 what it does on a CPU."""
+    """Check that plain decoding in fp32 gives the same tokens as on a CPU."""
     on_cpu = replace(pair, device="cpu")
     for name in workloads:
         assert plain_answers(pair, name) == plain_answers(on_cpu, name)

@@ -1,4 +1,4 @@
-"""Captured steps on a GPU: the same bits as eager ones, nothing waited for, nothing growing."""
+"""Captured steps on a GPU: the same bits as eager ones, no synchronization, no growing memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = NEEDS_GPU
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80)
 WARM = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=80)
 REGRET = 0.05
-"""How far a bf16 argmax may lie below the largest, as log probabilities in fp32. On an H200 it was
-0.0000, with FP8 weights and with an FP8 cache too."""
+"""Maximum difference in fp32 log probability between the best token and the one chosen in bf16.
+Measured on an H200: 0.0000, also with FP8 weights and with an FP8 cache."""
 
 
-def engine(**options: Any) -> Engine:
-    given = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 8, "kv_cache_memory": "1GiB"}
-    return Engine(EngineConfig(**{**given, **options}))
+def make_engine(**options: Any) -> Engine:
+    defaults = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 8, "kv_cache_memory": "1GiB"}
+    return Engine(EngineConfig(**{**defaults, **options}))
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -34,8 +34,8 @@ def prompts(count: int) -> list[list[int]]:
     return [list(prompt) for prompt in prompts_of(llm, choose_examples(count))]
 
 
-def answers(one: Engine, texts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    return finish(one, [one.add(text, params) for text in texts])
+def answers(engine: Engine, texts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    return finish(engine, [engine.add(text, params) for text in texts])
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +45,13 @@ def texts() -> list[list[int]]:
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_captured_steps_give_the_bits_of_eager_ones(
+def test_captured_steps_match_eager_ones_bit_by_bit(
     dtype: str, params: SamplingParams, texts: list[list[int]]
 ):
-    """The K/V that both leave behind are compared, not only the tokens."""
+    """Compares the stored K/V as well as the tokens."""
     check_captured(
-        lambda: engine(dtype=dtype, overlap=1),
-        lambda one: answers(one, texts, params),
+        lambda: make_engine(dtype=dtype, overlap=1),
+        lambda engine: answers(engine, texts, params),
         keys_and_values,
     )
 
@@ -65,67 +65,71 @@ def test_captured_steps_give_the_bits_of_eager_ones(
 def test_disabled_options_change_no_fp32_answer(
     params: SamplingParams, off: dict[str, Any], texts: list[list[int]]
 ):
-    whole = answers(engine(dtype="float32"), texts, params)
-    assert answers(engine(dtype="float32", **off), texts, params) == whole
+    expected = answers(make_engine(dtype="float32"), texts, params)
+    assert answers(make_engine(dtype="float32", **off), texts, params) == expected
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_overlap_matches_single_step(params: SamplingParams, texts: list[list[int]]):
-    assert answers(engine(overlap=2), texts, params) == answers(engine(overlap=1), texts, params)
+    assert answers(make_engine(overlap=2), texts, params) == answers(
+        make_engine(overlap=1), texts, params
+    )
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_capture_order_changes_nothing(reverse: bool, texts: list[list[int]]):
-    """One short request first and a crowd of long ones later, or the crowd first."""
-    one, crowd = engine(), [text * 3 for text in texts]
-    loads = [[texts[0][:5]], crowd, texts[:3]]
+    """One short request first and many long ones later, or the long ones first."""
+    engine, long_texts = make_engine(), [text * 3 for text in texts]
+    loads = [[texts[0][:5]], long_texts, texts[:3]]
     order = reversed(loads) if reverse else loads
-    found = {len(load): answers(one, load, GREEDY) for load in order}
+    by_size = {len(load): answers(engine, load, GREEDY) for load in order}
     for load in loads:
-        fresh = answers(engine(), load, GREEDY)
-        assert found[len(load)] == fresh
+        fresh = answers(make_engine(), load, GREEDY)
+        assert by_size[len(load)] == fresh
 
 
 def test_steady_steps_do_not_sync_or_allocate(texts: list[list[int]]):
-    one = engine(overlap=2, max_model_len=1024)
+    engine = make_engine(overlap=2, max_model_len=1024)
     params = WARM.clone(max_tokens=900, ignore_eos=True)
-    asked = [one.add(text, params) for text in texts]
-    with steady(one, asked, after=40):
+    requests = [engine.add(text, params) for text in texts]
+    with steady(engine, requests, after=40):
         before = torch.cuda.memory_stats()["segment.all.allocated"]
-        captured = len(one.components.graphs)
+        captured = len(engine.components.graphs)
         for _ in range(20):
-            one.step()
-        assert len(one.components.graphs) == captured
+            engine.step()
+        assert len(engine.components.graphs) == captured
         assert torch.cuda.memory_stats()["segment.all.allocated"] == before
 
 
 def test_fitting_mixed_step_is_replayed(texts: list[list[int]]):
-    """Two prompts of one length, one after the other beside the same three requests."""
-    one = engine(overlap=1, enable_prefix_caching=False)
-    asked = [one.add(text, GREEDY.clone(max_tokens=300, ignore_eos=True)) for text in texts[:3]]
-    while not all(request.num_output > 16 for request in asked):
-        one.step()
+    """Two prompts of equal length, one after the other, next to the same three requests."""
+    engine = make_engine(overlap=1, enable_prefix_caching=False)
+    requests = [
+        engine.add(text, GREEDY.clone(max_tokens=300, ignore_eos=True)) for text in texts[:3]
+    ]
+    while not all(request.num_output > 16 for request in requests):
+        engine.step()
     counts: list[int] = []
     for _ in range(2):
-        counts.append(len(one.graphs))
-        new = one.add(texts[4], GREEDY.clone(max_tokens=1))
+        counts.append(len(engine.graphs))
+        new = engine.add(texts[4], GREEDY.clone(max_tokens=1))
         while new.finish_reason is None:
-            one.step()
-    counts.append(len(one.graphs))
+            engine.step()
+    counts.append(len(engine.graphs))
     assert counts[0] < counts[1] == counts[2]
-    for request in asked:
-        one.finish(request, "abort")
-    finish(one, asked)
+    for request in requests:
+        engine.finish(request, "abort")
+    finish(engine, requests)
 
 
 @pytest.mark.parametrize("fp8", [{}, {"weight_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=str)
-def test_every_token_in_bf16_is_near_the_targets_own(fp8: dict[str, str], texts: list[list[int]]):
-    """Regret: the target in fp32, forced along the answer, at every position of it."""
-    one = engine(**fp8)
-    found = answers(one, texts, GREEDY)
+def test_tokens_in_bf16_are_nearly_the_best_in_fp32(fp8: dict[str, str], texts: list[list[int]]):
+    """Scores each position of the answers with the target in fp32."""
+    engine = make_engine(**fp8)
+    outputs = answers(engine, texts, GREEDY)
     judge = LLM(device="cuda", dtype="float32", method="none", kv_cache_memory="1GiB")
     worst = 0.0
-    for text, answer in zip(texts, found, strict=True):
+    for text, answer in zip(texts, outputs, strict=True):
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
         (output,) = judge.generate([{"prompt_token_ids": text + answer}], params, use_tqdm=False)
         rows = [row for row in (output.prompt_logprobs or [])[len(text) :] if row]
@@ -138,53 +142,55 @@ def test_every_token_in_bf16_is_near_the_targets_own(fp8: dict[str, str], texts:
 
 
 def test_memory_does_not_grow(texts: list[list[int]]):
-    """Once every shape of step has come by: the second round is the first to find its prefixes."""
-    one = engine(overlap=2)
+    """Warms up every shape first; prefixes hit the cache only from the second round on."""
+    engine = make_engine(overlap=2)
     for _ in range(4):
-        answers(one, texts, WARM)
+        answers(engine, texts, WARM)
     torch.cuda.synchronize()
     before = torch.cuda.memory_reserved()
     for _ in range(6):
-        answers(one, texts, WARM)
+        answers(engine, texts, WARM)
     assert torch.cuda.memory_reserved() == before
 
 
-def test_after_the_warm_up_no_step_is_captured(texts: list[list[int]]):
-    one = engine(overlap=2)
-    warm_up(one)
-    captured = len(one.graphs)
+def test_no_step_is_captured_after_warm_up(texts: list[list[int]]):
+    engine = make_engine(overlap=2)
+    warm_up(engine)
+    captured = len(engine.graphs)
     for params in (GREEDY, WARM):
-        asked = [one.add(text, params.clone(max_tokens=20 + 9 * i)) for i, text in enumerate(texts)]
-        while one.has_work:
-            one.step()
-        late = one.add([*texts[0], 5, 6, 7], params)
+        requests = [
+            engine.add(text, params.clone(max_tokens=20 + 9 * i)) for i, text in enumerate(texts)
+        ]
+        while engine.has_work:
+            engine.step()
+        late = engine.add([*texts[0], 5, 6, 7], params)
         for _ in range(3):
-            one.step()
-        asked += [late, one.add(texts[1][:3], params)]
-        finish(one, asked)
-    assert len(one.graphs) == captured > 40
+            engine.step()
+        requests += [late, engine.add(texts[1][:3], params)]
+        finish(engine, requests)
+    assert len(engine.graphs) == captured > 40
 
 
-def test_capture_survives_the_collection_of_another_engine(texts: list[list[int]]):
-    """An engine that nothing refers to any more may be freed at any allocation."""
-    wanted = answers(engine(overlap=1), texts, GREEDY)
+def test_capture_survives_garbage_collection_of_an_engine(texts: list[list[int]]):
+    """An unreferenced engine may be freed at any allocation."""
+    expected = answers(make_engine(overlap=1), texts, GREEDY)
     before = gc.get_threshold()
     gc.set_threshold(1)
     try:
-        one = engine(overlap=1)
-        assert answers(one, texts, GREEDY) == wanted
+        engine = make_engine(overlap=1)
+        assert answers(engine, texts, GREEDY) == expected
     finally:
         gc.set_threshold(*before)
-    assert len(one.graphs) > 0
-    assert not one.graphs._uncapturable  # type: ignore[union-attr]
+    assert len(engine.graphs) > 0
+    assert not engine.graphs._uncapturable  # type: ignore[union-attr]
 
 
-def test_a_failed_capture_does_not_end_those_after_it():
+def test_capture_works_after_a_failed_one():
     capturer = CUDACapturer()
     x = torch.ones(8, device="cuda")
 
     def failing() -> None:
-        (x + 1).item()  # waits for the device, which a capture may not
+        (x + 1).item()  # waits for the device, which is not allowed during capture
 
     with pytest.raises(RuntimeError):
         capturer.capture(failing)

@@ -1,5 +1,5 @@
-"""Families of targets beside the first on a GPU: captured steps give the bits of eager ones, and
-nothing waits."""
+"""Further target families on a GPU: captured steps match eager ones bit by bit, without
+synchronization."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_pair(root, write, seed=4, **ON_GPU, **changes)
 
 
-def engine(pair: Pair, **options: Any) -> Engine:
-    given = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 4, "max_model_len": 256}
-    given |= {"kv_cache_memory": "64MiB", "overlap": 1, **options}
-    return Engine(EngineConfig(target=str(pair.target), draft=str(pair.draft), **given))
+def make_engine(pair: Pair, **options: Any) -> Engine:
+    defaults = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 4, "max_model_len": 256}
+    defaults |= {"kv_cache_memory": "64MiB", "overlap": 1, **options}
+    return Engine(EngineConfig(target=str(pair.target), draft=str(pair.draft), **defaults))
 
 
-def answers(one: Engine) -> list[list[int]]:
-    assert one.resolved.backends.attention == "triton"
-    return finish(one, [one.add(prompt, GREEDY) for prompt in PROMPTS])
+def answers(engine: Engine) -> list[list[int]]:
+    assert engine.resolved.backends.attention == "triton"
+    return finish(engine, [engine.add(prompt, GREEDY) for prompt in PROMPTS])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_captured_steps_give_the_bits_of_eager_ones(pair: Pair, dtype: str):
-    check_captured(lambda: engine(pair, dtype=dtype), answers, keys_and_values)
+def test_captured_steps_match_eager_ones_bit_by_bit(pair: Pair, dtype: str):
+    check_captured(lambda: make_engine(pair, dtype=dtype), answers, keys_and_values)
 
 
 def test_steady_steps_do_not_wait(pair: Pair):
-    one = engine(pair, overlap=2)
-    asked = [one.add(prompt, GREEDY.clone(max_tokens=200)) for prompt in PROMPTS]
-    with steady(one, asked, after=40):
+    engine = make_engine(pair, overlap=2)
+    requests = [engine.add(prompt, GREEDY.clone(max_tokens=200)) for prompt in PROMPTS]
+    with steady(engine, requests, after=40):
         for _ in range(10):
-            one.step()
+            engine.step()
 
 
 def test_gpu_matches_cpu_in_fp32(pair: Pair):
@@ -65,13 +65,13 @@ def test_gpu_matches_cpu_in_fp32(pair: Pair):
 
 
 @pytest.mark.parametrize("rows", [1, 24, 700])
-def test_both_grouped_gemms_agree_in_bf16(rows: int):
+def test_grouped_gemms_match_bmm_in_bf16(rows: int):
     noise = torch.Generator("cuda").manual_seed(1)
     weights = torch.randn(8, 48, 64, generator=noise, device="cuda").bfloat16()
     x = torch.randn(rows, 64, generator=noise, device="cuda").bfloat16()
     owner = torch.randint(0, 7, (rows,), generator=noise, device="cuda").sort().values
-    every = torch.arange(8, device="cuda")
-    ends = torch.searchsorted(owner, every, right=True, out_int32=True)
-    wanted = torch.bmm(weights[owner].float(), x.float()[:, :, None])[:, :, 0]
+    experts = torch.arange(8, device="cuda")
+    ends = torch.searchsorted(owner, experts, right=True, out_int32=True)
+    expected = torch.bmm(weights[owner].float(), x.float()[:, :, None])[:, :, 0]
     for gemm in (grouped_gemm, blocked_gemm):
-        torch.testing.assert_close(gemm(x, weights, ends).float(), wanted, atol=0.1, rtol=0.02)
+        torch.testing.assert_close(gemm(x, weights, ends).float(), expected, atol=0.1, rtol=0.02)

@@ -1,4 +1,4 @@
-"""The same code on a GPU: the demo models, speculation on and off, against the CPU."""
+"""The demo models on a GPU, with and without speculation, compared with the CPU."""
 
 import pytest
 from on_gpu import NEEDS_GPU
@@ -38,15 +38,15 @@ FIELDS = {
 
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_processors_hold_on_a_gpu_speculation_on_and_off(params: SamplingParams, fields: dict):
-    asked = params.clone(**fields, max_tokens=48)
-    plain = answers(asked, method="none", device="cuda")
-    assert answers(asked, device="cuda", overlap=2) == plain
-    assert plain == answers(asked, device="cpu")
+def test_processors_match_plain_decoding_and_the_cpu(params: SamplingParams, fields: dict):
+    params_with_fields = params.clone(**fields, max_tokens=48)
+    plain = answers(params_with_fields, method="none", device="cuda")
+    assert answers(params_with_fields, device="cuda", overlap=2) == plain
+    assert plain == answers(params_with_fields, device="cpu")
 
 
 def test_gpu_logprobs_match_cpu():
-    found = []
+    logprobs = []
     for device in ("cuda", "cpu"):
         llm = LLM(dtype="float32", kv_cache_memory="1GiB", device=device)
         (output,) = llm.generate(
@@ -56,16 +56,18 @@ def test_gpu_logprobs_match_cpu():
         )
         entries = [entry for entry in output.prompt_logprobs or [] if entry]
         entries += output.outputs[0].logprobs or []
-        found.append([{token: one.logprob for token, one in entry.items()} for entry in entries])
-    assert len(found[0]) == len(found[1]) > 40
-    for cuda, cpu in zip(*found, strict=True):
+        logprobs.append(
+            [{token: logprob.logprob for token, logprob in entry.items()} for entry in entries]
+        )
+    assert len(logprobs[0]) == len(logprobs[1]) > 40
+    for cuda, cpu in zip(*logprobs, strict=True):
         assert cuda.keys() == cpu.keys()
         assert all(abs(cuda[token] - cpu[token]) < 1e-3 for token in cuda)
 
 
-def test_a_gpu_gives_the_tokens_of_the_cpu():
+def test_gpu_tokens_match_cpu():
     assert answers(SEEDED, device="cuda") == answers(SEEDED, device="cpu")
 
 
-def test_the_device_is_chosen_by_itself():
+def test_default_device_is_the_gpu():
     assert LLM(kv_cache_memory="64MiB").engine.resolved.device.type == "cuda"

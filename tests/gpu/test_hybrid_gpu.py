@@ -1,5 +1,5 @@
-"""A target with recurrent layers on a GPU: captured steps give the bits of eager ones, and the same
-tokens with speculation on and off in fp32."""
+"""A target with recurrent layers on a GPU: captured steps match eager ones bit by bit, and
+speculation does not change tokens in fp32."""
 
 from __future__ import annotations
 
@@ -34,40 +34,40 @@ def plain(pair: Pair) -> PlainAnswers:
 def test_outputs_equal_plain_decoding(c: Any, pair: Pair, plain: PlainAnswers):
     engine = compare(c, pair, plain(c.workload))
     assert engine.resolved.backends.attention == "triton"
-    assert len(engine.graphs) > 0 or c.workload == "stops"  # whose steps may all have processors
+    assert len(engine.graphs) > 0 or c.workload == "stops"  # all of its steps may need processors
 
 
 def test_gpu_matches_cpu(pair: Pair):
     check_against_cpu(pair, "greedy", "sampled")
 
 
-def engine(pair: Pair, **options: Any) -> Engine:
-    given = {"device": "cuda", "max_num_seqs": 4, "kv_cache_memory": "64MiB", **options}
-    return Engine(EngineConfig(str(pair.target), draft=str(pair.draft), **given))
+def make_engine(pair: Pair, **options: Any) -> Engine:
+    defaults = {"device": "cuda", "max_num_seqs": 4, "kv_cache_memory": "64MiB", **options}
+    return Engine(EngineConfig(str(pair.target), draft=str(pair.draft), **defaults))
 
 
-def states_left(one: Engine) -> list[torch.Tensor]:
-    states = one.components.states
+def states_left(engine: Engine) -> list[torch.Tensor]:
+    states = engine.components.states
     assert states is not None
     return [states.state[:, :-1].clone(), states.window[:, :-1].clone()]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_captured_steps_give_the_bits_of_eager_ones(dtype: str, pair: Pair):
-    """The states that both leave behind are compared, too."""
+def test_captured_steps_match_eager_ones_bit_by_bit(dtype: str, pair: Pair):
+    """Compares the recurrent states as well as the tokens."""
     cold = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
     texts = prompts([3, 17, 40, 1, 8, 29])
     check_captured(
-        lambda: engine(pair, dtype=dtype, max_model_len=128, overlap=1),
-        lambda one: run(one, texts, cold),
+        lambda: make_engine(pair, dtype=dtype, max_model_len=128, overlap=1),
+        lambda engine: run(engine, texts, cold),
         states_left,
     )
 
 
 def test_steady_steps_do_not_wait(pair: Pair):
-    one = engine(pair, max_model_len=512, overlap=2)
+    engine = make_engine(pair, max_model_len=512, overlap=2)
     endless = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-    asked = [one.add(text, endless) for text in prompts([3, 17, 40, 8])]
-    with steady(one, asked, after=20):
+    requests = [engine.add(text, endless) for text in prompts([3, 17, 40, 8])]
+    with steady(engine, requests, after=20):
         for _ in range(15):
-            one.step()
+            engine.step()

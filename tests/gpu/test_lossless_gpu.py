@@ -1,4 +1,4 @@
-"""The losslessness matrix on a GPU in fp32: our kernels, captured steps, the same tokens."""
+"""The losslessness matrix on a GPU in fp32, with kernels and captured steps."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def plain(pair: Pair) -> PlainAnswers:
 @pytest.mark.parametrize("c", COMBINATIONS, ids=str)
 def test_outputs_equal_plain_decoding(c: Combination, pair: Pair, plain: PlainAnswers):
     engine = compare(c, pair, plain(c.workload))
-    choice = engine.resolved.backends
-    assert choice.kernels
-    assert choice.attention == choice.draft_attention == "triton"
+    backends = engine.resolved.backends
+    assert backends.kernels
+    assert backends.attention == backends.draft_attention == "triton"
     assert len(engine.graphs) > 0
 
 
@@ -49,17 +49,17 @@ def test_gpu_matches_cpu(pair: Pair):
 
 
 def test_drafter_sinks_match_between_kernels_and_torch(pair: Pair, tmp_path: Path):
-    """What the last blocks leave of the second layer's keys comes through the first's attention."""
+    """Compares the second layer's keys, which depend on the first layer's attention."""
     path = make_draft(tmp_path, width=pair.width, sinks=True)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    given: dict[str, Any] = {"device": pair.device, "max_model_len": LENGTH, "overlap": 1}
-    left: list[torch.Tensor] = []
+    common: dict[str, Any] = {"device": pair.device, "max_model_len": LENGTH, "overlap": 1}
+    observed_keys: list[torch.Tensor] = []
     for off in ({}, {"attention_backend": "reference"}):
-        config = EngineConfig(target=str(pair.target), draft=str(path), **given, **off)
+        config = EngineConfig(target=str(pair.target), draft=str(path), **common, **off)
         engine = make_engine(config)
         assert engine.resolved.backends.kernels is not bool(off)
         run(engine, prompts(), params)
-        left.append(engine.components.stores["dflash"].data[:, 16:].float())
-    size = min(store.shape[1] for store in left)  # graphs have one page more, for padding
-    ours, theirs = (store[:, :size] for store in left)
-    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+        observed_keys.append(engine.components.stores["dflash"].data[:, 16:].float())
+    size = min(store.shape[1] for store in observed_keys)  # graphs have one page more, for padding
+    kernel_keys, torch_keys = (store[:, :size] for store in observed_keys)
+    torch.testing.assert_close(kernel_keys, torch_keys, atol=1e-3, rtol=1e-3)

@@ -1,4 +1,4 @@
-"""The command line as a new user meets it."""
+"""The commands generate, chat, info and demo, their options and their help."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from strobe.tools import demo
 
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-m", "strobe"]
-CPU = "--device=cpu"  # other processes do not know of the fixture that hides GPUs
+CPU = "--device=cpu"  # subprocesses do not see the fixture that hides GPUs
 GREEDY = ["--temperature=0", "--max-tokens=8"]
 
 ENGINE_FIELDS = [
@@ -91,22 +91,22 @@ FLAGS = {
 # options
 
 
-def test_the_settings_and_sampling_fields_are_these():
+def test_settings_and_sampling_fields_are_listed_here():
     assert [field.name for field in fields(EngineConfig)] == ENGINE_FIELDS
     assert [field.name for field in fields(SamplingParams)] == SAMPLING_FIELDS
 
 
 @pytest.mark.parametrize("command", FLAGS)
-def test_the_options_of_each_command_are_these(main: Callable[..., Any], command: str):
+def test_help_lists_each_commands_options(main: Callable[..., Any], command: str):
     status, out, err = main(command, "--help")
     assert (status, err) == (0, "")
     rows = [line.strip("│| ") for line in out.splitlines()]
-    found = [flag for row in rows if row[:1] == "-" for flag in re.findall(r"--[a-z][a-z-]*", row)]
-    assert sorted(found) == sorted(["--help", *FLAGS[command]])
+    listed = [flag for row in rows if row[:1] == "-" for flag in re.findall(r"--[a-z][a-z-]*", row)]
+    assert sorted(listed) == sorted(["--help", *FLAGS[command]])
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
-def test_the_help_names_the_commands(main: Callable[..., Any], arguments: list[str]):
+def test_help_lists_the_commands(main: Callable[..., Any], arguments: list[str]):
     status, out, err = main(*arguments)
     assert (status, err) == (0, "")
     for command in FLAGS:
@@ -114,7 +114,7 @@ def test_the_help_names_the_commands(main: Callable[..., Any], arguments: list[s
 
 
 @pytest.mark.parametrize("option", ["--version", "-V"])
-def test_the_version_is_the_packages(main: Callable[..., Any], option: str):
+def test_version_is_the_packages(main: Callable[..., Any], option: str):
     assert main(option) == (0, f"strobe {version('strobe')}\n", "")
 
 
@@ -128,16 +128,16 @@ def test_help_shows_only_existing_defaults(main: Callable[..., Any]):
     out = re.sub(r"[\s│|]+", " ", main("generate", "--help")[1])
     assert "None)" not in out
     assert "(default: )" not in out
-    assert "(default: 512)" in out  # what --max-tokens is without being given
+    assert "(default: 512)" in out  # of --max-tokens
 
 
 @pytest.mark.parametrize("command", [*FLAGS, "run-batch", "doctor", "bench", "eval"])
-def test_help_names_the_file_of_options(main: Callable[..., Any], command: str):
+def test_help_mentions_the_options_file(main: Callable[..., Any], command: str):
     out = re.sub(r"\s+", " ", main(command, "--help")[1])
     assert "Options can also come from a YAML file with one per line: --config FILE." in out
 
 
-def test_the_help_loads_no_torch():
+def test_help_imports_no_torch():
     code = (
         "import sys\n"
         "from strobe.cli import main as cli\n"
@@ -152,20 +152,20 @@ def test_the_help_loads_no_torch():
     assert run.stderr == "loaded []\n"
 
 
-def test_every_option_reaches_the_settings_and_the_sampling(
+def test_options_reach_settings_and_sampling_params(
     main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
-    asked: dict[str, Any] = {}
+    received: dict[str, Any] = {}
 
     class Stub:
         def __init__(self, **options: Any):
-            asked.update(options)
+            received.update(options)
 
         def get_default_sampling_params(self) -> SamplingParams:
             return SamplingParams(temperature=0.6, top_k=20)
 
         def generate(self, prompts: list[str], params: SamplingParams, **options: Any) -> Any:
-            asked.update(prompts=prompts, params=params)
+            received.update(prompts=prompts, params=params)
             return [RequestOutput("r", p, [1], [CompletionOutput(0, "fine")]) for p in prompts]
 
     monkeypatch.setattr("strobe.llm.LLM", Stub)
@@ -179,13 +179,13 @@ def test_every_option_reaches_the_settings_and_the_sampling(
         "--ngram-max=6", "--ngram-min=1",
     )  # fmt: skip
     assert status == 0
-    assert asked.pop("prompts") == ["one", "two"]
-    assert asked.pop("params") == SamplingParams(
+    assert received.pop("prompts") == ["one", "two"]
+    assert received.pop("params") == SamplingParams(
         n=2, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, seed=5, max_tokens=9, min_tokens=3,
         stop=["a b", "c"], stop_token_ids=[7, 8], include_stop_str_in_output=True,
         ignore_eos=True,
     )  # fmt: skip
-    assert EngineConfig(**asked) == EngineConfig(
+    assert EngineConfig(**received) == EngineConfig(
         target="t", draft="d", method="ngram", num_drafts=4, max_model_len=99, max_num_seqs=3,
         max_num_batched_tokens=77, kv_cache_memory="1GiB", page_size=8,
         enable_prefix_caching=False, dtype="bfloat16", device="cpu", overlap=2, ngram_max=6,
@@ -193,7 +193,7 @@ def test_every_option_reaches_the_settings_and_the_sampling(
     )  # fmt: skip
     assert out == "> one\nfine\n\n> two\nfine\n"
     main("generate", "one", "--no-chat", "--temperature=0", "--top-k=0")
-    assert asked["params"] == SamplingParams(temperature=0, top_k=0, max_tokens=512)
+    assert received["params"] == SamplingParams(temperature=0, top_k=0, max_tokens=512)
 
 
 # generate
@@ -202,16 +202,16 @@ def test_every_option_reaches_the_settings_and_the_sampling(
 def test_one_prompt_prints_only_the_answer(main: Callable[..., Any], pair: Pair):
     llm = LLM(pair.target, pair.draft)
     params = SamplingParams(temperature=0, max_tokens=8)
-    ((want,),) = [o.outputs for o in llm.generate("hello", params, use_tqdm=False)]
+    ((expected,),) = [o.outputs for o in llm.generate("hello", params, use_tqdm=False)]
     flags = [f"--target={pair.target}", f"--draft={pair.draft}", *GREEDY]
-    assert main("generate", "hello", "--no-chat", *flags) == (0, want.text + "\n", "")
+    assert main("generate", "hello", "--no-chat", *flags) == (0, expected.text + "\n", "")
     messages = [{"role": "system", "content": "Brief!"}, {"role": "user", "content": "hello"}]
     thinking = {"enable_thinking": True}
-    ((want,),) = [
+    ((expected,),) = [
         o.outputs for o in llm.chat(messages, params, use_tqdm=False, chat_template_kwargs=thinking)
     ]
-    given = main("generate", "hello", "--system=Brief!", "--thinking", *flags)
-    assert given == (0, want.text + "\n", "")
+    result = main("generate", "hello", "--system=Brief!", "--thinking", *flags)
+    assert result == (0, expected.text + "\n", "")
 
 
 def test_several_answers_are_labelled(main: Callable[..., Any], pair: Pair):
@@ -255,7 +255,7 @@ def test_json_goes_to_stdout_and_debug_to_stderr(pair: Pair):
     assert all(line.startswith("strobe.engine.result_processor: verify request=") for line in lines)
 
 
-def test_early_closed_reader_is_not_an_error(pair: Pair):
+def test_closed_pipe_is_not_an_error(pair: Pair):
     run = subprocess.run(
         f"{sys.executable} -m strobe generate --help | head -1; exit ${{PIPESTATUS[0]}}",
         shell=True, executable="/bin/bash", cwd=ROOT, capture_output=True, text=True, check=False,
@@ -264,7 +264,7 @@ def test_early_closed_reader_is_not_an_error(pair: Pair):
     assert run.stderr == ""
 
 
-def test_control_c_ends_a_command_quietly(
+def test_ctrl_c_ends_a_command_quietly(
     main: Callable[..., Any], pair: Pair, monkeypatch: pytest.MonkeyPatch
 ):
     def interrupted(*arguments: Any, **options: Any) -> None:
@@ -277,17 +277,17 @@ def test_control_c_ends_a_command_quietly(
 # chat
 
 
-def test_a_piped_chat_is_plain_text(pair: Pair):
+def test_piped_chat_prints_plain_text(pair: Pair):
     llm = LLM(pair.target)
     params = SamplingParams(temperature=0, max_tokens=6)
     off = {"enable_thinking": False}
     first = {"role": "user", "content": "hello [b]x[/b] :smile:"}
     (output,) = llm.chat([first], params, use_tqdm=False, chat_template_kwargs=off)
     text = output.outputs[0].text
-    said = {"role": "assistant", "content": text.strip()}
-    second = [first, said, {"role": "user", "content": "and?"}]
+    answer = {"role": "assistant", "content": text.strip()}
+    second = [first, answer, {"role": "user", "content": "and?"}]
     (output,) = llm.chat(second, params, use_tqdm=False, chat_template_kwargs=off)
-    more = output.outputs[0].text
+    second_text = output.outputs[0].text
     lines = ["hello [b]x[/b] :smile:", "", "  ", "word " * 600, "and?", "/new"]
     lines += ["hello [b]x[/b] :smile:", "/halp", "/exit", "too late"]
     run = subprocess.run(
@@ -298,33 +298,33 @@ def test_a_piped_chat_is_plain_text(pair: Pair):
     shown = run.stdout.splitlines()
     assert shown.pop(len(text.splitlines()) + 1).endswith("/new starts over.")
     assert [line for line in shown if not line.startswith("6 tokens, ")] == (
-        f"{text}\n{more}\n{text}\n/halp is not a command; /help lists them.".splitlines()
+        f"{text}\n{second_text}\n{text}\n/halp is not a command; /help lists them.".splitlines()
     )
     assert run.stdout.count("tokens/s, plain: no drafter is loaded") == 3
 
 
 def test_chat_commands_change_the_next_answer(pair: Pair, tmp_path: Path):
-    path = tmp_path / "kept.json"
+    path = tmp_path / "saved.json"
     lines = ["/system Be brief.", "hi", "/spec off", "hi", f"/save {path}", "/save", "/spec maybe"]
-    lines += ["/system", "/save /nowhere/kept.json", "/save ~nobody-here/kept.json", "/help"]
+    lines += ["/system", "/save /nowhere/saved.json", "/save ~nobody-here/saved.json", "/help"]
     run = subprocess.run(
         [*RUN, "chat", f"--target={pair.target}", f"--draft={pair.draft}", CPU, *GREEDY],
         cwd=ROOT, input="\n".join(lines), capture_output=True, text=True, check=True,
     )  # fmt: skip
-    kept = json.loads(path.read_text())
-    assert [message["role"] for message in kept] == ["system", *["user", "assistant"] * 2]
-    assert kept[0]["content"] == "Be brief."
-    said = run.stdout
-    assert said.index("dflash: ") < said.index("plain: the request turned speculation off")
-    assert f"5 messages saved in {path}.\n" in said
-    assert "/save is not complete; write /save FILE.\n" in said
-    assert "/spec maybe is not complete; write /spec on|off.\n" in said
-    assert "/nowhere/kept.json cannot be written: No such file or directory.\n" in said
-    assert all(f"\n{command}" in said for command in ("/new ", "/think on|off ", "/exit "))
+    saved = json.loads(path.read_text())
+    assert [message["role"] for message in saved] == ["system", *["user", "assistant"] * 2]
+    assert saved[0]["content"] == "Be brief."
+    out = run.stdout
+    assert out.index("dflash: ") < out.index("plain: the request turned speculation off")
+    assert f"5 messages saved in {path}.\n" in out
+    assert "/save is not complete; write /save FILE.\n" in out
+    assert "/spec maybe is not complete; write /spec on|off.\n" in out
+    assert "/nowhere/saved.json cannot be written: No such file or directory.\n" in out
+    assert all(f"\n{command}" in out for command in ("/new ", "/think on|off ", "/exit "))
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_thinking_is_dim_in_a_terminal_and_left_out_of_a_file(
+def test_thinking_is_dimmed_on_a_terminal_and_omitted_elsewhere(
     terminal: bool, capsys: pytest.CaptureFixture[str]
 ):
     console = Console(force_terminal=terminal, file=io.StringIO(), color_system="standard")
@@ -340,7 +340,7 @@ def test_thinking_is_dim_in_a_terminal_and_left_out_of_a_file(
 
 
 class Terminal:
-    """A program behind a pseudo-terminal of 80 columns."""
+    """A program on a pseudo-terminal of 80 columns."""
 
     def __init__(self, arguments: list[str], **environment: str):
         self.pid, self.fd = pty.fork()
@@ -348,45 +348,45 @@ class Terminal:
             os.environ.update(COLUMNS="80", TERM="xterm-256color", **environment)
             os.chdir(ROOT)
             os.execv(arguments[0], arguments)
-        self.seen = ""
+        self.unread = ""
 
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
-    def until(self, wanted: str, seconds: float = 60) -> str:
-        """What appears up to and with `wanted`."""
-        end = time.monotonic() + seconds
-        while wanted not in self.seen:
-            if time.monotonic() >= end:
-                raise TimeoutError(f"{wanted!r} did not appear in {self.seen!r}")
+    def until(self, text: str, seconds: float = 60) -> str:
+        """Read until `text` appears; return the output up to its end."""
+        deadline = time.monotonic() + seconds
+        while text not in self.unread:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{text!r} did not appear in {self.unread!r}")
             if select.select([self.fd], [], [], 1)[0]:
                 try:
-                    self.seen += os.read(self.fd, 4096).decode(errors="replace")
+                    self.unread += os.read(self.fd, 4096).decode(errors="replace")
                 except OSError:
-                    raise AssertionError(f"the program ended: {self.seen!r}") from None
-        at = self.seen.index(wanted) + len(wanted)
-        shown, self.seen = self.seen[:at], self.seen[at:]
+                    raise AssertionError(f"the program ended: {self.unread!r}") from None
+        end = self.unread.index(text) + len(text)
+        shown, self.unread = self.unread[:end], self.unread[end:]
         return shown
 
-    def interrupt(self, wanted: str) -> str:
-        """Press Ctrl-C and return what appears up to and with `wanted`. It is pressed again after
-        5 s, since Python sees one that comes just before readline waits for input only with the
-        next key."""
+    def interrupt(self, text: str) -> str:
+        """Press Ctrl-C and return the output up to and including `text`. Press again every 5 s: if
+        the signal comes just before readline waits for input, Python handles it only at the next
+        key."""
         for _ in range(11):
             self.type("\x03")
             with contextlib.suppress(TimeoutError):
-                return self.until(wanted, 5)
-        return self.until(wanted, 5)
+                return self.until(text, 5)
+        return self.until(text, 5)
 
     def leave(self, key: str, seconds: float = 60) -> int:
-        """The exit status after `key`, pressed again until the cursor moves to a new line."""
-        end = time.monotonic() + seconds
-        self.seen = ""
-        while "\n" not in self.seen:
-            assert time.monotonic() < end, f"the program did not end: {self.seen!r}"
+        """Press `key` until the cursor moves to a new line, and return the exit status."""
+        deadline = time.monotonic() + seconds
+        self.unread = ""
+        while "\n" not in self.unread:
+            assert time.monotonic() < deadline, f"the program did not end: {self.unread!r}"
             self.type(key)
-            while select.select([self.fd], [], [], 1)[0] and "\n" not in self.seen:
-                self.seen += os.read(self.fd, 4096).decode(errors="replace")
+            while select.select([self.fd], [], [], 1)[0] and "\n" not in self.unread:
+                self.unread += os.read(self.fd, 4096).decode(errors="replace")
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def close(self) -> None:
@@ -400,7 +400,8 @@ class Terminal:
 
 @pytest.fixture
 def open_chat(pair: Pair, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
-    """open_chat(*options) opens a chat on a terminal; its history is in `tmp_path`."""
+    """Return a function that opens a chat with these options on a terminal, with its history in
+    `tmp_path`."""
     chats: list[Terminal] = []
 
     def open_(*options: str) -> Terminal:
@@ -416,7 +417,7 @@ def open_chat(pair: Pair, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
 
 @pytest.fixture
 def terminal(open_chat: Callable[..., Terminal]) -> Terminal:
-    """A chat that would talk for long."""
+    """A chat with long answers."""
     return open_chat("--max-tokens=450")
 
 
@@ -433,9 +434,9 @@ def test_terminal_chat_streams_stops_and_continues(terminal: Terminal):
     assert "tokens/s, dflash: " in stopped
     assert "450 tokens" not in stopped
     terminal.type("again\n")
-    whole = terminal.until("you>")
-    assert "tokens/s, dflash: " in whole
-    assert "Traceback" not in whole
+    answer = terminal.until("you>")
+    assert "tokens/s, dflash: " in answer
+    assert "Traceback" not in answer
     terminal.type("/new\n")
     terminal.until("you>")
     terminal.interrupt("Ctrl-C again leaves, as Ctrl-D and /exit do.")
@@ -447,7 +448,7 @@ def test_terminal_chat_streams_stops_and_continues(terminal: Terminal):
 def test_ctrl_c_after_an_answer_keeps_the_conversation(
     open_chat: Callable[..., Terminal], tmp_path: Path
 ):
-    chat, kept = open_chat("--max-tokens=2"), tmp_path / "kept.json"
+    chat, saved = open_chat("--max-tokens=2"), tmp_path / "saved.json"
     chat.until("you>")
     for _ in range(2):
         chat.type("hello\n")
@@ -455,9 +456,9 @@ def test_ctrl_c_after_an_answer_keeps_the_conversation(
         chat.until("you>")
         chat.interrupt("Ctrl-C again leaves")
         chat.until("you>")
-    chat.type(f"/save {kept}\n")
+    chat.type(f"/save {saved}\n")
     chat.until("messages saved in")
-    assert [message["role"] for message in json.loads(kept.read_text())] == [
+    assert [message["role"] for message in json.loads(saved.read_text())] == [
         "user", "assistant", "user", "assistant",
     ]  # fmt: skip
     chat.until("you>")
@@ -465,7 +466,7 @@ def test_ctrl_c_after_an_answer_keeps_the_conversation(
 
 
 def test_pasted_lines_are_one_message(open_chat: Callable[..., Terminal], tmp_path: Path):
-    chat, kept = open_chat("--max-tokens=2"), tmp_path / "kept.json"
+    chat, saved = open_chat("--max-tokens=2"), tmp_path / "saved.json"
     chat.until("you>")
     pastes = "one\ntwo", "/etc/hosts\nis a file", "three\nfour\n\nfive"
     chat.type(f"\x1b[200~{pastes[0]}\x1b[201~\n")
@@ -475,14 +476,14 @@ def test_pasted_lines_are_one_message(open_chat: Callable[..., Terminal], tmp_pa
         chat.type(paste + "\n")  # a terminal that does not mark pastes
     chat.until("tokens per step")
     chat.until("you>")
-    chat.type(f"/spec off\n/save {kept}\n")  # typed ahead
+    chat.type(f"/spec off\n/save {saved}\n")  # typed ahead
     chat.until("messages saved in")
-    messages = json.loads(kept.read_text())
+    messages = json.loads(saved.read_text())
     assert [m["content"] for m in messages if m["role"] == "user"] == list(pastes)
 
 
 @pytest.mark.full
-def test_history_is_kept_for_the_next_chat_and_private(
+def test_history_is_private_and_shared_by_later_chats(
     open_chat: Callable[..., Terminal], tmp_path: Path
 ):
     chat, history = open_chat("--max-tokens=2"), tmp_path / "strobe" / "chat_history"
@@ -494,13 +495,13 @@ def test_history_is_kept_for_the_next_chat_and_private(
     assert history.read_text() == "/spec on\n/new\n"
     assert history.stat().st_mode & 0o777 == 0o600
     assert chat.leave("\x04") == 0
-    again = open_chat("--max-tokens=2")
-    again.until("you>")
-    again.type("\x1b[A\x1b[A")
-    again.until("spec on")
+    second_chat = open_chat("--max-tokens=2")
+    second_chat.until("you>")
+    second_chat.type("\x1b[A\x1b[A")
+    second_chat.until("spec on")
 
 
-def test_a_chat_without_a_home_keeps_no_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_no_history_without_a_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "file").write_text("")
     for home in (tmp_path / "file", Path("not/absolute")):
         monkeypatch.setenv("XDG_STATE_HOME", str(home))
@@ -514,7 +515,7 @@ def test_a_chat_without_a_home_keeps_no_history(monkeypatch: pytest.MonkeyPatch,
     assert history_file() is None
 
 
-def test_a_chat_wraps_answers_between_words(capsys: pytest.CaptureFixture[str]):
+def test_chat_wraps_answers_between_words(capsys: pytest.CaptureFixture[str]):
     console = Console(force_terminal=True, file=io.StringIO(), width=20, _environ={"TERM": "xterm"})
     shown = _AnswerView(console, None, column=8)
     for piece in ("One two th", "ree four"):
@@ -524,7 +525,7 @@ def test_a_chat_wraps_answers_between_words(capsys: pytest.CaptureFixture[str]):
     assert shown.content == "One two three four"
 
 
-def test_a_chat_takes_its_target_by_position(main: Callable[..., Any], tmp_path: Path):
+def test_chat_takes_its_target_by_position(main: Callable[..., Any], tmp_path: Path):
     status, _, err = main("chat", tmp_path / "none")
     assert status == 2
     assert str(tmp_path / "none") in err
@@ -539,7 +540,7 @@ def test_a_chat_takes_its_target_by_position(main: Callable[..., Any], tmp_path:
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a tensor fails the test."""
+    """Fail the test if a tensor is read."""
 
     def read(self: Checkpoint, name: str) -> None:
         raise AssertionError(f"{name} was read")
@@ -547,7 +548,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkpoint, "read", read)
 
 
-def test_info_describes_a_target_a_drafter_and_a_pair(
+def test_info_describes_target_drafter_and_pair(
     main: Callable[..., Any], pair: Pair, no_weights: None
 ):
     status, out, err = main("info", pair.target, "--json")
@@ -566,8 +567,8 @@ def test_info_describes_a_target_a_drafter_and_a_pair(
     assert draft["mask_token_id"] == 3
     assert draft["reads_output_of_target_layers"] == [0, 1, 3]
     assert draft["parameters"] == 24_832
-    both = json.loads(main("info", pair.target, "--draft", pair.draft, "--json")[1])
-    assert both == {**target, "draft": draft, "pair": "fits"}
+    facts = json.loads(main("info", pair.target, "--draft", pair.draft, "--json")[1])
+    assert facts == {**target, "draft": draft, "pair": "fits"}
 
 
 def test_info_prints_a_table(
@@ -583,7 +584,7 @@ def test_info_prints_a_table(
     assert "\x1b" not in out
 
 
-def test_info_alone_is_about_the_demo_models(main: Callable[..., Any], no_weights: None):
+def test_info_describes_the_demo_models_by_default(main: Callable[..., Any], no_weights: None):
     facts = json.loads(main("info", "--json")[1])
     assert facts["path"].endswith("demo_models/target")
     assert facts["draft"]["path"].endswith("demo_models/draft")
@@ -617,7 +618,7 @@ DEMO_KEYS = [
 
 @pytest.fixture
 def short_demo(pair: Pair) -> list[str]:
-    """The demo on a random pair."""
+    """Arguments of a short demo on a random pair."""
     flags = ["--prompts=2", "--max-tokens=6", "--repeats=1"]
     return ["demo", f"--target={pair.target}", f"--draft={pair.draft}", *flags]
 
@@ -634,7 +635,7 @@ def test_demo_prints_one_object_with_these_keys(main: Callable[..., Any], short_
     assert 1 <= figures["acceptance_length"] <= 8
 
 
-def test_the_demo_shows_an_answer_and_a_table(main: Callable[..., Any], short_demo: list[str]):
+def test_demo_shows_an_answer_and_a_table(main: Callable[..., Any], short_demo: list[str]):
     status, out, err = main(*short_demo)
     assert (status, err) == (0, "")
     assert "\x1b" not in out
@@ -646,7 +647,7 @@ def test_the_demo_shows_an_answer_and_a_table(main: Callable[..., Any], short_de
     assert lines[-1].startswith("2 held-out prompts, 12 tokens, outputs identical; cpu, float32")
 
 
-def test_the_demo_wraps_its_answer_between_words(
+def test_demo_wraps_its_answer_between_words(
     short_demo: list[str], monkeypatch: pytest.MonkeyPatch, pair: Pair
 ):
     llm = LLM(pair.target, pair.draft)
@@ -660,12 +661,12 @@ def test_the_demo_wraps_its_answer_between_words(
     demo._stream(llm, example, demo.prompts_of(llm, [example])[0], params)
     answer = shown.getvalue().split("strobe>", 1)[1]
     plain = re.sub(r"\x1b\[[01;32]*m", "", answer)
-    moved = re.findall(r"\x1b\[(\d+)D\x1b\[K\n", plain)
-    assert moved, "no word met the right edge"
+    wraps = re.findall(r"\x1b\[(\d+)D\x1b\[K\n", plain)
+    assert wraps, "no word met the right edge"
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_the_demo_fails_where_the_outputs_differ(
+def test_demo_fails_when_outputs_differ(
     main: Callable[..., Any],
     short_demo: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -688,21 +689,21 @@ def test_the_demo_fails_where_the_outputs_differ(
 
 
 @pytest.mark.parametrize("option", ["prompts", "repeats", "max-tokens"])
-def test_demo_of_nothing_is_an_error_before_loading(main: Callable[..., Any], option: str):
+def test_demo_rejects_zero_before_loading(main: Callable[..., Any], option: str):
     status, out, err = main("demo", f"--{option}=0", "--device=cpu")
     assert (status, out) == (2, "")
     name = option.replace("-", "_")
     assert err == f"strobe: {name} is 0, but must be a whole number of at least 1.\n"
 
 
-def test_the_demo_says_which_prompt_cannot_run(main: Callable[..., Any], short_demo: list[str]):
+def test_demo_reports_a_prompt_that_cannot_run(main: Callable[..., Any], short_demo: list[str]):
     status, out, err = main(*short_demo, "--json", "--max-model-len=16")
     assert (status, out) == (2, "")
     assert err.startswith("strobe: The prompt has ")
     assert "max_model_len is 16" in err
 
 
-def test_demo_prompts_are_held_out_from_all_families():
+def test_demo_prompts_are_heldout_examples_of_all_families():
     examples = demo.choose_examples(12)
     assert len(examples) == 12
     assert {example.family for example in examples} == set(FAMILIES)
@@ -710,7 +711,7 @@ def test_demo_prompts_are_held_out_from_all_families():
     assert demo.choose_examples(1)[0] == examples[0]
 
 
-def test_the_demo_of_the_demo_models_drafts_well(main: Callable[..., Any]):
+def test_demo_models_accept_many_drafts(main: Callable[..., Any]):
     status, out, err = main("demo", "--json", "--prompts=1", "--repeats=1", "--max-tokens=20")
     assert (status, err) == (0, "")
     figures = json.loads(out)

@@ -1,4 +1,4 @@
-"""The command line where standard files are closed or full, and where Ctrl-C comes early."""
+"""The command line with closed or full standard files, and with an early Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROCESSES = Path("/proc")
 
 
 def shell(arguments: str) -> subprocess.CompletedProcess[str]:
-    """`strobe ARGUMENTS` in a shell, which may redirect what it reads and writes."""
+    """Run `strobe ARGUMENTS` in a shell, with redirections."""
     return subprocess.run(
         f"{sys.executable} -m strobe {arguments}",
         shell=True, cwd=ROOT, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
@@ -53,14 +53,12 @@ def test_command_runs_without_unneeded_standard_file():
     assert shell("generate 2>&-").returncode == 2
 
 
-def test_a_chat_of_no_input_ends_quietly():
+def test_chat_without_input_ends_quietly():
     run = shell("chat --device=cpu --max-tokens=1 </dev/null")
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
-def test_control_c_while_a_command_is_imported_is_quiet(
-    main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_ctrl_c_during_imports_is_quiet(main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
@@ -82,19 +80,19 @@ def starts_engine(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not PROCESSES.exists(), reason="needs /proc")
-def test_control_c_while_a_server_loads_is_quiet():
-    """The whole process group gets it, as in a terminal: the engine's process, too."""
+def test_ctrl_c_while_a_server_loads_is_quiet():
+    """As on a terminal, the whole process group receives it, the engine's process included."""
     server = subprocess.Popen(
         [sys.executable, "-m", "strobe", "serve", "--port=0", "--device=cpu"],
         cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        end = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while not any(map(starts_engine, children(server.pid))):
             assert server.poll() is None
-            assert time.monotonic() < end
+            assert time.monotonic() < deadline
             time.sleep(0.01)
-        time.sleep(0.2)  # it imports torch, which takes seconds
+        time.sleep(0.2)  # the engine's process imports torch, which takes seconds
         os.killpg(server.pid, signal.SIGINT)
         error = server.communicate(timeout=60)[1]
     finally:

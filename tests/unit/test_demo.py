@@ -26,13 +26,13 @@ def test_demo_counts_steps_without_drafts(
     line: str,
     capsys: pytest.CaptureFixture[str],
 ):
-    """Where drafting is not worth its cost, as on a machine that is busy, all steps are such."""
+    """All steps are without drafts if drafting does not pay, as on a busy machine."""
     counts = DraftCounts()
     for drafted, accepted in steps:
         counts.add(drafted, accepted)
-    made = 1 + sum(1 + accepted for _, accepted in steps)
-    report = SpeculationReport.from_counts(counts, "dflash", None, made)
-    answer = CompletionOutput(0, "", list(range(made)), "stop", speculation=report)
+    num_tokens = 1 + sum(1 + accepted for _, accepted in steps)
+    report = SpeculationReport.from_counts(counts, "dflash", None, num_tokens)
+    answer = CompletionOutput(0, "", list(range(num_tokens)), "stop", speculation=report)
     runs = [demo.Run([RequestOutput("r", None, [1], [answer])], 1.0) for _ in range(2)]
     device: Any = SimpleNamespace(device="cpu", dtype="torch.float32")
     llm: Any = SimpleNamespace(engine=SimpleNamespace(resolved=device))

@@ -1,4 +1,4 @@
-"""The demo models keep what their model card promises, on a few prompts they never saw."""
+"""The demo models keep their model card's promises, on a few held-out prompts."""
 
 from scripts.demo_models.tasks import check, heldout
 from strobe import LLM, SamplingParams
@@ -6,7 +6,7 @@ from strobe.config import DEMO_MODELS
 from strobe.tools.demo import prompts_of
 
 
-def test_it_answers_right_and_its_drafts_are_accepted():
+def test_answers_are_right_and_drafts_accepted():
     examples = heldout(4, seed=3)
     llm = LLM(device="cpu")
     params = SamplingParams(temperature=0.0, max_tokens=400)
@@ -19,12 +19,12 @@ def test_it_answers_right_and_its_drafts_are_accepted():
     assert sum(right for rows in families.values() for right, _, _ in rows) >= 22  # of 24
     for rows in families.values():
         assert sum(right for right, _, _ in rows) >= 3
-        assert sum(made for _, made, _ in rows) >= 3.0 * sum(steps for _, _, steps in rows)
-    made, steps = (sum(row[i] for rows in families.values() for row in rows) for i in (1, 2))
-    assert made >= 5.0 * steps
+        assert sum(tokens for _, tokens, _ in rows) >= 3.0 * sum(steps for _, _, steps in rows)
+    tokens, steps = (sum(row[i] for rows in families.values() for row in rows) for i in (1, 2))
+    assert tokens >= 5.0 * steps
 
 
-def test_sampled_or_greedy_it_gives_the_tokens_of_plain_decoding():
+def test_outputs_equal_plain_decoding():
     plain, drafting = LLM(method="none", device="cpu"), LLM(device="cpu", overlap=2)
     prompts = prompts_of(plain, heldout(1, seed=5))
     for params in (
@@ -35,7 +35,7 @@ def test_sampled_or_greedy_it_gives_the_tokens_of_plain_decoding():
         assert [o.outputs[0].token_ids for o in a] == [o.outputs[0].token_ids for o in b]
 
 
-def test_its_files_are_small():
+def test_model_files_are_small():
     sizes = [
         p.stat().st_size for part in ("target", "draft") for p in (DEMO_MODELS / part).iterdir()
     ]
@@ -43,5 +43,5 @@ def test_its_files_are_small():
     assert sum(sizes) <= 25 * 10**6
 
 
-def test_a_temperature_too_small_for_fp32_is_greedy():
+def test_temperature_too_small_for_fp32_is_greedy():
     assert SamplingParams(temperature=1e-46).temperature == 0.0

@@ -1,4 +1,4 @@
-"""The task generator of the demo pair: checkers, the train/held-out split, determinism."""
+"""The task generator of the demo models: checkers, the train/held-out split, determinism."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from strobe.tools.demo import choose_examples
 
 
 def full_text(example: Example) -> str:
-    """What a perfect model would say."""
+    """Return a perfect model's answer."""
     if not example.thinking:
         return example.answer
     return f"<think>\n{example.reasoning}\n</think>\n\n{example.answer}<|im_end|>"
 
 
 def damaged(example: Example) -> str:
-    """The full text with a wrong result."""
+    """Return the full text with a wrong result."""
     text = full_text(example)
     if example.family == "code":
         return text.replace("return ", "return not ")
@@ -48,7 +48,7 @@ def test_own_answer_passes_and_damaged_one_fails(family: str, heldout_template: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checker_never_raises(family: str):
+def test_checker_never_raises(family: str):
     example = generate(random.Random(4), family=family)
     for text in (
         "",
@@ -66,7 +66,7 @@ def test_a_checker_never_raises(family: str):
         assert check(example, text) is False
 
 
-def test_checker_refuses_harmful_code():
+def test_checker_rejects_harmful_code():
     example = generate(random.Random(5), family="code")
     name = example.reference["name"]
     for body in (
@@ -89,10 +89,10 @@ def test_training_and_heldout_prompts_are_disjoint():
 
 def test_heldout_templates_never_in_training():
     rng = random.Random(6)
-    seen = {example.template for example in training(6000, seed=2)}
+    training_templates = {example.template for example in training(6000, seed=2)}
     for family in FAMILIES:
         held = {generate(rng, family=family, heldout_template=True).template for _ in range(200)}
-        trained = {name for name in seen if name.startswith(f"{family}/")}
+        trained = {name for name in training_templates if name.startswith(f"{family}/")}
         assert len(held) >= 2
         assert len(trained) >= 20
         assert not held & trained
@@ -120,7 +120,7 @@ def test_shipped_examples_match_generators():
     assert read_heldout() == [pool[40 * family + i] for i in range(40) for family in range(6)]
 
 
-def test_the_shipped_answers_pass_their_graders():
+def test_shipped_answers_pass_their_checkers():
     for example in read_heldout():
         assert check(example, full_text(example))
         assert not check(example, damaged(example))
@@ -128,9 +128,9 @@ def test_the_shipped_answers_pass_their_graders():
 
 def test_too_many_examples_is_an_error():
     assert len(read_heldout(240)) == len(choose_examples(240)) == 240
-    for ask in (read_heldout, choose_examples):
+    for read in (read_heldout, choose_examples):
         with pytest.raises(ValueError, match=r"prompts is 241, but .* at most 240"):
-            ask(241)
+            read(241)
 
 
 def test_reasoning_only_with_thinking():

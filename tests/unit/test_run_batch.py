@@ -1,4 +1,4 @@
-"""`strobe run-batch`: OpenAI's batch files, answered, gone on with and refused."""
+"""`strobe run-batch`: OpenAI's batch files, answered, resumed and rejected."""
 
 from __future__ import annotations
 
@@ -34,53 +34,53 @@ LINES: list[dict[str, Any]] = [
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text("\n".join(map(json.dumps, LINES)) + "\n\n")
-    return asked, tmp_path / "answers.jsonl"
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("\n".join(map(json.dumps, LINES)) + "\n\n")
+    return requests, tmp_path / "answers.jsonl"
 
 
 def run(files: tuple[Path, Path]) -> tuple[int, str]:
     arguments = ["run-batch", "-i", str(files[0]), "-o", str(files[1]), "--device=cpu"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "strobe", *arguments, "--log-level=warning"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.stdout == ""
-    return done.returncode, done.stderr
+    assert process.stdout == ""
+    return process.returncode, process.stderr
 
 
 def answers(path: Path) -> dict[str, Any]:
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len({line["id"] for line in found}) == len(found)
-    return {line["custom_id"]: line for line in found}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({line["id"] for line in lines}) == len(lines)
+    return {line["custom_id"]: line for line in lines}
 
 
 def test_second_run_resumes_after_answered_lines(
     files: tuple[Path, Path],
 ):
-    status, said = run(files)
+    status, err = run(files)
     assert status == 1
-    assert f"3 requests answered, 1 failed: {files[1]}" in said
-    told = answers(files[1])
-    assert told.keys() == {"a", "b", "c", "bad"}
-    first = told["a"]["response"]
+    assert f"3 requests answered, 1 failed: {files[1]}" in err
+    first_run = answers(files[1])
+    assert first_run.keys() == {"a", "b", "c", "bad"}
+    first = first_run["a"]["response"]
     assert first["status_code"] == 200
     assert first["request_id"] == first["body"]["id"]
     assert first["body"]["choices"][0]["message"]["content"].endswith("Answer: apple, fig, pear")
-    assert told["b"]["response"]["body"]["usage"]["completion_tokens"] == 3
-    assert told["c"]["response"]["body"]["object"] == "response"
-    assert told["bad"]["response"]["status_code"] == 400
-    assert told["bad"]["error"]["param"] == "temperature"
-    assert told["a"]["error"] is None
+    assert first_run["b"]["response"]["body"]["usage"]["completion_tokens"] == 3
+    assert first_run["c"]["response"]["body"]["object"] == "response"
+    assert first_run["bad"]["response"]["status_code"] == 400
+    assert first_run["bad"]["error"]["param"] == "temperature"
+    assert first_run["a"]["error"] is None
     lines = files[1].read_text().splitlines()
-    kept = [line for line in lines if '"custom_id": "b"' in line]
-    files[1].write_text(kept[0] + "\n" + lines[0][:40])  # a run that was killed
-    status, said = run(files)
-    assert f"{files[1]} has 1 answer already; 3 are left." in said
-    again = answers(files[1])
-    assert again.keys() == told.keys()
-    assert again["b"] == told["b"]
-    assert again["a"]["response"]["body"]["choices"] == first["body"]["choices"]
+    (answer_b,) = (line for line in lines if '"custom_id": "b"' in line)
+    files[1].write_text(answer_b + "\n" + lines[0][:40])  # a run that was killed
+    status, err = run(files)
+    assert f"{files[1]} has 1 answer already; 3 are left." in err
+    second_run = answers(files[1])
+    assert second_run.keys() == first_run.keys()
+    assert second_run["b"] == first_run["b"]
+    assert second_run["a"]["response"]["body"]["choices"] == first["body"]["choices"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_missing_files_are_one_line_errors(main: Callable[..., Any], tmp_path: P
     assert "none cannot be read" in err
 
 
-# what the output file holds
+# the output file
 
 
 class NoEngine:
@@ -125,10 +125,11 @@ class NoEngine:
 
 
 @pytest.fixture
-def refused(
+def run_rejected(
     main: Callable[..., Any], files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], str]:
-    """Runs the command, which must end with one sentence; returns it."""
+    """Return a function that runs the command, checks that it fails with one sentence before the
+    engine starts, and returns the sentence."""
     monkeypatch.setattr("strobe.server.batch.EngineClient", NoEngine)
 
     def run() -> str:
@@ -143,20 +144,20 @@ ANSWER = {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200
 
 
 @pytest.mark.parametrize("kind", ["same path", "symlink", "hard link"])
-def test_output_that_is_the_input_is_refused(
-    files: tuple[Path, Path], refused: Callable[[], str], kind: str
+def test_output_that_is_the_input_is_rejected(
+    files: tuple[Path, Path], run_rejected: Callable[[], str], kind: str
 ):
-    asked, out = files
-    before = asked.read_bytes()
+    requests, out = files
+    before = requests.read_bytes()
     if kind == "symlink":
-        out.symlink_to(asked)
+        out.symlink_to(requests)
     elif kind == "hard link":
-        out.hardlink_to(asked)
+        out.hardlink_to(requests)
     else:
-        asked.rename(out)
-        asked.symlink_to(out)
-    assert f"{out} is the input file {asked} itself" in refused()
-    assert asked.read_bytes() == out.read_bytes() == before
+        requests.rename(out)
+        requests.symlink_to(out)
+    assert f"{out} is the input file {requests} itself" in run_rejected()
+    assert requests.read_bytes() == out.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -173,45 +174,47 @@ def test_output_that_is_the_input_is_refused(
         "[" * 200_000,
     ],
 )
-def test_a_file_of_anything_but_answers_is_refused_and_untouched(
-    files: tuple[Path, Path], refused: Callable[[], str], text: str
+def test_output_with_other_lines_is_rejected_unchanged(
+    files: tuple[Path, Path], run_rejected: Callable[[], str], text: str
 ):
     files[1].write_text(text)
-    assert f"{files[1]} holds something other than answers (line " in refused()
+    assert f"{files[1]} holds something other than answers (line " in run_rejected()
     assert files[1].read_text() == text
 
 
-def test_bytes_that_are_not_text_are_refused_and_untouched(
-    files: tuple[Path, Path], refused: Callable[[], str]
+def test_binary_output_is_rejected_unchanged(
+    files: tuple[Path, Path], run_rejected: Callable[[], str]
 ):
     files[1].write_bytes(b"\xff\x00\xfe")
-    assert "holds something other than answers (line 1)" in refused()
+    assert "holds something other than answers (line 1)" in run_rejected()
     assert files[1].read_bytes() == b"\xff\x00\xfe"
 
 
-def test_output_that_cannot_be_opened_is_a_sentence(
-    files: tuple[Path, Path], refused: Callable[[], str]
+def test_output_that_cannot_be_opened_is_a_one_line_error(
+    files: tuple[Path, Path], run_rejected: Callable[[], str]
 ):
     files[1].mkdir()
-    assert "is not a regular file" in refused()
+    assert "is not a regular file" in run_rejected()
     files[1].rmdir()
     files[1].symlink_to(files[1].parent / "none" / "answers.jsonl")
-    assert "cannot be opened (No such file or directory)" in refused()
+    assert "cannot be opened (No such file or directory)" in run_rejected()
 
 
-def test_two_runs_do_not_write_one_file(files: tuple[Path, Path], refused: Callable[[], str]):
+def test_output_of_a_running_batch_is_rejected(
+    files: tuple[Path, Path], run_rejected: Callable[[], str]
+):
     with closing(AnswerFile(files[1], files[0])):
-        assert "is being written by another run" in refused()
+        assert "is being written by another run" in run_rejected()
 
 
-def test_an_input_without_requests_is_a_sentence(
-    files: tuple[Path, Path], refused: Callable[[], str]
+def test_input_without_requests_is_a_one_line_error(
+    files: tuple[Path, Path], run_rejected: Callable[[], str]
 ):
     files[0].write_text("\n \n")
-    assert f"{files[0]} holds no requests" in refused()
+    assert f"{files[0]} holds no requests" in run_rejected()
 
 
-def test_a_start_keeps_every_answer_and_drops_a_line_that_was_cut_off(files: tuple[Path, Path]):
+def test_start_keeps_answers_and_drops_a_truncated_line(files: tuple[Path, Path]):
     failed = {**ANSWER, "custom_id": "b", "response": {"status_code": 500}}
     null = {**ANSWER, "custom_id": "c", "response": None, "error": {"code": "batch_expired"}}
     whole = "".join(json.dumps(line) + "\n" for line in (ANSWER, failed, null))
@@ -225,10 +228,10 @@ def test_a_start_keeps_every_answer_and_drops_a_line_that_was_cut_off(files: tup
         assert files[1].read_text() == whole
 
 
-def test_a_start_never_empties_the_file(
+def test_start_never_empties_the_file(
     main: Callable[..., Any], files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    """A kill between a start's first look at the file and its first answer loses nothing."""
+    """A kill between opening the file and the first answer loses nothing."""
     text = json.dumps(ANSWER) + "\n"
     files[1].write_text(text)
     inode = files[1].stat().st_ino
@@ -244,7 +247,7 @@ def test_a_start_never_empties_the_file(
     assert files[1].stat().st_ino == inode
 
 
-def test_lines_end_with_a_newline_and_nothing_else(files: tuple[Path, Path]):
+def test_only_newlines_end_lines(files: tuple[Path, Path]):
     odd = "a\u2028b\x85c\x0bd\x1ce\ud800"
     line = {**ANSWER, "response": {"status_code": 200, "body": odd}}
     with closing(AnswerFile(files[1], files[0])) as out:
@@ -256,11 +259,11 @@ def test_lines_end_with_a_newline_and_nothing_else(files: tuple[Path, Path]):
         "\ufeff" + json.dumps({"custom_id": "a", "url": TEXT, "body": body}, ensure_ascii=False)
         + "\r\n"
     )  # fmt: skip
-    (asked,) = read_requests(files[0])
-    assert asked.body == body
+    (request,) = read_requests(files[0])
+    assert request.body == body
 
 
-def test_a_full_disk_leaves_whole_lines(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_leaves_complete_lines(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
     write = os.write
 
     def write_part(fd: int, data: bytes) -> int:

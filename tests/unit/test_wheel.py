@@ -1,4 +1,4 @@
-"""A wheel built from the tree carries the demo models and runs them."""
+"""A wheel built from the source contains the demo models and runs them."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_wheel_holds_models_and_examples_only(wheel: Path):
+def test_wheel_contains_only_models_and_examples(wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
     models = ("target/model.safetensors", "target/chat_template.jinja", "draft/config.json")
     for name in (*models, "heldout.jsonl"):
@@ -30,7 +30,7 @@ def test_wheel_holds_models_and_examples_only(wheel: Path):
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "scripts/"))]
 
 
-def test_installed_elsewhere_it_runs_the_demo(wheel: Path, tmp_path: Path):
+def test_installed_wheel_runs_the_demo(wheel: Path, tmp_path: Path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     run = subprocess.run(
