@@ -1,4 +1,4 @@
-"""`strobe eval` as a user meets it, on a random pair and files of a few rows."""
+"""`strobe eval` from the command line, on a random pair and files of a few rows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ TURNS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Callable[..., Path]:
-    """lines(*rows) -> a file of JSON lines."""
+    """Return a function that writes rows to a file of JSON lines."""
 
     def write(*rows: Any, name: str = "rows.jsonl") -> Path:
         path = tmp_path / name
@@ -80,16 +80,16 @@ def lines(tmp_path: Path) -> Callable[..., Path]:
 # the command line
 
 
-def test_the_options_of_each_evaluation_are_these(main: Callable[..., Any]):
+def test_help_lists_each_evaluations_options(main: Callable[..., Any]):
     engine = [f"--{f.name.replace('_', '-')}" for f in fields(EngineConfig)]
     engine = [flag for flag in engine if flag[2:].replace("-", "_") not in DECIDED]
     for name in eval_command.EVALUATIONS:
         status, out, err = main("eval", name, "--help")
         assert (status, err) == (0, "")
         rows = [line.strip("│| ") for line in out.splitlines()]
-        found = {f for r in rows if r[:1] == "-" for f in re.findall(r"--[a-z][a-z0-9-]*", r)}
-        pairs = {flag for flag in found if flag.startswith("--no-")}
-        assert found - pairs == {"--help", *FLAGS, *engine}
+        listed = {f for r in rows if r[:1] == "-" for f in re.findall(r"--[a-z][a-z0-9-]*", r)}
+        negated = {flag for flag in listed if flag.startswith("--no-")}
+        assert listed - negated == {"--help", *FLAGS, *engine}
 
 
 def test_eval_alone_shows_its_help(main: Callable[..., Any]):
@@ -107,10 +107,10 @@ def test_eval_alone_shows_its_help(main: Callable[..., Any]):
         (["speed", "--dataset=gsm9k"], "dataset is 'gsm9k'; name one of gsm8k, gsm8k-5shot, "),
         (["speed", "--dataset=mbpp,mbpp"], "dataset is 'mbpp,mbpp', which names one twice."),
         (["speed", "--data=/nowhere"], "data is '/nowhere', which is not a file; name a file of "),
-        (["speed", "--data=x", "--dataset=demo"], "The demo models' tasks are made by rule; drop "),
+        (["speed", "--data=x", "--dataset=demo"], "The demo models' tasks are generated; drop "),
         (["speed", "--data=x", "--dataset=mbpp,alpaca"], "data is one file, but dataset names 2;"),
         (["speed", "--data=x", "--dataset=gsm8k-5shot"], "gsm8k-5shot with --data needs --shots"),
-        (["speed", "--shots=x"], "shots are shown by gsm8k-5shot alone; add --dataset gsm8k-5"),
+        (["speed", "--shots=x"], "Only gsm8k-5shot shows shots; add --dataset gsm8k-5shot."),
         (["speed", "--concurrency=0"], "concurrency is '0', but must be whole numbers of at "),
         (["speed", "--prompts=4", "--concurrency=9"], "concurrency is 9, but a data set has 4 "),
         (["speed", "--prompts=-1"], "prompts is -1, but must be at least 0; "),
@@ -143,7 +143,7 @@ def test_error_is_one_sentence(main: Callable[..., Any], arguments: list[str], s
         ('{"turns": ["a"], "answer": []}\n', "line 1: answer is [], but must be a text or a "),
     ],
 )
-def test_missing_file_is_a_one_line_error(
+def test_malformed_file_is_a_one_line_error(
     main: Callable[..., Any], lines: Callable[..., Path], text: str, sentence: str
 ):
     status, out, err = main("eval", "acceptance", "--data", lines(text))
@@ -156,7 +156,7 @@ def test_missing_file_is_a_one_line_error(
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_prompts_are_the_papers(lines: Callable[..., Path], name: str):
+def test_prompts_match_the_paper(lines: Callable[..., Path], name: str):
     data = datasets.load(name, EvalSettings(dataset=name, data=str(lines(ROWS[name]))))
     (sample,) = data.samples
     assert sample.turns == TURNS[name]
@@ -179,7 +179,7 @@ def test_five_shot_uses_first_five_questions_without_chat(lines: Callable[..., P
     assert sample.stop == ("Question:",)
 
 
-def test_rows_are_spread_over_the_data(lines: Callable[..., Path]):
+def test_prompts_are_spread_over_the_data(lines: Callable[..., Path]):
     path = lines(*({"turns": [f"{i}"]} for i in range(10)))
     data = datasets.load("custom", EvalSettings(data=str(path), prompts=4))
     assert [sample.turns[0] for sample in data.samples] == ["0", "2", "5", "7"]
@@ -187,7 +187,7 @@ def test_rows_are_spread_over_the_data(lines: Callable[..., Path]):
     assert len(datasets.load("custom", EvalSettings(data=str(path), prompts=0)).samples) == 10
 
 
-def test_a_list_in_json_and_gzipped_lines_are_read(tmp_path: Path):
+def test_json_list_and_gzipped_lines_are_read(tmp_path: Path):
     import gzip
 
     (tmp_path / "a.json").write_text('[{"turns": ["a"]}]')
@@ -199,7 +199,7 @@ def test_a_list_in_json_and_gzipped_lines_are_read(tmp_path: Path):
         sources.read_rows(tmp_path / "c.jsonl.gz")
 
 
-def test_parquet_is_read_where_pyarrow_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_parquet_needs_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "a.parquet"
     path.write_bytes(b"no parquet")
     with monkeypatch.context() as patch:
@@ -226,18 +226,18 @@ def test_without_math_verify_answers_are_ungraded(
     )
 
 
-def test_hub_fetches_only_wanted_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: list[Any] = []
+def test_only_needed_files_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls: list[Any] = []
 
     def snapshot(repo: str, **options: Any) -> str:
-        asked.append((repo, options))
+        calls.append((repo, options))
         (tmp_path / "test.jsonl").write_text(json.dumps(ROWS["math500"]))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     data = datasets.load("math500", EvalSettings(dataset="math500"))
     assert (len(data.samples), data.source) == (1, "HuggingFaceH4/MATH-500")
-    ((repo, options),) = asked
+    ((repo, options),) = calls
     assert repo == "HuggingFaceH4/MATH-500"
     assert options == {
         "repo_type": "dataset",
@@ -247,7 +247,7 @@ def test_hub_fetches_only_wanted_files(tmp_path: Path, monkeypatch: pytest.Monke
         datasets.load("gsm8k", EvalSettings(dataset="gsm8k"))
 
 
-def test_unfetchable_data_set_is_a_one_line_error(main: Callable[..., Any]):
+def test_unavailable_data_set_is_a_one_line_error(main: Callable[..., Any]):
     status, _, err = main("eval", "accuracy", "--dataset", "gsm8k")  # tests are offline
     assert status == 2
     assert err.startswith("strobe: The data set openai/gsm8k could not be fetched from the hub (")
@@ -268,15 +268,15 @@ def test_turns_carry_previous_answers_within_concurrency(pair: Pair):
     params = SamplingParams(temperature=0, max_tokens=6)
     samples = [Sample(("Hello", "And then?", "Well")), Sample(("Hi",)), Sample(("A", "B"))]
     answering = Answering(llm.engine, llm.tokenizer, params, thinking=False)
-    most, reported = 0, list[int]()
+    num_active, reported = list[int](), list[int]()
 
     def report(done: int) -> None:
-        nonlocal most
-        most = max(most, len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting))
+        scheduler = llm.engine.scheduler
+        num_active.append(len(scheduler.running) + len(scheduler.waiting))
         reported.append(done)
 
     run = answering.run(samples, 2, report)
-    assert most == 2
+    assert max(num_active) == 2
     assert reported[-1] == 3
     assert [len(talk.answers) for talk in run.conversations] == [3, 1, 2]
     for talk in run.conversations:
@@ -290,7 +290,7 @@ def test_turns_carry_previous_answers_within_concurrency(pair: Pair):
             messages.append({"role": "assistant", "content": answer.text})
 
 
-def test_unrunnable_prompt_leaves_others_running(pair: Pair):
+def test_too_long_prompt_fails_alone(pair: Pair):
     llm = LLM(pair.target, pair.draft, max_model_len=64)
     params = SamplingParams(temperature=0, max_tokens=4)
     answering = Answering(llm.engine, llm.tokenizer, params, thinking=False)
@@ -302,9 +302,9 @@ def test_unrunnable_prompt_leaves_others_running(pair: Pair):
     assert (row["failed"], row["answers"]) == (1, 1)
 
 
-def test_one_engine_is_freed_for_the_next(pair: Pair):
+def test_engine_is_freed_before_the_next_one(pair: Pair):
     ways = {name: EngineConfig(target=str(pair.target), method="none") for name in ("a", "b")}
-    engines = Engines(ways, alone=True)
+    engines = Engines(ways, one_at_a_time=True)
     answering = Answering(
         engines.get("a", print).engine, engines.get("a", print).tokenizer, SamplingParams(), False
     )
@@ -314,7 +314,7 @@ def test_one_engine_is_freed_for_the_next(pair: Pair):
     assert engine() is not None
     engines.get("b", print)
     assert engine() is None
-    both = Engines(ways, alone=False)
+    both = Engines(ways, one_at_a_time=False)
     engine = weakref.ref(both.get("a", print).engine)
     both.get("b", print)
     assert engine() is not None
@@ -331,20 +331,20 @@ def answer_of(tokens: int, per_position: list[int], steps: int) -> CompletionOut
     return CompletionOutput(0, token_ids=[1] * tokens, speculation=report)
 
 
-def test_acceptance_is_counted_over_steps_and_over_answers():
+def test_acceptance_is_averaged_over_steps_and_over_answers():
     answers = [answer_of(8, [2, 1, 1], 3), answer_of(2, [1, 0, 0], 1), CompletionOutput(0)]
-    found = measures.acceptance(answers)
-    assert found is not None
-    assert found["acceptance_length"] == 1 + 5 / 4
-    assert found["mean_of_answers"] == round((1 + 4 / 3 + 2) / 2, 4)
-    assert found["tokens_per_step"] == (7 + 1) / 4
-    assert found["rate_by_position"] == [0.75, 0.25, 0.25]
-    assert found["histogram"] == [0.25, 0.5, 0.0, 0.25]
-    assert found["draft_acceptance_rate"] == round(5 / 12, 4)
+    figures = measures.acceptance(answers)
+    assert figures is not None
+    assert figures["acceptance_length"] == 1 + 5 / 4
+    assert figures["mean_of_answers"] == round((1 + 4 / 3 + 2) / 2, 4)
+    assert figures["tokens_per_step"] == (7 + 1) / 4
+    assert figures["rate_by_position"] == [0.75, 0.25, 0.25]
+    assert figures["histogram"] == [0.25, 0.5, 0.0, 0.25]
+    assert figures["draft_acceptance_rate"] == round(5 / 12, 4)
     assert measures.acceptance([CompletionOutput(0)]) is None
 
 
-def test_plots_are_pictures_or_a_sentence(
+def test_plots_need_matplotlib(
     main: Callable[..., Any],
     lines: Callable[..., Path],
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""What is expected of a pair: found by its facts, by name, or as the user says."""
+"""Expected figures of a pair: chosen by its configs, by name, or by the user."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def resolved(
     target: dict[str, Any] | None = None,
     draft: dict[str, Any] | None = None,
 ) -> Any:
-    """A published pair; target, draft: what their configs say in place of what is published."""
+    """Return a published pair. target, draft: changes of its configs."""
     with directories(name) as parts:
-        own, drafter = map(Path, parts)
-        for path, changes in ((own, target), (drafter, draft)):
+        target_path, draft_path = map(Path, parts)
+        for path, changes in ((target_path, target), (draft_path, draft)):
             if changes:
                 edit_json(path / "config.json", **changes)
-        config = load_draft_config(drafter)
+        config = load_draft_config(draft_path)
         return SimpleNamespace(
-            target=load_target_config(own),
+            target=load_target_config(target_path),
             draft=config,
             limits=SimpleNamespace(num_drafts=num_drafts or config.block_drafts),
         )
 
 
-def found(settings: EvalSettings, pair: Any, **prompts: bool) -> Any:
+def expected_figures(settings: EvalSettings, pair: Any, **prompts: bool) -> Any:
     return expectations(settings, pair, chosen(settings), prompts or {"gsm8k": True})
 
 
@@ -50,15 +50,16 @@ KNOWN = {
     "qwen3-coder-30b-a3b": "humaneval",
     "demo": "demo",
 }
-"""Pairs with published figures, and a data set that these are of."""
+"""Pairs with published figures, and one of their data sets."""
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_published_pair_is_known_by_its_configs(name: str):
-    assert KNOWN[name] in found(EvalSettings(), resolved(name), **{KNOWN[name]: True}).found
+def test_published_pair_is_recognized_by_its_configs(name: str):
+    expected = expected_figures(EvalSettings(), resolved(name), **{KNOWN[name]: True})
+    assert KNOWN[name] in expected.by_data_set
 
 
-OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+SIMILAR_PAIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Qwen3-30B-A3B": (
         "qwen3-coder-30b-a3b",
         {"intermediate_size": 6144, "max_position_embeddings": 40960, "rope_theta": 1e6},
@@ -90,20 +91,20 @@ OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_same_size_pair_is_not_taken_for_published_one(other: str):
-    name, target, draft = OTHERS[other]
+@pytest.mark.parametrize("similar", SIMILAR_PAIRS)
+def test_similar_pair_is_not_taken_for_a_published_one(similar: str):
+    name, target, draft = SIMILAR_PAIRS[similar]
     pair = resolved(name, target=target, draft=draft)
-    assert found(EvalSettings(), pair, **{KNOWN[name]: True}).found == {}
+    assert expected_figures(EvalSettings(), pair, **{KNOWN[name]: True}).by_data_set == {}
 
 
-def test_the_papers_figures_belong_to_a_pair_by_its_shape():
-    one = found(EvalSettings(), resolved()).found["gsm8k"]
-    assert (one.acceptance_length, one.mean_of_answers) == (6.54, True)
-    assert one.factor == pytest.approx(0.95 * 0.975)
-    small = found(EvalSettings(), resolved("qwen3-4b"), mbpp=True).found["mbpp"]
+def test_paper_figures_apply_to_its_pairs():
+    figure = expected_figures(EvalSettings(), resolved()).by_data_set["gsm8k"]
+    assert (figure.acceptance_length, figure.mean_of_answers) == (6.54, True)
+    assert figure.factor == pytest.approx(0.95 * 0.975)
+    small = expected_figures(EvalSettings(), resolved("qwen3-4b"), mbpp=True).by_data_set["mbpp"]
     assert (small.acceptance_length, small.factor) == (6.09, 0.95)
-    sampled = found(EvalSettings(temperature=1.0), resolved()).found["gsm8k"]
+    sampled = expected_figures(EvalSettings(temperature=1.0), resolved()).by_data_set["gsm8k"]
     assert sampled.acceptance_length == 5.98
 
 
@@ -111,44 +112,44 @@ def test_the_papers_figures_belong_to_a_pair_by_its_shape():
     ("changes", "pair", "many", "reason"),
     [
         ({"temperature": 0.7}, {}, True, "there are none for temperature 0.7, top-p 1"),
-        ({"thinking": True}, {}, True, "they were taken without thinking"),
-        ({"max_tokens": 256}, {}, True, "they were taken with max_tokens 2048"),
-        ({}, {"num_drafts": 7}, True, "they were taken with 15 drafts a step"),
-        ({}, {}, False, "50 prompts are the fewest that say enough"),
+        ({"thinking": True}, {}, True, "they were measured without thinking"),
+        ({"max_tokens": 256}, {}, True, "they were measured with max_tokens 2048"),
+        ({}, {"num_drafts": 7}, True, "they were measured with 15 drafts per step"),
+        ({}, {}, False, "at least 50 prompts are needed"),
     ],
 )
-def test_figures_of_other_settings_are_skipped_with_reason(
+def test_figures_of_other_settings_are_skipped_with_a_reason(
     changes: dict[str, Any], pair: dict[str, Any], many: bool, reason: str
 ):
     settings = replace(EvalSettings(), **changes)
-    aims = found(settings, resolved(**pair), gsm8k=many)
-    assert aims.found == {}
-    assert aims.notes == (f"The published figures for gsm8k are not compared: {reason}.",)
+    expected = expected_figures(settings, resolved(**pair), gsm8k=many)
+    assert expected.by_data_set == {}
+    assert expected.notes == (f"The published figures for gsm8k are not compared: {reason}.",)
 
 
-def test_a_name_brings_its_figures_to_any_pair():
+def test_named_figures_apply_to_any_pair():
     settings = EvalSettings(expect="qwen3-8b-dflash-speculators")
-    aims = found(settings, resolved("demo"), **{"gsm8k-5shot": False})
-    one = aims.found["gsm8k-5shot"]
-    assert (one.acceptance_length, one.accuracy, len(one.by_position)) == (3.45, 0.885, 4)
-    assert found(EvalSettings(expect="none"), resolved()).found == {}
+    expected = expected_figures(settings, resolved("demo"), **{"gsm8k-5shot": False})
+    figure = expected.by_data_set["gsm8k-5shot"]
+    assert (figure.acceptance_length, figure.accuracy, len(figure.by_position)) == (3.45, 0.885, 4)
+    assert expected_figures(EvalSettings(expect="none"), resolved()).by_data_set == {}
 
 
 def test_user_expectation_replaces_published_figure(tmp_path: Path):
-    given = {"gsm8k": {"acceptance_length": 5, "by_position": [0.9], "temperature": 0.3}}
-    (tmp_path / "aims.json").write_text(json.dumps(given))
-    for text in (json.dumps(given), str(tmp_path / "aims.json")):
-        one = found(EvalSettings(expect=text), resolved()).found["gsm8k"]
-        assert (one.acceptance_length, one.factor, one.by_position) == (5, 0.95, (0.9,))
+    figures = {"gsm8k": {"acceptance_length": 5, "by_position": [0.9], "temperature": 0.3}}
+    (tmp_path / "figures.json").write_text(json.dumps(figures))
+    for text in (json.dumps(figures), str(tmp_path / "figures.json")):
+        figure = expected_figures(EvalSettings(expect=text), resolved()).by_data_set["gsm8k"]
+        assert (figure.acceptance_length, figure.factor, figure.by_position) == (5, 0.95, (0.9,))
     settings = EvalSettings(expect_acceptance_length=3.0, expect_accuracy=0.5)
-    one = found(settings, resolved()).found["gsm8k"]
-    assert (one.acceptance_length, one.factor, one.mean_of_answers) == (3.0, 1.0, False)
-    assert one.accuracy == 0.5
-    other = found(settings, resolved("demo"), custom=True).found["custom"]
-    assert (other.acceptance_length, other.accuracy) == (3.0, 0.5)
+    figure = expected_figures(settings, resolved()).by_data_set["gsm8k"]
+    assert (figure.acceptance_length, figure.factor, figure.mean_of_answers) == (3.0, 1.0, False)
+    assert figure.accuracy == 0.5
+    custom_figure = expected_figures(settings, resolved("demo"), custom=True).by_data_set["custom"]
+    assert (custom_figure.acceptance_length, custom_figure.accuracy) == (3.0, 0.5)
 
 
-def test_a_figure_is_met_from_its_floor_on():
+def test_figure_is_met_at_its_floor():
     row = {
         "acceptance": {
             "acceptance_length": 3.0,
@@ -157,32 +158,32 @@ def test_a_figure_is_met_from_its_floor_on():
         },
         "accuracy": {"graded": 10, "accuracy": 0.9},
     }
-    one = Expected("x", 3.0, 0.9, (0.9, 0.5), mean_of_answers=True, source="a paper")
-    checks = compare(one, row)
+    figure = Expected("x", 3.0, 0.9, (0.9, 0.5), mean_of_answers=True, source="a paper")
+    checks = compare(figure, row)
     assert [check["met"] for check in checks] == [True, True, False, True]
     assert [check["measured"] for check in checks] == [2.85, 0.8, None, 0.9]
-    assert compare(replace(one, factor=0.96), row)[0]["met"] is False
+    assert compare(replace(figure, factor=0.96), row)[0]["met"] is False
     row["accuracy"] = {"graded": 0, "accuracy": None}
-    assert len(compare(one, row)) == 3  # published, but not measured
-    assert compare(replace(one, source="--expect"), row)[-1]["met"] is False  # asked for
+    assert len(compare(figure, row)) == 3  # published, but not measured
+    assert compare(replace(figure, source="--expect"), row)[-1]["met"] is False  # the user's
 
 
-def test_few_prompts_of_many_say_too_little():
+def test_few_prompts_of_many_are_not_enough():
     assert enough(50, 1319)
     assert not enough(49, 1319)
     assert enough(7, 7)
 
 
-def test_the_exit_status_says_whether_it_was_reached(
+def test_exit_status_is_1_below_an_expected_figure(
     main: Callable[..., Any], tmp_path: Path, pair: Pair
 ):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"turns": ["Hello"], "answer": "never"}\n')
-    run = ["eval", "acceptance", "--data", path, "--target", pair.target, "--draft", pair.draft]
-    run.append("--max-tokens=8")
-    status, out, _ = main(*run, "--expect-acceptance-length=1")
+    flags = ["--data", path, "--target", pair.target, "--draft", pair.draft, "--max-tokens=8"]
+    command = ["eval", "acceptance", *flags, "--expect-acceptance-length=1"]
+    status, out, _ = main(*command)
     assert status == 0
-    assert "Against what is expected" in out
-    status, out, _ = main(*run, "--expect-acceptance-length=1", "--expect-accuracy=0.5")
+    assert "Compared with expected figures" in out
+    status, out, _ = main(*command, "--expect-accuracy=0.5")
     assert status == 1
-    assert "1 of 2 figures are below what is expected." in out
+    assert "1 of 2 figures are below the expected ones." in out

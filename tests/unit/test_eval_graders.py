@@ -1,4 +1,4 @@
-"""When an answer counts as right: numbers, LaTeX, a user's own answers, programs with tests."""
+"""Graders: numbers, LaTeX, a user's own answers, programs with tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strobe.tools.eval import graders, latex, programs
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("answer", "expected"),
     [
         (r"\frac12", r"\dfrac{1}{2}"),
         ("0.5", r"\frac{1}{2}"),
@@ -47,13 +47,13 @@ from strobe.tools.eval import graders, latex, programs
         (r"12\_a", r"12\_a"),
     ],
 )
-def test_equal_answers_match(given: str, expected: str):
-    assert latex.same(given, expected)
-    assert latex.same(expected, given)
+def test_equal_answers_match(answer: str, expected: str):
+    assert latex.same(answer, expected)
+    assert latex.same(expected, answer)
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("answer", "expected"),
     [
         ("1", "2"),
         ("(1,2)", "(2,1)"),
@@ -76,11 +76,11 @@ def test_equal_answers_match(given: str, expected: str):
         ("__import__('os')", "1"),
     ],
 )
-def test_different_answers_do_not_match(given: str, expected: str):
-    assert not latex.same(given, expected)
+def test_different_answers_do_not_match(answer: str, expected: str):
+    assert not latex.same(answer, expected)
 
 
-def test_hanging_comparison_is_killed_and_next_one_answered():
+def test_comparer_restarts_after_a_timeout():
     comparer = latex.Comparer(seconds=0.2)
     try:
         assert not comparer.same("9999999999!", "1")
@@ -90,7 +90,7 @@ def test_hanging_comparison_is_killed_and_next_one_answered():
         comparer.close()
 
 
-def test_without_math_verify_only_texts_and_numbers_are_compared(monkeypatch: pytest.MonkeyPatch):
+def test_latex_needs_math_verify(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(latex, "find_spec", lambda name: None)
     assert latex.same("x + 1", "x+1")
     assert not latex.same("17", "18")
@@ -117,11 +117,11 @@ def test_without_math_verify_only_texts_and_numbers_are_compared(monkeypatch: py
         ("", "#### 4", False),
     ],
 )
-def test_gsm8k_takes_the_final_number(text: str, expected: str, right: bool):
+def test_gsm8k_grades_the_final_number(text: str, expected: str, right: bool):
     assert graders.number(text, expected=expected) is right
 
 
-def test_after_worked_examples_the_first_marked_number_counts():
+def test_few_shot_gsm8k_grades_the_first_marked_number():
     assert graders.few_shot_number(" 3 + 9\n#### 12\n\nNow 5", expected="#### 12")
     assert graders.few_shot_number("so it is 12.", expected="#### 12")
     assert not graders.few_shot_number("no idea", expected="#### 12")
@@ -138,7 +138,7 @@ def test_after_worked_examples_the_first_marked_number_counts():
         ("it is 5, then 6", "6", True),
     ],
 )
-def test_math_takes_the_last_box(text: str, expected: str, right: bool):
+def test_math_grades_the_last_box(text: str, expected: str, right: bool):
     assert graders.mathematics(text, expected=expected) is right
 
 
@@ -151,7 +151,7 @@ def test_math_takes_the_last_box(text: str, expected: str, right: bool):
         ("It is Berlin", "Paris", False),
     ],
 )
-def test_user_answer_is_compared_with_stated_answer(text: str, expected: str, right: bool):
+def test_custom_data_grades_the_stated_answer(text: str, expected: str, right: bool):
     assert graders.answer(text, expected=expected) is right
 
 
@@ -170,7 +170,7 @@ def test_user_answer_is_compared_with_stated_answer(text: str, expected: str, ri
         ("input()", False),
     ],
 )
-def test_a_program_passes_where_it_reaches_its_end(program: str, passed: bool):
+def test_program_passes_if_it_reaches_its_end(program: str, passed: bool):
     assert programs.passes(program, 20.0) is passed
 
 
@@ -178,7 +178,7 @@ def test_endless_program_is_killed():
     assert not programs.passes("while True: pass", 0.3)
 
 
-def test_code_comes_from_block_defining_the_function():
+def test_code_is_the_block_that_defines_the_function():
     text = "Try:\n```python\ndef f(x):\n    return x\n```\nuse it:\n```python\nprint(f(1))\n```"
     assert programs.code_of(text, "f") == "def f(x):\n    return x\n"
     assert programs.code_of("```\ndef g(): pass", "g") == "def g(): pass"
@@ -188,12 +188,12 @@ def test_code_comes_from_block_defining_the_function():
 def test_human_eval_program_joins_imports_code_and_tests():
     prompt = "from math import pi\n\ndef helper():\n    return 1\n\ndef f(x):\n    '''Doc.'''\n"
     tests = "def check(candidate):\n    assert candidate(2) == 7\n"
-    whole = "```python\ndef f(x):\n    return 2 * x + 2 + helper() + int(pi < 3)\n```"
-    assert programs.passes(programs.human_eval(whole, prompt=prompt, tests=tests, name="f"), 20.0)
-    wrong = whole.replace("2 * x", "x")
+    right = "```python\ndef f(x):\n    return 2 * x + 2 + helper() + int(pi < 3)\n```"
+    assert programs.passes(programs.human_eval(right, prompt=prompt, tests=tests, name="f"), 20.0)
+    wrong = right.replace("2 * x", "x")
     program = programs.human_eval(wrong, prompt=prompt, tests=tests, name="f")
     assert not programs.passes(program, 20.0)
-    body = "    return 7"  # what a base model goes on with
+    body = "    return 7"  # a base model continues the prompt's function
     assert programs.passes(programs.human_eval(body, prompt=prompt, tests=tests, name="f"), 20.0)
 
 

@@ -1,4 +1,4 @@
-"""What `strobe eval` prints, writes and returns, on a random pair and a file of a few rows."""
+"""The output, files and exit status of `strobe eval`, on a random pair and a few rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PICTURES = ["histogram.png", "positions.png", "speedup.png"]
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Callable[..., Path]:
-    """lines(*rows) -> a file of JSON lines."""
+    """Return a function that writes rows to a file of JSON lines."""
 
     def write(*rows: Any) -> Path:
         path = tmp_path / "rows.jsonl"
@@ -30,16 +30,16 @@ def lines(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def printed(out: str, title: str) -> list[list[str]]:
-    """The cells of the table under this title, its header first."""
+def printed_table(out: str, title: str) -> list[list[str]]:
+    """Return the cells of the printed table with this title, the header first."""
     rows = [line.strip() for line in out.splitlines()]
     header, _, *rest = rows[rows.index(title) + 1 :]
     last = next(i for i, row in enumerate(rest) if not row.startswith("custom "))
     return [re.split(r"\s{2,}", row) for row in (header, *rest[:last])]
 
 
-def of_page(page: str, title: str) -> list[list[str]]:
-    """The same of a page in Markdown."""
+def markdown_table(page: str, title: str) -> list[list[str]]:
+    """Return the cells of the Markdown table with this title, the header first."""
     rows = page.split(f"## {title}\n\n")[1].split("\n\n")[0].splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     return [cells[0], *cells[2:]]
@@ -78,8 +78,8 @@ def test_speed_reports_both_methods_and_writes_results(
         "Accuracy": [["data set", "c", "method", "right", "of", "per cent"], *ways],
     }
     assert len(rates) == 7
-    for title, wanted in tables.items():
-        assert printed(out, title) == of_page(page, title) == wanted
+    for title, cells in tables.items():
+        assert printed_table(out, title) == markdown_table(page, title) == cells
     pictures = re.findall(r"!\[.+\]\((.+)\)", page)
     assert pictures == ([] if missing() else PICTURES)
     assert sorted(path.name for path in folder.glob("*.png")) == pictures
@@ -90,11 +90,11 @@ def test_speed_reports_both_methods_and_writes_results(
 def test_accuracy_is_counted_with_and_without_speculation(
     main: Callable[..., Any], lines: Callable[..., Path], pair: Pair
 ):
-    asked = SamplingParams(temperature=0, max_tokens=6)
+    params = SamplingParams(temperature=0, max_tokens=6)
     (output,) = LLM(pair.target, method="none").chat(
-        [{"role": "user", "content": "Hi"}], asked, chat_template_kwargs={"enable_thinking": False}
+        [{"role": "user", "content": "Hi"}], params, chat_template_kwargs={"enable_thinking": False}
     )
-    right, wrong = output.outputs[0].text, "what no random model says"
+    right, wrong = output.outputs[0].text, "no random model answers this"
     path = lines(
         {"turns": ["Hi"], "answer": right},
         {"turns": ["Hi"], "answer": wrong},
@@ -106,14 +106,14 @@ def test_accuracy_is_counted_with_and_without_speculation(
     assert (status, err) == (0, "")
     header = ["data set", "c", "method", "right", "of", "per cent"]
     row = ["custom", "3", "dflash", "1", "2", "50.0"]
-    assert printed(out, "Accuracy") == [header, [*row[:2], "plain", *row[3:]], row]
+    assert printed_table(out, "Accuracy") == [header, [*row[:2], "plain", *row[3:]], row]
     assert "Every answer has the same tokens with speculation and without." in out
     status, out, err = main("eval", "accuracy", *flags, "--method=none")
     assert (status, err) == (0, "")
-    assert printed(out, "Accuracy") == [header, [*row[:2], "plain", *row[3:]]]
+    assert printed_table(out, "Accuracy") == [header, [*row[:2], "plain", *row[3:]]]
     status, out, _ = main("eval", "accuracy", *flags, *drafted, "--expect-accuracy=0.6")
     assert status == 1
-    assert "1 of 1 figures are below what is expected." in out
+    assert "1 of 1 figures are below the expected ones." in out
 
 
 def test_different_fp32_answers_fail_the_evaluation(
@@ -122,22 +122,22 @@ def test_different_fp32_answers_fail_the_evaluation(
     pair: Pair,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """A drafter whose engine changes a token of one answer."""
-    inner = Answering.run
+    """With a drafter, a token of one answer is changed."""
+    answering_run = Answering.run
 
-    def run(self: Answering, *given: Any) -> Run:
-        found = inner(self, *given)
+    def run_and_change(self: Answering, *arguments: Any) -> Run:
+        run = answering_run(self, *arguments)
         if self.engine.resolved.config.draft is not None:
-            found.conversations[1].answers[0].token_ids[-1] ^= 1
-        return found
+            run.conversations[1].answers[0].token_ids[-1] ^= 1
+        return run
 
-    monkeypatch.setattr(Answering, "run", run)
+    monkeypatch.setattr(Answering, "run", run_and_change)
     path = lines(*({"turns": [text]} for text in ("Hi", "Hello", "Again")))
     status, out, err = main(
         "eval", "accuracy", "--data", path, "--target", pair.target, "--draft", pair.draft,
         "--max-tokens=4",
     )  # fmt: skip
     assert (status, err) == (1, "")
-    sentence = "3 prompts, of which 1 have other answers with speculation than without (in fp32"
-    assert f"custom, c = 3: {sentence} they must not)." in out
+    sentence = "with speculation, the answers to 1 of 3 prompts differ (in fp32 they must not)."
+    assert f"custom, c = 3: {sentence}" in out
     assert "Every answer has the same tokens" not in out

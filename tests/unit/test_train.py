@@ -143,7 +143,7 @@ def saved_target(directory: Path, vocabulary: int = VOCABULARY) -> Any:
     return oracle
 
 
-def test_features_are_the_residual_streams_of_transformers(tmp_path: Path) -> None:
+def test_features_match_transformers_residual_streams(tmp_path: Path) -> None:
     oracle = saved_target(tmp_path)
     target = load_target(
         tmp_path,
@@ -155,19 +155,19 @@ def test_features_are_the_residual_streams_of_transformers(tmp_path: Path) -> No
     ids = torch.randint(2, MASK_TOKEN, (3, 17))
     with torch.no_grad():
         out = oracle(ids, output_hidden_states=True)
-    got = capture(target, ids, (0, 2, 5))
-    wanted = torch.cat([out.hidden_states[k] for k in (0, 2, 5)], -1)
-    torch.testing.assert_close(got.features, wanted, atol=1e-5, rtol=1e-4)
-    assert target_choices(target, got.hidden, rows=7).equal(out.logits.argmax(-1))
+    captured = capture(target, ids, (0, 2, 5))
+    expected = torch.cat([out.hidden_states[k] for k in (0, 2, 5)], -1)
+    torch.testing.assert_close(captured.features, expected, atol=1e-5, rtol=1e-4)
+    assert target_choices(target, captured.hidden, rows=7).equal(out.logits.argmax(-1))
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_padding_and_neighbours_leave_features_alone(window: int | None) -> None:
+def test_features_do_not_depend_on_padding_or_other_sequences(window: int | None) -> None:
     target = tiny_target(window=window)
     ids = torch.randint(2, MASK_TOKEN, (2, 20))
-    whole = capture(target, ids, (1, 3)).features
+    batched = capture(target, ids, (1, 3)).features
     alone = capture(target, ids[1:, :13], (1, 3)).features
-    torch.testing.assert_close(whole[1:, :13], alone, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(batched[1:, :13], alone, atol=1e-5, rtol=1e-4)
 
 
 # Blocks
@@ -178,24 +178,24 @@ def test_masks_match_formula() -> None:
     positions = anchors[..., None] + torch.arange(BLOCK)
     length = 9
     for mask in (FULL, SLIDING, SYMMETRIC, LayerMask(causal=True)):
-        seen = visible(mask, anchors, positions, length)[0, 0]
-        assert seen.shape == (2 * BLOCK, length + 2 * BLOCK)
+        actual = visible(mask, anchors, positions, length)[0, 0]
+        assert actual.shape == (2 * BLOCK, length + 2 * BLOCK)
         for row in range(2 * BLOCK):
             block, slot = divmod(row, BLOCK)
             anchor = int(anchors[0, block])
             p = anchor + slot
             for column in range(length + 2 * BLOCK):
-                own = column - length - block * BLOCK
+                key_slot = column - length - block * BLOCK
                 if column < length:
-                    j, there = column, column < anchor
+                    j, exists = column, column < anchor
                 else:
-                    j, there = anchor + own, 0 <= own < BLOCK
+                    j, exists = anchor + key_slot, 0 <= key_slot < BLOCK
                 near = mask.window is None or abs(p - j) < mask.window
-                wanted = there and near and (not mask.causal or j <= p)
-                assert bool(seen[row, column]) == wanted, (mask, row, column)
+                expected = exists and near and (not mask.causal or j <= p)
+                assert bool(actual[row, column]) == expected, (mask, row, column)
 
 
-def test_anchors_are_legal_different_and_reproducible() -> None:
+def test_anchors_are_legal_distinct_and_reproducible() -> None:
     supervised = torch.zeros(2, 30, dtype=torch.bool)
     supervised[0, 4:20] = True
     supervised[0, 10] = False
@@ -204,20 +204,20 @@ def test_anchors_are_legal_different_and_reproducible() -> None:
     assert legal[0].nonzero().flatten().tolist() == [*range(4, 9), *range(11, 19)]
     assert legal[1].nonzero().flatten().tolist() == [7, 8]
     drawn, live = random_anchors(legal, 6, torch.Generator().manual_seed(3))
-    again, _ = random_anchors(legal, 6, torch.Generator().manual_seed(3))
-    other, _ = random_anchors(legal, 6, torch.Generator().manual_seed(4))
-    assert drawn.equal(again)
-    assert not drawn.equal(other)
+    same_seed, _ = random_anchors(legal, 6, torch.Generator().manual_seed(3))
+    next_seed, _ = random_anchors(legal, 6, torch.Generator().manual_seed(4))
+    assert drawn.equal(same_seed)
+    assert not drawn.equal(next_seed)
     assert live.sum(1).tolist() == [6, 2]
     for row in range(2):
-        chosen = drawn[row][live[row]]
-        assert legal[row][chosen].all()
-        assert len(set(chosen.tolist())) == len(chosen)
-    every, all_live = every_anchor(legal)
-    assert every[0][all_live[0]].tolist() == legal[0].nonzero().flatten().tolist()
+        live_anchors = drawn[row][live[row]]
+        assert legal[row][live_anchors].all()
+        assert len(set(live_anchors.tolist())) == len(live_anchors)
+    all_anchors, all_live = every_anchor(legal)
+    assert all_anchors[0][all_live[0]].tolist() == legal[0].nonzero().flatten().tolist()
 
 
-def test_blocks_hold_anchor_and_masks_until_answer_end() -> None:
+def test_blocks_hold_the_anchor_and_mask_tokens() -> None:
     sample = Sample.of([2, 3, 4], [10, 11, 12, 13, 14])
     batch = Corpus([sample]).batch(torch.tensor([0]))
     anchors, live = every_anchor(legal_anchors(batch.supervised))
@@ -237,7 +237,7 @@ def test_blocks_hold_anchor_and_masks_until_answer_end() -> None:
 
 
 def one_block(draft: DFlash, features: Tensor, token: int) -> Tensor:
-    """The drafter as it is run: context [0, start) by `context_kv`, then one block."""
+    """Run the drafter as for serving: context [0, start) by `context_kv`, then one block."""
     start = features.shape[0]
     keys, values = draft.context_kv(features, torch.arange(start))
     positions = torch.arange(start, start + BLOCK)
@@ -247,14 +247,14 @@ def one_block(draft: DFlash, features: Tensor, token: int) -> Tensor:
         mask = draft.config.decoder.masks[layer]
         k, v = torch.cat([keys[:, layer], k]), torch.cat([values[:, layer], v])
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        away = positions[:, None] - columns
-        seen = torch.ones_like(away, dtype=torch.bool)
+        distance = positions[:, None] - columns
+        can_see = torch.ones_like(distance, dtype=torch.bool)
         if mask.causal:
-            seen &= away >= 0
+            can_see &= distance >= 0
         if mask.window is not None:
-            seen &= away.abs() < mask.window
+            can_see &= distance.abs() < mask.window
         score = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-        score = score.masked_fill(~seen, float("-inf")).softmax(-1)
+        score = score.masked_fill(~can_see, float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", score, v).flatten(1)
 
     ids = torch.tensor([token] + [MASK_TOKEN] * (BLOCK - 1))
@@ -270,18 +270,18 @@ def test_training_forward_matches_single_blocks(masks: tuple[LayerMask, ...]) ->
     batch, blocks = blocks_of(sample, target, draft)
     features = capture(target, batch.ids, draft.config.capture).features
     keys, values = context_kv(draft, features)
-    got = draft.head(draft_hidden(draft, keys, values, blocks))[0]
-    assert got.shape[0] > 32  # more than one group of blocks
+    logits = draft.head(draft_hidden(draft, keys, values, blocks))[0]
+    assert logits.shape[0] > 32  # more than one group of blocks
     with torch.no_grad():
         for i, anchor in enumerate(blocks.anchors[0].tolist()):
-            wanted = one_block(draft, features[0, :anchor], sample.ids[anchor])
-            torch.testing.assert_close(got[i], wanted, atol=1e-5, rtol=1e-5)
+            expected = one_block(draft, features[0, :anchor], sample.ids[anchor])
+            torch.testing.assert_close(logits[i], expected, atol=1e-5, rtol=1e-5)
 
 
 # Loss
 
 
-def test_decay_weights_are_the_papers() -> None:
+def test_decay_weights_match_the_paper() -> None:
     assert [default_gamma(b) for b in (16, 10, 8)] == [7.0, 5.0, 4.0]
     weights = decay_weights(15, 7.0)
     assert weights[0] == 1.0
@@ -290,22 +290,22 @@ def test_decay_weights_are_the_papers() -> None:
     valid = torch.tensor([[True, True, False]])
     slots = Slots(ce, torch.zeros_like(ce), valid)
     w = float(torch.tensor(-1 / 4.0).exp())
-    got = block_loss(slots, valid, Objective(gamma=4.0))
-    assert float(got) == pytest.approx((1 + 2 * w) / (1 + w))
+    loss = block_loss(slots, valid, Objective(gamma=4.0))
+    assert float(loss) == pytest.approx((1 + 2 * w) / (1 + w))
     assert float(block_loss(slots, torch.zeros_like(valid), Objective())) == 0.0
 
 
-def test_dpace_weights_follow_the_formula() -> None:
+def test_dpace_weights_match_the_formula() -> None:
     ce = torch.tensor([[0.1, 0.7, 0.3]])
     s = 0.5 * torch.exp(-ce[0]) + 0.5
     p = [float(s[0]), float(s[0] * s[1]), float(s[0] * s[1] * s[2])]
-    got = dpace_weights(ce, torch.ones(1, 3), 0.5)[0]
-    assert got.tolist() == pytest.approx([sum(p), p[1] + p[2], p[2]])
-    got = dpace_weights(ce, torch.tensor([[1, 1, 0]]), 0.5)[0]
-    assert got.tolist() == pytest.approx([p[0] + p[1], p[1], 0.0])
+    weights = dpace_weights(ce, torch.ones(1, 3), 0.5)[0]
+    assert weights.tolist() == pytest.approx([sum(p), p[1] + p[2], p[2]])
+    weights = dpace_weights(ce, torch.tensor([[1, 1, 0]]), 0.5)[0]
+    assert weights.tolist() == pytest.approx([p[0] + p[1], p[1], 0.0])
 
 
-def test_slots_measured_piece_by_piece_are_the_same() -> None:
+def test_measuring_slots_in_parts_changes_nothing() -> None:
     target = tiny_target()
     hidden = torch.randn(5, 3, 32, requires_grad=True)
     labels = torch.randint(0, VOCABULARY, (5, 3))
@@ -317,8 +317,8 @@ def test_slots_measured_piece_by_piece_are_the_same() -> None:
         grads += torch.autograd.grad(loss, hidden)
     torch.testing.assert_close(grads[0], grads[1])
     logits = target.head(hidden)
-    wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    torch.testing.assert_close(slots.cross_entropy.flatten(), wanted)
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    torch.testing.assert_close(slots.cross_entropy.flatten(), expected)
     p = teacher.softmax(-1)
     kl = (p * (p.log() - logits.log_softmax(-1))).sum(-1)
     torch.testing.assert_close(slots.kl, kl)
@@ -357,7 +357,7 @@ def test_tiny_drafter_overfits_one_sequence(objective: Objective) -> None:
     assert acceptance.length > 3.5
 
 
-def test_target_labels_are_its_own_choices() -> None:
+def test_target_labels_are_its_greedy_tokens() -> None:
     target = tiny_target()
     draft = tiny_draft(target)
     sample = samples(1)[0]
@@ -379,9 +379,9 @@ def test_target_labels_are_its_own_choices() -> None:
 def test_resume_equals_uninterrupted_training_bit_for_bit(tmp_path: Path) -> None:
     target, data = tiny_target(), samples(18)
     run = settings()
-    whole = Trainer(target, tiny_draft(target), run, data)
-    while whole.done < 6:
-        whole.step()
+    uninterrupted = Trainer(target, tiny_draft(target), run, data)
+    while uninterrupted.done < 6:
+        uninterrupted.step()
     first = Trainer(target, tiny_draft(target), run, data)
     for _ in range(3):
         first.step()
@@ -391,7 +391,8 @@ def test_resume_equals_uninterrupted_training_bit_for_bit(tmp_path: Path) -> Non
     second.load(tmp_path / "checkpoint.pt")
     while second.done < 6:
         second.step()
-    for (name, a), b in zip(whole.draft.named_parameters(), second.draft.parameters(), strict=True):
+    expected = uninterrupted.draft.named_parameters()
+    for (name, a), b in zip(expected, second.draft.parameters(), strict=True):
         assert a.equal(b), name
     with pytest.raises(ValueError, match="was written with seed = 0, not 5"):
         Trainer(target, tiny_draft(target), replace(run, seed=5), data).load(
@@ -401,17 +402,17 @@ def test_resume_equals_uninterrupted_training_bit_for_bit(tmp_path: Path) -> Non
         Trainer(target, tiny_draft(target), run, data[:-1]).load(tmp_path / "checkpoint.pt")
 
 
-def test_compiled_steps_are_whole_graphs_and_learn_the_same(
+def test_compiled_steps_are_full_graphs_with_equal_losses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def losses(**changes: Any) -> list[float]:
         target = tiny_target(seed=5)
-        chosen = samples(8, prompt=4, answer=30) + samples(8, prompt=9, answer=50)
-        trainer = Trainer(target, tiny_draft(target), settings(**changes), chosen)
+        data = samples(8, prompt=4, answer=30) + samples(8, prompt=9, answer=50)
+        trainer = Trainer(target, tiny_draft(target), settings(**changes), data)
         return [float(trainer.step().loss) for _ in range(4)]
 
-    eager, usual = losses(), torch.compile
-    monkeypatch.setattr(torch, "compile", partial(usual, backend="eager", fullgraph=True))
+    eager, compile = losses(), torch.compile
+    monkeypatch.setattr(torch, "compile", partial(compile, backend="eager", fullgraph=True))
     assert losses(compile=True) == pytest.approx(eager, rel=1e-5)
 
 
@@ -419,10 +420,9 @@ def test_micro_batches_sum_to_one_step() -> None:
     target = tiny_target()
     data = [Sample.of(s.ids[:5], s.ids[5:20]) for s in samples(4)]
     run = settings()
-    run = replace(run, schedule=replace(run.schedule, anchors=64))  # all of them: no draw
-    small = replace(run, schedule=replace(run.schedule, micro_batch=2))
-    one, two = (Trainer(target, tiny_draft(target), r, data) for r in (run, small))
-    a, b = one.step(), two.step()
+    run = replace(run, schedule=replace(run.schedule, anchors=64))  # all of them, no random choice
+    micro = replace(run, schedule=replace(run.schedule, micro_batch=2))
+    a, b = (Trainer(target, tiny_draft(target), r, data).step() for r in (run, micro))
     torch.testing.assert_close(a.norm, b.norm, rtol=1e-4, atol=1e-5)
     assert a.accuracy.count.equal(b.accuracy.count)
 
@@ -431,7 +431,7 @@ def test_micro_batches_sum_to_one_step() -> None:
 
 
 @pytest.mark.parametrize("sliding", [0, 1])
-def test_export_loads_again_with_equal_weights_and_logits(tmp_path: Path, sliding: int) -> None:
+def test_saved_draft_loads_with_equal_weights_and_logits(tmp_path: Path, sliding: int) -> None:
     target = tiny_target()
     shape = DraftShape(
         layers=2, block_size=BLOCK, features=2, sliding_layers=sliding, sliding_window=5
@@ -439,30 +439,30 @@ def test_export_loads_again_with_equal_weights_and_logits(tmp_path: Path, slidin
     config = draft_config(shape, target.config, MASK_TOKEN)
     draft = new_draft(config, target, max_positions=POSITIONS, seed=1)
     with torch.no_grad():
-        for parameter in draft.parameters():  # what bf16 can hold
+        for parameter in draft.parameters():  # round to bf16
             parameter.copy_(parameter.bfloat16().float())
     save_draft(draft, tmp_path, {"eos_token_id": 1})
-    again_config = load_draft_config(tmp_path)
-    assert again_config == config
-    again = load_draft(
+    loaded_config = load_draft_config(tmp_path)
+    assert loaded_config == config
+    loaded = load_draft(
         tmp_path,
-        again_config,
+        loaded_config,
         target,
         max_positions=POSITIONS,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    for (name, a), b in zip(draft.named_parameters(), again.parameters(), strict=True):
+    for (name, a), b in zip(draft.named_parameters(), loaded.parameters(), strict=True):
         assert a.equal(b), name
     ids = samples(1)[0].ids
     features = capture(target, torch.tensor([ids]), config.capture).features[0, :9]
     with torch.no_grad():
-        wanted, got = one_block(draft, features, ids[9]), one_block(again, features, ids[9])
-    # Loaded models take their norms another way: measured 1.6e-6, bound 1e-5.
-    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+        expected, logits = one_block(draft, features, ids[9]), one_block(loaded, features, ids[9])
+    # Loaded models compute norms differently: measured 1.6e-6, bound 1e-5.
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_export_carries_the_names_of_the_format(tmp_path: Path) -> None:
+def test_saved_draft_uses_zlabs_names(tmp_path: Path) -> None:
     draft = tiny_draft(tiny_target())
     names = {
         "input_layernorm",
@@ -470,8 +470,8 @@ def test_export_carries_the_names_of_the_format(tmp_path: Path) -> None:
         *(f"self_attn.{n}" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
         *(f"mlp.{n}" for n in ("gate_proj", "up_proj", "down_proj")),
     }
-    wanted = {f"layers.{i}.{n}.weight" for i in range(2) for n in names}
-    assert set(as_saved(draft)) == wanted | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    layers = {f"layers.{i}.{n}.weight" for i in range(2) for n in names}
+    assert set(as_saved(draft)) == layers | {"fc.weight", "hidden_norm.weight", "norm.weight"}
     save_draft(draft, tmp_path, {"bos_token_id": None, "eos_token_id": 1})
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"]
@@ -483,7 +483,7 @@ def test_export_carries_the_names_of_the_format(tmp_path: Path) -> None:
 # Data
 
 
-def test_corpus_batches_are_the_samples_padded() -> None:
+def test_corpus_batches_are_padded_samples() -> None:
     data = samples(9)
     corpus = Corpus(data)
     batch = corpus.batch(torch.tensor([3, 0]))
@@ -499,7 +499,7 @@ def test_corpus_batches_are_the_samples_padded() -> None:
     assert len(set(torch.cat(order).tolist())) == 8
 
 
-def test_walk_counts_steps_as_decoding_does() -> None:
+def test_walk_counts_verify_steps() -> None:
     result = Acceptance(3)
     result.walk([0, 0, 2, 0, 0, 1, 0, 3, 0, 0], 2, 9)  # 2 -> 5 -> 7 -> end, cut to two drafts
     assert (result.steps, result.tokens) == (3, 7)
@@ -508,7 +508,7 @@ def test_walk_counts_steps_as_decoding_does() -> None:
 
 
 class WordTokenizer:
-    """Words are tokens; the template marks turns with <u> and <a>, and drops old thoughts."""
+    """Words are tokens; the template marks turns with <u> and <a>, and drops earlier thinking."""
 
     words = ("pad", "<e>", "<u>", "<a>", *"abcdefghij", "<t>")
 
@@ -521,8 +521,8 @@ class WordTokenizer:
             if message["role"] == "user":
                 text += ["<u>", content]
             else:
-                old = i < len(messages) - 1
-                text += ["<a>", content.replace("<t> ", "") if old else content, "<e>"]
+                is_earlier = i < len(messages) - 1
+                text += ["<a>", content.replace("<t> ", "") if is_earlier else content, "<e>"]
         return " ".join([*text, *(["<a>"] if add_generation_prompt else [])])
 
     def encode(self, text: str, **_: Any) -> list[int]:
@@ -545,7 +545,7 @@ def test_chats_supervise_target_text() -> None:
         chat_sample(WordTokenizer(), {"messages": chat[:1]}, "x:1", (1,))
 
 
-def test_damaged_data_is_named(tmp_path: Path) -> None:
+def test_errors_name_the_damaged_line(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
 
     def read(text: str) -> list[Sample]:
@@ -572,8 +572,8 @@ def test_regenerate_answers_every_turn_and_continues(tmp_path: Path) -> None:
     ]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps({"messages": chat}) + '\n{"prompt_ids": [7, 8]}\n')
-    asked = list(prompts(source, WordTokenizer(), room=20))
-    assert [" ".join(WordTokenizer.words[i] for i in ids) for ids in asked] == [
+    prompt_ids = list(prompts(source, WordTokenizer(), room=20))
+    assert [" ".join(WordTokenizer.words[i] for i in ids) for ids in prompt_ids] == [
         "<u> a <a>",
         "<u> a <a> b <e> <u> c <a>",
         "d e",
@@ -584,18 +584,18 @@ def test_regenerate_answers_every_turn_and_continues(tmp_path: Path) -> None:
         calls.append(start)
         return [[len(ids), 1] for ids in part]
 
-    assert regenerate(asked[:2], answer, output, at_once=1) == 2
-    assert regenerate(asked, answer, output, at_once=1) == 3
+    assert regenerate(prompt_ids[:2], answer, output, at_once=1) == 2
+    assert regenerate(prompt_ids, answer, output, at_once=1) == 3
     assert calls == [0, 1, 2]
-    made = read_samples(output, None, vocabulary=40, eos_ids=(1,), max_length=99)
-    assert made == [Sample.of(ids, [len(ids), 1]) for ids in asked]
+    regenerated = read_samples(output, None, vocabulary=40, eos_ids=(1,), max_length=99)
+    assert regenerated == [Sample.of(ids, [len(ids), 1]) for ids in prompt_ids]
     with pytest.raises(ValueError, match="answers to other prompts"):
-        regenerate(asked[1:], answer, output, at_once=1)
+        regenerate(prompt_ids[1:], answer, output, at_once=1)
     with pytest.raises(ValueError, match="has 8 tokens, but the target's context has room"):
         list(prompts(source, WordTokenizer(), room=6))
 
 
-def test_data_lines_end_with_a_newline_and_nothing_else(tmp_path: Path) -> None:
+def test_only_newlines_end_data_lines(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "a\u2028b\x85c"}\r\n\n{"text": "d"}')
     assert [line["text"] for _, line in read_lines(path)] == ["a\u2028b\x85c", "d"]
@@ -606,7 +606,7 @@ def test_data_lines_end_with_a_newline_and_nothing_else(tmp_path: Path) -> None:
 
 
 def saved_tokenizer(directory: Path) -> None:
-    """Words w0, w1, ... are tokens 0, 1, ...; a chat is its contents, each closed by w1."""
+    """Save a tokenizer of words w0, w1, ... with ids 0, 1, ...; in a chat, w1 ends a message."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -621,7 +621,7 @@ def saved_tokenizer(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def test_the_command_trains_resumes_and_writes_a_drafter(
+def test_command_trains_resumes_and_writes_a_drafter(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, data, output = tmp_path / "target", tmp_path / "data.jsonl", tmp_path / "out"
@@ -663,22 +663,22 @@ def test_the_command_trains_resumes_and_writes_a_drafter(
     assert [r["step"] for r in records] == [2, 4, 4]
     assert records[-1]["heldout_acceptance_length"] >= 1.0
     assert records[1]["learning_rate"] < records[0]["learning_rate"]
-    with pytest.raises(ValueError, match="pass --resume to go on from it"):
+    with pytest.raises(ValueError, match="pass --resume to continue from it"):
         train(run)
-    train(replace(run, resume=True))  # nothing is left to do: the drafter is written again
+    train(replace(run, resume=True))  # no steps are left; the drafter is written again
     with pytest.raises(ValueError, match=r"written with seed = 0, not 1"):
         train(replace(run, resume=True, seed=1))
 
 
-def test_engine_accepts_the_counted_walk(tmp_path: Path) -> None:
+def test_engine_acceptance_equals_the_walks(tmp_path: Path) -> None:
     from strobe import LLM, SamplingParams
 
     directory, drafter, output = tmp_path / "target", tmp_path / "draft", tmp_path / "out.jsonl"
     saved_target(directory)
     saved_tokenizer(directory)
-    asked = [list(s.ids[:5]) for s in samples(6)]
+    prompt_ids = [list(s.ids[:5]) for s in samples(6)]
     answers = engine_answer(RegenerateSettings(directory, tmp_path, output, max_tokens=24))
-    regenerate(asked, answers, output, at_once=4)
+    regenerate(prompt_ids, answers, output, at_once=4)
     data = read_samples(output, None, vocabulary=VOCABULARY, eos_ids=(1,), max_length=64)
     assert len(data) == 6
     target = load_target(
@@ -701,19 +701,20 @@ def test_engine_accepts_the_counted_walk(tmp_path: Path) -> None:
     counted = batch_acceptance(draft, target, trainer.corpus.batch(torch.arange(6)))
     llm = LLM(str(directory), str(drafter), dtype="float32")
     params = SamplingParams(temperature=0.0, max_tokens=24)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
-    for sample, mine, made in zip(data, counted, outputs, strict=True):
-        assert list(sample.ids[5:]) == made.outputs[0].token_ids
-        report = made.outputs[0].speculation
+    prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for sample, walk, output in zip(data, counted, outputs, strict=True):
+        assert list(sample.ids[5:]) == output.outputs[0].token_ids
+        report = output.outputs[0].speculation
         assert report is not None
-        assert (report.steps, report.accepted_per_position) == (mine.steps, mine.accepted)
-    assert sum(sum(mine.accepted) for mine in counted) > 6
+        assert (report.steps, report.accepted_per_position) == (walk.steps, walk.accepted)
+    assert sum(sum(walk.accepted) for walk in counted) > 6
 
 
 # Settings
 
 
-def test_wrong_settings_are_sentences() -> None:
+def test_invalid_settings_raise_errors() -> None:
     target = tiny_target().config
     with pytest.raises(ValueError, match=r"draft\.block_size is 1"):
         DraftShape(block_size=1)
@@ -734,10 +735,10 @@ def test_wrong_settings_are_sentences() -> None:
 # The programs
 
 
-def test_regenerate_needs_no_options_for_a_target_of_a_short_context(
+def test_regenerate_works_with_a_short_context_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default of max_tokens is the whole context of the demo target."""
+    """The context is shorter than the default of max_tokens."""
     target, data, output = tmp_path / "target", tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     saved_target(target)
     saved_tokenizer(target)
@@ -752,7 +753,7 @@ def test_regenerate_needs_no_options_for_a_target_of_a_short_context(
 
 
 @pytest.mark.parametrize("module", ["strobe.tools.train", "strobe.tools.train.regenerate"])
-def test_programs_end_quietly_when_the_reader_leaves(module: str) -> None:
+def test_programs_end_quietly_when_the_pipe_closes(module: str) -> None:
     run = subprocess.run(
         f"{sys.executable} -m {module} --help | true; exit ${{PIPESTATUS[0]}}",
         shell=True, executable="/bin/bash", capture_output=True, text=True, check=False,
@@ -761,7 +762,7 @@ def test_programs_end_quietly_when_the_reader_leaves(module: str) -> None:
     assert (run.returncode, run.stdout, run.stderr) == (141, "", "")
 
 
-def test_program_errors_are_sentences(tmp_path: Path) -> None:
+def test_program_errors_are_one_line(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "strobe.tools.train", "--target=/none", "--data=/none",
          f"--output={tmp_path / 'out'}"],

@@ -1,4 +1,4 @@
-"""All conversations of a data set, so many in flight at once."""
+"""Answer all conversations of a data set, several at a time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from strobe.tools.bench.rates import synchronize
 from strobe.tools.eval.datasets import Sample
 from strobe.tools.eval.graders import spoken
 
-_TURNS = 1000  # more than any conversation has: seeds of different samples stay apart
+_MAX_TURNS = 1000  # per conversation, so that seeds of different samples differ
 
 
 @dataclass
 class Conversation:
-    """A sample with the model's answers so far. error: why it could not go on."""
+    """A sample and the model's answers so far. error: why it could not continue."""
 
     sample: Sample
     number: int
@@ -34,7 +34,7 @@ class Conversation:
         return self.error is not None or len(self.answers) == len(self.sample.turns)
 
     def messages(self, thinking: bool) -> list[Message]:
-        """The chat up to the next turn; answers without what was thought before them."""
+        """Return the chat up to the next turn, with answers stripped of thinking."""
         turns: list[Message] = list(self.sample.before)
         for i, turn in enumerate(self.sample.turns[: len(self.answers) + 1]):
             turns.append({"role": "user", "content": turn})
@@ -46,7 +46,7 @@ class Conversation:
 
 @dataclass
 class Run:
-    """Every conversation once, in the samples' order, and the seconds that took."""
+    """Every conversation once, in the samples' order, and the seconds taken."""
 
     conversations: list[Conversation]
     seconds: float = 0.0
@@ -61,7 +61,7 @@ class Run:
 
 
 class Answering:
-    """Answers samples with one engine. thinking: for samples that do not say."""
+    """Answers samples with one engine. thinking: the default for samples without a setting."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, params: SamplingParams, thinking: bool
@@ -76,9 +76,9 @@ class Answering:
         count: int,
         on_progress: Callable[[int], None] = lambda _: None,
     ) -> Run:
-        """Have all conversations, `count` in flight, the next as soon as one has ended.
+        """Run all conversations, `count` at a time; each next one starts as soon as one has ended.
 
-        on_progress: is called with the number that have ended.
+        on_progress: called with the number that have ended.
         """
         run = Run([Conversation(sample, i) for i, sample in enumerate(samples)])
         waiting = deque(run.conversations)
@@ -93,13 +93,13 @@ class Answering:
                     self._step()
                 on_progress(len(samples) - len(waiting) - len(self._running))
         finally:
-            self._leave()
+            self._abort()
         synchronize(device)
         run.seconds = time.perf_counter() - began
         return run
 
     def _ask(self, talk: Conversation) -> None:
-        """Put the next turn to the engine; what cannot run ends the conversation."""
+        """Send the next turn to the engine; an invalid prompt ends the conversation."""
         sample = talk.sample
         params = self._params.clone(stop=sample.stop) if sample.stop else self._params
         thinking = self._thinking if sample.thinking is None else sample.thinking
@@ -110,7 +110,7 @@ class Answering:
                 prompt = self.tokenizer.render_chat(
                     talk.messages(thinking), tools=sample.tools or None, enable_thinking=thinking
                 )
-            seed = self.engine.config.seed + talk.number * _TURNS + len(talk.answers)
+            seed = self.engine.config.seed + talk.number * _MAX_TURNS + len(talk.answers)
             request = self.engine.add(prompt, params, seed=seed)
         except ValueError as error:
             talk.error = str(error)
@@ -135,8 +135,8 @@ class Answering:
             if not talk.ended:
                 self._ask(talk)
 
-    def _leave(self) -> None:
-        """Nothing is left running, also after an interrupt."""
+    def _abort(self) -> None:
+        """Abort running requests, for example after an interrupt."""
         for request, _, _ in self._running.values():
             self.engine.finish(request, "abort")
         self._running.clear()

@@ -1,7 +1,7 @@
-"""The data sets: where they are, what is asked, and when an answer is right.
+"""The data sets: their sources, prompts and graders.
 
-The prompts are those of the DFlash paper's evaluation (z-lab's benchmark), so that its figures can
-be compared; mbpp-tests shows the tests as well, without which no answer can have the right name.
+The prompts are those of the DFlash paper's evaluation (z-lab's benchmark), so that its figures are
+comparable. mbpp-tests also shows the tests, since only they say what the function is called.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _SHOTS = 5
 
 @dataclass(frozen=True)
 class Sample:
-    """A conversation to be had: the user's turns, each after the model's answer to the one before.
+    """The user's turns of a conversation; each follows the model's answer to the one before.
 
-    before: messages in front of the first turn. raw: the turn is a text to be continued, not a
-    chat. grade: whether the last answer is right; None where nobody knows. runs_code: `grade` runs
-    what the model wrote. latex: `grade` compares what is written in LaTeX.
+    before: messages before the first turn. raw: the turn is a text to continue, not a chat. grade:
+    whether the last answer is right; None if unknown. runs_code: `grade` runs the model's code.
+    latex: `grade` compares LaTeX.
     """
 
     turns: tuple[str, ...]
@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Samples under a name. ungraded: why accuracy is not measured, empty where it is."""
+    """Named samples. ungraded: why accuracy is not measured, empty if it is."""
 
     name: str
     samples: tuple[Sample, ...]
@@ -58,7 +58,8 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Published:
-    """A data set on the hub: its files, most wanted first, and how a row becomes a sample."""
+    """A data set on the hub: patterns of its files in order of preference, and a function that
+    turns a row into a sample."""
 
     repo: str
     files: tuple[str, ...]
@@ -67,23 +68,23 @@ class Published:
 
 
 def load(name: str, settings: EvalSettings) -> DataSet:
-    """Raises ValueError for a file or row that is not what the data set needs."""
+    """Load a data set's samples. Raises ValueError for a file or row that does not fit it."""
     if name == "demo":
         pool = read_heldout()
         samples = tuple(_demo(example) for example in pool[: settings.prompts or None])
-        return DataSet(name, samples, "held-out tasks made by rule", len(pool))
+        return DataSet(name, samples, "generated held-out tasks", len(pool))
     path = Path(settings.data) if settings.data else None
     if name == "custom":
         assert path is not None, "a file is what makes a data set custom"
         rows, published = read_rows(path), Published("", (), _custom)
     else:
         published = PUBLISHED[name]
-        rows = read_rows(path) if path is not None else _fetched(name, published.files)
+        rows = read_rows(path) if path is not None else _fetch_rows(name, published.files)
     make = published.sample
     if name == "gsm8k-5shot":
         make = partial(_five_shot, _examples(settings))
     selected = [rows[i] for i in spread(len(rows), settings.prompts)]
-    samples = tuple(_made(placed, make, name, settings.code_seconds) for placed in selected)
+    samples = tuple(_sample(placed, make, name, settings.code_seconds) for placed in selected)
     ungraded = published.ungraded
     if not ungraded and not any(sample.grade for sample in samples):
         ungraded = "no row has an answer"
@@ -93,27 +94,28 @@ def load(name: str, settings: EvalSettings) -> DataSet:
     return DataSet(name, samples, source, len(rows), ungraded)
 
 
-def spread(total: int, num_wanted: int) -> list[int]:
-    """`num_wanted` indices spread evenly over `total`, since files may be sorted; 0 is all."""
-    count = min(num_wanted or total, total)
+def spread(total: int, max_count: int) -> list[int]:
+    """Return up to `max_count` indices spread evenly over `total`, since files may be sorted; 0 is
+    all."""
+    count = min(max_count or total, total)
     return [i * total // count for i in range(count)]
 
 
-def _fetched(name: str, patterns: Sequence[str]) -> list[Placed]:
+def _fetch_rows(name: str, patterns: Sequence[str]) -> list[Placed]:
     files = fetch(PUBLISHED[name].repo, patterns, name)
     return [row for file in files for row in read_rows(file)]
 
 
-def _made(
+def _sample(
     placed: Placed, make: Callable[[Row, float], Sample], name: str, seconds: float
 ) -> Sample:
     try:
         return make(placed.row, seconds)
     except KeyError as error:
-        has = ", ".join(placed.row) or "nothing"
+        keys = ", ".join(placed.row) or "nothing"
         hint = 'give {"turns": [text, ...]}' if name == "custom" else f"give {name}'s own rows"
         raise ValueError(
-            f"{placed.location} has no {error.args[0]!r}, only {has}; {hint}."
+            f"{placed.location} has no {error.args[0]!r}, only {keys}; {hint}."
         ) from None
     except ValueError as error:
         raise ValueError(f"{placed.location}: {error}") from None
@@ -142,14 +144,14 @@ def _gsm8k(row: Row, seconds: float) -> Sample:
 
 
 def _examples(settings: EvalSettings) -> str:
-    """The first questions of the training set with their answers, as one text."""
+    """Return the first questions of the training set with their answers, as one text."""
     if settings.shots:
         rows = read_rows(Path(settings.shots), "shots")
     else:
-        rows = _fetched("gsm8k-5shot", ("main/train*.parquet",))
+        rows = _fetch_rows("gsm8k-5shot", ("main/train*.parquet",))
     if len(rows) < _SHOTS:
         raise ValueError(f"shots holds {len(rows)} questions, but {_SHOTS} are shown; give more.")
-    examples = [_made(placed, _example, "gsm8k-5shot", 0.0).turns[0] for placed in rows[:_SHOTS]]
+    examples = [_sample(placed, _example, "gsm8k-5shot", 0.0).turns[0] for placed in rows[:_SHOTS]]
     return "\n\n".join(examples)
 
 
@@ -176,8 +178,8 @@ def _human_eval(row: Row, seconds: float) -> Sample:
         program = programs.human_eval(text, prompt=prompt, tests=tests, name=name)
         return programs.passes(program, seconds)
 
-    ask = "Write a solution to the following problem and make sure that it passes the tests:"
-    return Sample((f"{ask}\n```python\n{prompt}\n```",), grade, runs_code=True)
+    task = "Write a solution to the following problem and make sure that it passes the tests:"
+    return Sample((f"{task}\n```python\n{prompt}\n```",), grade, runs_code=True)
 
 
 def _mbpp(row: Row, seconds: float) -> Sample:

@@ -1,7 +1,7 @@
 """Runs short generated functions in a restricted namespace.
 
-This keeps an honest small model from doing harm by accident (no imports, no `while`, no private
-names, short ranges). It is no sandbox for code that somebody wrote with bad intent.
+This prevents accidental harm (no imports, no `while`, no private names, short ranges). It is no
+sandbox for malicious code.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_LONGEST = 64
+_MAX_RANGE = 64
 _MAX_CODE = 2000
 _ALLOWED = (
     "abs", "all", "any", "bool", "dict", "enumerate", "float", "int", "len", "list", "max", "min",
     "range", "reversed", "round", "set", "sorted", "str", "sum", "tuple", "zip",
 )  # fmt: skip
-_REFUSED = (
+_FORBIDDEN = (
     ast.Import,
     ast.ImportFrom,
     ast.While,
@@ -39,7 +39,7 @@ _REFUSED = (
 
 def _short_range(*bounds: int) -> range:
     steps = range(*bounds)
-    if len(steps) > _LONGEST:
+    if len(steps) > _MAX_RANGE:
         raise ValueError("the range is too long")
     return steps
 
@@ -50,11 +50,11 @@ def _namespace() -> dict[str, Any]:
     return {"__builtins__": names}
 
 
-def _refused(tree: ast.AST) -> bool:
-    """Whether the code has anything that the tasks never need."""
+def _is_forbidden(tree: ast.AST) -> bool:
+    """Return whether the code uses anything that the tasks never need."""
     loops = 0
     for node in ast.walk(tree):
-        if isinstance(node, _REFUSED):
+        if isinstance(node, _FORBIDDEN):
             return True
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             return True
@@ -69,14 +69,14 @@ def _refused(tree: ast.AST) -> bool:
 
 
 def run_function(name: str, code: str, inputs: Iterable[Sequence[Any]]) -> list[Any]:
-    """The results of function `name` of `code` on each tuple of arguments.
+    """Return the results of the function `name` in `code` for each tuple of arguments.
 
-    Raises `ValueError` for code that is refused, and whatever the code itself raises.
+    Raises `ValueError` for forbidden code, and any error of the code itself.
     """
     if len(code) > _MAX_CODE:
         raise ValueError("the code is too long")
     tree = ast.parse(code.strip())
-    if _refused(tree):
+    if _is_forbidden(tree):
         raise ValueError("the code uses something that is not allowed here")
     namespace = _namespace()
     exec(compile(tree, "<answer>", "exec"), namespace)
@@ -84,7 +84,7 @@ def run_function(name: str, code: str, inputs: Iterable[Sequence[Any]]) -> list[
 
 
 def same_behaviour(code: str, name: str, solution: str, inputs: Sequence[Sequence[Any]]) -> bool:
-    """Whether `code` defines `name` and it agrees with `solution` on all inputs."""
+    """Return whether `code` defines `name` and it agrees with `solution` on all inputs."""
     expected_outputs: list[Any] = []
     for arguments in inputs:
         try:
@@ -98,6 +98,6 @@ def same_behaviour(code: str, name: str, solution: str, inputs: Sequence[Sequenc
             result = run_function(name, code, [arguments])[0]
             if type(result) is not type(expected) or result != expected:
                 return False
-    except Exception:  # the model wrote this code: whatever it raises, the answer is wrong
+    except Exception:  # any error of the model's code makes the answer wrong
         return False
     return True

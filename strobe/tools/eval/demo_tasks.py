@@ -1,4 +1,4 @@
-"""Whether a model's answer to one of the demo models' tasks is right."""
+"""Check a model's answer to one of the demo models' tasks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from strobe.tools.eval.graders import THINK_END
 
 
 def check(example: Example, text: str) -> bool:
-    """Whether the model's full output `text` (thinking part allowed) solves the task."""
+    """Return whether the model's full output, with or without thinking, solves the task."""
     return _CHECKS[example.family](example.reference, text)
 
 
 def answer_part(text: str) -> str:
-    """What follows the thinking part of a full output, without its end mark."""
+    """Return the output after its thinking part, without the end token."""
     return text.rsplit(THINK_END, 1)[-1].replace("<|im_end|>", "").strip()
 
 
 def last_answer(text: str) -> str | None:
-    """The text behind the last `Answer:` on a line of its own, or None."""
+    """Return the text after `Answer:` in the last line that starts with it, or None."""
     for line in reversed(answer_part(text).splitlines()):
         if line.startswith("Answer:"):
             return line.removeprefix("Answer:").strip().rstrip(".")
@@ -30,12 +30,12 @@ def last_answer(text: str) -> str | None:
 
 
 def _number(expected: int, text: str) -> bool:
-    """Whether the last line names the right number."""
+    """Return whether the last line has the right number."""
     return last_answer(text) == str(expected)
 
 
 def _items(expected: list[str], text: str) -> bool:
-    """Whether the last line has the right items in the right order."""
+    """Return whether the last line has the right items in the right order."""
     answer = last_answer(text)
     if answer is None:
         return False
@@ -43,13 +43,13 @@ def _items(expected: list[str], text: str) -> bool:
 
 
 def _date(expected: str, text: str) -> bool:
-    """Whether the last line names the right date, weekday or number of days."""
+    """Return whether the last line has the right date, weekday or number of days."""
     answer = last_answer(text)
     return answer is not None and answer.removesuffix(" days") == expected
 
 
 def _function(expected: dict[str, Any], text: str) -> bool:
-    """Whether the function in the answer returns what the reference solution returns."""
+    """Return whether the answer's function agrees with the reference solution."""
     code = answer_part(text)
     if "```" in code:
         code = code.split("```")[1].removeprefix("python")
@@ -57,13 +57,13 @@ def _function(expected: dict[str, Any], text: str) -> bool:
 
 
 def _record(expected: dict[str, Any], text: str) -> bool:
-    """Whether the answer is JSON equal to the record, true and 1 being different."""
+    """Return whether the answer is JSON equal to the record; true and 1 differ."""
     record = _json(answer_part(text))
     return isinstance(record, dict) and _text(record) == _text(expected)
 
 
 def _call(expected: dict[str, Any], text: str) -> bool:
-    """Whether the answer is exactly one call with the right name and arguments."""
+    """Return whether the answer is exactly one call with the right name and arguments."""
     answer = answer_part(text)
     start, end = "<tool_call>", "</tool_call>"
     if answer.count(start) != 1 or not answer.startswith(start) or not answer.endswith(end):

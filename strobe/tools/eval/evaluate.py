@@ -1,4 +1,4 @@
-"""`strobe eval`: a pair on data sets, speculation off and on, against what is expected of it."""
+"""`strobe eval`: measure a pair on data sets, and compare it with published figures."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Say = Callable[[str], None]
 
 
 def evaluate(kind: str, settings: EvalSettings, config: EngineConfig) -> int:
-    """Measure, print tables, write the report. kind: acceptance, accuracy or speed.
+    """Measure, print the tables, write the report. kind: acceptance, accuracy or speed.
 
-    Returns 0, or 1 where a figure is below what is expected, or answers in fp32 differ with
-    speculation. Raises ValueError, before anything is measured, for what cannot run.
+    Returns 0, or 1 if a figure is below the expected one or answers in fp32 differ with
+    speculation. Raises ValueError for settings that cannot run, before measuring.
     """
     pair = expected.chosen(settings)
     command = command_line(kind, settings, config)
@@ -42,20 +42,20 @@ def evaluate(kind: str, settings: EvalSettings, config: EngineConfig) -> int:
         data_sets = [load(name, settings) for name in settings.names]
         counts = {d.name: settings.requests(kind, len(d.samples)) for d in data_sets}
         max_requests = max(max(count) for count in counts.values())
-        # Whole blocks: acceptance is the pair's, and no matter of load or machine.
+        # Verify whole blocks, so that acceptance does not depend on load or machine.
         fixed = {"enable_prefix_caching": False, "adaptive": False}
         config = replace(config, max_num_seqs=max_requests, **fixed)
-        alone = kind == "accuracy" and config.method == "none"
-        ways = {"plain": config} if alone else ways_of(config)
+        plain_only = kind == "accuracy" and config.method == "none"
+        ways = {"plain": config} if plain_only else ways_of(config)
         if kind == "acceptance":
             del ways["plain"]
         resolved = resolve(list(ways.values())[-1])
         enough = {d.name: expected.enough(len(d.samples), d.total) for d in data_sets}
-        aims = expected.expectations(settings, resolved, pair, enough)
+        expectations = expected.expectations(settings, resolved, pair, enough)
         figures = _header(kind, command, settings, resolved, data_sets)
         runs = _measure(kind, settings, ways, data_sets, counts, say)
         say("grading")
-        _fill(figures, settings, data_sets, runs, aims)
+        _fill(figures, settings, data_sets, runs, expectations)
     if settings.output:
         _write(Path(settings.output), settings, figures, runs)
     show(output(), figures)
@@ -68,7 +68,7 @@ def _located(settings: EvalSettings, config: EngineConfig) -> EngineConfig:
     ):
         raise ValueError(
             "A target is named but no data set, and the demo tasks suit only the demo models; name "
-            "one with --dataset or --data."
+            "a data set with --dataset or --data."
         )
     return locate_models(config)
 
@@ -78,22 +78,22 @@ Key = tuple[str, int, str]
 
 
 class Engines:
-    """An engine for each way, made when it is first used. alone: it takes the other's place, since
-    one GPU may not hold two of them."""
+    """An engine for each way, created at its first use. one_at_a_time: frees the previous engine
+    first, since a GPU may not hold two."""
 
-    def __init__(self, ways: dict[str, EngineConfig], alone: bool):
-        self._ways, self._alone = ways, alone
-        self._made: dict[str, LLM] = {}
+    def __init__(self, ways: dict[str, EngineConfig], one_at_a_time: bool):
+        self._ways, self._one_at_a_time = ways, one_at_a_time
+        self._llms: dict[str, LLM] = {}
 
     def get(self, way: str, say: Say) -> LLM:
-        if way not in self._made:
-            if self._alone and self._made:
-                device = self._made.popitem()[1].engine.resolved.device
-                gc.collect()  # requests and engines know each other
+        if way not in self._llms:
+            if self._one_at_a_time and self._llms:
+                device = self._llms.popitem()[1].engine.resolved.device
+                gc.collect()  # requests and engines refer to each other
                 release(device)
             say(f"loading for {way}")
-            self._made[way] = LLM(**vars(self._ways[way]))
-        return self._made[way]
+            self._llms[way] = LLM(**vars(self._ways[way]))
+        return self._llms[way]
 
 
 def _measure(
@@ -104,37 +104,37 @@ def _measure(
     counts: dict[str, tuple[int, ...]],
     say: Say,
 ) -> dict[Key, Run]:
-    """Every data set at every concurrency, each way. On a CPU the ways take turns, since its speed
-    drifts; on a GPU the one runs after the other."""
-    jobs = [(d, count, way) for d in data_sets for count in counts[d.name] for way in ways]
+    """Run every data set at every concurrency in each way. On a CPU, whose speed drifts, the ways
+    alternate; on a GPU all runs of one way come before the next."""
+    combinations = [(d, count, way) for d in data_sets for count in counts[d.name] for way in ways]
     gpu = resolve(next(iter(ways.values()))).device.type == "cuda"
     if gpu:
-        jobs.sort(key=lambda job: list(ways).index(job[2]))
-    engines = Engines(ways, alone=gpu)
+        combinations.sort(key=lambda combination: list(ways).index(combination[2]))
+    engines = Engines(ways, one_at_a_time=gpu)
     runs: dict[Key, Run] = {}
-    for data, count, way in jobs:
+    for data, count, way in combinations:
         name = f"{data.name}, {way}, {count} at once"
         llm = engines.get(way, say)
         runs[data.name, count, way] = _fastest(kind, settings, llm, data, count, name, say)
-        del llm  # the next one may need its room
+        del llm  # the next engine may need its memory
     return runs
 
 
 def _fastest(
     kind: str, settings: EvalSettings, llm: LLM, data: DataSet, count: int, name: str, say: Say
 ) -> Run:
-    """The fastest of the turns asked for; where speed is measured, after one that warms up."""
+    """Return the fastest of `repeats` runs; for speed, after a warm-up."""
     params = SamplingParams(
         temperature=settings.temperature, top_p=settings.top_p, max_tokens=settings.max_tokens
     )
     answering = Answering(llm.engine, llm.tokenizer, params, settings.thinking)
-    if kind == "speed":  # a GPU must have met every shape of batch, a CPU any
+    if kind == "speed":  # on a GPU every batch shape, on a CPU any
         say(f"{name}: warming up")
         gpu = llm.engine.resolved.device.type == "cuda"
         answering.run(data.samples if gpu else data.samples[:count], count)
     runs: list[Run] = []
-    for turn in range(settings.repeats):
-        text = f"{name}, turn {turn + 1} of {settings.repeats}"
+    for i in range(settings.repeats):
+        text = f"{name}, run {i + 1} of {settings.repeats}"
         report: Callable[[int], None] = partial(_report, say, text, len(data.samples))
         runs.append(answering.run(data.samples, count, report))
     best = min(runs, key=lambda run: run.seconds)
@@ -154,7 +154,7 @@ def _header(
     resolved: ResolvedConfig,
     data_sets: list[DataSet],
 ) -> Figures:
-    """When, what, where and with what."""
+    """Return the figures' first entries: date, machine, pair, settings and data sets."""
     target, draft = resolved.target, resolved.draft
     return {
         "evaluation": kind,
@@ -179,7 +179,7 @@ def _header(
 
 
 def _name(path: str) -> str:
-    """A checkpoint's name without this machine's directories, which a report should not carry."""
+    """Return a checkpoint's name without this machine's directories, for the report."""
     if path.startswith(str(DEMO_MODELS)):
         return f"the demo {Path(path).name}"
     return path if not Path(path).is_absolute() else "/".join(Path(path).parts[-2:])
@@ -190,29 +190,29 @@ def _fill(
     settings: EvalSettings,
     data_sets: list[DataSet],
     runs: dict[Key, Run],
-    aims: expected.Expectations,
+    expectations: expected.Expectations,
 ) -> None:
-    """The measured part of the figures."""
+    """Add the measured part to the figures."""
     rows: list[Figures] = []
     pairs: list[Figures] = []
     checks: list[Figures] = []
-    for data in data_sets:  # in the user's order, whatever ran first
-        mine = [key for key in runs if key[0] == data.name]
-        for name, count, way in sorted(mine, key=lambda key: key[1]):
-            run, place = runs[name, count, way], {"data_set": name, "concurrency": count}
+    for data in data_sets:  # in the user's order
+        keys = [key for key in runs if key[0] == data.name]
+        for name, count, way in sorted(keys, key=lambda key: key[1]):
+            run, labels = runs[name, count, way], {"data_set": name, "concurrency": count}
             measured = measures.row(data, run, run_code=settings.allow_code_execution)
-            rows.append(place | {"method": way} | measured)
+            rows.append(labels | {"method": way} | measured)
             if way == "plain":
                 continue
-            if name in aims.found:
-                checks += [place | c for c in expected.compare(aims.found[name], measured)]
+            if (figure := expectations.by_data_set.get(name)) is not None:
+                checks += [labels | check for check in expected.compare(figure, measured)]
             if (plain := runs.get((name, count, "plain"))) is not None:
-                pairs.append(place | measures.compared(plain, run))
+                pairs.append(labels | measures.compare(plain, run))
     exact = figures["dtype"] == "float32"
     different = any(pair["identical"] < pair["prompts"] for pair in pairs)
     passed = all(check["met"] for check in checks) and not (exact and different)
     figures |= {"rows": rows, "pairs": pairs, "expected": checks}
-    notes = [*aims.notes, *([missing()] if settings.output and missing() else [])]
+    notes = [*expectations.notes, *([missing()] if settings.output and missing() else [])]
     figures |= {"notes": notes, "passed": passed}
 
 

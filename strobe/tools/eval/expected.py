@@ -1,4 +1,4 @@
-"""Published figures of pairs, and whether a measurement reaches them."""
+"""Published figures of pairs, and checks of a measurement against them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from strobe.models.config import DraftConfig, TargetConfig
 from strobe.tools.bench.report import Figures
 from strobe.tools.eval.settings import DATA_SETS, EvalSettings
 
-_FEWEST = 50  # prompts of a data set; fewer say too little to fail a pair by
+_MIN_PROMPTS = 50  # of a data set; fewer are too noisy to fail a pair
 _PAPER_TOKENS = 2048
 
 
 class Facts(NamedTuple):
-    """What distinguishes a pair from others, whatever its directories are called. positions: those
-    the target is good for, and rope_theta: its base, which differ between releases of one size;
-    end_id: ends the answers of a chat, but no text of a base model; the drafter is one in z-lab's
-    format."""
+    """Identifies a pair whatever its directories are called; the drafter is in z-lab's format.
+    positions and rope_theta distinguish a target's releases of the same size; end_id distinguishes
+    a chat model, which ends its answers with it, from a base model."""
 
     architecture: str
     layers: int
@@ -51,8 +50,8 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True)
 class Expected:
-    """One data set's figures, each to be reached by its factor. mean_of_answers: acceptance_length
-    is the mean of the answers' own lengths, not that of all steps together."""
+    """Published figures of one data set; a measurement must reach each times its factor.
+    mean_of_answers: acceptance_length is the mean over answers, not over all steps."""
 
     data_set: str
     acceptance_length: float | None = None
@@ -68,7 +67,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Pair:
-    """A published pair; without facts it is found by its name alone."""
+    """A published pair; without facts, only --expect can select it, by name."""
 
     name: str
     facts: Facts | None
@@ -76,8 +75,8 @@ class Pair:
 
 
 def _paper(greedy: Mapping[str, float], sampled: Mapping[str, float]) -> tuple[Expected, ...]:
-    """Table 1 of the paper: mean acceptance lengths at temperatures 0 and 1. The factors are those
-    of vLLM's own test of the pair, which takes another 0.975 off GSM8K."""
+    """Table 1 of the paper: mean acceptance lengths at temperatures 0 and 1, with the factors of
+    vLLM's test of the pair, which allows GSM8K another 0.975."""
     return tuple(
         Expected(
             name,
@@ -153,15 +152,15 @@ PAIRS = (
 
 @dataclass(frozen=True)
 class Expectations:
-    """What is to be reached, by data set, and sentences on what is not compared and why."""
+    """Figures to reach, by data set, and sentences that say which are not compared and why."""
 
-    found: dict[str, Expected]
+    by_data_set: dict[str, Expected]
     notes: tuple[str, ...] = ()
 
 
 def chosen(settings: EvalSettings) -> Pair | None:
-    """The pair that `--expect` names or spells out; None where the pair's own facts decide. Raises
-    ValueError for a name that is not known and for JSON that is none."""
+    """Return the pair named or spelled out by `--expect`, None to identify it by its facts. Raises
+    ValueError for an unknown name or invalid JSON."""
     choice = settings.expect.strip()
     if choice in ("", "none"):
         return Pair("none", None, ()) if choice else None
@@ -208,8 +207,8 @@ def _read(name: str, entry: Any) -> Expected:
 def expectations(
     settings: EvalSettings, resolved: ResolvedConfig, pair: Pair | None, prompts: Mapping[str, bool]
 ) -> Expectations:
-    """What these data sets are to reach. pair: what `chosen` gave; prompts: by data set, whether
-    there are enough of them, or all."""
+    """Return the figures to reach. pair: the result of `chosen`; prompts: for each data set,
+    whether the run has enough prompts."""
     expected: dict[str, Expected] = {}
     notes: list[str] = []
     is_named, pair = pair is not None, pair or _known(resolved)
@@ -223,22 +222,21 @@ def expectations(
     if is_named and pair is not None and pair.figures and not published:
         raise ValueError(
             f"--expect names {', '.join(figure.data_set for figure in pair.figures)}, but the "
-            "run has "
-            f"{', '.join(prompts)}; expect figures of a data set that is run."
+            f"run has {', '.join(prompts)}; name a data set of the run."
         )
     for name, figure in published.items():
-        why = (
+        reason = (
             None
             if is_named and figure.source
-            else _why_not(figure, settings, resolved, prompts[name])
+            else _why_not_comparable(figure, settings, resolved, prompts[name])
         )
-        if why is None:
+        if reason is None:
             expected[name] = figure
         else:
-            notes.append(f"The published figures for {name} are not compared: {why}.")
+            notes.append(f"The published figures for {name} are not compared: {reason}.")
     length, share = settings.expect_acceptance_length, settings.expect_accuracy
     if length is not None or share is not None:
-        for name in prompts:  # what the user says stands in place of what is published
+        for name in prompts:  # the user's figures replace the published ones
             figure = expected.get(name, Expected(name))
             if length is not None:
                 figure = replace(
@@ -265,29 +263,28 @@ def _same_sampling(figure: Expected, settings: EvalSettings) -> bool:
     return settings.temperature == figure.temperature and settings.top_p == 1
 
 
-def _why_not(
+def _why_not_comparable(
     figure: Expected, settings: EvalSettings, resolved: ResolvedConfig, enough: bool
 ) -> str | None:
-    """Why a published figure says nothing about this run."""
+    """Return why a published figure does not apply to this run, None if it does."""
     if not figure.source:
         return f"there are none for temperature {settings.temperature:g}, top-p {settings.top_p:g}"
     if settings.thinking:
-        return "they were taken without thinking"
+        return "they were measured without thinking"
     if settings.max_tokens < _PAPER_TOKENS:
-        return f"they were taken with max_tokens {_PAPER_TOKENS}"
+        return f"they were measured with max_tokens {_PAPER_TOKENS}"
     if resolved.draft is not None and resolved.limits.num_drafts < resolved.draft.block_drafts:
-        return f"they were taken with {resolved.draft.block_drafts} drafts a step"
-    return None if enough else f"{_FEWEST} prompts are the fewest that say enough"
+        return f"they were measured with {resolved.draft.block_drafts} drafts per step"
+    return None if enough else f"at least {_MIN_PROMPTS} prompts are needed"
 
 
 def enough(prompts: int, total: int) -> bool:
-    """Whether so many prompts of a data set can fail a pair."""
-    return prompts >= min(_FEWEST, total)
+    """Return whether this number of a data set's prompts may fail a pair."""
+    return prompts >= min(_MIN_PROMPTS, total)
 
 
 def compare(figure: Expected, row: Figures) -> list[Figures]:
-    """Each expected figure beside the measured one; `measured` is None where it is missing, which
-    does not count as reached."""
+    """Compare the measured figures with the expected ones; a missing one is not met."""
     checks: list[Figures] = []
 
     def add(what: str, published: float, factor: float, measured: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Whether a model's text gives the expected answer."""
+"""Graders: whether a model's text gives the expected answer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MATH = re.compile(r"\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 
 
 def spoken(text: str) -> str:
-    """What follows the thinking part."""
+    """Return the text after the thinking part."""
     return text.rsplit(THINK_END, 1)[-1].strip()
 
 
 def boxed(text: str) -> str | None:
-    """What the last box holds, its braces balanced; None without one."""
+    r"""Return the content of the last \boxed{}, with balanced braces; None without one."""
     answer = None
     for match in _BOX.finditer(text):
         if match[1] is not None:
@@ -37,7 +37,7 @@ def boxed(text: str) -> str | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number, with or without commas and a dollar sign."""
+    """Return the last number, which may have commas and a dollar sign."""
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
         return None
@@ -46,13 +46,13 @@ def last_number(text: str) -> Decimal | None:
 
 
 def stated_answer(text: str) -> str | None:
-    """What the last `answer is ...` or `Answer: ...` says, to the end of its sentence or line."""
+    """Return the rest of the sentence or line after the last `answer is` or `Answer:`."""
     statements = _SAYS.findall(text)
     return statements[-1].strip().strip("*").strip() if statements else None
 
 
 def number(text: str, *, expected: str) -> bool:
-    """GSM8K: the number in the box, behind ####, behind `answer is`, or the last one."""
+    """Grade GSM8K: the number in the box, after ####, after `answer is`, or the last one."""
     target = last_number(expected.rsplit("####", 1)[-1])
     text = spoken(text)
     box = boxed(text)
@@ -66,7 +66,7 @@ def number(text: str, *, expected: str) -> bool:
 
 
 def few_shot_number(text: str, *, expected: str) -> bool:
-    """GSM8K after worked examples: the number behind ####, or the last one."""
+    """Grade GSM8K after worked examples: the number after ####, or the last one."""
     marked = text.split("####", 1)
     match = re.search(_NUMBER, marked[1]) if len(marked) > 1 else None
     value = last_number(match[0]) if match is not None else last_number(text)
@@ -74,7 +74,7 @@ def few_shot_number(text: str, *, expected: str) -> bool:
 
 
 def mathematics(text: str, *, expected: str) -> bool:
-    """MATH: what the box holds; without one, what the text calls its answer, or the last one."""
+    """Grade MATH: the box; without one, the stated answer, the last formula or the last number."""
     text = spoken(text)
     formulas = [next(part for part in value if part) for value in _MATH.findall(text)]
     for place in (boxed(text), stated_answer(text), formulas[-1] if formulas else None):
@@ -85,8 +85,8 @@ def mathematics(text: str, *, expected: str) -> bool:
 
 
 def answer(text: str, *, expected: str) -> bool:
-    """A user's own data: the box, what the text calls the answer, or the whole text; where a number
-    is expected, the last one there."""
+    """Grade a user's own data: the box, the stated answer, or the whole text; if a number is
+    expected, the last one there."""
     text, target = spoken(text), expected.strip()
     place = boxed(text)
     if place is None:

@@ -1,9 +1,9 @@
-"""Whether two answers in LaTeX or plain text say the same, by math-verify.
+"""Compare two answers in LaTeX or plain text with math-verify.
 
-It runs in a process of its own, since what a model wrote can keep sympy busy for ever or fill the
-memory (9999999999!), and since its own time limit is an alarm signal, which only a main thread can
-have. It calls equal what its authors call equal: a decimal and a fraction that agree in six digits,
-a list and the tuple of the same values. It ignores the base of a number, so that is compared here.
+It runs in its own process, since some expressions keep sympy busy forever or fill the memory
+(9999999999!), and since its time limit is an alarm signal, which needs a main thread. math-verify
+treats a decimal and a fraction as equal if they agree to six digits, and a list and a tuple of the
+same values. It ignores the base of a number, which is compared here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 from decimal import Decimal
 from importlib.util import find_spec
 
-_LONG = 400  # characters; nothing longer is parsed
+_MAX_LENGTH = 400  # characters; longer texts are not parsed
 _SECONDS = 5.0
 _MEMORY = 2 << 30
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)")
@@ -27,44 +27,44 @@ _UNWRITTEN = re.compile(r"(?<!\\)\\[!,;: ]|\\\$|\\\(|\\\)|\{,\}|\$|\s+")
 
 
 def missing() -> str:
-    """Why answers cannot be compared; empty where they can."""
+    """Return why answers cannot be compared, or an empty string."""
     if find_spec("math_verify") is not None:
         return ""
     return "answers are compared by math-verify; install it with pip install 'strobe[eval]'"
 
 
 def plain(text: str) -> str:
-    """A text without spaces, dollar signs and the commas of thousands that LaTeX braces."""
+    """Strip spaces, dollar signs and LaTeX's braced thousands separators."""
     return _UNWRITTEN.sub("", text.strip().rstrip("."))
 
 
 def same(text: str, expected: str) -> bool:
-    """Whether the answers are equal; what cannot be read, or not in time, equals only itself.
+    """Return whether the answers are equal; one that cannot be parsed in time equals only itself.
 
-    Raises ValueError where math-verify is needed and missing.
+    Raises ValueError if math-verify is needed and missing.
     """
     a, b = plain(text), plain(expected)
     if a == b or not a or not b:
         return a == b != ""
     if _NUMBER.fullmatch(a) and _NUMBER.fullmatch(b):
         return Decimal(a) == Decimal(b)
-    if len(text) > _LONG or len(expected) > _LONG or _base(a) != _base(b):
+    if max(len(text), len(expected)) > _MAX_LENGTH or _base(a) != _base(b):
         return False
-    if why := missing():
-        raise ValueError(f"{why.capitalize()}.")
+    if reason := missing():
+        raise ValueError(f"{reason.capitalize()}.")
     return _comparer().same(text, expected)
 
 
 def _base(text: str) -> str:
-    """The base that a number names below it."""
+    """Return the base in a number's subscript, or an empty string."""
     match = _BASE.fullmatch(text)
     return match[1] if match is not None else ""
 
 
 class Comparer:
-    """Answers, one comparison at a time, from a process that is started again where it hangs.
+    """Compares answers, one pair at a time, in a process that is restarted if it hangs.
 
-    seconds: how long a comparison may take; most take some hundredths.
+    seconds: time limit of a comparison; a typical one takes some hundredths.
     """
 
     def __init__(self, seconds: float = _SECONDS):
@@ -73,7 +73,7 @@ class Comparer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def same(self, text: str, expected: str) -> bool:
-        """What math-verify says; False where it takes too long."""
+        """Return math-verify's verdict; False on a timeout."""
         with self._lock:
             return self._ask(json.dumps([text, expected]).encode() + b"\n")
 
@@ -100,7 +100,7 @@ class Comparer:
             answer = b""
         finally:
             timer.cancel()
-        if answer not in (b"true\n", b"false\n"):  # it hung, or used up its memory
+        if answer not in (b"true\n", b"false\n"):  # it hung, or ran out of memory
             self.close()
         return answer == b"true\n"
 
@@ -113,7 +113,7 @@ class Comparer:
             stderr=subprocess.DEVNULL,
         )
         assert process.stdout is not None
-        process.stdout.readline()  # it has imported sympy, which takes a second
+        process.stdout.readline()  # wait until it has imported sympy, which takes a second
         return process
 
 
@@ -123,7 +123,7 @@ def _comparer() -> Comparer:
 
 
 def _serve() -> None:
-    """The process: a line of JSON comes in, whether its two answers are equal goes out."""
+    """Run the process: read pairs of answers as lines of JSON, and print whether they are equal."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     with contextlib.suppress(ImportError):
@@ -133,7 +133,7 @@ def _serve() -> None:
         soft = _MEMORY if hard == resource.RLIM_INFINITY else min(_MEMORY, hard)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # LaTeX alone: the library reads plain expressions with Python's eval.
+    # Only LaTeX: the library parses plain expressions with Python's eval.
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
     print("ready", flush=True)
     for line in sys.stdin:

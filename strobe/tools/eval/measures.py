@@ -1,4 +1,4 @@
-"""What a run's answers come to: acceptance, accuracy, rates."""
+"""Compute a run's acceptance, accuracy and rates."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from strobe.tools.eval.answering import Conversation, Run
 from strobe.tools.eval.datasets import DataSet
 
 DEFINITIONS = {
-    "acceptance_length": "1 + accepted drafts / verify steps that carried drafts, over all answers "
-    "together: the target's own token counts, the prompt's first token does not (vLLM's counters)",
-    "mean_of_answers": "the mean of each answer's own acceptance length, as the DFlash paper and "
-    "vLLM's test take it; of several turns each is an answer",
-    "tokens_per_step": "tokens of the answers less the first of each, per verify step, as `strobe "
-    "bench offline` and `strobe demo` count: what came behind an answer's end is left out",
-    "draft_acceptance_rate": "accepted drafts / drafts verified",
-    "rate_by_position": "share of the verify steps that accepted the draft at this position, and "
-    "so all before it",
-    "histogram": "share of the verify steps that accepted so many drafts, from 0",
+    "acceptance_length": "1 + accepted drafts / verify steps with drafts, over all answers "
+    "together: counts the target's own token but not the prefill's first one (vLLM's counters)",
+    "mean_of_answers": "the mean of the answers' own acceptance lengths, as in the DFlash paper "
+    "and vLLM's test; each turn of a conversation is an answer",
+    "tokens_per_step": "tokens of the answers without each one's first, per verify step, as "
+    "`strobe bench offline` and `strobe demo` count: tokens after an answer's end do not count",
+    "draft_acceptance_rate": "accepted drafts / verified drafts",
+    "rate_by_position": "share of verify steps that accepted the draft at this position (and all "
+    "before it)",
+    "histogram": "share of verify steps that accepted exactly this many drafts, from 0",
     "tokens_per_s": "tokens of all answers / seconds from the first request to the last answer, "
     "prompts included",
     "speedup": "tokens_per_s with speculation / without, on the same prompts",
@@ -31,7 +31,7 @@ DEFINITIONS = {
 
 
 def acceptance(answers: Sequence[CompletionOutput]) -> Figures | None:
-    """None where nothing was drafted."""
+    """Return the acceptance figures, None if nothing was drafted."""
     counts, lengths, num_tokens = DraftCounts(), list[float](), 0
     for answer in answers:
         report = answer.speculation
@@ -60,8 +60,8 @@ def acceptance(answers: Sequence[CompletionOutput]) -> Figures | None:
 
 
 def accuracy(data: DataSet, run: Run, *, run_code: bool) -> Figures:
-    """right of graded answers; an answer that could not be made is wrong. note: what was left out
-    and why, empty where nothing was."""
+    """Grade the answers; a failed one is wrong. note: which are not graded and why, empty if all
+    are."""
     graded = [
         talk
         for talk in run.conversations
@@ -87,7 +87,7 @@ def _right(talk: Conversation) -> bool:
 
 
 def row(data: DataSet, run: Run, *, run_code: bool) -> Figures:
-    """All figures of one way at one concurrency."""
+    """Return all figures of one way at one concurrency."""
     answers = run.answers
     return {
         "prompts": len(run.conversations),
@@ -103,8 +103,8 @@ def row(data: DataSet, run: Run, *, run_code: bool) -> Figures:
     }
 
 
-def compared(plain: Run, drafted: Run) -> Figures:
-    """Speculation off and on side by side. identical: conversations with the same tokens."""
+def compare(plain: Run, drafted: Run) -> Figures:
+    """Compare runs without and with speculation. identical: conversations with equal tokens."""
     same = sum(
         [x.token_ids for x in a.answers] == [y.token_ids for y in b.answers]
         for a, b in zip(plain.conversations, drafted.conversations, strict=True)

@@ -9,7 +9,7 @@ from strobe.tools.bench.report import Figures
 
 
 def draw(folder: Path, figures: Figures) -> list[tuple[str, str]]:
-    """Write the plots that the figures have data for. Returns their names and what they show."""
+    """Write the plots that the figures have data for; return their names and captions."""
     rows: dict[str, Figures] = {}
     for row in figures["rows"]:
         if row["acceptance"] is not None:
@@ -27,7 +27,7 @@ def draw(folder: Path, figures: Figures) -> list[tuple[str, str]]:
 
 
 def _histogram(path: Path, rows: list[Figures]) -> None:
-    """A panel for each data set, so that bars need not stand in front of each other."""
+    """Plot a panel for each data set, so that bars do not overlap."""
     figure, axes = new_figure(7, 1.2 + 2.0 * len(rows), len(rows))
     max_length = max(len(row["acceptance"]["histogram"]) for row in rows)
     for i, (axis, row) in enumerate(zip(axes, rows, strict=True)):
@@ -83,9 +83,9 @@ def _speed(path: Path, pairs: list[Figures]) -> None:
     axis.axhline(1, color="#444444", linestyle="--", linewidth=1.2)
     axis.set_xticks(range(len(counts)), [f"{count}" for count in counts])
     axis.set_xlabel("requests in flight")
-    axis.set_ylabel("tokens/s against plain decoding")
+    axis.set_ylabel("tokens/s relative to plain decoding")
     axis.set_title("Speed-up by requests in flight", loc="left", fontsize=11)
-    if len(names) > 1:  # below, since bars stand everywhere else
+    if len(names) > 1:  # below, where it covers no bar
         figure.legend(
             loc="outside lower center", ncols=min(len(names), 6), frameon=False, fontsize=9,
             handlelength=1, columnspacing=1.2,

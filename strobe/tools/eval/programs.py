@@ -1,6 +1,7 @@
-"""Programs that a model wrote, run against their tests in a process of their own.
+"""Run a model's programs against their tests, each in its own process.
 
-The limits keep a wrong program from filling the machine; they are no sandbox against a bad one.
+The limits contain a wrong program's use of time and memory; they are no sandbox for a malicious
+one.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ print({done!r})
 
 
 def passes(program: str, seconds: float) -> bool:
-    """Whether a program with its tests runs to its end without an error, in an empty directory,
-    within `seconds` and 2 GiB. What it prints is thrown away."""
+    """Return whether a program with its tests runs to its end without an error, in an empty
+    directory, within `seconds` and 2 GiB. Its output is discarded."""
     done = secrets.token_hex(16)  # a program that leaves early never prints it
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         folder = Path(directory)
@@ -65,7 +66,7 @@ def passes(program: str, seconds: float) -> bool:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the process and those that it started."""
+    """Kill the process and its children."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except (AttributeError, ProcessLookupError, PermissionError):
@@ -74,23 +75,23 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def code_of(text: str, *names: str) -> str:
-    """The code in a text: the last block that defines one of the names, else the last block, else
-    all of the text."""
+    """Return the code in a text: the last block that defines one of the names, else the last block,
+    else the whole text."""
     blocks = [match[1] for match in _BLOCK.finditer(text)] or [text]
     defining = [code for code in blocks if any(_defines(code, name) for name in names)]
     return (defining or blocks)[-1]
 
 
 def human_eval(text: str, *, prompt: str, tests: str, name: str) -> str:
-    """A HumanEval program: the prompt's imports and helpers, the model's function, the tests. What
-    is no whole function goes on where the prompt's ends."""
+    """Return a HumanEval program: the prompt's imports and helpers, the model's function, the
+    tests. Code that does not define the function continues the prompt's."""
     code = code_of(text, name)
     head = prompt[: prompt.rfind(f"def {name}")] if _defines(code, name) else prompt
     return f"{head}\n{code}\n{tests}\ncheck({name})\n"
 
 
 def mbpp(text: str, *, imports: tuple[str, ...], tests: tuple[str, ...]) -> str:
-    """An MBPP program: the model's code, then the tests."""
+    """Return an MBPP program: the model's code, then the tests."""
     called = re.findall(r"(\w+)\(", " ".join(tests))
     return "\n".join((code_of(text, *called), *imports, *tests)) + "\n"
 

@@ -1,4 +1,4 @@
-"""Figures as sections of a report, on the console and in Markdown."""
+"""Print an evaluation's report on the console, and render it as Markdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strobe.wording import counted
 
 @dataclass(frozen=True)
 class Section:
-    """A table under a title, and a sentence behind it."""
+    """A table with a title, and a sentence below it."""
 
     title: str
     columns: tuple[str, ...]
@@ -23,7 +23,7 @@ class Section:
 
 
 def sections(figures: Figures) -> list[Section]:
-    """What was measured, the most wanted first; rates only where they were warmed up for."""
+    """Return the sections, the evaluated kind first; rates only for speed, which warms up."""
     order = {
         "acceptance": (_expected, _acceptance, _positions, _accuracy),
         "accuracy": (_expected, _accuracy, _acceptance, _positions),
@@ -34,9 +34,9 @@ def sections(figures: Figures) -> list[Section]:
 
 
 def head(figures: Figures) -> list[str]:
-    """Sentences on what was measured, where and with what."""
+    """Return sentences on the pair, the settings, the machine and the data."""
     pair, settings = figures["pair"], figures["settings"]
-    drafts = f", {pair['drafts_per_step']} drafts a step" if pair["drafts_per_step"] else ""
+    drafts = f", {pair['drafts_per_step']} drafts per step" if pair["drafts_per_step"] else ""
     sampling = f"temperature {settings['temperature']:g}, top-p {settings['top_p']:g}"
     data = "; ".join(
         f"{d['name']}: {d['prompts']} of {d['of']} prompts ({d['source']})"
@@ -56,7 +56,7 @@ def head(figures: Figures) -> list[str]:
 
 
 def remarks(figures: Figures) -> list[str]:
-    """Sentences on what is not as one may think."""
+    """Return sentences on failures, truncated answers and other deviations."""
     lines: list[str] = list(figures["notes"])
     for row in figures["rows"]:
         location = f"{row['data_set']}, {row['method']}, c = {row['concurrency']}"
@@ -73,11 +73,11 @@ def remarks(figures: Figures) -> list[str]:
     for pair in figures["pairs"]:
         if pair["identical"] < pair["prompts"]:
             exact = figures["dtype"] == "float32"
-            why = "in fp32 they must not" if exact else "lower precision rounds otherwise"
+            verdict = "in fp32 they must not" if exact else "lower precision rounds differently"
             lines.append(
-                f"{pair['data_set']}, c = {pair['concurrency']}: {pair['prompts']} prompts, of "
-                f"which {pair['prompts'] - pair['identical']} have other answers with speculation "
-                f"than without ({why})."
+                f"{pair['data_set']}, c = {pair['concurrency']}: with speculation, the answers to "
+                f"{pair['prompts'] - pair['identical']} of {pair['prompts']} prompts differ "
+                f"({verdict})."
             )
     if figures["pairs"] and all(p["identical"] == p["prompts"] for p in figures["pairs"]):
         lines.append("Every answer has the same tokens with speculation and without.")
@@ -104,7 +104,7 @@ def _expected(figures: Figures) -> Section:
     ]
     columns = ("data set", "c", "figure", "expected", "factor", "at least", "measured", "met")
     sources = ", ".join(dict.fromkeys(check["source"] for check in figures["expected"]))
-    return Section("Against what is expected", columns, rows, f"From: {sources}.")
+    return Section("Compared with expected figures", columns, rows, f"From: {sources}.")
 
 
 def _acceptance(figures: Figures) -> Section:
@@ -126,8 +126,8 @@ def _acceptance(figures: Figures) -> Section:
                "mean of answers", "tokens/step", "drafts, %")  # fmt: skip
     note = (
         "Acceptance length: 1 + accepted drafts / verify steps, over all answers together; mean of "
-        "answers: the mean of each answer's own; tokens/step: what stands in the answers less "
-        "their first tokens, per verify step; drafts: accepted of those verified."
+        "answers: the mean of each answer's own; tokens/step: the answers' tokens without their "
+        "first ones, per verify step; drafts: share of verified drafts that were accepted."
     )
     return Section("Acceptance", columns, rows, note)
 
@@ -135,18 +135,18 @@ def _acceptance(figures: Figures) -> Section:
 def _positions(figures: Figures) -> Section:
     rows: list[tuple[str, ...]] = []
     max_positions = 0
-    for row in _first_of_each(_drafted(figures)):
+    for row in _first_rows(_drafted(figures)):
         rates = row["acceptance"]["rate_by_position"]
         max_positions = max(max_positions, len(rates))
         rows.append((row["data_set"], *(f"{100 * rate:.0f}" for rate in rates)))
     rows = [(*row, *("-" for _ in range(max_positions + 1 - len(row)))) for row in rows]
     columns = ("data set", *(f"{i + 1}" for i in range(max_positions)))
-    note = "Per cent of the verify steps that accepted the draft at this position."
+    note = "Percentage of verify steps that accepted the draft at this position."
     return Section("Acceptance rate by position", columns, rows, note)
 
 
-def _first_of_each(rows: Sequence[Figures]) -> list[Figures]:
-    """The row with the lowest concurrency of each data set."""
+def _first_rows(rows: Sequence[Figures]) -> list[Figures]:
+    """Return the row with the lowest concurrency of each data set."""
     first_rows: dict[str, Figures] = {}
     for row in rows:
         first_rows.setdefault(row["data_set"], row)
@@ -180,7 +180,7 @@ def _speed(figures: Figures) -> Section:
         for name, cells in by_name.items()
     ]
     columns = ("data set", *(f"c = {count}" for count in counts))
-    note = "Tokens per second with speculation over those without, prompts included."
+    note = "Tokens per second with speculation divided by without, prompts included."
     return Section("Speed-up", columns, rows, note)
 
 
@@ -216,11 +216,11 @@ def show(console: Console, figures: Figures) -> None:
         console.print(line, soft_wrap=wrap)
     below = sum(not check["met"] for check in figures["expected"])
     if below:
-        console.print(f"{below} of {len(figures['expected'])} figures are below what is expected.")
+        console.print(f"{below} of {len(figures['expected'])} figures are below the expected ones.")
 
 
 def markdown(figures: Figures, pictures: Sequence[tuple[str, str]]) -> str:
-    """The report as a page. pictures: names of files beside it, each with what it shows."""
+    """Return the report as Markdown. pictures: file names in the same directory, with captions."""
     lines = [
         f"# `strobe eval {figures['evaluation']}`, {figures['date'][:10]}",
         "",
@@ -237,15 +237,15 @@ def markdown(figures: Figures, pictures: Sequence[tuple[str, str]]) -> str:
         lines += [_line(row) for row in section.rows]
         if section.note:
             lines += ["", _wrapped(section.note)]
-    for name, shows in pictures:
-        lines += ["", f"![{shows}]({name})"]
+    for name, caption in pictures:
+        lines += ["", f"![{caption}]({name})"]
     if notes := remarks(figures):
         lines += ["", "## Remarks", "", *(_wrapped(f"- {line}") for line in notes)]
     return "\n".join(lines) + "\n"
 
 
 def _wrapped(text: str) -> str:
-    """A paragraph, or a list's item, in lines of 120 columns."""
+    """Wrap a paragraph or a list item at 120 columns."""
     indent = "  " if text.startswith("- ") else ""
     return textwrap.fill(
         text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for. Imports no torch, since the command line reads it."""
+"""Settings of an evaluation. Imports no torch, since the command line reads it."""
 
 from __future__ import annotations
 
@@ -18,59 +18,59 @@ DATA_SETS = (
     "demo",
 )  # fmt: skip
 CONCURRENCY = {"acceptance": "1", "accuracy": "32", "speed": "1,8,32"}
-"""Requests in flight unless the user says otherwise, by what is evaluated."""
+"""Default numbers of requests in flight, by kind of evaluation."""
 
 
 @settings
 class EvalSettings:
-    """`strobe eval`. Raises ValueError for what makes no sense by itself."""
+    """`strobe eval`. Raises ValueError for invalid values and combinations."""
 
     dataset: str = option(
-        "", f"Data sets with commas between: {', '.join(DATA_SETS)}; by default demo, the held-out "
+        "", f"Data sets separated by commas: {', '.join(DATA_SETS)}; by default demo, the held-out "
         "tasks of the demo models."
     )  # fmt: skip
     data: str = option(
-        "", "A local file (.jsonl, .json, .parquet) in place of the hub's; without --dataset, "
+        "", "A local file (.jsonl, .json, .parquet) instead of the hub's; without --dataset, "
         'lines of {"turns": [text, ...], "answer": text}, the answer optional.'
     )  # fmt: skip
     shots: str = option(
-        "", "A local file of GSM8K's training questions, whose first five gsm8k-5shot shows."
+        "", "A local file of GSM8K's training questions; gsm8k-5shot shows the first five."
     )
     prompts: Annotated[int, Field(ge=0, le=MAX_INT)] = option(
-        200, "Prompts of each data set, spread evenly over it; 0 takes all.", "0 takes all."
+        200, "Prompts of each data set, spread evenly over it; 0 uses all.", "0 uses all."
     )
     concurrency: str = option(
-        "", "Requests in flight, with commas between; by default 1 for acceptance, 32 for "
+        "", "Requests in flight, separated by commas; by default 1 for acceptance, 32 for "
         "accuracy and 1,8,32 for speed."
     )  # fmt: skip
-    max_tokens: Positive = option(2048, "Most tokens per answer.", "ask for one or more.")
+    max_tokens: Positive = option(2048, "Maximum tokens per answer.", "ask for one or more.")
     repeats: Positive = option(
-        1, "Timed turns; the fastest of each way counts.", "ask for one or more."
+        1, "Timed runs; the fastest of each way counts.", "ask for one or more."
     )
     temperature: Temperature = option(0.0, "0 is greedy.")
     top_p: TopP = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
     thinking: bool = option(False, "Let the model think before it answers.")
     allow_code_execution: bool = option(
-        False, "Run the code that the model writes against its tests, with limits of time and "
-        "memory but in no sandbox."
+        False, "Run the model's code against its tests, with limits of time and memory but "
+        "without a sandbox."
     )  # fmt: skip
     code_seconds: Annotated[float, Field(ge=0.1, le=3600)] = option(
-        10.0, "Longest run of one program.", "10 suits most tests."
+        10.0, "Time limit of one program, in seconds.", "10 suits almost all tests."
     )
     expect: str = option(
         "", "Published figures to reach: a name, a JSON object or file such as "
-        '{"gsm8k": {"acceptance_length": 6.2}}, or none; by default those of the pair.'
+        '{"gsm8k": {"acceptance_length": 6.2}}, or none; by default, the pair\'s own.'
     )  # fmt: skip
     expect_acceptance_length: Annotated[float, Field(ge=1, le=10**6)] | None = option(
-        None, "Fail below this acceptance length, for each data set.", "1 is no draft accepted."
+        None, "Fail below this acceptance length on any data set.", "1 is no draft accepted."
     )
     expect_accuracy: Annotated[float, Field(ge=0, le=1)] | None = option(
         None,
-        "Fail below this share of right answers, 0 to 1, for each data set.",
+        "Fail below this share of correct answers, 0 to 1, on any data set.",
         "0.9 is nine of ten.",
     )
-    output: str = option("", "Directory for report.json, report.md and plots; made where missing.")
-    save_answers: bool = option(False, "Write every answer to answers.jsonl there, too.")
+    output: str = option("", "Directory for report.json, report.md and plots; created if missing.")
+    save_answers: bool = option(False, "Also write every answer to answers.jsonl there.")
 
     @model_validator(mode="after")
     def _check_together(self) -> EvalSettings:
@@ -88,14 +88,14 @@ class EvalSettings:
         names = self.names
         if self.data and len(names) > 1:
             raise ValueError(
-                f"data is one file, but dataset names {len(names)}; name the one that it holds."
+                f"data is one file, but dataset names {len(names)}; name only the file's own."
             )
         if self.data and names == ("demo",):
             raise ValueError(
-                "The demo models' tasks are made by rule; drop --data, or --dataset demo."
+                "The demo models' tasks are generated; drop --data, or --dataset demo."
             )
         if self.shots and "gsm8k-5shot" not in names:
-            raise ValueError("shots are shown by gsm8k-5shot alone; add --dataset gsm8k-5shot.")
+            raise ValueError("Only gsm8k-5shot shows shots; add --dataset gsm8k-5shot.")
         if self.data and names == ("gsm8k-5shot",) and not self.shots:
             raise ValueError(
                 "gsm8k-5shot with --data needs --shots, a file of training questions to show."
@@ -103,22 +103,22 @@ class EvalSettings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The data sets named, or `custom` for a user's own file. Raises ValueError."""
+        """Names of the data sets, or `custom` for a user's file. Raises ValueError."""
         if not self.dataset:
             return ("custom",) if self.data else ("demo",)
         names = tuple(name.strip() for name in str(self.dataset).split(","))
         for name in names:
             if name not in DATA_SETS:
                 raise ValueError(
-                    f"dataset is {name!r}; name one of {', '.join(DATA_SETS)}, or give a file of "
-                    "your own with --data."
+                    f"dataset is {name!r}; name one of {', '.join(DATA_SETS)}, or give your own "
+                    "file with --data."
                 )
         if len(set(names)) < len(names):
             raise ValueError(f"dataset is {self.dataset!r}, which names one twice.")
         return names
 
     def requests(self, kind: str, limit: int) -> tuple[int, ...]:
-        """Requests in flight, in order. Raises ValueError where there are fewer prompts."""
+        """Return the numbers of requests in flight. Raises ValueError if one exceeds `limit`."""
         if not self.concurrency:
             counts = positive_ints("concurrency", CONCURRENCY[kind])
             return tuple(dict.fromkeys(min(count, limit) for count in counts))
@@ -126,13 +126,13 @@ class EvalSettings:
         if max(counts) > limit:
             raise ValueError(
                 f"concurrency is {max(counts)}, but a data set has {limit} prompts; lower it, or "
-                "take more prompts."
+                "raise prompts."
             )
         return counts
 
 
 def command_line(kind: str, settings: EvalSettings, config: EngineConfig) -> str:
-    """The command that asks for these settings, defaults left out."""
+    """Return the command line that gives these settings, without defaults."""
     words = ["strobe", "eval", kind]
     for group in (settings, config):
         for f in fields(group):

@@ -1,4 +1,4 @@
-"""Rows of a data set, from a local file or the Hugging Face hub."""
+"""Read rows of a data set from a local file or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Row = dict[str, Any]
 
 
 class Placed(NamedTuple):
-    """A row, and where it stands, for a sentence about it."""
+    """A row and its location, for error messages."""
 
     location: str
     row: Row
 
 
 def read_rows(path: Path, option: str = "data") -> list[Placed]:
-    """The rows of a JSON-lines, JSON (a list of objects) or parquet file, the first two also
-    gzipped. Raises ValueError for a file that cannot be read or holds no row."""
+    """Read a JSON-lines, JSON (a list of objects) or parquet file, the first two also gzipped.
+    Raises ValueError for a file that cannot be read or holds no row."""
     if not path.is_file():
         raise ValueError(
             f"{option} is {str(path)!r}, which is not a file; name a file of JSON lines."
@@ -50,7 +50,7 @@ def _text(path: Path, option: str) -> str:
 
 
 def _json_list(path: Path, text: str) -> list[Placed] | None:
-    """None where the file holds no list, as JSON lines under the name .json."""
+    """Return None if the file holds no list, such as JSON lines named .json."""
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -98,15 +98,15 @@ def _parquet(path: Path) -> list[Placed]:
 
 
 def fetch(repo: str, patterns: Sequence[str], name: str) -> list[Path]:
-    """Files of a data set on the hub that match the first pattern with any match, by name, fetched
-    or found in the cache. Raises ValueError where they cannot be had."""
+    """Return a data set's files that match the first pattern with any match, sorted, from the cache
+    or the hub. Raises ValueError if they are not available."""
     from huggingface_hub import snapshot_download
 
     check_cache(f"The data set {repo}")
     hint = f"check the connection, or give a local copy: --dataset {name} --data FILE."
     try:
         folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=list(patterns)))
-    except Exception as error:  # the hub's own errors, and those of its HTTP library
+    except Exception as error:  # errors of the hub and of its HTTP library
         raise ValueError(
             f"The data set {repo} could not be fetched from the hub ({_line(error)}); {hint}"
         ) from None
@@ -117,5 +117,5 @@ def fetch(repo: str, patterns: Sequence[str], name: str) -> list[Path]:
 
 
 def _line(error: Exception) -> str:
-    """The first sentence of what a library says."""
+    """Return the first sentence of a library's error."""
     return " ".join(str(error).split()).split(". ")[0].rstrip(".")

@@ -28,7 +28,7 @@ CHECKPOINT = "checkpoint.pt"
 
 
 def build(settings: TrainSettings) -> Trainer:
-    """Everything loaded and checked, ready for the first step."""
+    """Load and check everything, and return a trainer ready for its first step."""
     name = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     config = load_target_config(settings.target)
@@ -61,7 +61,7 @@ def build(settings: TrainSettings) -> Trainer:
 
 
 def step_record(trainer: Trainer, result: StepResult, seconds: float) -> dict[str, Any]:
-    """One line of the log."""
+    """Return a log line for an optimiser step."""
     schedule = trainer.settings.schedule
     return {
         "step": trainer.done,
@@ -75,7 +75,7 @@ def step_record(trainer: Trainer, result: StepResult, seconds: float) -> dict[st
 
 
 def evaluation_record(trainer: Trainer) -> dict[str, Any]:
-    """The held-out line of the log."""
+    """Return a log line for an evaluation on the held-out part."""
     heldout = trainer.evaluate()
     return {
         "step": trainer.done,
@@ -86,11 +86,11 @@ def evaluation_record(trainer: Trainer) -> dict[str, Any]:
 
 
 def train(settings: TrainSettings) -> None:
-    """Train to the end, leaving checkpoint, log and drafter in settings.output."""
+    """Train to the end and write checkpoint, log and drafter to settings.output."""
     checkpoint = settings.output / CHECKPOINT
     if checkpoint.exists() and not settings.resume:
         raise ValueError(
-            f"{checkpoint} exists; pass --resume to go on from it, or name another --output."
+            f"{checkpoint} exists; pass --resume to continue from it, or name another --output."
         )
     trainer = build(settings)
     if settings.resume:
@@ -143,7 +143,7 @@ def train(settings: TrainSettings) -> None:
 
 
 def main() -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     train(tyro.cli(TrainSettings, prog="python -m strobe.tools.train"))
     return 0

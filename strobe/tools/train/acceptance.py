@@ -1,7 +1,7 @@
-"""How many tokens a verify step would commit, measured on the target's own answers.
+"""Tokens per verify step, measured on the target's own answers.
 
-Greedy speculation commits the target's own greedy answer whatever the drafter says, so the
-accepted lengths follow from one dense pass: draft at every position of the answer, then walk.
+Greedy speculation commits the target's greedy answer whatever the drafter proposes. So the accepted
+lengths follow from one dense pass that drafts at every position of the answer, and a walk over it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from strobe.tools.train.data import Batch
 
 @dataclass
 class Acceptance:
-    """Verify steps, tokens they committed, and how many steps accepted the draft at each slot.
+    """Verify steps, their committed tokens, and how many steps accepted the draft of each slot.
 
-    The first token of an answer comes from the prefill and counts for no step; the last step is
-    cut at the answer's end.
+    An answer's first token comes from the prefill and counts for no step; the last step is cut at
+    the answer's end.
     """
 
     drafts: int
@@ -46,7 +46,7 @@ class Acceptance:
         return self.tokens / max(1, self.steps)
 
     def per_position(self) -> list[float]:
-        """Share of the steps that accepted the draft at slot 1, 2, ... K."""
+        """Return the share of steps that accepted the draft at slot 1, 2, ... K."""
         return [count / max(1, self.steps) for count in self.accepted]
 
     def add(self, acceptance: Acceptance) -> None:
@@ -55,7 +55,8 @@ class Acceptance:
         self.accepted = [a + b for a, b in zip(self.accepted, acceptance.accepted, strict=True)]
 
     def walk(self, matched: list[int], first: int, last: int) -> None:
-        """Decode positions first + 1 .. last; matched[p]: right drafts in a row after p."""
+        """Count the steps that decode positions first + 1 .. last. matched[p]: number of matching
+        drafts in a row after position p."""
         position = first
         while position < last:
             run = min(matched[position], last - position)
@@ -69,11 +70,8 @@ class Acceptance:
 
 @torch.no_grad()
 def matched_drafts(draft: DFlash, target: Target, batch: Batch, *, at_once: int = 64) -> Tensor:
-    """[N, S]: how many drafts in a row meet the sequence's own tokens, for a block at each place.
-
-    Places where no block may start hold 0. The target runs in its own dtype, as it does when it
-    serves, whatever autocast says.
-    """
+    """Return the number of matching drafts in a row for a block at each position, [N, S], 0 where
+    no block may start. The target runs in its own dtype, as when serving, without autocast."""
     config = draft.config
     with torch.autocast(batch.ids.device.type, enabled=False):
         features = capture(target, batch.ids, config.capture).features
@@ -98,20 +96,20 @@ def matched_drafts(draft: DFlash, target: Target, batch: Batch, *, at_once: int 
 
 
 def answer_spans(supervised: list[bool]) -> list[tuple[int, int]]:
-    """(first, last) of each run of supervised positions."""
+    """Return (first, last) of each run of supervised positions."""
     spans: list[tuple[int, int]] = []
     start: int | None = None
-    for i, on in enumerate([*supervised, False]):
-        if on and start is None:
+    for i, is_supervised in enumerate([*supervised, False]):
+        if is_supervised and start is None:
             start = i
-        elif not on and start is not None:
+        elif not is_supervised and start is not None:
             spans.append((start, i - 1))
             start = None
     return spans
 
 
 def batch_acceptance(draft: DFlash, target: Target, batch: Batch) -> list[Acceptance]:
-    """The acceptance of each sequence of a batch."""
+    """Return the acceptance of each sequence of a batch."""
     rows = matched_drafts(draft, target, batch).tolist()
     results: list[Acceptance] = []
     for row, supervised in zip(rows, batch.supervised.tolist(), strict=True):

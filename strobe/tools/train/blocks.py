@@ -1,4 +1,4 @@
-"""Blocks to learn from: where they start, what they hold, and what each of their slots may see.
+"""Training blocks: their anchors, their contents, and the keys that each slot may see.
 
 Legend: N sequences, S positions, A anchors per sequence, B slots per block, K = B - 1 drafts,
 L drafter layers, Hq / Hkv query and key-value heads, D head size.
@@ -25,7 +25,7 @@ from strobe.models.dflash import DFlash
 class Blocks:
     """anchors [N, A]; ids and positions [N, A, B]; labels and valid [N, A, K].
 
-    valid: the slot's label is supervised, and so is every one before it in the block.
+    valid: the slot's label and all earlier ones of its block are supervised.
     """
 
     anchors: Tensor
@@ -35,20 +35,21 @@ class Blocks:
     valid: Tensor
 
     def slice(self, start: int, stop: int) -> Blocks:
-        """The blocks of anchors [start, stop) of each sequence."""
+        """Return the blocks of anchors [start, stop) of each sequence."""
         parts = (self.anchors, self.ids, self.positions, self.labels, self.valid)
         return Blocks(*(part[:, start:stop] for part in parts))
 
 
 def legal_anchors(supervised: Tensor) -> Tensor:
-    """supervised [N, S] -> [N, S]: where a block may start: its first two tokens are supervised."""
+    """Return the positions where a block may start, [N, S]: this token and the next one are
+    supervised. supervised [N, S]."""
     return supervised & F.pad(supervised[:, 1:], (0, 1))
 
 
 def random_anchors(legal: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """`count` different anchors per sequence, sorted: (anchors [N, A], live [N, A]).
+    """Draw `count` distinct anchors per sequence, sorted: (anchors [N, A], live [N, A]).
 
-    Where a sequence has fewer legal positions, the rest of its anchors are not live.
+    If a sequence has fewer legal positions, the rest of its anchors are not live.
     """
     score = torch.rand(legal.shape, generator=generator, device=legal.device)
     score, anchors = score.masked_fill(~legal, -1.0).topk(min(count, legal.shape[1]), dim=1)
@@ -56,7 +57,8 @@ def random_anchors(legal: Tensor, count: int, generator: torch.Generator) -> tup
 
 
 def every_anchor(legal: Tensor) -> tuple[Tensor, Tensor]:
-    """All legal positions, sorted: (anchors [N, A], live [N, A]), A the most of any sequence."""
+    """Return all legal positions, sorted: (anchors [N, A], live [N, A]), A the maximum over the
+    sequences."""
     max_anchors = max(1, int(legal.sum(1).max()))
     live, anchors = legal.int().topk(max_anchors, dim=1)
     return _sorted(anchors, live.bool())
@@ -70,7 +72,7 @@ def _sorted(anchors: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
 def make_blocks(
     ids: Tensor, supervised: Tensor, anchors: Tensor, live: Tensor, *, size: int, mask_token: int
 ) -> Blocks:
-    """Blocks of `size` slots at the anchors. ids and supervised [N, S]; anchors and live [N, A]."""
+    """Make blocks of `size` slots at the anchors. ids, supervised [N, S]; anchors, live [N, A]."""
     length = ids.shape[1]
     positions = anchors[..., None] + torch.arange(size, device=ids.device)
     inside = positions < length
@@ -84,10 +86,10 @@ def make_blocks(
 
 
 def visible(mask: LayerMask, anchors: Tensor, positions: Tensor, length: int) -> Tensor:
-    """What the slots of a group of blocks may see: [N, 1, A * B, length + A * B].
+    """Return the attention mask of a group of blocks, [N, 1, A * B, length + A * B].
 
-    A slot at position p in the block of anchor a sees context keys j < a and the slots of its
-    own block; a causal layer only keys j <= p, a window W only keys with |p - j| < W.
+    A slot at position p in the block of anchor a sees context keys j < a and the slots of its own
+    block; in a causal layer only keys j <= p, with a window W only keys with |p - j| < W.
     """
     count, blocks, size = positions.shape
     rows = positions.view(count, -1, 1)
@@ -108,8 +110,8 @@ def visible(mask: LayerMask, anchors: Tensor, positions: Tensor, length: int) ->
 class BlockAttention:
     """An `Attend` for all blocks of N sequences over the drafter's context keys and values.
 
-    keys, values [N, S, L, Hkv, D]. Blocks are taken `group` at a time, because a group's slots
-    are compared with each other although each sees only its own block.
+    keys, values [N, S, L, Hkv, D]. Runs `group` blocks at a time, since attention is computed
+    between all slots of a group although each sees only its own block.
     """
 
     def __init__(
@@ -122,16 +124,16 @@ class BlockAttention:
     ):
         self.keys, self.values, self.blocks = keys, values, blocks
         self.masks, self.group = masks, group
-        self._seen: dict[tuple[LayerMask, int], Tensor] = {}
+        self._masks: dict[tuple[LayerMask, int], Tensor] = {}
 
     def _visible(self, layer: int, start: int) -> Tensor:
         mask = self.masks[layer]
-        if (mask, start) not in self._seen:
+        if (mask, start) not in self._masks:
             part = self.blocks.slice(start, start + self.group)
-            self._seen[mask, start] = visible(
+            self._masks[mask, start] = visible(
                 mask, part.anchors, part.positions, self.keys.shape[1]
             )
-        return self._seen[mask, start]
+        return self._masks[mask, start]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         count, blocks, size = self.blocks.positions.shape
@@ -167,7 +169,7 @@ def context_kv(draft: DFlash, features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draft_hidden(draft: DFlash, keys: Tensor, values: Tensor, blocks: Blocks) -> Tensor:
-    """Residual stream of the slots that draft: [N, A, K, H]."""
+    """Return the residual stream of the slots that draft, [N, A, K, H]."""
     attend = BlockAttention(keys, values, blocks, draft.config.decoder.masks)
     hidden, _ = draft(blocks.ids.flatten(), blocks.positions.flatten(), attend)
     return hidden.view(*blocks.ids.shape, -1)[:, :, 1:]

@@ -1,4 +1,4 @@
-"""The target's dense forward over whole sequences, for the features a drafter reads.
+"""The target's dense forward over whole sequences, which yields the drafter's input features.
 
 Legend: N sequences, S positions (right-padded), H hidden size, F = captured layers * H, V
 vocabulary, Hq / Hkv query and key-value heads, D head size.
@@ -18,7 +18,7 @@ from strobe.models.target import Target
 
 @dataclass(frozen=True)
 class Captured:
-    """features [N, S, F]: residual streams side by side. hidden [N, S, H]: the last of them."""
+    """features [N, S, F]: concatenated residual streams. hidden [N, S, H]: the last layer's."""
 
     features: Tensor
     hidden: Tensor
@@ -27,8 +27,8 @@ class Captured:
 class CausalAttention:
     """An `Attend` over N sequences of S rows each, every row seeing itself and earlier rows.
 
-    Rows behind a sequence's end hold padding: they come after every true row, so that no true
-    row sees them, and what they compute themselves is never read.
+    Rows after a sequence's end are padding: causality hides them from the true rows, and their own
+    results are not used.
     """
 
     def __init__(self, sequences: int, length: int, masks: tuple[LayerMask, ...]):
@@ -51,7 +51,7 @@ class CausalAttention:
 
 @torch.no_grad()
 def capture(target: Target, ids: Tensor, layers: tuple[int, ...]) -> Captured:
-    """ids [N, S] -> the residual streams after `layers` layers, and after the last layer."""
+    """Return the residual streams of ids [N, S] after each of `layers` and after the last layer."""
     count, length = ids.shape
     if target.config.states is not None:
         raise ValueError(
@@ -71,6 +71,6 @@ def capture(target: Target, ids: Tensor, layers: tuple[int, ...]) -> Captured:
 
 @torch.no_grad()
 def target_choices(target: Target, hidden: Tensor, rows: int = 16384) -> Tensor:
-    """hidden [N, S, H] -> [N, S]: the token the target would put at the next position."""
+    """Return the target's greedy token for each next position, [N, S]. hidden [N, S, H]."""
     parts = [target.head(x).argmax(-1) for x in hidden.flatten(0, 1).split(rows)]
     return torch.cat(parts).view(hidden.shape[:2])

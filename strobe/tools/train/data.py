@@ -1,4 +1,4 @@
-"""Answers of the target as token ids: what is read, what is supervised, and how it is batched.
+"""The target's answers as token ids: reading, supervision and batching.
 
 Legend: M sequences of the corpus, N sequences of a batch, S positions (right-padded).
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 ROUND = 64
-"""Batches are padded to a multiple of this, so that few shapes occur."""
+"""Batches are padded to a multiple of this length, to limit the number of shapes."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Sample:
     def cut(self, length: int) -> Sample:
         return Sample(self.ids[:length], self.supervised[:length])
 
-    def teaches(self) -> bool:
-        """Whether any block can start here: two supervised tokens in a row."""
+    def has_block(self) -> bool:
+        """Return whether any block can start: two supervised tokens in a row."""
         return any(a and b for a, b in zip(self.supervised, self.supervised[1:], strict=False))
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, object) of each line of a JSONL file; the place is for error messages."""
+    """Yield (place, object) of each line of a JSONL file; the place is for error messages."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path} cannot be read ({why}); name a JSONL file.") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read ({reason}); name a JSONL file.") from None
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -71,7 +71,7 @@ def _ids(line: dict[str, Any], key: str, place: str, vocabulary: int) -> list[in
 
 
 def template_options(line: dict[str, Any]) -> dict[str, Any]:
-    """What a line asks of the chat template besides its messages."""
+    """Return a line's arguments of the chat template besides its messages."""
     options = dict(line.get("chat_template_kwargs") or {})
     if "enable_thinking" in line:
         options["enable_thinking"] = line["enable_thinking"]
@@ -83,7 +83,7 @@ def template_options(line: dict[str, Any]) -> dict[str, Any]:
 def render(
     tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any], *, answer: bool
 ) -> list[int]:
-    """Token ids of a chat; `answer` adds the opening of the assistant's turn."""
+    """Return the token ids of a chat; `answer` adds the opening of the assistant's turn."""
     text = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=answer, **options
     )
@@ -91,7 +91,7 @@ def render(
 
 
 def answer_turns(line: dict[str, Any], place: str) -> list[int]:
-    """Indices of the assistant's messages. Raises ValueError for what is no chat."""
+    """Return the indices of the assistant's messages. Raises ValueError if the line is no chat."""
     messages = line.get("messages")
     if not isinstance(messages, list) or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
@@ -104,10 +104,10 @@ def answer_turns(line: dict[str, Any], place: str) -> list[int]:
 
 
 def chat_sample(tokenizer: Any, line: dict[str, Any], place: str, eos_ids: Sequence[int]) -> Sample:
-    """A chat as one sequence, supervised from each answer's opening through its end token.
+    """Encode a chat as one sequence, supervised from each answer's opening through its end token.
 
-    An earlier turn that the template renders differently once it is history (Qwen3 drops its
-    reasoning) is left unsupervised, because the target never wrote it in that form.
+    An earlier answer that the template renders differently in the history (Qwen3 drops its
+    reasoning) is not supervised, because the target did not write it in that form.
     """
     turns = answer_turns(line, place)
     if not turns or turns[-1] != len(line["messages"]) - 1:
@@ -136,7 +136,7 @@ def chat_sample(tokenizer: Any, line: dict[str, Any], place: str, eos_ids: Seque
 def read_samples(
     path: Path, tokenizer: Any, *, vocabulary: int, eos_ids: Sequence[int], max_length: int
 ) -> list[Sample]:
-    """The sequences of a JSONL file, cut to `max_length`, those that teach nothing left out.
+    """Read the sequences of a JSONL file, cut to `max_length`, without those that have no block.
 
     tokenizer: a transformers tokenizer, used only for lines with messages.
     """
@@ -148,7 +148,7 @@ def read_samples(
         else:
             sample = chat_sample(tokenizer, line, place, eos_ids)
         sample = sample.cut(max_length)
-        if sample.teaches():
+        if sample.has_block():
             samples.append(sample)
     if not samples:
         raise ValueError(
@@ -167,7 +167,7 @@ class Batch:
 
 
 class Corpus:
-    """All sequences end to end in two tensors, so that a batch is one gather."""
+    """All sequences, concatenated in two tensors, so that a batch is one gather."""
 
     def __init__(self, samples: Sequence[Sample], device: torch.device | None = None):
         lengths = [len(sample.ids) for sample in samples]
@@ -183,7 +183,7 @@ class Corpus:
         return len(self.lengths)
 
     def batch(self, indices: Tensor) -> Batch:
-        """The sequences at `indices` [N] (on the CPU), padded to a multiple of ROUND."""
+        """Return the sequences at `indices` [N] (on the CPU), padded to a multiple of ROUND."""
         longest = int(self.lengths[indices].max())
         length = -(-longest // ROUND) * ROUND
         rows = indices.to(self._ids.device)
@@ -194,10 +194,9 @@ class Corpus:
 
 
 def epoch_order(lengths: Tensor, batch_size: int, generator: torch.Generator) -> list[Tensor]:
-    """One epoch as batches of indices, in random order, each of sequences of similar length.
+    """Return one epoch as batches of indices, in random order, each of sequences of similar length.
 
-    A last batch that is not full is left out, unless it is the only one; another epoch's order
-    leaves out others.
+    Incomplete batches are dropped, unless there is no other; each epoch drops other sequences.
     """
     order = torch.randperm(len(lengths), generator=generator)
     batches: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""A new drafter for a target, and a trained one as a checkpoint in z-lab's format."""
+"""Create a drafter for a target, and save a trained one in z-lab's format."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>")
 
 
 def find_mask_token(tokenizer: Any, rows: int) -> int:
-    """The id whose embedding fills the empty slots: a mask token, else the first unused row.
+    """Return the token id for empty slots: a mask token, else the first unused row.
 
-    rows: how many rows the target's embedding has.
+    rows: number of rows of the target's embedding.
     """
     if tokenizer.mask_token_id is not None:
         return int(tokenizer.mask_token_id)
@@ -43,7 +43,7 @@ def find_mask_token(tokenizer: Any, rows: int) -> int:
 
 
 def draft_config(shape: DraftShape, target: TargetConfig, mask_token: int) -> DraftConfig:
-    """The config of a new drafter. Raises ValueError where the shape does not fit the target."""
+    """Return a new drafter's config. Raises ValueError if the shape does not fit the target."""
     target_decoder = target.decoder
     ids = shape.target_layer_ids
     if ids is None:
@@ -97,11 +97,12 @@ def draft_config(shape: DraftShape, target: TargetConfig, mask_token: int) -> Dr
 
 
 def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: int) -> DFlash:
-    """A trainable fp32 drafter with random weights, reading the target's embedding and head.
+    """Create a trainable fp32 drafter with random weights that uses the target's embedding and
+    head.
 
-    Linear layers start at variance 1 / inputs, those that end a residual branch smaller by the
-    square root of the number of branches; the final norm starts as the target's, because both feed
-    the same head. The embedding is taken in fp32, so that the residual stream is fp32.
+    Linear layers start with variance 1 / inputs; those that end a residual branch are divided by
+    the square root of the number of branches. The final norm starts as the target's, since both
+    feed the same head. The embedding is converted to fp32, so that the residual stream is fp32.
     """
     config = replace(config, embedding_scale=target.config.embedding_scale)
     draft = DFlash(config, target.embed_tokens.weight.float(), target.head_weight, max_positions)
@@ -120,7 +121,7 @@ def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: 
 
 
 def as_saved(draft: DFlash) -> dict[str, Tensor]:
-    """The parameters under the names of a checkpoint, one linear layer each."""
+    """Return the parameters under a checkpoint's names, with fused linear layers split."""
     mapping, tensors = mapping_of(draft), dict[str, Tensor]()
     for name, parameter in draft.named_parameters():
         for part in mapping[name]:
@@ -130,7 +131,7 @@ def as_saved(draft: DFlash) -> dict[str, Tensor]:
 
 
 def checkpoint_config(draft: DraftConfig, target: dict[str, Any]) -> dict[str, Any]:
-    """config.json in z-lab's format; `target` is the target's own config.json."""
+    """Return config.json in z-lab's format; `target` is the target's config.json."""
     decoder = draft.decoder
     sliding = [mask.window is not None for mask in decoder.masks]
     window = next((mask.window for mask in decoder.masks if mask.window is not None), None)
@@ -171,7 +172,7 @@ def checkpoint_config(draft: DraftConfig, target: dict[str, Any]) -> dict[str, A
 
 
 def save_draft(draft: DFlash, directory: Path, target_config: dict[str, Any]) -> None:
-    """Write config.json and model.safetensors (bf16), each whole or not at all."""
+    """Write config.json and model.safetensors (bf16), the latter atomically."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {k: v.to("cpu", torch.bfloat16).contiguous() for k, v in as_saved(draft).items()}
     weights = directory / "model.safetensors"

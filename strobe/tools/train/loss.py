@@ -19,7 +19,8 @@ _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
 
 def default_gamma(block_size: int) -> float:
-    """The DFlash paper's decay constants (arXiv 2602.06036); between them, by proportion."""
+    """Return the DFlash paper's decay constant (arXiv 2602.06036); for other block sizes, one in
+    proportion."""
     return _GAMMA.get(block_size, max(1.0, 0.45 * block_size))
 
 
@@ -29,7 +30,7 @@ def decay_weights(drafts: int, gamma: float, device: torch.device | None = None)
 
 
 def dpace_weights(cross_entropy: Tensor, valid: Tensor, alpha: float) -> Tensor:
-    """D-PACE (arXiv 2605.18810): how much of the accepted length hangs on each position.
+    """Return D-PACE weights (arXiv 2605.18810): each position's share in the accepted length.
 
     q_k = exp(-CE_k), s_k = (1 - alpha) q_k + alpha, P_k = prod_{j<=k} s_j,
     w_k = sum_{j>=k} P_j, over the valid slots only and without a gradient. [R, K] -> [R, K].
@@ -41,7 +42,7 @@ def dpace_weights(cross_entropy: Tensor, valid: Tensor, alpha: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Slots:
-    """Per slot [R, K]: cross_entropy, kl (zeros where not asked for), and correct (bool)."""
+    """Per slot [R, K]: cross_entropy, kl (zeros unless used), and correct (bool)."""
 
     cross_entropy: Tensor
     kl: Tensor
@@ -55,8 +56,8 @@ def _measure(
     ce = F.cross_entropy(logits, labels, reduction="none")
     kl = torch.zeros_like(ce)
     if teacher is not None:
-        want, have = F.log_softmax(teacher.float(), -1), F.log_softmax(logits, -1)
-        kl = F.kl_div(have, want, reduction="none", log_target=True).sum(-1)
+        target_logprobs, draft_logprobs = (F.log_softmax(x.float(), -1) for x in (teacher, logits))
+        kl = F.kl_div(draft_logprobs, target_logprobs, reduction="none", log_target=True).sum(-1)
     return ce, kl, logits.argmax(-1) == labels
 
 
@@ -68,10 +69,10 @@ def measure_slots(
     *,
     rows: int | None = None,
 ) -> Slots:
-    """hidden [R, K, H], labels [R, K], teacher logits [R, K, V] or None.
+    """Measure slots: hidden [R, K, H], labels [R, K], teacher logits [R, K, V] or None.
 
-    Logits are the largest tensor of all. With `rows` the head takes so many slots at a time, and
-    runs once more in the backward pass instead of keeping its logits.
+    The logits are the largest tensor. With `rows` the head processes this many slots at a time, and
+    runs again in the backward pass instead of keeping its logits.
     """
     x, flat = hidden.flatten(0, 1), labels.flatten()
     probs = None if teacher is None else teacher.flatten(0, 1)
@@ -94,7 +95,7 @@ def measure_slots(
 
 
 def block_loss(slots: Slots, valid: Tensor, objective: Objective) -> Tensor:
-    """The weighted mean over valid slots of cross entropy + kl * KL; 0 where none is valid."""
+    """Return the weighted mean over valid slots of cross entropy + kl * KL; 0 if none is valid."""
     drafts = valid.shape[-1]
     if objective.weighting == "dpace":
         weights = dpace_weights(slots.cross_entropy, valid, objective.alpha)
@@ -110,7 +111,7 @@ def block_loss(slots: Slots, valid: Tensor, objective: Objective) -> Tensor:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Per position of the block [K]: how many labels there were, and how many were met."""
+    """Per position of the block [K]: the number of labels and of correct predictions."""
 
     correct: Tensor
     count: Tensor
@@ -126,6 +127,6 @@ class Accuracy:
         return [float(x) for x in self.correct / self.count.clamp(min=1)]
 
     def expected_length(self) -> float:
-        """1 + EAL with EAL = sum_k prod_{j<=k} acc_j: tokens per verify step if slots were
-        independent."""
+        """Return 1 + EAL with EAL = sum_k prod_{j<=k} acc_j: the expected tokens per verify step if
+        slots were independent."""
         return 1.0 + float((self.correct / self.count.clamp(min=1)).cumprod(0).sum())

@@ -1,6 +1,6 @@
-"""`python -m strobe.tools.train.regenerate`: replace the answers of a data set by the target's own.
+"""`python -m strobe.tools.train.regenerate`: replace a data set's answers with the target's own.
 
-A drafter learns to guess what one target writes; answers from elsewhere teach it something else.
+A drafter learns to predict one target's tokens, which answers from elsewhere do not contain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strobe.tools.train.data import answer_turns, read_lines, render, template_o
 from strobe.wording import counted
 
 Answer = Callable[[list[list[int]], int], Sequence[Sequence[int]]]
-"""(prompts as token ids, number of the first of them) -> the target's answers as token ids."""
+"""(prompts as token ids, index of the first one) -> the target's answers as token ids."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class RegenerateSettings:
     data: Path
     """JSONL of chats (messages) or of prompt_ids; answers in it are replaced."""
     output: Path
-    """JSONL of prompt_ids and output_ids, one line per answer; continued where it exists."""
+    """JSONL of prompt_ids and output_ids, one line per answer; an existing file is continued."""
     temperature: float = 0.0
     """0 is greedy."""
     top_p: float = 1.0
-    """Nucleus that is sampled from."""
+    """Probability mass of the tokens to sample from."""
     seed: int = 0
-    """Of the first answer; the next ones count on from it."""
+    """Seed of the first answer; each next answer adds 1."""
     max_tokens: int = 2048
-    """Most tokens of an answer; the target's context may end it before."""
+    """Maximum tokens of an answer; the target's context may end it earlier."""
     at_once: int = 256
-    """Prompts given to the engine together."""
+    """Prompts sent to the engine together."""
 
     def __post_init__(self) -> None:
         if self.at_once < 1 or self.max_tokens < 1:
@@ -53,10 +53,8 @@ class RegenerateSettings:
 
 
 def prompts(path: Path, tokenizer: Any, *, room: int) -> Iterator[list[int]]:
-    """The prompts of a data set as token ids: one before each answer of a chat.
-
-    A chat that ends with the user's message has one more. Prompts of more than `room` tokens
-    raise ValueError.
+    """Yield a data set's prompts as token ids: one before each answer of a chat, and one more for a
+    chat that ends with a user message. Raises ValueError for a prompt of more than `room` tokens.
     """
     for place, line in read_lines(path):
         if "prompt_ids" in line:
@@ -78,10 +76,8 @@ def prompts(path: Path, tokenizer: Any, *, room: int) -> Iterator[list[int]]:
 
 
 def regenerate(prompts: Sequence[list[int]], answer: Answer, output: Path, *, at_once: int) -> int:
-    """Answer the prompts piece by piece into `output`; returns how many answers it holds.
-
-    An existing file is taken as the beginning of the same work and continued.
-    """
+    """Answer the prompts, `at_once` at a time, and append to `output`; return the number of answers
+    in it. An existing file must start with the same prompts and is continued."""
     done = 0
     if output.exists():
         written = [line for _, line in read_lines(output)]
@@ -106,7 +102,7 @@ def regenerate(prompts: Sequence[list[int]], answer: Answer, output: Path, *, at
 
 
 def engine_answer(settings: RegenerateSettings) -> Answer:
-    """Answers through Strobe's own engine, without a drafter."""
+    """Return a function that answers prompts with Strobe's engine, without a drafter."""
     from strobe import LLM, SamplingParams
 
     engine = LLM(str(settings.target))
@@ -132,7 +128,7 @@ def engine_answer(settings: RegenerateSettings) -> Answer:
 
 
 def main() -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     settings = tyro.cli(RegenerateSettings, prog="python -m strobe.tools.train.regenerate")
     config = load_target_config(settings.target)
     tokenizer = AutoTokenizer.from_pretrained(str(settings.target))

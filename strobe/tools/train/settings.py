@@ -1,4 +1,4 @@
-"""Everything one training run is asked for. The command line is this dataclass."""
+"""Settings of a training run; the command line is generated from them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def _share(name: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class DraftShape:
-    """The drafter to make. What is not named here is the target's own."""
+    """Shape of the new drafter; everything else equals the target's."""
 
     layers: int = 5
     """Decoder layers of the drafter."""
     block_size: int = 16
-    """Slots of a block: the bonus token, and the tokens drafted in one pass."""
+    """Slots of a block: the bonus token and the tokens drafted in one pass."""
     features: int = 5
-    """How many target layers the drafter reads, spread by z-lab's rule."""
+    """Number of target layers that the drafter reads, spread by z-lab's rule."""
     intermediate_size: int | None = None
-    """Width of the MLP; None takes the target's."""
+    """Width of the MLP; None uses the target's."""
     target_layer_ids: tuple[int, ...] | None = None
-    """The target layers whose output is read, counted from 0, in place of the rule."""
+    """The target layers whose output is read, counted from 0, instead of the rule's."""
     mask_token_id: int | None = None
     """The token that fills empty slots; None asks the tokenizer."""
     sliding_layers: int = 0
-    """How many layers, from the first on, see a window only and are causal inside the block."""
+    """Number of first layers that see only a window and are causal within the block."""
     sliding_window: int = 2048
     """Tokens that a sliding layer sees."""
 
@@ -52,19 +52,19 @@ class DraftShape:
 
 @dataclass(frozen=True)
 class Objective:
-    """What the drafter is to learn. The formulas are in `strobe.tools.train.loss`."""
+    """The loss. The formulas are in `strobe.tools.train.loss`."""
 
     labels: Literal["data", "target"] = "target"
-    """The tokens of the answers, or the target's own argmax after the true prefix: the same where
-    the answers are greedy, less noisy where they were sampled."""
+    """The tokens of the answers, or the target's own argmax after the true prefix: equal for greedy
+    answers, less noisy for sampled ones."""
     weighting: Literal["decay", "dpace"] = "decay"
-    """How slots count: less with their distance, or by what the accepted length hangs on."""
+    """Weight of each slot: decaying with its distance, or by its share in the accepted length."""
     gamma: float | None = None
-    """Decay constant; None takes the paper's for the block size."""
+    """Decay constant; None uses the paper's for the block size."""
     alpha: float = 0.5
     """Smoothing of dpace."""
     kl: float = 0.0
-    """Weight of KL(target || drafter) beside the cross entropy."""
+    """Weight of KL(target || drafter), added to the cross entropy."""
 
     def __post_init__(self) -> None:
         if self.gamma is not None and self.gamma <= 0:
@@ -75,16 +75,16 @@ class Objective:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast to learn."""
+    """Length of the training, batch sizes and learning rate."""
 
     epochs: int = 6
     """Passes over the data."""
     steps: int | None = None
-    """Optimiser steps, in place of epochs."""
+    """Optimiser steps, instead of epochs."""
     batch_size: int = 32
     """Sequences per optimiser step."""
     micro_batch: int | None = None
-    """Sequences in memory at once, a divisor of batch_size; None takes them all."""
+    """Sequences in memory at once, a divisor of batch_size; None is the whole batch."""
     anchors: int = 512
     """Blocks sampled per sequence and step."""
     learning_rate: float = 6e-4
@@ -92,9 +92,9 @@ class Schedule:
     warmup: float = 0.04
     """Share of the steps until the peak."""
     weight_decay: float = 0.0
-    """AdamW's."""
+    """Weight decay of AdamW."""
     clip: float = 1.0
-    """Greatest norm of the gradient."""
+    """Maximum norm of the gradient."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "anchors"):
@@ -133,23 +133,23 @@ class TrainSettings:
     objective: Objective = Objective()
     schedule: Schedule = Schedule()
     max_length: int = 3072
-    """Tokens kept of a sequence."""
+    """Maximum tokens of a sequence; the rest is cut off."""
     heldout: float = 0.02
-    """Share of the sequences that only measures."""
+    """Share of the sequences used only for evaluation."""
     seed: int = 0
-    """Of the weights, the order, the anchors and the held-out part."""
+    """Seed of the weights, the order, the anchors and the held-out part."""
     device: str | None = None
-    """cpu, cuda or cuda:N; None takes CUDA where there is one."""
+    """cpu, cuda or cuda:N; None uses CUDA if available."""
     compile: bool = False
-    """Use torch.compile, worth it for long runs on CUDA."""
+    """Use torch.compile; it pays for long runs on CUDA."""
     log_every: int = 20
-    """Steps between lines of the log."""
+    """Steps between log lines."""
     eval_every: int = 1000
-    """Steps between measurements on the held-out part."""
+    """Steps between evaluations on the held-out part."""
     save_every: int = 1000
     """Steps between checkpoints."""
     resume: bool = False
-    """Go on from the checkpoint in output."""
+    """Continue from the checkpoint in output."""
 
     def __post_init__(self) -> None:
         _at_least("max_length", self.max_length, 2)
@@ -158,7 +158,7 @@ class TrainSettings:
             _at_least(name, getattr(self, name), 1)
 
     def recipe(self) -> dict[str, Any]:
-        """What must be equal for a checkpoint to be continued, as plain JSON values."""
+        """Return the settings that must match to resume from a checkpoint, as JSON values."""
         return {
             "draft": asdict(self.draft),
             "objective": asdict(self.objective),

@@ -1,7 +1,7 @@
-"""One optimiser step, and everything needed to continue from it as if nothing had happened.
+"""Optimiser steps, and checkpoints from which training resumes bit for bit.
 
-All randomness is a function of (seed, epoch) or (seed, step): the order of the sequences, the
-anchors, the held-out part. A checkpoint is therefore weights, optimiser state and a step number.
+All randomness (the order of the sequences, the anchors, the held-out part) is a function of (seed,
+epoch) or (seed, step), so a checkpoint holds only weights, optimiser state and a step number.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from strobe.tools.train.loss import Accuracy, block_loss, measure_slots
 from strobe.tools.train.settings import Schedule, TrainSettings
 
 LOGITS_AT_ONCE = 1 << 31
-"""Logits kept for the backward pass; a batch with more computes them piece by piece."""
+"""Maximum logits kept for the backward pass; larger batches compute them in parts."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one optimiser step, still on the device: loss and gradient norm (scalars), accuracy."""
+    """Loss and gradient norm (scalars) and accuracy of an optimiser step, on the device."""
 
     loss: Tensor
     norm: Tensor
@@ -46,7 +46,7 @@ class StepResult:
 
 
 def learning_rate(step: int, total: int, schedule: Schedule) -> float:
-    """Linear warmup, then a cosine to 0. `step` counts from 0."""
+    """Return the rate of a step (from 0): linear warmup, then a cosine to 0."""
     warm = max(1, round(schedule.warmup * total))
     if step < warm:
         return schedule.learning_rate * (step + 1) / warm
@@ -55,7 +55,7 @@ def learning_rate(step: int, total: int, schedule: Schedule) -> float:
 
 
 def split_heldout(samples: Sequence[Sample], share: float, seed: int) -> tuple[list[Sample], ...]:
-    """(training, held-out) sequences; at least one is held out where the share is above 0."""
+    """Return (training, held-out) sequences; a share above 0 holds out at least one."""
     count = 0 if share == 0 else max(1, round(share * len(samples)))
     if count >= len(samples):
         raise ValueError(
@@ -102,7 +102,7 @@ class Trainer:
         return torch.Generator().manual_seed(self.settings.seed * 1_000_003 + number)
 
     def _indices(self) -> Tensor:
-        """The sequences of the next step."""
+        """Return the indices of the next step's sequences."""
         epoch, offset = divmod(self.done, self.per_epoch)
         if self._order is None or self._order[0] != epoch:
             size = self.settings.schedule.batch_size
@@ -151,13 +151,13 @@ class Trainer:
 
     @torch.no_grad()
     def _teacher(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The target's logits for each drafted slot, [N * A, K, V]."""
+        """Return the target's logits for each drafted slot, [N * A, K, V]."""
         index = rows[..., None].expand(-1, -1, hidden.shape[-1])
         logits = self.target.head(hidden.gather(1, index).flatten(0, 1))
         return logits.view(-1, self.draft.config.block_size - 1, logits.shape[-1])
 
     def step(self) -> StepResult:
-        """Draw a batch and anchors, learn from them, advance."""
+        """Draw a batch and anchors, and make one optimiser step."""
         schedule = self.settings.schedule
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.done, self.total, schedule)
@@ -180,7 +180,7 @@ class Trainer:
         return StepResult(torch.stack([x for x, _ in results]).mean(), norm, accuracy)
 
     def evaluate(self, batch_size: int = 16) -> Acceptance:
-        """Acceptance on the held-out sequences, as greedy decoding would see it."""
+        """Return the acceptance of greedy decoding on the held-out sequences."""
         total = Acceptance(self.draft.config.block_size - 1)
         if self.heldout is None:
             return total
@@ -193,7 +193,7 @@ class Trainer:
         return total
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint, whole or not at all."""
+        """Write a checkpoint atomically."""
         state = {
             "recipe": self.settings.recipe(),
             "sequences": len(self.corpus),
@@ -208,7 +208,7 @@ class Trainer:
         os.replace(part, path)
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint of the same recipe and data."""
+        """Continue from a checkpoint. Raises ValueError for one of another recipe or other data."""
         try:
             state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
         except FileNotFoundError:
