@@ -1,11 +1,11 @@
-"""Adaptive drafting against none and against whole blocks, on the demo models.
+"""Compare adaptive drafting with none and with whole blocks, on the demo models.
 
     python benchmarks/adaptive.py [--rounds 5] [--concurrency 1,8] [--device cpu] [--json FILE]
 
-Three kinds of prompts: held-out examples of the demo tasks, whose drafts are mostly right; chat on
-other things; and random tokens, after which hardly any is. One engine answers all prompts of a kind
-in each way, the ways take turns, and a round's figure is tokens a second over all of them; the
-adaptive way goes on with what it knows. Answers must be the same.
+Three kinds of prompts: held-out examples of the demo tasks, whose drafts are mostly right; other
+chat; and random tokens, after which hardly any draft is right. One engine answers all prompts of a
+kind in each way; the ways alternate, and a round's figure is tokens per second over all prompts.
+The adaptive policy keeps its estimates between rounds. All ways must give the same answers.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def kinds(llm: LLM, count: int) -> dict[str, list[list[int]]]:
     chat = [[{"role": "user", "content": text}] for text in CHAT]
     return {
         "demo tasks": [[*map(int, ids)] for ids in prompts_of(llm, choose_examples(count))],
-        "other chat": [list(llm.tokenizer.render_chat(one)) for one in chat][:count],
+        "other chat": [list(llm.tokenizer.render_chat(messages)) for messages in chat][:count],
         "random tokens": [[rng.randrange(size) for _ in range(30)] for _ in range(count)],
     }
 
 
 def run(llm: LLM, prompts: Sequence[list[int]], at_once: int, way: str) -> tuple[float, Any]:
-    """Seconds, and the answers."""
+    """Answer the prompts; return the seconds and the answers."""
     params = GREEDY.clone(speculation=False) if way == "plain" else GREEDY
     began, answers = time.perf_counter(), list[list[int]]()
     for first in range(0, len(prompts), at_once):
@@ -80,7 +80,7 @@ def main() -> None:
         enable_prefix_caching=False,
     )
     adaptive = llm.engine.scheduler.draft_policy
-    found: dict[str, Any] = {}
+    rates_by_cell: dict[str, Any] = {}
     for at_once in map(int, options.concurrency.split(",")):
         for kind, prompts in kinds(llm, options.prompts).items():
             rates: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -95,7 +95,7 @@ def main() -> None:
                         rates[way].append(sum(map(len, answers[way])) / seconds)
                 assert answers["plain"] == answers["adaptive"] == answers["whole blocks"]
             cell = f"{kind}, {at_once} at once"
-            found[cell] = row = {way: round(median(rates[way]), 1) for way in WAYS}
+            rates_by_cell[cell] = row = {way: round(median(rates[way]), 1) for way in WAYS}
             for way in WAYS[:2]:
                 pairs = zip(rates["adaptive"], rates[way], strict=True)
                 row[f"adaptive over {way}"] = round(median(a / b for a, b in pairs), 3)
@@ -106,7 +106,7 @@ def main() -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "tokens_per_s": found,
+        "tokens_per_s": rates_by_cell,
     }
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,11 +1,11 @@
-"""Attention over the paged cache by configuration: microseconds of a layer, and of its bytes.
+"""Microseconds of a layer's attention over the paged cache, by kernel configuration.
 
     python benchmarks/attention.py [--kv-heads 8] [--group 4] [--head-dim 128] [--requests 1,8,32]
         [--rows 1,4,8,16] [--context 256,1024,4096] [--programs 1,2,4] [--json FILE]
 
-Launches over as many layers' caches as L2 does not hold are captured and replayed. For each case
-the configuration that the engine takes stands beside the fastest of all that were tried; programs
-are those for each multiprocessor that the number of pieces aims at.
+Launches over the caches of as many layers as exceed L2 are captured and replayed. For each case the
+engine's configuration is printed next to the fastest ones, and the time to read the bytes.
+programs: the target number of programs per multiprocessor, which decides the number of pieces.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from strobe.kernels.attention import (
 )
 
 PAGE = 16
-BYTES = 512 << 20  # of caches that are read in turn
-MOST = 8 << 30  # of one cache; larger cases are left out
+BYTES = 512 << 20  # total of the caches, read one after another
+MAX_BYTES = 8 << 30  # of one cache; larger cases are skipped
 
 
 class Heads(NamedTuple):
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 def layers_of(
     case: Case, heads: Heads, device: torch.device
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Caches to read in turn, and the geometry."""
+    """Return the layers' caches and the arguments of attention."""
     columns = -(-(case.context + case.rows) // PAGE)
     slots = case.requests * columns * PAGE
     nbytes = slots * 2 * heads.kv * heads.dim * 2
@@ -62,13 +62,13 @@ def layers_of(
     kv = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(count)]
     pages = torch.randperm(case.requests * columns, device=device).view(-1, columns)
     table = pages * PAGE - torch.arange(columns, device=device) * PAGE
-    some = partial(torch.arange, device=device)
+    indices = partial(torch.arange, device=device)
     args = {
         "starts": torch.full((case.requests,), case.context, device=device),
         "sizes": torch.full((case.requests,), case.rows, device=device),
-        "row_starts": some(0, case.requests * case.rows, case.rows),
+        "row_starts": indices(0, case.requests * case.rows, case.rows),
         "tables": table.contiguous(),
-        "table_rows": some(case.requests),
+        "table_rows": indices(case.requests),
         "page_size": PAGE,
         "mask": LayerMask(),
         "longest": case.rows,
@@ -77,7 +77,7 @@ def layers_of(
 
 
 def microseconds(launches: Sequence[Any]) -> float:
-    """Of one of these, replayed."""
+    """Return the microseconds of one launch, replayed from a graph."""
     for launch in launches:
         launch()
     graph = torch.cuda.CUDAGraph()
@@ -104,7 +104,7 @@ def configs(pairs: int) -> Iterator[AttentionConfig]:
 
 
 def compile_one(heads: Heads, rows: int, config: AttentionConfig) -> None:
-    """Both of its kernels, divided and not, into triton's cache."""
+    """Compile both kernels, with and without divided contexts, into triton's cache."""
     device = torch.device("cuda")
     kv, args = layers_of(Case(1, rows, 512), heads, device)
     q = torch.randn(rows, heads.kv * heads.group, heads.dim, device=device, dtype=torch.bfloat16)
@@ -125,26 +125,27 @@ def measure(
     shape = case.requests * case.rows, heads.kv * heads.group, heads.dim
     q = torch.randn(shape, device=device, dtype=torch.bfloat16)
     pairs = case.rows * heads.group
-    sort = torch.bfloat16, torch.bfloat16, PROGRAMS_PER_SM * units
-    own = config_of(heads.dim, pairs, case.requests, heads.kv, *sort)
-    found: list[tuple[float, int, AttentionConfig]] = []
+    dtypes_and_programs = torch.bfloat16, torch.bfloat16, PROGRAMS_PER_SM * units
+    own = config_of(heads.dim, pairs, case.requests, heads.kv, *dtypes_and_programs)
+    times: list[tuple[float, int, AttentionConfig]] = []
     for factor in factors:
         workspace = AttentionWorkspace(device, heads.dim, factor * units)
         for config in {*configs(pairs), own}:
             run = partial(paged_attention, q, workspace=workspace, config=config, **args)
             try:
-                found.append((microseconds([partial(run, one) for one in kv]), factor, config))
+                us = microseconds([partial(run, cache) for cache in kv])
             except triton_errors():
                 continue
-    taken = [us for us, factor, config in found if (factor, config) == (PROGRAMS_PER_SM, own)]
-    found.sort()
+            times.append((us, factor, config))
+    own_us = [us for us, factor, config in times if (factor, config) == (PROGRAMS_PER_SM, own)]
+    times.sort()
     nbytes = 2 * 2 * heads.kv * heads.dim * case.requests * (case.context + case.rows)
     return {
         **case._asdict(),
         "bytes_us": round(nbytes / 4.3e6, 1),
-        "own_us": round(taken[0], 1) if taken else None,
+        "own_us": round(own_us[0], 1) if own_us else None,
         "own": list(own),
-        "found": [[round(us, 1), factor, *config] for us, factor, config in found],
+        "tried": [[round(us, 1), factor, *config] for us, factor, config in times],
     }
 
 
@@ -171,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     heads = Heads(options.kv_heads, options.group, options.head_dim)
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         blocks = {(rows, c) for rows in options.rows for c in configs(rows * heads.group)}
-        pool.starmap(compile_one, [(heads, *one) for one in sorted(blocks)], chunksize=1)
+        pool.starmap(compile_one, [(heads, *block) for block in sorted(blocks)], chunksize=1)
     device = torch.device("cuda")
     results: list[dict[str, Any]] = []
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; {heads}")
@@ -179,13 +180,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         Case, itertools.product(options.requests, options.rows, options.context)
     ):
         per_slot = 4 * heads.kv * heads.dim
-        if case.requests * case.context * per_slot > MOST:
+        if case.requests * case.context * per_slot > MAX_BYTES:
             continue
-        one = measure(heads, case, options.programs, device)
-        results.append(one)
-        head = f"{case.requests:4} x {case.rows:2} rows, {case.context:5}: bytes {one['bytes_us']}"
-        best = "; ".join(f"{us} {tuple(rest)}" for us, *rest in one["found"][:3])
-        print(f"{head}, own {one['own_us']} {tuple(one['own'])}; best {best}", flush=True)
+        result = measure(heads, case, options.programs, device)
+        results.append(result)
+        head = (
+            f"{case.requests:4} x {case.rows:2} rows, {case.context:5}: bytes {result['bytes_us']}"
+        )
+        best = "; ".join(f"{us} {tuple(rest)}" for us, *rest in result["tried"][:3])
+        print(f"{head}, own {result['own_us']} {tuple(result['own'])}; best {best}", flush=True)
         if options.json:
             options.json.write_text(json.dumps(results))
 

@@ -36,11 +36,12 @@ def own_work(
     alone: bool = False,
     **sampling: Any,
 ) -> dict[str, Any]:
-    """Milliseconds per step at `batch` requests: all of step(), and all but target, drafter, their
-    heads and attention, and observe. Medians over steps in which every request decodes.
+    """Measure milliseconds per step at `batch` requests: of all of step(), and without target,
+    drafter, their heads and attention, and observe. Medians over steps in which all requests
+    decode.
 
-    alone: the models answer with what they answered last, at once, so that the engine's code and
-    data stay in the processor's caches; otherwise each forward has just swept them out.
+    alone: the models repeat their last output immediately, so that the engine's code and data stay
+    in the processor's caches; otherwise each forward evicts them.
     """
     engine = Engine(EngineConfig(**pair, max_num_seqs=batch))
     watch = Stopwatch()
@@ -53,7 +54,7 @@ def own_work(
     params = SamplingParams(max_tokens=600, ignore_eos=True, seed=1, **sampling)
     for i in range(batch):
         engine.add(prompts[i % len(prompts)], params)
-    own, whole = [], []
+    own_seconds, step_seconds = [], []
     while engine.has_work:
         steady = len(engine.scheduler.running) == batch and not engine.scheduler.waiting
         steady = steady and all(r.is_decoding for r in engine.scheduler.running)
@@ -61,40 +62,40 @@ def own_work(
         engine.step()
         passed = time.perf_counter() - began
         if steady:
-            own.append(passed - watch.seconds)
-            whole.append(passed)
-        if len(own) == 60:
+            own_seconds.append(passed - watch.seconds)
+            step_seconds.append(passed)
+        if len(own_seconds) == 60:
             break
     return {
         "batch": batch,
-        "own_ms": round(1e3 * median(own), 3),
-        "step_ms": round(1e3 * median(whole), 3),
-        "steps": len(own),
+        "own_ms": round(1e3 * median(own_seconds), 3),
+        "step_ms": round(1e3 * median(step_seconds), 3),
+        "steps": len(own_seconds),
     }
 
 
 def remembering(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A call that gives its last output again while the number of rows stays the same."""
+    """Return a function that repeats the call's last output for the same number of rows."""
     last: dict[int, Any] = {}
 
-    def answer(given: Any) -> Any:
-        key = len(given.ids) if hasattr(given, "capture_ids") else len(given)
+    def answer(rows: Any) -> Any:
+        key = len(rows.ids) if hasattr(rows, "ids") else len(rows)
         if key not in last:
-            last[key] = call(given)
+            last[key] = call(rows)
         return last[key]
 
     return answer
 
 
 def transformers_answerer(target: str, tokens: int) -> Answer:
-    """transformers' greedy generate in fp32, with the engine's kind of output."""
+    """Return a function that runs transformers' greedy generate in fp32, with a RequestOutput."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
 
     @torch.inference_mode()
     def answer(prompt: Any) -> RequestOutput:
-        made = model.generate(
+        output_ids = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=tokens,
@@ -103,14 +104,14 @@ def transformers_answerer(target: str, tokens: int) -> Answer:
             top_p=None,
             top_k=None,
         )
-        answer = CompletionOutput(0, token_ids=made[0, len(prompt) :].tolist())
+        answer = CompletionOutput(0, token_ids=output_ids[0, len(prompt) :].tolist())
         return RequestOutput("", None, prompt, [answer])
 
     return answer
 
 
 def seconds_of(code: str) -> float:
-    """Wall seconds of a fresh interpreter, the best of five."""
+    """Return the wall seconds of a fresh interpreter that runs `code`, the best of five."""
     best = float("inf")
     for _ in range(5):
         began = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Two versions of Strobe on one CPU in turns: tokens per second and the engine's own work per step.
+"""Compare two versions of Strobe on one CPU: tokens per second and the engine's own work per step.
 
     python benchmarks/cpu_turns.py BEFORE [--rounds 3] [--prompts 12] [--json FILE]
 
-BEFORE is a checkout of the earlier version; the later one is this. Each version is a process of its
-own that answers the same prompts with the demo models of this checkout, or takes one step, while
-the other one waits: a machine that slows down does so for both. A prompt's time is the fastest of
-`repeats`; own work is as benchmarks/cpu.py defines it, the median over steps. Each round starts new
+BEFORE is a checkout of the earlier version; the later one is this. Each version runs in its own
+process, which answers the same prompts with the demo models of this checkout, or runs one step,
+while the other waits, so that drift of the machine affects both. A prompt's time is the fastest of
+`repeats`; own work is defined as in benchmarks/cpu.py, the median over steps. Each round starts new
 processes.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 AFTER = Path(__file__).parents[1]
 OWN_WORK = ((1, 0.0), (32, 0.0), (1, 1.0), (32, 1.0))  # requests, temperature
-STEPS, LEAST_STEPS = 60, 15
+STEPS, MIN_STEPS = 60, 15
 
 
 class Stopwatch:
@@ -47,14 +47,14 @@ class Stopwatch:
 
 
 class Worker:
-    """One version, asked line by line."""
+    """One version; it answers questions, one line each."""
 
     def __init__(self, models: Path) -> None:
         import strobe
         from strobe import LLM
 
-        own = Path(strobe.__file__).resolve().is_relative_to(Path.cwd().resolve())
-        assert own, f"{Path.cwd()} holds no strobe: this is {strobe.__file__}"
+        is_here = Path(strobe.__file__).resolve().is_relative_to(Path.cwd().resolve())
+        assert is_here, f"{Path.cwd()} holds no strobe: this is {strobe.__file__}"
         self.pair = {"target": str(models / "target"), "draft": str(models / "draft")}
         self.llms = {
             "plain": LLM(self.pair["target"], method="none", enable_prefix_caching=False),
@@ -64,7 +64,7 @@ class Worker:
         self.watch = Stopwatch()
 
     def answer(self, way: str, ids: list[int]) -> tuple[float, list[int]]:
-        """Seconds and tokens of one greedy answer."""
+        """Answer a prompt greedily; return seconds and tokens."""
         from strobe import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=256)
@@ -73,7 +73,7 @@ class Worker:
         return time.perf_counter() - began, output.outputs[0].token_ids
 
     def start(self, prompts: list[list[int]], temperature: float) -> None:
-        """Begin as many requests as prompts, and step until all of them decode."""
+        """Add a request for each prompt, and step until all decode."""
         from strobe import EngineConfig, SamplingParams
         from strobe.engine.engine import Engine
 
@@ -93,14 +93,15 @@ class Worker:
         self.requests = len(prompts)
 
     def steady(self) -> bool:
-        """Whether nothing waits and all that runs decodes."""
+        """Return whether no request waits and all running ones decode."""
         scheduler = self.engine.scheduler
         return not scheduler.waiting and all(
             r.start >= getattr(r, "prefill_end", getattr(r, "goal", 0)) for r in scheduler.running
         )
 
     def step(self) -> float | None:
-        """Seconds of the engine's own work in a step of all requests; None once one has ended."""
+        """Run a step; return the seconds of the engine's own work, None once a request has
+        ended."""
         if len(self.engine.scheduler.running) < self.requests or not self.steady():
             return None
         self.watch.seconds, began = 0.0, time.perf_counter()
@@ -114,7 +115,7 @@ class Worker:
 
 
 class Version:
-    """A worker in the tree of one version."""
+    """A worker process in the tree of one version."""
 
     def __init__(self, tree: Path) -> None:
         models = str(AFTER / "strobe" / "demo_models")
@@ -137,7 +138,7 @@ class Version:
 def measured(
     trees: dict[str, Path], prompts: list[list[int]], repeats: int
 ) -> dict[str, dict[str, float]]:
-    """Figures by cell and version, of one process each."""
+    """Start a process for each version and return figures by cell and version."""
     versions = {name: Version(tree) for name, tree in trees.items()}
     names = list(versions)
     figures: dict[str, dict[str, float]] = {}
@@ -160,9 +161,9 @@ def measured(
             versions[name].ask("start", (prompts * 32)[:count], temperature)
         for turn in range(STEPS // (2 if count > 1 else 1)):
             for name in names[:: 1 if turn % 2 else -1]:
-                if (own := versions[name].ask("step")) is not None:
-                    took[name].append(own)
-        assert all(len(times) >= LEAST_STEPS for times in took.values()), "requests end too early"
+                if (seconds := versions[name].ask("step")) is not None:
+                    took[name].append(seconds)
+        assert all(len(times) >= MIN_STEPS for times in took.values()), "requests end too early"
         cell = f"own work, requests: {count}, temperature {temperature:g}, ms"
         figures[cell] = {name: 1e3 * median(took[name]) for name in names}
     for version in versions.values():
@@ -198,10 +199,10 @@ def main() -> None:
         for cell in rounds[0]
     }
     for cell, row in figures.items():
-        # Versions took turns within a round, so a round's change is of one machine and hour.
+        # Versions alternate within a round, so a round's change compares like with like.
         changes = [100 * (r[cell]["after"] / r[cell]["before"] - 1) for r in rounds]
-        each = ", ".join(f"{change:+.1f}" for change in changes)
-        median_change = f"{median(changes):+.1f} % ({each})"
+        changes_text = ", ".join(f"{change:+.1f}" for change in changes)
+        median_change = f"{median(changes):+.1f} % ({changes_text})"
         print(f"{cell}: {row['before']} -> {row['after']}, {median_change}")
     if options.json:
         options.json.write_text(json.dumps({"medians": figures, "rounds": rounds}, indent=1) + "\n")

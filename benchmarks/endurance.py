@@ -1,11 +1,11 @@
-"""Many sampled steps with requests that come, go and are aborted: no error, no leak, no NaN.
+"""Many sampled steps with requests that arrive, end and are aborted: no error, no leak, no NaN.
 
     python benchmarks/endurance.py [--steps 50000] [--device cuda] [--json FILE]
 
-The demo models in bf16 on a GPU, sampling at temperature 1 with top-p 0.9, speculation chosen
-per request at random. Every 1,000 steps the engine's bookkeeping checks itself, against the device
-too; K/V caches must hold numbers only, pages must all come back, and memory and the number of
-captured graphs must end where they were after the first tenth. Exits with 1 where they do not.
+The demo models in bf16 on a GPU, sampling at temperature 1 with top-p 0.9, speculation at random
+per request. Every 1,000 steps the engine checks its bookkeeping, also against the device. K/V
+caches must be free of NaN, all pages must be freed, and memory and the number of captured graphs
+must not grow after the first tenth. Exits with 1 otherwise.
 """
 
 from __future__ import annotations

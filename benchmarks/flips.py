@@ -1,15 +1,15 @@
-"""How often rounding changes a sampled token: the race against the inverse CDF.
+"""How often rounding changes a sampled token: exponential race and inverse CDF compared.
 
     python benchmarks/flips.py [--prompts 24] [--tokens 120] [--temperatures 1 2]
 
-The demo target answers held-out prompts; its logits at every token of the answers are computed in
-fp32 twice, and the probability that the two give different tokens under the same noise is computed
-from them exactly, without drawing any noise. Twice is:
+The demo target answers held-out prompts. Its logits at every token of the answers are computed in
+fp32 in two ways, and from these the exact probability that both give different tokens under the
+same noise. The two ways are:
 
-    head    the head's GEMM summed in the opposite order
-    model   the whole answer in one forward, and a token at a time
+    head    the head's GEMM, summed in two opposite orders
+    model   the whole answer in one forward, and one token at a time
 
-For weights p and q, with w the sum of either over all tokens:
+For normalized weights p and q:
 
     race    1 - sum_i 1 / sum_j max(p_j / p_i, q_j / q_i): of exponentials E_j, i wins both races
             if E_i / p_i <= E_j / p_j and E_i / q_i <= E_j / q_j for all j, so if E_j >= E_i m_ij
@@ -41,15 +41,16 @@ Floats = NDArray[np.float64]
 
 
 def weights(logits: Tensor, temperature: float) -> Floats:
-    """What races weigh tokens by, [R, V], with the roundings of `sampler.sample_rows`."""
+    """Return the weights of an exponential race, [R, V], rounded as in `sampler.sample_rows`."""
     scale = torch.tensor(temperature).reciprocal()
     scores = (logits - logits.amax(-1, keepdim=True)) * scale
-    found = scores.double().exp()
-    return (found / found.sum(-1, keepdim=True)).numpy()
+    weights = scores.double().exp()
+    return (weights / weights.sum(-1, keepdim=True)).numpy()
 
 
 def race_flips(p: Floats, q: Floats) -> Floats:
-    """[R]; the sum over j in order of q_j / p_j, behind which the second of the two is the max."""
+    """Return the probability that the race's token differs, [R]. Sorted by q_j / p_j, the maximum
+    is the first ratio up to a point and the second after it."""
     order = np.argsort(q / p, axis=1, kind="stable")
     p, q = np.take_along_axis(p, order, 1), np.take_along_axis(q, order, 1)
     below = p.cumsum(1)
@@ -57,11 +58,12 @@ def race_flips(p: Floats, q: Floats) -> Floats:
     return 1 - (1 / (below / p + above / q)).sum(1)
 
 
-def cdf_flips(logits: Tensor, other: Tensor, temperature: float) -> Floats:
-    """[R], with the roundings of the sampler that was: weights by softmax in fp32, sums in fp64."""
+def cdf_flips(logits: Tensor, other_logits: Tensor, temperature: float) -> Floats:
+    """Return the probability that the inverse CDF's token differs, [R], rounded as in the former
+    sampler: softmax in fp32, cumulative sums in fp64."""
     ends = []
-    for given in (logits, other):
-        cumulated = (given / temperature).softmax(-1).cumsum(-1, dtype=torch.float64).numpy()
+    for each_logits in (logits, other_logits):
+        cumulated = (each_logits / temperature).softmax(-1).cumsum(-1, dtype=torch.float64).numpy()
         ends.append(cumulated / cumulated[:, -1:])
     upper = np.minimum(*ends)
     lower = np.pad(np.maximum(*ends), ((0, 0), (1, 0)))[:, :-1]
@@ -70,12 +72,12 @@ def cdf_flips(logits: Tensor, other: Tensor, temperature: float) -> Floats:
 
 @torch.inference_mode()
 def both_ways(model: Any, prompt: list[int], answer: list[int]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Logits [R, V] of the answer's rows, each computed twice."""
+    """Return the logits [R, V] of the answer's rows, computed in two ways, by comparison."""
     ids = torch.tensor([[*prompt, *answer]])
     hidden = model.model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
     head = model.lm_head.weight
-    whole = hidden @ head.T
-    found = {"head": (whole, hidden.flip(-1) @ head.flip(-1).T)}
+    batched = hidden @ head.T
+    pairs = {"head": (batched, hidden.flip(-1) @ head.flip(-1).T)}
     out = model.model(ids[:, : len(prompt)], use_cache=True)
     rows = [out.last_hidden_state[0, -1:] @ head.T]
     for token in answer[:-1]:
@@ -83,7 +85,7 @@ def both_ways(model: Any, prompt: list[int], answer: list[int]) -> dict[str, tup
             torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True
         )
         rows.append(out.last_hidden_state[0] @ head.T)
-    return found | {"model": (whole, torch.cat(rows))}
+    return pairs | {"model": (batched, torch.cat(rows))}
 
 
 def main() -> None:
@@ -100,16 +102,18 @@ def main() -> None:
     prompts = prompts_of(llm, choose_examples(options.prompts))
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODELS / "target", dtype=torch.float32)
     for temperature in options.temperatures:
-        asked = SamplingParams(temperature=temperature, seed=1, max_tokens=options.tokens)
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=options.tokens)
         flips: dict[str, list[tuple[Floats, Floats]]] = {"head": [], "model": []}
-        for output in llm.generate(prompts, asked):
+        for output in llm.generate(prompts, params):
             answer = output.outputs[0].token_ids
             pairs = both_ways(model, list(output.prompt_token_ids), list(answer))
-            for name, (one, two) in pairs.items():
-                race = race_flips(weights(one, temperature), weights(two, temperature))
-                flips[name].append((race, cdf_flips(one, two, temperature)))
-        for name, found in flips.items():
-            race, cdf = (np.concatenate(column) for column in zip(*found, strict=True))
+            for name, (first_logits, second_logits) in pairs.items():
+                race = race_flips(
+                    weights(first_logits, temperature), weights(second_logits, temperature)
+                )
+                flips[name].append((race, cdf_flips(first_logits, second_logits, temperature)))
+        for name, rows in flips.items():
+            race, cdf = (np.concatenate(column) for column in zip(*rows, strict=True))
             print(
                 f"temperature {temperature}, {name}: {len(race)} tokens; flips per token: race "
                 f"{race.mean():.2e}, inverse CDF {cdf.mean():.2e}, {cdf.mean() / race.mean():.1f} "

@@ -1,15 +1,15 @@
-"""Grammars that no one could follow, beside honest requests: no 5xx, and nobody waits for them.
+"""Hostile grammars next to honest requests: they cause no 5xx and do not delay the honest ones.
 
     python benchmarks/hostile_grammars.py [--count 2000] [--at-once 16] [--honest 4] [--alone 5]
                                           [--most-wait 1] [--most-memory 50] [--json FILE]
 
-Starts `strobe serve` with the demo models, has honest clients ask next to --at-once others of their
-kind for some seconds, then next to as many clients that send regular expressions, schemas, Lark and
-EBNF grammars which are huge, empty, random, grow without bounds or have no end. Every second honest
-request asks for structured output. Exits with 1 where an answer is a 5xx or dumps state, an honest
-request fails, the 99 % wait of honest requests grows by --most-wait seconds or more, or the memory
-of the server's processes by more than --most-memory MB once a fifth of the grammars has filled the
-caches.
+Starts `strobe serve` with the demo models. Honest clients send requests, for --alone seconds next
+to --at-once more honest clients, then next to as many hostile ones, which send regular expressions,
+schemas, Lark and EBNF grammars that are huge, empty, random, grow without bounds or never end.
+Every second honest request uses structured output. Exits with 1 if an answer is a 5xx or dumps
+state, if an honest request fails, if the 99th percentile of honest waits grows by --most-wait
+seconds or more, or if, after a fifth of the grammars has filled the caches, the memory of the
+server's processes grows by more than --most-memory MB.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from urllib.request import Request, urlopen
 
 
 def hostile(rng: random.Random) -> dict[str, Any]:
-    """What a request is to be held to."""
+    """Return a hostile constraint for structured output."""
     n = rng.randint(200, 2000)
     nested: Any = {"type": "string"}
     for _ in range(rng.randint(50, 400)):
@@ -70,7 +70,7 @@ REPEATS = ("", "", "", "*", "+", "?", "{0,3}", "{2}", "{3,}")
 
 
 def random_regex(rng: random.Random, depth: int = 3) -> str:
-    """A short expression, often one that matches nothing or everything."""
+    """Return a short expression, often one that matches nothing or everything."""
     if depth == 0 or rng.random() < 0.4:
         return rng.choice(("a", "b", "ab", "[ab]", "[^a]", ".", " ", r"\d", "a*", "", "(?s:.)"))
     parts = [random_regex(rng, depth - 1) for _ in range(rng.randint(1, 3))]
@@ -78,7 +78,7 @@ def random_regex(rng: random.Random, depth: int = 3) -> str:
 
 
 def random_rules(rng: random.Random, *, lark: bool) -> str:
-    """A grammar of a few rules that lead to one another, with or without an end."""
+    """Return a grammar of a few rules that refer to each other and may never end."""
     names = ["start" if lark else "root", *"xyz"[: rng.randint(0, 3)]]
 
     def terminal() -> str:
@@ -113,7 +113,7 @@ def random_rules(rng: random.Random, *, lark: bool) -> str:
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
-    """A schema, at times one whose white space or patterns swallow what follows."""
+    """Return a schema; sometimes its whitespace or patterns swallow the following text."""
     kind = rng.choice(("string", "integer", "array", "object", "enum"))
     schema: dict[str, Any] = {"type": kind}
     if kind == "enum":
@@ -138,7 +138,7 @@ def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
 
 
 def ask(port: int, **fields: Any) -> tuple[int, bytes, float]:
-    """Status, body and seconds of a completion."""
+    """Request a completion; return status, body and seconds."""
     body = json.dumps({"prompt": "Sort: pear, fig", "max_tokens": 24, **fields}).encode()
     request = Request(
         f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "strobe", "serve", "--port", str(port)]
-    pages = "--kv-cache-memory=40MiB"  # filled before the grammars come: their memory is counted
+    pages = "--kv-cache-memory=40MiB"  # small enough to be filled before the grammars come
     server = subprocess.Popen([*command, pages, "--log-level=warning"])
     try:
         while server.poll() is None:
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def memory_mb(pid: int) -> float:
-    """Resident memory of a process and of those that it started."""
+    """Return the resident memory of a process and its children."""
     total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():
@@ -197,7 +197,7 @@ def memory_mb(pid: int) -> float:
 
 
 def settled_memory_mb(pid: int, goal: float = 0.0) -> float:
-    """Memory once it is at most `goal`, or some seconds later."""
+    """Return the memory once it is at most `goal`, or after 5 s."""
     for _ in range(20):
         if memory_mb(pid) <= goal:
             break
@@ -232,13 +232,13 @@ def measure(pid: int, port: int, options: argparse.Namespace) -> dict[str, Any]:
                 faults.append(f"an honest request was answered with {status}: {body[:200]!r}")
 
     def attack(seed: int) -> int:
-        given = hostile(random.Random(seed))
-        status, body, _ = ask(port, structured_outputs=given)
+        constraint = hostile(random.Random(seed))
+        status, body, _ = ask(port, structured_outputs=constraint)
         if status >= 500 or b"<state>" in body:
-            faults.append(f"{str(given)[:100]} was answered with {status}: {body[:200]!r}")
+            faults.append(f"{str(constraint)[:100]} was answered with {status}: {body[:200]!r}")
         return status
 
-    def neighbour(_: int) -> None:
+    def send_honest_requests(_: int) -> None:
         until = time.perf_counter() + options.alone
         while time.perf_counter() < until:
             honest_ask()
@@ -247,7 +247,7 @@ def measure(pid: int, port: int, options: argparse.Namespace) -> dict[str, Any]:
     for thread in threads:
         thread.start()
     with ThreadPoolExecutor(options.at_once) as pool:
-        list(pool.map(neighbour, range(options.at_once)))
+        list(pool.map(send_honest_requests, range(options.at_once)))
     fresh = memory_mb(pid)
     attacked.set()
     began = time.perf_counter()
@@ -260,8 +260,8 @@ def measure(pid: int, port: int, options: argparse.Namespace) -> dict[str, Any]:
     done.set()
     for thread in threads:
         thread.join()
-    alone, beside = (percentile(waits[during], 0.99) for during in (False, True))
-    if not waits[True] or beside >= alone + options.most_wait:
+    alone, during_attack = (percentile(waits[during], 0.99) for during in (False, True))
+    if not waits[True] or during_attack >= alone + options.most_wait:
         faults.append(f"1 % of honest requests waited {options.most_wait:g} s longer or more")
     after = settled_memory_mb(pid, before + options.most_memory)
     if after > before + options.most_memory:
@@ -270,7 +270,7 @@ def measure(pid: int, port: int, options: argparse.Namespace) -> dict[str, Any]:
         "hostile": {str(status): n for status, n in sorted(statuses.items())},
         "seconds": round(seconds, 1),
         "p99_alone_s": round(alone, 3),
-        "p99_beside_s": round(beside, 3),
+        "p99_beside_s": round(during_attack, 3),
         "memory_mb": [round(fresh), round(before), round(after)],
         "worst_alone_s": round(max(waits[False], default=0.0), 3),
         "worst_beside_s": round(max(waits[True], default=0.0), 3),

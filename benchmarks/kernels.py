@@ -1,11 +1,11 @@
-"""Where a step's time goes, kernel by kernel: steady decoding by shapes, random weights.
+"""Time of a step by kernel, in steady decoding with random weights of given shapes.
 
     python benchmarks/kernels.py [--shapes qwen3-8b] [--concurrency 1 8 32] [--method dflash none]
 
-Steps run under torch's profiler. Kernels that are launched early overlap with the one before, so
-a kernel's share is the time from the end of the kernel before to its own end; the shares add up to
-the steps' whole time on the device. A line is one kernel with one grid: GEMMs of different
-sizes share a name and differ in it.
+Steps run under torch's profiler. A kernel that is launched early overlaps with the previous one, so
+its share is the time from the previous kernel's end to its own end; the shares add up to the steps'
+total time on the device. A line is one kernel with one grid: GEMMs of different sizes share a name
+but not a grid.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GREEDY = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
 
 
 def trace(engine: Engine, count: int, length: int, steps: int) -> list[dict[str, Any]]:
-    """The kernels of `steps` steady steps of `count` requests, in the order of their ends."""
+    """Return the kernels of `steps` steady steps of `count` requests, sorted by their ends."""
     requests = [engine.add(prompt, GREEDY) for prompt in random_prompts(engine, count, length)]
     for _ in range(20 + count):
         engine.step()
@@ -50,12 +50,12 @@ def trace(engine: Engine, count: int, length: int, steps: int) -> list[dict[str,
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    found = [event for event in events if event.get("cat") in kinds]
-    return sorted(found, key=lambda event: event["ts"] + event["dur"])
+    kernels = [event for event in events if event.get("cat") in kinds]
+    return sorted(kernels, key=lambda event: event["ts"] + event["dur"])
 
 
 def shares(events: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Kernel and grid -> microseconds from the end before to its own, for each launch."""
+    """Return, by kernel and grid, the microseconds of each launch: previous end to own end."""
     result: dict[str, list[float]] = defaultdict(list)
     before = events[0]["ts"]
     for event in events:
@@ -66,15 +66,15 @@ def shares(events: list[dict[str, Any]]) -> dict[str, list[float]]:
     return result
 
 
-def show(found: dict[str, list[float]], steps: int, least: float) -> None:
-    whole = sum(sum(times) for times in found.values()) / steps
-    print(f"{whole / 1e3:.3f} ms a step; launches a step, median, sum in µs, share")
-    for name, times in sorted(found.items(), key=lambda item: -sum(item[1])):
+def show(times_by_kernel: dict[str, list[float]], steps: int, min_us: float) -> None:
+    step_us = sum(sum(times) for times in times_by_kernel.values()) / steps
+    print(f"{step_us / 1e3:.3f} ms per step; launches per step, median, sum in µs, share")
+    for name, times in sorted(times_by_kernel.items(), key=lambda item: -sum(item[1])):
         total = sum(times) / steps
-        if total >= least:
+        if total >= min_us:
             print(
                 f"{len(times) / steps:7.1f} {median(times):8.1f} {total:9.1f} "
-                f"{total / whole:6.1%}  {name}"
+                f"{total / step_us:6.1%}  {name}"
             )
 
 
@@ -89,10 +89,10 @@ def main() -> int:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--weight-dtype", choices=["auto", "fp8"], default="auto")
-    parser.add_argument("--least", type=float, default=5.0, help="microseconds a step to be shown")
+    parser.add_argument("--min-us", type=float, default=5.0, help="minimum shown, per step")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("There is no CUDA device; this needs one.", file=sys.stderr)
+        print("This benchmark needs a CUDA device, but there is none.", file=sys.stderr)
         return 1
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     for method in arguments.method:
@@ -111,9 +111,9 @@ def main() -> int:
             engine = Engine(resolve(config), simulated_acceptance=forced)
         for count in arguments.concurrency:
             steps = arguments.steps
-            found = shares(trace(engine, count, arguments.prompt_len, steps))
+            times_by_kernel = shares(trace(engine, count, arguments.prompt_len, steps))
             print(f"\n{method}, {count} requests: ", end="")
-            show(found, steps, arguments.least)
+            show(times_by_kernel, steps, arguments.min_us)
         del engine
         torch.cuda.empty_cache()
     return 0

@@ -1,10 +1,10 @@
-"""Loading on a CPU or a GPU: seconds, and the host's peak memory against the weights.
+"""Loading on a CPU or a GPU: seconds, and the host's peak memory relative to the weights.
 
     python benchmarks/loading.py [--gigabytes 1.5] [--device cpu] [--directory DIR] [--json FILE]
 
-Writes a checkpoint with random bf16 weights in the layout of Qwen3, then loads it in a process of
-its own, in bf16; what that process held before it loaded does not count. Exits with 1 where the
-peak is more than the weights and 10 %.
+Writes a checkpoint with random bf16 weights in the layout of Qwen3, then loads it in bf16 in its
+own process, whose memory before loading does not count. Exits with 1 if the peak exceeds the
+weights by more than 10 %.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def field(name):
 path, device = Path(sys.argv[1]), torch.device(sys.argv[2])
 config = load_target_config(path)
 torch.zeros(1, device=device)
-check_target_tensors(path, config)  # brings in the code, but reads no weights
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+check_target_tensors(path, config)  # imports the code, but reads no weights
+open("/proc/self/clear_refs", "w").write("5")  # reset the peak
 before, began = field("VmRSS"), time.perf_counter()
 model = load_target(path, config, max_positions=8, dtype=torch.bfloat16, device=device)
 if device.type == "cuda":
@@ -46,7 +46,7 @@ print(json.dumps({"seconds": round(seconds, 2), "weights": weights, "peak": peak
 
 
 def write(root: Path, gigabytes: float) -> None:
-    """A checkpoint of about that size in one file."""
+    """Write a checkpoint of about this size in one file."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,11 +1,11 @@
-"""Memory as planned against memory as used, on a GPU: weights, KV pool, graphs and steps.
+"""Compare planned and used memory on a GPU: weights, KV pool, graphs and steps.
 
     python benchmarks/memory.py [--shapes qwen3-8b] [--max-num-seqs 64] [--within 0.03]
 
-With default settings the KV pool takes what the plan leaves of the GPU. Then every kind of step
-runs: a full prefill, decoding of every number of requests there is a shape for, greedy and sampled,
-and prompts beside them. Exits with 1 where the process used more or less than planned by more than
-`--within`, or steps failed.
+With default settings the KV pool takes the rest of the GPU's planned memory. Then every kind of
+step runs: a full prefill, decoding at every captured number of requests, greedy and sampled, and
+steps that mix prompts and decoding. Exits with 1 if the use differs from the plan by more than
+`--within`, or if steps fail.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from strobe.warmup.steps import warm_up
 
 
 def drive(engine: Engine, count: int, sampling: SamplingParams) -> None:
-    """So many requests at once, until each has some tokens."""
-    asked = [engine.add(prompt, sampling) for prompt in random_prompts(engine, count, 300)]
-    while not all(request.num_output > 24 for request in asked):
+    """Run `count` requests at once until each has some tokens."""
+    requests = [engine.add(prompt, sampling) for prompt in random_prompts(engine, count, 300)]
+    while not all(request.num_output > 24 for request in requests):
         engine.step()
-    for request in asked:
+    for request in requests:
         engine.finish(request, "abort")
     while engine.has_work:
         engine.step()
 
 
 def used(device: torch.device) -> int:
-    free, whole = torch.cuda.mem_get_info(device)
-    return whole - free
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, object]:
@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("There is no CUDA device; this needs one.", file=sys.stderr)
+        print("This benchmark needs a CUDA device, but there is none.", file=sys.stderr)
         return 1
     report = measure(arguments)
     print(json.dumps(report, indent=2))

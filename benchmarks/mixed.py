@@ -1,10 +1,10 @@
-"""The time between the steps of running requests while a long prompt prefills beside them.
+"""Step times of running requests while a long prompt prefills in the same steps.
 
-    python benchmarks/mixed.py [--shapes qwen3-8b] [--running 8] [--prompt-len 4096] [--most 3]
+    python benchmarks/mixed.py [--shapes qwen3-8b] [--running 8] [--prompt-len 4096] [--max-ratio 3]
 
-Random weights, accepted length forced to 6; warmed up as a server is. The requests decode alone
-first; then a prompt arrives, thrice. Exits with 1 where a step takes more than `--most` times the
-usual.
+Random weights, acceptance length forced to 6, warmed up like a server. The requests first decode
+alone; then a prompt arrives, three times. Exits with 1 if a step takes more than `--max-ratio`
+times the usual one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
 def timed(engine: Engine, steps: int) -> list[float]:
-    """Milliseconds of each of so many steps."""
+    """Run steps and return the milliseconds of each."""
     times: list[float] = []
     for _ in range(steps):
         began = time.perf_counter()
@@ -40,8 +40,8 @@ def timed(engine: Engine, steps: int) -> list[float]:
     return times
 
 
-def beside(engine: Engine, prompt: list[int]) -> list[float]:
-    """Milliseconds of each step from a prompt's arrival to its first token."""
+def prefill_times(engine: Engine, prompt: list[int]) -> list[float]:
+    """Return the milliseconds of each step from a prompt's arrival to its first token."""
     request = engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
     times: list[float] = []
     while request.finish_reason is None:
@@ -68,11 +68,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
     ]
     while not all(request.num_output > 60 for request in running):
         engine.step()
-    usual = median(timed(engine, 40))
+    usual_ms = median(timed(engine, 40))
     rounds: list[dict[str, object]] = []
     for number in range(3):
         (prompt,) = random_prompts(engine, 1, arguments.prompt_len - number)
-        times = beside(engine, prompt)
+        times = prefill_times(engine, prompt)
         timed(engine, 5)
         rounds.append(
             {
@@ -80,7 +80,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
                 "first_token_ms": round(sum(times), 1),
                 "median_ms": round(median(times), 2),
                 "worst_ms": round(max(times), 2),
-                "worst_over_usual": round(max(times) / usual, 2),
+                "worst_over_usual": round(max(times) / usual_ms, 2),
             }
         )
     gpu = torch.cuda.get_device_name() if engine.resolved.device.type == "cuda" else "cpu"
@@ -91,7 +91,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         "running": arguments.running,
         "prompt_tokens": arguments.prompt_len,
         "rows_of_a_mixed_step": engine.limits.max_mixed_tokens,
-        "usual_ms": round(usual, 2),
+        "usual_ms": round(usual_ms, 2),
         "rounds": rounds,
     }
 
@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--running", type=int, default=8)
     parser.add_argument("--prompt-len", type=int, default=4096)
     parser.add_argument("--max-num-batched-tokens", type=int)
-    parser.add_argument("--most", type=float, default=3.0)
+    parser.add_argument("--max-ratio", type=float, default=3.0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -113,7 +113,7 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     rounds: list[dict[str, float]] = report["rounds"]  # type: ignore[assignment]
-    return int(any(found["worst_over_usual"] > arguments.most for found in rounds))
+    return int(any(result["worst_over_usual"] > arguments.max_ratio for result in rounds))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What sampling, logits processors and grammars cost a step on a GPU, greedy decoding being 1.
+"""Step times with sampling, logits processors and grammars on a GPU, relative to greedy decoding.
 
     python benchmarks/modes.py [--shapes qwen3-8b] [--concurrency 1,8] [--steps 60] [--json FILE]
 
-Random weights of published shapes and a made-up tokenizer of their vocabulary: time per step alone,
-each step verifying a whole block of drafts that are kept as they come. The modes take turns.
+Random weights of published shapes and a synthetic tokenizer of their vocabulary size. Only the time
+per step counts; each step verifies a whole block, without forced acceptance. The modes alternate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODES = {
 
 
 def write_tokenizer(directory: Path, size: int) -> None:
-    """A byte-level tokenizer of so many tokens: bytes, pairs and triples of them, end tokens."""
+    """Make a byte-level tokenizer of this size: bytes, pairs and triples of bytes, end tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: i for i, letter in enumerate(alphabet)}
     common = alphabet[:94]
@@ -64,25 +64,25 @@ def write_tokenizer(directory: Path, size: int) -> None:
 
 
 def step_seconds(engine: Engine, params: SamplingParams, count: int, steps: int) -> float:
-    """The median over steps while `count` requests decode."""
+    """Return the median seconds of a step while `count` requests decode."""
     requests = [engine.add(prompt, params) for prompt in random_prompts(engine, count, 256)]
     while not all(request.num_output > 4 for request in requests):
         engine.step()
-    found: list[float] = []
+    seconds: list[float] = []
     for _ in range(steps):
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(4):
             engine.step()
         torch.cuda.synchronize()
-        found.append((time.perf_counter() - began) / 4)
+        seconds.append((time.perf_counter() - began) / 4)
         if any(request.finish_reason for request in requests):
             break
     for request in requests:
         engine.finish(request, "abort")
     while engine.has_work:
         engine.step()
-    return median(found)
+    return median(seconds)
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def main() -> None:
                 }
                 for _ in range(3)
             ]
-            times = {name: min(one[name] for one in rounds) for name in MODES}
+            times = {name: min(round_times[name] for round_times in rounds) for name in MODES}
             result[str(count)] = times
             for name, seconds in times.items():
                 share = seconds / times["greedy"]

@@ -1,13 +1,12 @@
-"""A recurrent layer's convolution and gated delta rule: microseconds by sequences and rows.
+"""Microseconds of a recurrent layer's convolution and gated delta rule, by sequences and rows.
 
     python benchmarks/recurrent.py [--sequences 1,8,32] [--rows 1,16] [--values 16,32,64]
         [--warps 2,4,8] [--dtype bfloat16] [--parts]
 
-Shapes of Qwen3.5-9B: 16 key heads and 32 value heads of 128. Every sequence has had all rows of
-its last block accepted but one. Launches over the states of 24 layers are captured and replayed,
-for each number of values that a program has and each number of its warps; what its bytes take is
-the states read and written once at 4.3 TB/s. With --parts also what is left where one of the three
-launches does nothing.
+Shapes of Qwen3.5-9B: 16 key heads and 32 value heads of size 128. Every sequence has accepted all
+rows but one of its last block. Launches over the states of 24 layers are captured and replayed for
+each number of values and warps per program. "bytes" is the time to read and write the states once
+at 4.3 TB/s. --parts also times the layer with one of its three launches replaced by a no-op.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ PARTS = "_convolve_kernel", "_delta_kernel", "_save_kernel"
 
 
 class Nothing:
-    """In the place of a kernel."""
+    """A no-op in place of a kernel."""
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *arguments, **options: None
 
 
 def measure(count: int, rows: int, dtype: torch.dtype) -> float:
-    """Microseconds of a layer."""
+    """Return the microseconds of a layer."""
     device = torch.device("cuda")
     spec = StateSpec(LAYERS, 32, 16, 128, 128, 4)
     store = StateStore(spec, count, PENDING, dtype, device)
@@ -45,10 +44,10 @@ def measure(count: int, rows: int, dtype: torch.dtype) -> float:
     x = random(count * rows, spec.channels, dtype=dtype)
     weight = random(spec.channels, spec.kernel, dtype=dtype)
     decay, rate = -random(count * rows, spec.heads).abs(), random(count * rows, spec.heads).abs()
-    some = partial(torch.full, (count,), device=device)
+    filled = partial(torch.full, (count,), device=device)
     first = torch.arange(0, count * rows, rows, device=device)
     slots = torch.arange(count, device=device)
-    spans = slots, first, some(rows), some(max(rows - 1, 1)), some(False)
+    spans = slots, first, filled(rows), filled(max(rows - 1, 1)), filled(False)
 
     def run() -> None:
         for layer in range(LAYERS):
@@ -86,12 +85,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.dtype}")
     for count, rows in itertools.product(options.sequences, options.rows):
         nbytes = 2 * 4 * 32 * 128 * 128 * count
-        found = list[str]()
+        results = list[str]()
         for values, warps in itertools.product(options.values, options.warps):
             kernels.values_of, kernels._WARPS = lambda _, values=values: values, warps
             us = measure(count, rows, getattr(torch, options.dtype))
-            found.append(f"{us:.1f} ({values} values, {warps} warps)")
-        print(f"{count} x {rows} rows: bytes {nbytes / 4.3e6:.1f}; {', '.join(found)}", flush=True)
+            results.append(f"{us:.1f} ({values} values, {warps} warps)")
+        print(
+            f"{count} x {rows} rows: bytes {nbytes / 4.3e6:.1f}; {', '.join(results)}", flush=True
+        )
         for name in PARTS if options.parts else ():
             kernel = getattr(kernels, name)
             setattr(kernels, name, Nothing())

@@ -1,10 +1,10 @@
-"""schemathesis in full against a server of the demo models: every operation of its OpenAPI
-document, edge cases of every field and requests at random.
+"""Run schemathesis in full against a server of the demo models: every operation of its OpenAPI
+document, edge cases of every field, and random requests.
 
     python benchmarks/schema.py [--examples 300] [--seed 1]
 
-It exits with 1 where the server answers with a 5xx, or otherwise than its document says. Requests
-that fit the document may still be a 400, since schemas cannot say all that fields mean together.
+Exits with 1 if the server answers with a 5xx or violates its document. A request that fits the
+document may still get a 400, since schemas cannot express all rules between fields.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> int:
         try:
             asyncio.run(server.start())
             command = Path(sys.executable).with_name("schemathesis")
-            found = subprocess.run(
+            run = subprocess.run(
                 [command, "run", f"http://127.0.0.1:{server.port}/openapi.json",
                  "--checks=all", "--exclude-checks=positive_data_acceptance",
                  "--request-timeout=120", "--continue-on-failure", f"--seed={arguments.seed}",
@@ -42,10 +42,10 @@ def main() -> int:
             status = server.process.wait(60)
         finally:
             server.process.kill()
-        shouts = [line for line in log.read_text().splitlines() if is_error(line)]
-    for line in shouts[:5]:
+        errors = [line for line in log.read_text().splitlines() if is_error(line)]
+    for line in errors[:5]:
         print(f"in the log: {line}")
-    return 1 if found.returncode or status or shouts else 0
+    return 1 if run.returncode or status or errors else 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What serving costs: the offline engine against `strobe serve`, the client included.
+"""Cost of serving: the offline engine compared with `strobe serve`, the client included.
 
     python benchmarks/serving.py [--requests 192] [--concurrency 32] [--rounds 3] [--json FILE]
 
-The same held-out prompts of the demo models, greedy, the same number of tokens each way. Ways
-take turns; the best round of each counts. Time to first token is measured at concurrency 1, each
-prompt both ways in turn, and compared prompt by prompt.
+Every way answers the same held-out prompts of the demo models, greedily and with equally many
+tokens. The ways alternate; the best round of each counts. Time to first token is measured at
+concurrency 1, with both ways for each prompt, and compared per prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from strobe.tools.demo import choose_examples, prompts_of
 
 
 class Connection:
-    """One kept-alive HTTP connection, as cheap as asyncio's streams allow."""
+    """One keep-alive HTTP connection on asyncio streams, with little overhead."""
 
     def __init__(self, port: int):
         self.port = port
@@ -44,7 +44,7 @@ class Connection:
         return self
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, float]:
-        """(completion tokens, seconds to the first byte of the answer's body)."""
+        """Return (completion tokens, seconds to the first byte of the response body)."""
         data = json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -58,20 +58,20 @@ class Connection:
         if length:
             answer = await self.reader.readexactly(int(length[1]))
             return json.loads(answer)["usage"]["completion_tokens"], time.perf_counter() - began
-        first, made = 0.0, 0
+        first, num_tokens = 0.0, 0
         while size := int(await self.reader.readuntil(b"\r\n"), 16):
             chunk = await self.reader.readexactly(size + 2)
             first = first or time.perf_counter() - began
             for line in chunk.split(b"\n"):
                 if line.startswith(b"data: {"):
                     usage = json.loads(line[6:]).get("usage")
-                    made = usage["completion_tokens"] if usage else made
+                    num_tokens = usage["completion_tokens"] if usage else num_tokens
         await self.reader.readexactly(2)
-        return made, first
+        return num_tokens, first
 
 
 class Server:
-    """`strobe serve` in a process of its own."""
+    """`strobe serve` in its own process."""
 
     def __init__(self, options: Sequence[str]):
         self.process = subprocess.Popen(
@@ -90,9 +90,9 @@ class Server:
         assert self.process.stderr is not None
         self.port = 0
         for line in self.process.stderr:
-            found = re.search(r":(\d+)/ is a page", line)
-            if found:
-                self.port = int(found[1])
+            match = re.search(r":(\d+)/ is a page", line)
+            if match:
+                self.port = int(match[1])
                 break
             print(line, end="", file=sys.stderr)
         if not self.port:
@@ -105,12 +105,12 @@ class Server:
             print(line, end="", file=sys.stderr)
 
     def cpu_seconds(self) -> list[float]:
-        """CPU time so far of the server's process and of its engine's."""
-        found = [_cpu_of(self.process.pid)]
+        """Return the CPU time so far of the server's process and of its engine's."""
+        seconds = [_cpu_of(self.process.pid)]
         children = subprocess.run(
             ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=False
         ).stdout.split()
-        return found + sorted((_cpu_of(int(pid)) for pid in children), reverse=True)[:1]
+        return seconds + sorted((_cpu_of(int(pid)) for pid in children), reverse=True)[:1]
 
 
 def _cpu_of(pid: int) -> float:
@@ -118,40 +118,40 @@ def _cpu_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def bodies(prompts: Sequence[list[int]], most: int, stream: bool) -> list[dict[str, Any]]:
-    """The requests; a stream tells its usage at its end."""
+def bodies(prompts: Sequence[list[int]], max_tokens: int, stream: bool) -> list[dict[str, Any]]:
+    """Return the requests' bodies; a stream ends with its usage."""
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    common = {"max_tokens": most, "temperature": 0, **options}
+    common = {"max_tokens": max_tokens, "temperature": 0, **options}
     return [{"prompt": prompt, **common} for prompt in prompts]
 
 
 async def load(port: int, requests: list[dict[str, Any]], concurrency: int) -> int:
-    """Tokens made of all requests, so many at a time."""
+    """Send all requests, `concurrency` at a time; return the tokens generated."""
     left = list(reversed(requests))
-    made = 0
+    num_tokens = 0
 
     async def worker() -> None:
-        nonlocal made
+        nonlocal num_tokens
         connection = await Connection(port).open()
         while left:
             tokens, _ = await connection.post("/v1/completions", left.pop())
-            made += tokens
+            num_tokens += tokens
         connection.writer.close()
 
     await asyncio.gather(*[worker() for _ in range(concurrency)])
-    return made
+    return num_tokens
 
 
-def offline(llm: LLM, prompts: Sequence[list[int]], most: int) -> int:
-    """Tokens made by the offline API."""
-    params = SamplingParams(temperature=0, max_tokens=most)
+def offline(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> int:
+    """Answer the prompts with the offline API; return the tokens generated."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
     outputs = llm.generate(list(prompts), params, use_tqdm=False)
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-def first_token(llm: LLM, prompt: list[int], most: int) -> float:
-    """Seconds to the offline API's first tokens."""
-    stream = llm.stream(prompt, SamplingParams(temperature=0, max_tokens=most))
+def first_token(llm: LLM, prompt: list[int], max_tokens: int) -> float:
+    """Return the seconds to the offline API's first tokens."""
+    stream = llm.stream(prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
     began = time.perf_counter()
     next(iter(stream))
     seconds = time.perf_counter() - began
@@ -160,13 +160,16 @@ def first_token(llm: LLM, prompt: list[int], most: int) -> float:
     return seconds
 
 
-async def served_first_token(port: int, prompts: Sequence[list[int]], most: int) -> list[float]:
+async def served_first_token(
+    port: int, prompts: Sequence[list[int]], max_tokens: int
+) -> list[float]:
     connection = await Connection(port).open()
-    found = [
-        (await connection.post("/v1/completions", body))[1] for body in bodies(prompts, most, True)
+    seconds = [
+        (await connection.post("/v1/completions", body))[1]
+        for body in bodies(prompts, max_tokens, True)
     ]
     connection.writer.close()
-    return found
+    return seconds
 
 
 def main() -> int:
@@ -176,61 +179,61 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", help="write the figures to this file")
-    asked = parser.parse_args()
-    common = {"max_num_seqs": asked.concurrency, "enable_prefix_caching": False}
+    options = parser.parse_args()
+    common = {"max_num_seqs": options.concurrency, "enable_prefix_caching": False}
     llm = LLM(**common)
-    server = Server([f"--max-num-seqs={asked.concurrency}", "--no-enable-prefix-caching"])
+    server = Server([f"--max-num-seqs={options.concurrency}", "--no-enable-prefix-caching"])
     try:
-        figures = measure(llm, server, asked)
+        figures = measure(llm, server, options)
     finally:
         server.process.terminate()
         server.process.wait(60)
     print(json.dumps(figures, indent=2))
-    if asked.json:
-        with open(asked.json, "w") as file:
+    if options.json:
+        with open(options.json, "w") as file:
             json.dump(figures, file, indent=2)
     return 0
 
 
-def measure(llm: LLM, server: Server, asked: argparse.Namespace) -> dict[str, Any]:
-    examples = choose_examples(asked.requests)
+def measure(llm: LLM, server: Server, options: argparse.Namespace) -> dict[str, Any]:
+    examples = choose_examples(options.requests)
     prompts: list[Any] = prompts_of(llm, examples)
-    most = asked.max_tokens
-    whole, streamed = (bodies(prompts, most, stream) for stream in (False, True))
+    max_tokens = options.max_tokens
+    plain_bodies, stream_bodies = (bodies(prompts, max_tokens, stream) for stream in (False, True))
     ways = {
-        "offline": lambda: offline(llm, prompts, most),
-        "served": lambda: asyncio.run(load(server.port, whole, asked.concurrency)),
-        "streamed": lambda: asyncio.run(load(server.port, streamed, asked.concurrency)),
+        "offline": lambda: offline(llm, prompts, max_tokens),
+        "served": lambda: asyncio.run(load(server.port, plain_bodies, options.concurrency)),
+        "streamed": lambda: asyncio.run(load(server.port, stream_bodies, options.concurrency)),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     cpu: dict[str, dict[str, float]] = {}
     tokens: set[int] = set()
-    for turn in range(asked.rounds + 1):
+    for round_index in range(options.rounds + 1):
         for name, run in ways.items():
-            began, own, theirs = time.perf_counter(), _own_cpu(), server.cpu_seconds()
-            made = run()
+            began, own_cpu, server_cpu = time.perf_counter(), _own_cpu(), server.cpu_seconds()
+            num_tokens = run()
             seconds = time.perf_counter() - began
-            if not turn:
+            if not round_index:
                 continue
-            tokens.add(made)
-            rates[name].append(made / seconds)
-            spent = [b - a for a, b in zip(theirs, server.cpu_seconds(), strict=True)]
+            tokens.add(num_tokens)
+            rates[name].append(num_tokens / seconds)
+            spent = [b - a for a, b in zip(server_cpu, server.cpu_seconds(), strict=True)]
             cpu[name] = {
                 "wall_s": round(seconds, 2),
-                "own_cpu_s": round(_own_cpu() - own, 2),
+                "own_cpu_s": round(_own_cpu() - own_cpu, 2),
                 "server_cpu_s": round(spent[0], 2),
                 "engine_cpu_s": round(spent[1], 2),
             }
-    # In bf16 a near-tie may fall otherwise in another batch; in fp32 all ways make the same tokens.
+    # In bf16 a near-tie may be decided differently in another batch; in fp32 all ways agree.
     assert max(tokens) - min(tokens) <= 0.02 * max(tokens), f"different numbers of tokens: {tokens}"
-    best = {name: max(found) for name, found in rates.items()}
-    few = prompts[:48]
+    best = {name: max(all_rates) for name, all_rates in rates.items()}
+    few_prompts = prompts[:48]
     extra: list[float] = []
-    for turn in range(2):
-        for prompt in few:
+    for round_index in range(2):
+        for prompt in few_prompts:
             alone = first_token(llm, prompt, 1 + 15)
             (served,) = asyncio.run(served_first_token(server.port, [prompt], 1 + 15))
-            if turn:
+            if round_index:
                 extra.append(served - alone)
     return {
         "date": date.today().isoformat(),
@@ -238,12 +241,14 @@ def measure(llm: LLM, server: Server, asked: argparse.Namespace) -> dict[str, An
         "versions": {n: version(n) for n in ("strobe", "torch", "fastapi", "uvicorn")},
         "python": platform.python_version(),
         "device": str(llm.engine.resolved.device),
-        "requests": asked.requests,
-        "concurrency": asked.concurrency,
-        "max_tokens": most,
+        "requests": options.requests,
+        "concurrency": options.concurrency,
+        "max_tokens": max_tokens,
         "tokens": sorted(tokens),
         "tokens_per_s": {name: round(rate, 1) for name, rate in best.items()},
-        "all_rounds": {name: [round(rate) for rate in found] for name, found in rates.items()},
+        "all_rounds": {
+            name: [round(rate) for rate in all_rates] for name, all_rates in rates.items()
+        },
         "cost": {
             name: round(1 - best[name] / best["offline"], 4) for name in ("served", "streamed")
         },

@@ -1,12 +1,12 @@
-"""What clients that send their bodies slowly cost the others of a server with few descriptors.
+"""Cost of clients that send bodies slowly to the other clients of a server with few descriptors.
 
     python benchmarks/slow_bodies.py [--slow 200] [--clients 32] [--descriptors 256] [--rounds 5]
         [--seconds 20] [--json FILE]
 
-Each round measures tokens/s, by the engine's own count, without and with the slow clients, in an
-order that changes from round to round. A client asks again and again on a kept-alive connection. A
-slow one announces a body of 1 MiB and sends a byte every second; a second after it was refused it
-connects again. /health is asked for every half second on a new connection.
+Each round measures tokens/s, as counted by the engine, without and with the slow clients, in an
+order that changes from round to round. A normal client sends one request after another on a
+keep-alive connection. A slow one announces a body of 1 MiB and sends a byte per second; a second
+after it is rejected it connects again. /health is requested every half second on a new connection.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SLOW = (
 
 
 class Round:
-    """So many seconds of clients, and what they saw."""
+    """Clients that run for some seconds, and counts of their failures."""
 
     def __init__(self, port: int, requests: list[dict[str, Any]], seconds: float):
         self.port, self.requests = port, requests
@@ -97,46 +97,48 @@ class Round:
             await asyncio.sleep(0.5)
 
 
-def generated(port: int) -> float:
-    """Tokens that the engine has made, by its own count."""
+def generated_tokens(port: int) -> float:
+    """Return the tokens generated so far, as counted by the engine."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-        found = re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", answer.read().decode(), re.M)
-    return sum(map(float, found))
+        counts = re.findall(
+            r"^vllm:generation_tokens_total\S* (\S+)$", answer.read().decode(), re.M
+        )
+    return sum(map(float, counts))
 
 
 async def attack(port: int, slow: int, seconds: float) -> None:
-    """Slow clients for so long; prints how often one was refused."""
-    one = Round(port, [], seconds)
-    await asyncio.gather(*[one.slow() for _ in range(slow)])
-    print(one.refused)
+    """Run slow clients for some seconds, and print how often one was rejected."""
+    clients_round = Round(port, [], seconds)
+    await asyncio.gather(*[clients_round.slow() for _ in range(slow)])
+    print(clients_round.refused)
 
 
 async def measure(
     server: Server, requests: list[dict[str, Any]], clients: int, slow: int, seconds: float
 ) -> dict[str, Any]:
-    one = Round(server.port, requests, seconds + 4)
-    asking = [asyncio.create_task(one.client(997 * number)) for number in range(clients)]
-    asking.append(asyncio.create_task(one.health()))
+    clients_round = Round(server.port, requests, seconds + 4)
+    tasks = [asyncio.create_task(clients_round.client(997 * number)) for number in range(clients)]
+    tasks.append(asyncio.create_task(clients_round.health()))
     command = [sys.executable, __file__, f"--attack={server.port}", f"--slow={slow}"]
-    # A session of its own: the scheduler shares the processors among sessions.
+    # In its own session, since the kernel divides CPU time between sessions.
     attack = await asyncio.create_subprocess_exec(
         *command, f"--seconds={seconds + 4}", stdout=subprocess.PIPE, start_new_session=True
     )
     await asyncio.sleep(4)  # all have connected
-    began, before = time.monotonic(), await asyncio.to_thread(generated, server.port)
+    began, before = time.monotonic(), await asyncio.to_thread(generated_tokens, server.port)
     cpu = server.cpu_seconds()
     await asyncio.sleep(seconds)
-    ended, after = time.monotonic(), await asyncio.to_thread(generated, server.port)
+    ended, after = time.monotonic(), await asyncio.to_thread(generated_tokens, server.port)
     cpu = [round(now - then, 2) for then, now in zip(cpu, server.cpu_seconds(), strict=True)]
     refused, _ = await attack.communicate()
-    await asyncio.gather(*asking)
+    await asyncio.gather(*tasks)
     return {
         "tokens_per_second": round((after - before) / (ended - began), 1),
         "cpu_seconds": cpu,
-        "failed": one.failed,
+        "failed": clients_round.failed,
         "slow_refused": int(refused),
-        "health_failed": one.unhealthy,
-        "health_slowest_ms": round(one.slowest_health * 1e3, 1),
+        "health_failed": clients_round.unhealthy,
+        "health_slowest_ms": round(clients_round.slowest_health * 1e3, 1),
     }
 
 
@@ -144,33 +146,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--slow", type=int, default=200)
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--descriptors", type=int, default=256, help="that the server may have")
+    parser.add_argument("--descriptors", type=int, default=256, help="the server's limit")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--attack", type=int, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.attack:
-        asyncio.run(attack(asked.attack, asked.slow, asked.seconds))
+    options = parser.parse_args()
+    if options.attack:
+        asyncio.run(attack(options.attack, options.slow, options.seconds))
         return 0
-    _, hard = own = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (asked.descriptors, hard))
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (options.descriptors, hard))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    server = Server([f"--max-num-seqs={asked.clients}", "--no-enable-prefix-caching"])
-    resource.setrlimit(resource.RLIMIT_NOFILE, own)
+    server = Server([f"--max-num-seqs={options.clients}", "--no-enable-prefix-caching"])
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     try:
-        figures = asyncio.run(turns(server, asked))
+        figures = asyncio.run(measure_rounds(server, options))
     finally:
         server.process.terminate()
         server.process.wait(60)
     print(json.dumps(figures, indent=2))
-    if asked.json:
-        Path(asked.json).write_text(json.dumps(figures, indent=2))
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=2))
     return 0
 
 
-async def turns(server: Server, asked: argparse.Namespace) -> dict[str, Any]:
-    """Both ways, round by round; a round's change is that of its own two measurements."""
+async def measure_rounds(server: Server, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure without and with slow clients in each round; a round's change compares its own two
+    measurements."""
     tokenizer = Tokenizer(DEMO_MODELS / "target")
     prompts = [
         tokenizer.render_chat(example.messages, enable_thinking=example.thinking)
@@ -178,24 +181,24 @@ async def turns(server: Server, asked: argparse.Namespace) -> dict[str, Any]:
         if not example.tools
     ]
     requests = bodies(prompts, 128, False)
-    await measure(server, requests, asked.clients, 0, asked.seconds / 2)  # warm-up
+    await measure(server, requests, options.clients, 0, options.seconds / 2)  # warm-up
     rounds: list[dict[str, Any]] = []
-    for number in range(asked.rounds):
-        found: dict[str, Any] = {}
-        for slow in (0, asked.slow) if number % 2 == 0 else (asked.slow, 0):
+    for number in range(options.rounds):
+        result: dict[str, Any] = {}
+        for slow in (0, options.slow) if number % 2 == 0 else (options.slow, 0):
             way = "beside slow bodies" if slow else "alone"
-            found[way] = await measure(server, requests, asked.clients, slow, asked.seconds)
-        rates = {way: figures["tokens_per_second"] for way, figures in found.items()}
-        found["change"] = round(rates["beside slow bodies"] / rates["alone"] - 1, 4)
-        rounds.append(found)
-        print(json.dumps(found), file=sys.stderr)
+            result[way] = await measure(server, requests, options.clients, slow, options.seconds)
+        rates = {way: figures["tokens_per_second"] for way, figures in result.items()}
+        result["change"] = round(rates["beside slow bodies"] / rates["alone"] - 1, 4)
+        rounds.append(result)
+        print(json.dumps(result), file=sys.stderr)
     return {
         "date": date.today().isoformat(),
-        "slow": asked.slow,
-        "clients": asked.clients,
-        "descriptors": asked.descriptors,
-        "seconds": asked.seconds,
-        "median_change": statistics.median([found["change"] for found in rounds]),
+        "slow": options.slow,
+        "clients": options.clients,
+        "descriptors": options.descriptors,
+        "seconds": options.seconds,
+        "median_change": statistics.median([result["change"] for result in rounds]),
         "rounds": rounds,
     }
 

@@ -1,13 +1,13 @@
-"""Many clients at once, good and bad, for a while; afterwards the server must be as before.
+"""Load the server with many good and bad clients; afterwards it must be in its initial state.
 
     python benchmarks/soak.py [--streams 1000] [--seconds 300] [--max-waiting 1100] [--json FILE]
 
-Each stream asks again and again: well-formed requests with features at random, some of which their
-clients leave at a random moment, and bad bodies, bad HTTP, oversized prompts, halves of requests. A
-429 is asked again after its Retry-After. It exits with 1 where a well-formed request was not
-answered in full, where an error was another than the one it should be, or where the server did not
-come to rest: requests, pages, tasks, threads, file descriptors and memory are compared with those
-after a warm-up of the same kind, and one answer with the one before.
+Each stream sends one request after another: well-formed requests with random features (some
+clients disconnect at a random moment), bad bodies, bad HTTP, oversized prompts and truncated
+requests. After a 429 it retries as Retry-After says. The exit status is 1 if a well-formed request
+was not answered in full, if an error was not the expected one, or if the server did not become
+idle: requests, pages, tasks, threads, file descriptors and memory are compared with those after a
+warm-up of the same kind, and an answer with the same answer before.
 """
 
 from __future__ import annotations
@@ -36,16 +36,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
-from soak_requests import COMPLETIONS, Sent, Wrong, bad_body, bad_http, good, half, oversized, read
+from soak_requests import (
+    COMPLETIONS,
+    Sent,
+    WrongAnswer,
+    bad_body,
+    bad_http,
+    good,
+    half,
+    oversized,
+    read,
+)
 
 from strobe.server.settings import TEXT_THREADS
 
-PATIENCE = 240.0
-"""Seconds within which a request must have its answer, and an idle server its rest."""
-GROWTH = {"server": 48 << 20, "engine": 96 << 20}
-"""Bytes that a process may grow by after the warm-up."""
-LEAVING = 0.25
-"""Share of the well-formed requests whose client leaves."""
+TIMEOUT = 240.0
+"""Seconds for a request's answer, and for the server to become idle."""
+MAX_GROWTH = {"server": 48 << 20, "engine": 96 << 20}
+"""Bytes by which a process may grow after the warm-up."""
+DISCONNECT_SHARE = 0.25
+"""Share of the well-formed requests whose client disconnects."""
 MIX: tuple[tuple[Callable[[random.Random], Sent], int], ...] = (
     (good, 66), (bad_body, 12), (bad_http, 6), (oversized, 4), (half, 6), (read, 6),
 )  # fmt: skip
@@ -56,14 +66,14 @@ IDLE = (
 
 
 class Server:
-    """`strobe serve` in a process of its own, whose log goes to a file."""
+    """`strobe serve` in its own process, with its log in a file."""
 
     def __init__(self, options: list[str], log: Path):
         self.log = log
         command = [sys.executable, "-m", "strobe", "serve", "--port=0", "--device=cpu"]
         with log.open("wb") as file:
-            # More threads than free cores wait for one another at every barrier: with two, beside a
-            # client on two cores, a step took 5 s in place of 0.1.
+            # With more threads than idle cores, threads wait for each other at every barrier: with
+            # two threads, next to a client on two cores, a step took 5 s instead of 0.1.
             self.process = subprocess.Popen(
                 [*command, *options],
                 env={"OMP_NUM_THREADS": "1", **os.environ},
@@ -73,10 +83,10 @@ class Server:
         self.port = 0
 
     async def start(self) -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while not self.port:
-            found = re.search(r"http://127\.0\.0\.1:(\d+)/ is a page", self.log.read_text())
-            self.port = int(found[1]) if found else 0
+            values = re.search(r"http://127\.0\.0\.1:(\d+)/ is a page", self.log.read_text())
+            self.port = int(values[1]) if values else 0
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit("the server did not start:\n" + self.log.read_text())
             await asyncio.sleep(0.1)
@@ -90,33 +100,37 @@ class Server:
         return {"server": self.process.pid, "engine": engine}
 
     def metrics(self) -> dict[str, float]:
-        """Each metric's samples added up."""
-        with urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=PATIENCE) as answer:
+        """Return the sum of each metric's samples."""
+        with urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=TIMEOUT) as answer:
             text = answer.read().decode()
-        found = Counter[str]()
+        values = Counter[str]()
         for name, value in re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", text, re.M):
-            found[name] += float(value)
-        return found
+            values[name] += float(value)
+        return values
 
     def answer(self) -> str:
-        """The same answer each time, if all is well."""
-        asked = {"prompt": "Sort these words: pear apple fig", "max_tokens": 48, "temperature": 1}
-        body = json.dumps({**asked, "seed": 3, "ignore_eos": True}).encode()
+        """Return a seeded answer, which must be the same every time."""
+        request_body = {
+            "prompt": "Sort these words: pear apple fig",
+            "max_tokens": 48,
+            "temperature": 1,
+        }
+        body = json.dumps({**request_body, "seed": 3, "ignore_eos": True}).encode()
         url = f"http://127.0.0.1:{self.port}{COMPLETIONS}"
         with urlopen(Request(url, body, {"Content-Type": "application/json"})) as answer:
             return json.loads(answer.read())["choices"][0]["text"]
 
     async def rest(self) -> None:
-        """Wait until nothing is asked of it any more. Raises Wrong."""
-        deadline = time.monotonic() + PATIENCE
+        """Wait until the server is idle. Raises WrongAnswer after TIMEOUT."""
+        deadline = time.monotonic() + TIMEOUT
         while busy := {name: value for name in IDLE if (value := self.metrics()[name])}:
             if time.monotonic() > deadline:
-                raise Wrong(f"the server does not come to rest: {busy}")
+                raise WrongAnswer(f"the server does not become idle: {busy}")
             await asyncio.sleep(0.2)
 
 
 class Vitals(NamedTuple):
-    """What must not grow."""
+    """Resources that must not grow."""
 
     descriptors: dict[str, int]
     threads: dict[str, int]
@@ -134,39 +148,43 @@ class Vitals(NamedTuple):
         )
 
     def faults(self, before: Vitals) -> list[str]:
-        found: list[str] = []
-        for name, bound in GROWTH.items():
-            for what in ("descriptors", "threads"):
-                now, then = getattr(self, what)[name], getattr(before, what)[name]
-                if now > then:
-                    found.append(f"the {name} has {now} {what} and had {then}")
+        values: list[str] = []
+        for name, bound in MAX_GROWTH.items():
+            for resource_name in ("descriptors", "threads"):
+                now, earlier = (
+                    getattr(self, resource_name)[name],
+                    getattr(before, resource_name)[name],
+                )
+                if now > earlier:
+                    values.append(f"the {name} has {now} {resource_name} and had {earlier}")
             grown = self.memory[name] - before.memory[name]
             if grown > bound:
-                found.append(f"the {name} has grown by {grown >> 20} MiB of {bound >> 20}")
+                values.append(f"the {name} has grown by {grown >> 20} MiB of {bound >> 20}")
         if self.tasks > before.tasks:
-            found.append(f"the server has {self.tasks:g} tasks and had {before.tasks:g}")
-        return found
+            values.append(f"the server has {self.tasks:g} tasks and had {before.tasks:g}")
+        return values
 
 
 async def baseline(server: Server, fresh: Vitals) -> Vitals:
-    """The vitals of a server at rest, once its last connections are closed. Threads for texts come
-    one by one as they are needed: as many as there may be, beyond those of `fresh`, are no leak."""
-    deadline, found = time.monotonic() + 30, Vitals.of(server)
+    """Return the vitals of an idle server, after its last connections have closed. Text threads
+    start on demand, so up to TEXT_THREADS more than in `fresh` are no leak."""
+    deadline, values = time.monotonic() + 30, Vitals.of(server)
     while time.monotonic() < deadline:
         await asyncio.sleep(0.5)
-        before, found = found, Vitals.of(server)
-        if not before.faults(found):
+        before, values = values, Vitals.of(server)
+        if not before.faults(values):
             break
-    most = max(found.threads["server"], fresh.threads["server"] + TEXT_THREADS)
-    return found._replace(threads={**found.threads, "server": most})
+    max_threads = max(values.threads["server"], fresh.threads["server"] + TEXT_THREADS)
+    return values._replace(threads={**values.threads, "server": max_threads})
 
 
 async def recovered(server: Server, before: Vitals) -> Vitals:
-    """The vitals once they are good, or half a minute later: the last connections take a moment."""
+    """Return the vitals once they are good, or after 30 s; the last connections take a moment to
+    close."""
     deadline = time.monotonic() + 30
-    while (found := Vitals.of(server)).faults(before) and time.monotonic() < deadline:
+    while (values := Vitals.of(server)).faults(before) and time.monotonic() < deadline:
         await asyncio.sleep(0.5)
-    return found
+    return values
 
 
 def _resident(pid: int) -> int:
@@ -175,7 +193,7 @@ def _resident(pid: int) -> int:
 
 
 class Soak:
-    """The streams and what became of their requests."""
+    """The streams and the outcomes of their requests."""
 
     def __init__(self, port: int, seed: int):
         self.port, self.seed = port, seed
@@ -185,7 +203,7 @@ class Soak:
         self.answered = 0
 
     async def run(self, streams: int, seconds: float, requests: int, part: str) -> None:
-        """Ask until the time is over, or so many requests were sent."""
+        """Send requests until `seconds` have passed or `requests` were sent."""
         self._end = time.monotonic() + seconds if seconds else float("inf")
         self._left = requests or sys.maxsize
         await asyncio.gather(*(self._stream(f"{self.seed} {part} {i}") for i in range(streams)))
@@ -196,18 +214,26 @@ class Soak:
         while time.monotonic() < self._end and self._left > 0:
             self._left -= 1
             sent = rng.choices(makers, weights)[0](rng)
-            leaves = sent.kind == "half a request" or (sent.good and rng.random() < LEAVING)
+            leaves = sent.kind == "half a request" or (
+                sent.good and rng.random() < DISCONNECT_SHARE
+            )
             try:
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(TIMEOUT):
                     became = await (self._left_alone if leaves else self._answered)(rng, sent)
-            except (Wrong, OSError, asyncio.IncompleteReadError, ValueError, KeyError) as error:
+            except (
+                WrongAnswer,
+                OSError,
+                asyncio.IncompleteReadError,
+                ValueError,
+                KeyError,
+            ) as error:
                 became = "WRONG"
                 self.wrong.append(f"{sent.kind}: {type(error).__name__}: {str(error)[:300]}")
             self.done[sent.kind, became] += 1
             self.answered += became == "answered" and sent.good
 
     async def _answered(self, rng: random.Random, sent: Sent) -> str:
-        """Ask, and again as long as the queue is full; the answer must be what it should be."""
+        """Send a request, retry while the queue is full, and check the answer."""
         while True:
             status, headers, body = await exchange(self.port, sent)
             if status != 429:
@@ -218,7 +244,7 @@ class Soak:
             await asyncio.sleep(wait * (1 + rng.random()))
 
     async def _left_alone(self, rng: random.Random, sent: Sent) -> str:
-        """Ask and leave: at once, after some bytes of the answer, or after some time."""
+        """Send a request and disconnect: at once, after part of the answer, or after some time."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             writer.write(sent.parts[0])
@@ -228,7 +254,7 @@ class Soak:
                     async with asyncio.timeout(rng.uniform(0, 3)):
                         await reader.readexactly(rng.randrange(1, 3000))
         finally:
-            if rng.random() < 0.5:  # a reset in place of a polite end
+            if rng.random() < 0.5:  # a reset instead of a clean close
                 kill = struct.pack("ii", 1, 0)
                 writer.get_extra_info("socket").setsockopt(
                     socket.SOL_SOCKET, socket.SO_LINGER, kill
@@ -238,8 +264,8 @@ class Soak:
 
 
 async def exchange(port: int, sent: Sent) -> tuple[int, dict[str, str], bytes]:
-    """(status, headers, body) of one request on a connection of its own; status 0 where it is
-    closed without an answer."""
+    """Send one request on a new connection and return (status, headers, body); status 0 if the
+    connection is closed without a response."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         with contextlib.suppress(OSError):
@@ -282,15 +308,15 @@ async def soak(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
         faults += after.faults(vitals)
         if server.answer() != before:
             faults.append("the answer after is not the answer before")
-    except (Wrong, OSError) as error:
+    except (WrongAnswer, OSError) as error:
         faults.append(str(error))
         after = vitals
     counted = {name: value - counted[name] for name, value in server.metrics().items()}
     server.process.terminate()
-    if (status := await asyncio.to_thread(server.process.wait, PATIENCE)) != 0:
+    if (status := await asyncio.to_thread(server.process.wait, TIMEOUT)) != 0:
         faults.append(f"the server's exit status is {status}")
-    shouts = [line for line in server.log.read_text().splitlines() if is_error(line)]
-    faults += [f"in the log: {line}" for line in shouts[:5]]
+    errors = [line for line in server.log.read_text().splitlines() if is_error(line)]
+    faults += [f"in the log: {line}" for line in errors[:5]]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -323,11 +349,11 @@ def show(report: dict[str, Any]) -> None:
     )
     for name, count in report["requests"].items():
         print(f"  {name:<40} {count:>8}")
-    for what in ("descriptors", "threads", "memory", "tasks"):
-        then, now = report["before"][what], report["after"][what]
-        if what == "memory":
-            then, now = ({k: f"{v >> 20} MiB" for k, v in x.items()} for x in (then, now))
-        print(f"  {what:<12} {then} -> {now}")
+    for resource_name in ("descriptors", "threads", "memory", "tasks"):
+        earlier, now = report["before"][resource_name], report["after"][resource_name]
+        if resource_name == "memory":
+            earlier, now = ({k: f"{v >> 20} MiB" for k, v in x.items()} for x in (earlier, now))
+        print(f"  {resource_name:<12} {earlier} -> {now}")
     for fault in report["faults"][:20]:
         print(f"FAULT {fault}")
 
@@ -338,9 +364,8 @@ def main() -> int:
     )
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=0.0)
-    parser.add_argument("--requests", type=int, default=0, help="send so many instead")
-    # Room for all to stand in line: of 1,000 clients for 256 places, who are refused and ask again,
-    # some are overtaken for longer than their patience.
+    parser.add_argument("--requests", type=int, default=0, help="requests to send, not --seconds")
+    # Room for all: if 1,000 clients compete for 256 places and retry, some exceed the timeout.
     parser.add_argument("--max-waiting", type=int, default=1100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)

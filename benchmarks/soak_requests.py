@@ -1,6 +1,6 @@
-"""What the soak sends, and what an answer to it must look like.
+"""The soak's requests and checks of their answers.
 
-A request is bytes and a judgement: `judge(status, body)` raises Wrong for what is no answer to it.
+A request is bytes and a check: `judge(status, body)` raises WrongAnswer for an invalid answer.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 WORDS = ("pear", "apple", "fig", "kiwi", "plum", "lime", "date", "melon", "grape", "peach", "olive")
 LONG_PROMPT = 6000
-"""Words; three times what the context of the demo models holds."""
+"""Words; three times the context of the demo models."""
 
 
-class Wrong(Exception):
-    """An answer that is not what was asked for."""
+class WrongAnswer(Exception):
+    """An answer that does not fit its request."""
 
 
 Judge = Callable[[int, bytes], None]
 
 
 class Sent(NamedTuple):
-    """kind: what the table calls it; parts: the bytes, of which the last may never be sent; good:
-    whether it must be answered in full."""
+    """kind: the request's name in the report; parts: its bytes, the last of which may not be sent;
+    good: whether it must be answered in full."""
 
     kind: str
     parts: tuple[bytes, ...]
@@ -42,7 +42,7 @@ def http(
     kind: str = "application/json",
     length: int | None = None,
 ) -> bytes:
-    """A request as it goes over the wire; length: what is said in place of the true one."""
+    """Return the bytes of an HTTP request. length: a false Content-Length."""
     lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "Host: localhost"]
     lines += headers
     if body is not None:
@@ -51,16 +51,18 @@ def http(
     return "\r\n".join((*lines, "", "")).encode() + (body or b"")
 
 
-def status(*wanted: int) -> Judge:
-    """Any of these statuses, with an error object where it is the API's own."""
+def status(*expected: int) -> Judge:
+    """Return a check for any of these statuses, and for an error object if the body is JSON."""
 
-    def judge(found: int, body: bytes) -> None:
-        if found not in wanted:
-            raise Wrong(f"status {found}, not {' or '.join(map(str, wanted))}: {body[:200]!r}")
-        if found >= 400 and body.startswith(b"{"):
+    def judge(code: int, body: bytes) -> None:
+        if code not in expected:
+            raise WrongAnswer(
+                f"status {code}, not {' or '.join(map(str, expected))}: {body[:200]!r}"
+            )
+        if code >= 400 and body.startswith(b"{"):
             error = json.loads(body)["error"]
             if not error["message"] or not error["type"]:
-                raise Wrong(f"an error without a sentence: {body[:200]!r}")
+                raise WrongAnswer(f"an error without a sentence: {body[:200]!r}")
 
     return judge
 
@@ -69,18 +71,18 @@ def status(*wanted: int) -> Judge:
 
 
 def good(rng: random.Random) -> Sent:
-    """A request that must be answered in full, with a few features at random."""
+    """Return a request with some random features that must be answered in full."""
     path = rng.choices((CHAT, COMPLETIONS, RESPONSES), (5, 4, 2))[0]
-    most = rng.choice((8, 12, 16, 24, 32))
+    max_tokens = rng.choice((8, 12, 16, 24, 32))
     text = f"Sort these words: {' '.join(rng.sample(WORDS, rng.randint(2, 6)))}"
     streams = rng.random() < 0.6
     fields: dict[str, Any] = {"stream": streams, "temperature": rng.choice((0, 0, 0.7, 1.2))}
-    checks: dict[str, Any] = {"most": most, "n": 1, "streams": streams}
+    checks: dict[str, Any] = {"max_tokens": max_tokens, "n": 1, "streams": streams}
     if path == RESPONSES:
-        fields |= {"input": text, "max_output_tokens": max(16, most)}
-        checks["most"] = max(16, most)
+        fields |= {"input": text, "max_output_tokens": max(16, max_tokens)}
+        checks["max_tokens"] = max(16, max_tokens)
     else:
-        fields |= {"max_tokens": most}
+        fields |= {"max_tokens": max_tokens}
         fields |= (
             {"prompt": text}
             if path == COMPLETIONS
@@ -151,14 +153,14 @@ FEATURES: tuple[Feature, ...] = (
 )  # fmt: skip
 
 
-def judge_choices(found: int, body: bytes, checks: dict[str, Any]) -> None:
-    """A chat's or a completion's answer, whole or as a stream."""
-    status(200)(found, body)
+def judge_choices(code: int, body: bytes, checks: dict[str, Any]) -> None:
+    """Check the answer of a chat or completion, whole or streamed."""
+    status(200)(code, body)
     texts, reasons = dict.fromkeys(range(checks["n"]), ""), dict[int, str]()
     usage, logprobs = None, 0
     for part in events(body) if checks["streams"] else [json.loads(body)]:
         if "error" in part:
-            raise Wrong(f"an error: {part['error']}")
+            raise WrongAnswer(f"an error: {part['error']}")
         usage = part.get("usage") or usage
         for choice in part["choices"]:
             index, piece = choice["index"], choice.get("delta") or choice.get("message") or choice
@@ -166,54 +168,59 @@ def judge_choices(found: int, body: bytes, checks: dict[str, Any]) -> None:
             logprobs += bool(choice.get("logprobs"))
             if choice["finish_reason"] is not None:
                 if index in reasons:
-                    raise Wrong(f"answer {index} ends twice")
+                    raise WrongAnswer(f"answer {index} ends twice")
                 reasons[index] = choice["finish_reason"]
     if reasons.keys() != set(range(checks["n"])):
-        raise Wrong(f"of {checks['n']} answers only {sorted(reasons)} have ended")
+        raise WrongAnswer(f"of {checks['n']} answers only {sorted(reasons)} have ended")
     if not set(reasons.values()) <= {"stop", "length"}:
-        raise Wrong(f"answers ended by {reasons}")
+        raise WrongAnswer(f"answers ended by {reasons}")
     if usage is None and (checks.get("usage") or not checks["streams"]):
-        raise Wrong("no usage")
-    if usage is not None and not 0 < usage["completion_tokens"] <= checks["most"] * checks["n"]:
-        raise Wrong(f"{usage['completion_tokens']} tokens of at most {checks['most']}")
+        raise WrongAnswer("no usage")
+    if (
+        usage is not None
+        and not 0 < usage["completion_tokens"] <= checks["max_tokens"] * checks["n"]
+    ):
+        raise WrongAnswer(f"{usage['completion_tokens']} tokens of at most {checks['most']}")
     if checks.get("logprobs") and not logprobs:
-        raise Wrong("no log probabilities")
+        raise WrongAnswer("no log probabilities")
     for index, text in texts.items():
         if "choices" in checks and reasons[index] == "stop" and text not in checks["choices"]:
-            raise Wrong(f"{text!r} is none of the choices")
+            raise WrongAnswer(f"{text!r} is none of the choices")
 
 
-def judge_response(found: int, body: bytes, checks: dict[str, Any]) -> None:
-    """An answer of /v1/responses, whole or as a stream."""
-    status(200)(found, body)
+def judge_response(code: int, body: bytes, checks: dict[str, Any]) -> None:
+    """Check the answer of /v1/responses, whole or streamed."""
+    status(200)(code, body)
     if not checks["streams"]:
         response = json.loads(body)
     else:
         events = [json.loads(data) for data in re.findall(rb"^data: (\{.*)$", body, re.M)]
         if [event["sequence_number"] for event in events] != list(range(len(events))):
-            raise Wrong("the events are not numbered in order")
+            raise WrongAnswer("the events are not numbered in order")
         if events[-1]["type"] not in ("response.completed", "response.incomplete"):
-            raise Wrong(f"a stream that ends with {events[-1]['type']}")
+            raise WrongAnswer(f"a stream that ends with {events[-1]['type']}")
         response = events[-1]["response"]
     if response["status"] not in ("completed", "incomplete"):
-        raise Wrong(f"a response that is {response['status']}")
-    if not 0 < response["usage"]["output_tokens"] <= checks["most"]:
-        raise Wrong(f"{response['usage']['output_tokens']} tokens of at most {checks['most']}")
+        raise WrongAnswer(f"a response that is {response['status']}")
+    if not 0 < response["usage"]["output_tokens"] <= checks["max_tokens"]:
+        raise WrongAnswer(
+            f"{response['usage']['output_tokens']} tokens of at most {checks['most']}"
+        )
 
 
 def events(body: bytes) -> list[Any]:
-    """The chunks of a stream, which must end with [DONE]."""
+    """Return the chunks of a stream, which must end with [DONE]."""
     lines = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
     if not lines or lines[-1] != b"[DONE]":
-        raise Wrong(f"a stream that ends with {body[-100:]!r}")
+        raise WrongAnswer(f"a stream that ends with {body[-100:]!r}")
     return [json.loads(line) for line in lines[:-1]]
 
 
-# Requests that are none, or too much
+# Malformed and oversized requests
 
 
 def bad_body(rng: random.Random) -> Sent:
-    """A body that is wrong, for which an error is the answer."""
+    """Return a request with an invalid body; the answer must be an error."""
     message = [{"role": "user", "content": "hi"}]
     bodies: tuple[Any, ...] = (
         b"", b"{", b"null", b"[]", b"nonsense", b"\xff\xfe\x00", b"[" * 100_000, b'{"a":NaN}',
@@ -236,7 +243,7 @@ def bad_body(rng: random.Random) -> Sent:
 
 
 def bad_http(rng: random.Random) -> Sent:
-    """What is hardly HTTP: an error, or a connection that is closed."""
+    """Return malformed HTTP; the answer must be an error or a closed connection."""
     body = b'{"prompt": "hi", "max_tokens": 4}'
     choices = (
         (b"NONSENSE\r\n\r\n", (400, 0)),
@@ -256,12 +263,12 @@ def bad_http(rng: random.Random) -> Sent:
             (400, 0),
         ),
     )
-    sent, wanted = rng.choice(choices)
-    return Sent("bad HTTP", (sent,), status(*wanted))
+    sent, expected = rng.choice(choices)
+    return Sent("bad HTTP", (sent,), status(*expected))
 
 
 def oversized(rng: random.Random) -> Sent:
-    """A prompt that the context does not hold, or a body above the limit."""
+    """Return a request whose prompt exceeds the context or whose body exceeds the limit."""
     text = " ".join(rng.choices(WORDS, k=LONG_PROMPT))
     if rng.random() < 0.6:
         body = json.dumps({"messages": [{"role": "user", "content": text}], "stream": True})
@@ -276,14 +283,14 @@ def oversized(rng: random.Random) -> Sent:
 
 
 def half(rng: random.Random) -> Sent:
-    """A request whose end never comes: its client leaves."""
-    whole = good(rng).parts[0]
-    cut = rng.randrange(1, len(whole))
-    return Sent("half a request", (whole[:cut], b""), status())
+    """Return a truncated request, whose client disconnects."""
+    request_bytes = good(rng).parts[0]
+    cut = rng.randrange(1, len(request_bytes))
+    return Sent("half a request", (request_bytes[:cut], b""), status())
 
 
 def read(rng: random.Random) -> Sent:
-    """A look at the server."""
+    """Return a request for the server's state, or for tokens of a text."""
     path = rng.choice(("/health", "/v1/models", "/version", "/", "/metrics"))
     if rng.random() < 0.4:
         body = b'{"prompt": "Sort these words: pear apple fig"}'

@@ -1,10 +1,10 @@
-"""From process start to the first token, with weights on a local disk, kernels cold and warm.
+"""Time from process start to the first token, with local weights, with cold and warm kernels.
 
     python benchmarks/startup.py [--shapes qwen3-8b] [--directory DIR] [--json FILE]
 
-Writes a checkpoint of that shape with random weights (16 GB for qwen3-8b), then starts processes
-that load it, warm up as a server does and answer one prompt: with an empty cache of compiled
-kernels, and again with what the first one left. Reading the weights alone is timed beside them.
+Writes a checkpoint of the shape with random weights (16 GB for qwen3-8b), then starts processes
+that load it, warm up like a server and answer one prompt: first with an empty cache of compiled
+kernels, then with the first one's cache. Reading the weights alone is timed as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ while not request.num_output:
 
 
 def write(shapes: str, root: Path) -> tuple[Path, Path]:
-    """A target and a drafter with random weights, in the published layouts."""
+    """Write a target and a drafter with random weights, in the published layouts."""
     import torch
     from safetensors.torch import save_file
 
@@ -52,9 +52,9 @@ def write(shapes: str, root: Path) -> tuple[Path, Path]:
     from strobe.models.weight_mapping import mapping_of
 
     target = load_target_config(paths[0])
-    how = {"max_positions": 1, "dtype": torch.bfloat16, "device": device, "load_format": "dummy"}
-    model = load.load_target(paths[0], target, **how)  # type: ignore[arg-type]
-    drafter = load.load_draft(paths[1], load_draft_config(paths[1]), model, **how)  # type: ignore[arg-type]
+    kwargs = {"max_positions": 1, "dtype": torch.bfloat16, "device": device, "load_format": "dummy"}
+    model = load.load_target(paths[0], target, **kwargs)  # type: ignore[arg-type]
+    drafter = load.load_draft(paths[1], load_draft_config(paths[1]), model, **kwargs)  # type: ignore[arg-type]
     for module, path in ((model, paths[0]), (drafter, paths[1])):
         tensors: dict[str, torch.Tensor] = {}
         mapping = mapping_of(module)

@@ -1,11 +1,11 @@
-"""Ways for threads to wait, on idle cores and on busy ones: tokens/s of `strobe demo`.
+"""Tokens/s of `strobe demo` with several ways for threads to wait, on idle and on busy cores.
 
     python benchmarks/threads.py [--rounds 3] [--spins 1000 3000] [--json FILE]
 
-In each round and for each state of the machine, `strobe demo` runs once with each way in turn, as a
-process of its own: as Strobe chooses ("chosen"), as libgomp has it ("libgomp"), never spinning
-("passive"), in one thread ("one thread"), and spinning so many times. Busy is a process more on
-every core. Medians over rounds.
+In each round and for each state of the machine, `strobe demo` runs once with each way, in its own
+process: Strobe's choice ("chosen"), libgomp's default ("libgomp"), without spinning ("passive"), in
+one thread ("one thread"), and with given spin counts. Busy means another process on every core. The
+figures are medians over rounds.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def burn(core: int) -> None:
 
 @contextmanager
 def neighbours(state: str) -> Iterator[None]:
-    """A busy process on each core where the state is busy."""
+    """Run a busy process on each core if the state is busy."""
     burners = [multiprocessing.Process(target=burn, args=(core,), daemon=True) for core in CORES]
     burners = burners if state == "busy" else []
     for process in burners:
         process.start()
     try:
-        time.sleep(0.5)  # until they run, or have ended
+        time.sleep(0.5)  # wait until they run, or have ended
         yield
     finally:
         for process in burners:
@@ -52,13 +52,13 @@ def neighbours(state: str) -> Iterator[None]:
 
 
 def demo(variables: dict[str, str], options: argparse.Namespace) -> dict[str, float]:
-    """The demo's figures, with these variables in place of the environment's own."""
-    kept = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES}
+    """Run the demo with these variables instead of the environment's own; return its figures."""
+    environment = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES}
     size = [f"--prompts={options.prompts}", f"--max-tokens={options.max_tokens}", "--repeats=1"]
     began = time.perf_counter()
     run = subprocess.run(
         [sys.executable, "-m", "strobe", "demo", "--json", *size],
-        env=kept | variables, check=True, stdout=subprocess.PIPE, text=True,
+        env=environment | variables, check=True, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     figures = json.loads(run.stdout) | {"seconds": time.perf_counter() - began}
     return {name: figures[name] for name in FIGURES}
@@ -72,16 +72,16 @@ def main() -> None:
     parser.add_argument("--spins", type=int, nargs="*", default=[SPIN_COUNT])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    every = {"OMP_NUM_THREADS": str(len(CORES))}
+    all_cores = {"OMP_NUM_THREADS": str(len(CORES))}
     ways = {
         "chosen": dict[str, str](),
-        "libgomp": every | {"GOMP_SPINCOUNT": "300000"},  # its own default
-        "passive": every | {"OMP_WAIT_POLICY": "PASSIVE"},
+        "libgomp": all_cores | {"GOMP_SPINCOUNT": "300000"},  # libgomp's default
+        "passive": all_cores | {"OMP_WAIT_POLICY": "PASSIVE"},
         "one thread": {"OMP_NUM_THREADS": "1"},
-        **{f"{spins} spins": every | {"GOMP_SPINCOUNT": str(spins)} for spins in options.spins},
+        **{f"{spins} spins": all_cores | {"GOMP_SPINCOUNT": str(spins)} for spins in options.spins},
     }
     if free_cores(len(CORES)) < len(CORES):
-        print("Other processes run here: no state is idle.", file=sys.stderr)
+        print("Other processes are running, so no state is idle.", file=sys.stderr)
     cells: dict[tuple[str, str], list[dict[str, float]]] = {}
     for _ in range(options.rounds):
         for state in ("idle", "busy"):
