@@ -2,8 +2,8 @@
 
     python scripts/api_page.py
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`; everything else on the page is
-written by hand. A test fails where the page and the models differ.
+A table is between `<!-- table NAME -->` and `<!-- end -->`; the rest of the page is written by
+hand. A test fails if the page and the models differ.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 GENERATING: tuple[type[RequestModel], ...] = (
     ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest
 )  # fmt: skip
-OTHERS: tuple[type[RequestModel], ...] = (
+OTHER_ENDPOINTS: tuple[type[RequestModel], ...] = (
     InputTokensRequest, CountTokensRequest, TokenizeRequest, DetokenizeRequest
 )  # fmt: skip
-ENDPOINTS = (*GENERATING, *OTHERS)
+ENDPOINTS = (*GENERATING, *OTHER_ENDPOINTS)
 
 HEAD = "| field | what it does, or why not | status |\n|---|---|---|"
 
@@ -42,7 +42,7 @@ Row = tuple[str, str, str]
 
 
 def model_rows(model: type[RequestModel], without: Iterable[str] = ()) -> list[Row]:
-    """A row for each field of a request, in the order of the code."""
+    """Return a row for each field of a request, in the order of the code."""
     fields = {name: f for name, f in model.model_fields.items() if name not in without}
     rows: list[Row] = []
     for name, field in fields.items():
@@ -51,68 +51,70 @@ def model_rows(model: type[RequestModel], without: Iterable[str] = ()) -> list[R
     return rows
 
 
-def note_rows(table: Mapping[str, FieldRule], status: str) -> list[Row]:
-    """A row for each field that is not honoured; values that are accepted in silence are named."""
+def rule_rows(table: Mapping[str, FieldRule], status: str) -> list[Row]:
+    """Return a row for each field that is not honoured, with its silently accepted values."""
     rows: list[Row] = []
-    for name, note in table.items():
-        neutral = ", ".join(f"`{json.dumps(value)}`" for value in note.neutral_values)
+    for name, rule in table.items():
+        neutral = ", ".join(f"`{json.dumps(value)}`" for value in rule.neutral_values)
         accepted = f" (accepted: {neutral})" if neutral else ""
-        rows.append((name, note.reason, f"{status}{accepted if status == 'refused' else ''}"))
+        rows.append((name, rule.reason, f"{status}{accepted if status == 'refused' else ''}"))
     return rows
 
 
 def shared(tables: Mapping[str, Mapping[str, FieldRule]]) -> dict[str, FieldRule]:
-    """What all endpoints that generate have in a table."""
-    first, *others = (tables[model.schema_key] for model in GENERATING)
+    """Return the rules that all generating endpoints share."""
+    first, *other_tables = (tables[model.schema_key] for model in GENERATING)
     return {
-        name: note
-        for name, note in first.items()
-        if all(other.get(name) == note for other in others)
+        name: rule
+        for name, rule in first.items()
+        if all(table.get(name) == rule for table in other_tables)
     }
 
 
 def place_rows(
     place: str, without: Mapping[str, Mapping[str, FieldRule]] | None = None
 ) -> list[Row]:
-    """What a place accepts without effect and what it refuses."""
+    """Return rows for the fields that a place accepts without effect and those it rejects."""
     rows: list[Row] = []
     for status, tables in (("no effect", NO_EFFECT), ("refused", UNSUPPORTED)):
-        left = without[status] if without else {}
+        excluded = without[status] if without else {}
         table = tables.get(place, {})
-        rows += note_rows({n: note for n, note in table.items() if n not in left}, status)
+        rows += rule_rows({n: rule for n, rule in table.items() if n not in excluded}, status)
     return rows
 
 
 def tables() -> dict[str, list[Row]]:
-    """The rows of every table of the page."""
+    """Return the rows of every table of the page."""
     common = {"no effect": shared(NO_EFFECT), "refused": shared(UNSUPPORTED)}
-    made = {"shared": model_rows(SamplingFields)}
+    rows_by_table = {"shared": model_rows(SamplingFields)}
     for status, table in common.items():
-        made["shared"] += note_rows(table, status)
+        rows_by_table["shared"] += rule_rows(table, status)
     for model in GENERATING:
-        made[model.schema_key] = model_rows(model, SamplingFields.model_fields)
-        made[model.schema_key] += place_rows(model.schema_key, common)
-    for model in OTHERS:
-        made[model.schema_key] = model_rows(model) + place_rows(model.schema_key)
+        rows_by_table[model.schema_key] = model_rows(model, SamplingFields.model_fields)
+        rows_by_table[model.schema_key] += place_rows(model.schema_key, common)
+    for model in OTHER_ENDPOINTS:
+        rows_by_table[model.schema_key] = model_rows(model) + place_rows(model.schema_key)
     for options in (StreamOptions, ResponsesStreamOptions):
-        made[options.schema_key] = model_rows(options) + place_rows(options.schema_key)
+        rows_by_table[options.schema_key] = model_rows(options) + place_rows(options.schema_key)
     endpoints = {model.schema_key for model in ENDPOINTS}
     for place in {**NO_EFFECT, **UNSUPPORTED}:
-        if place not in endpoints and place not in made:
-            made[place] = place_rows(place)
-    return made
+        if place not in endpoints and place not in rows_by_table:
+            rows_by_table[place] = place_rows(place)
+    return rows_by_table
 
 
-def written(page: str) -> str:
-    """The page with its tables as the models are now."""
-    made = {name: [f"| `{n}` | {what} | {how} |" for n, what, how in rows]
-            for name, rows in tables().items()}  # fmt: skip
+def with_tables(page: str) -> str:
+    """Return the page with its tables regenerated from the models."""
+    lines = {
+        name: [f"| `{field}` | {description} | {status} |" for field, description, status in rows]
+        for name, rows in tables().items()
+    }
 
     def table(match: re.Match[str]) -> str:
-        return "\n".join([match[1], HEAD, *made[match[2]], match[3]])
+        return "\n".join([match[1], HEAD, *lines[match[2]], match[3]])
 
     return re.sub(r"(<!-- table (\S+) -->)\n.*?(<!-- end -->)", table, page, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which configurations tune_kernels.py tries: the likeliest first, then variants of the best."""
+"""Configurations for tune_kernels.py to try: a first round, then variants of the best."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import product
 from strobe.kernels.gemm_table import GROUP, Gemm, GemmConfig, block_m
 
 SHARED = 225 * 1024
-"""Bytes of shared memory that tiles in flight may take on a multiprocessor."""
+"""Bytes of shared memory per multiprocessor for tiles in flight."""
 
 
-def promise(gemm: Gemm, rows: int, config: GemmConfig, fit: int, processors: int) -> float:
-    """The smaller, the likelier to be fast: a guess for the order of measuring only.
+def estimated_cost(gemm: Gemm, rows: int, config: GemmConfig, fit: int, processors: int) -> float:
+    """Return a rough cost, used only to order the measurements.
 
     fit: programs that fit onto a multiprocessor together.
     """
@@ -20,22 +20,22 @@ def promise(gemm: Gemm, rows: int, config: GemmConfig, fit: int, processors: int
     resident = min(fit, -(-programs // processors))
     waves = -(-programs // (resident * processors))
     idle = waves * resident * processors / programs - 1
-    flying = min(fit, programs / processors) * (config.stages - 1) * config.block_n
-    flying *= config.block_k * gemm.item
+    bytes_in_flight = min(fit, programs / processors) * (config.stages - 1) * config.block_n
+    bytes_in_flight *= config.block_k * gemm.item
     return (
         (0.3 if waves == 1 else 0.5) * idle
         + 0.02 * (config.split_k - 1)
         + (config.split_k > 1) * 4 * rows * config.split_k / (gemm.k * gemm.item)
-        + 0.3 * max(0.0, 1 - flying / 80_000)
-        + max(0.0, 0.65 * (1 + rows / config.block_n) - 1)  # x from L2, over and over
+        + 0.3 * max(0.0, 1 - bytes_in_flight / 80_000)
+        + max(0.0, 0.65 * (1 + rows / config.block_n) - 1)  # repeated reads of x from L2
         + 0.03 * (config.block_k * gemm.item < 256)
-        + 0.05 * (fit < 2 * resident)  # no room for the next kernel to come up beside this one
+        + 0.05 * (fit < 2 * resident)  # no room to start the next kernel early
     )
 
 
 def first_round(gemm: Gemm, bucket: int, processors: int) -> list[GemmConfig]:
     rows = block_m(bucket)
-    found: dict[tuple[int, int, int, bool], list[tuple[float, GemmConfig]]] = {}
+    families: dict[tuple[int, int, int, bool], list[tuple[float, GemmConfig]]] = {}
     shapes = product(
         [n for n in (32, 64, 128, 256) if n >= rows // 2 and (n < 256 or rows >= 64)],
         [k for k in (64, 128, 256) if k <= gemm.k],
@@ -63,10 +63,10 @@ def first_round(gemm: Gemm, bucket: int, processors: int) -> list[GemmConfig]:
                 groups=groups,
                 prefetch=1024,
             )
-            score = promise(gemm, rows, config, fit, processors)
-            found.setdefault((n, k, fit, groups), []).append((score, config))
-    # The two best of each family first, so that no family goes untried; then the rest.
-    ranked = [sorted(family, key=lambda pair: pair[0]) for family in found.values()]
+            score = estimated_cost(gemm, rows, config, fit, processors)
+            families.setdefault((n, k, fit, groups), []).append((score, config))
+    # The two best of each family first, so that every family is tried; then the rest.
+    ranked = [sorted(family, key=lambda pair: pair[0]) for family in families.values()]
     order = sorted((pair for f in ranked for pair in f[:2]), key=lambda pair: pair[0])
     order += sorted((pair for f in ranked for pair in f[2:4]), key=lambda pair: pair[0])
     configs = dict.fromkeys(config for _, config in order)
@@ -76,16 +76,16 @@ def first_round(gemm: Gemm, bucket: int, processors: int) -> list[GemmConfig]:
 
 
 def second_round(gemm: Gemm, best: list[GemmConfig]) -> list[GemmConfig]:
-    """Variants of the best of the first round."""
+    """Return variants of the best configurations of the first round."""
     variants: list[GemmConfig] = []
-    for place, config in enumerate(best):
+    for rank, config in enumerate(best):
         variants += [
             replace(config, tma=True),
             replace(config, prefetch=0),
             replace(config, prefetch=512),
             replace(config, prefetch=2048),
         ]
-        if place:
+        if rank:
             continue
         variants += [replace(config, stages=config.stages + more) for more in (-2, -1, 1)]
         variants += [
@@ -93,6 +93,6 @@ def second_round(gemm: Gemm, best: list[GemmConfig]) -> list[GemmConfig]:
             replace(config, tma=True, prefetch=2048),
             replace(config, warps=12 - config.warps),
         ]
-    # The gated bulk copy puts W into registers, from where triton 3.6 multiplies no fp8.
+    # The gated bulk copy puts W into registers, and triton 3.6 cannot multiply fp8 from there.
     bulk = not (gemm.fp8 and gemm.gated)
     return [c for c in dict.fromkeys(variants) if c.stages > 1 and (bulk or not c.tma)]

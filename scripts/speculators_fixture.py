@@ -1,14 +1,14 @@
-"""Small DFlash drafters as the `speculators` package writes them, and what its own model computes
-with them. Runs in an environment of its own, which has that package and not Strobe:
+"""Write small DFlash drafters with the `speculators` package, and record its model's outputs. Runs
+in its own environment, which has that package and not Strobe:
 
     python -m venv build/speculators
     build/speculators/bin/pip install speculators==0.9.0 transformers==5.19.0 torch==2.13.0
-    build/speculators/bin/python scripts/speculators_fixture.py build/speculators/made
+    build/speculators/bin/python scripts/speculators_fixture.py build/speculators/out
 
 OUT gets a random target, a checkpoint for each drafter and `recorded.safetensors`: one greedy text
 of the target, its hidden states, and each drafter's logits and tokens for the block at every anchor
-in the answer. With --against tests/reference/data/speculators all of it is compared with what the
-tests read, and the exit status says whether it agrees.
+in the answer. With --against tests/reference/data/speculators the result is compared with the
+tests' files; the exit status is 1 if it differs.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     },
     "first_slot": {"layer_types": [SLIDING], "model": {"sample_from_anchor": True}},
 }
-"""arch: of the layers' config. layers, model: what its config and the drafter's have beside.
-reduced: whether the head knows a part of the vocabulary only."""
+"""arch: architecture of the layers' config. layers, model: extra fields of the layers' config and
+the drafter's. reduced: whether the head has only a part of the vocabulary."""
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Weights large enough for every part to show in the logits; embeddings and heads that a
-    drafter has from its target stay."""
+    """Draw weights large enough for every part to affect the logits; embeddings and heads that a
+    drafter shares with its target stay."""
     noise = torch.Generator().manual_seed(seed)
     drafter = isinstance(model, DFlashDraftModel)
     for name, value in model.named_parameters():
@@ -71,7 +71,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 
 def make_target() -> Qwen3ForCausalLM:
-    """Written to `target`."""
+    """Make a random target and write it to `target`."""
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=16,
@@ -90,21 +90,21 @@ def make_target() -> Qwen3ForCausalLM:
 
 
 def make_drafter(name: str, seed: int) -> None:
-    """Made as the package's training makes one, and written to `name`."""
-    asked = DRAFTERS[name]
-    types = asked["layer_types"]
+    """Make a drafter as the package's training does, and write it to `name`."""
+    settings = DRAFTERS[name]
+    types = settings["layer_types"]
     layers = create_transformer_layer_config(
         "target",
         num_layers=len(types),
-        draft_arch=asked.get("arch", "qwen3"),
+        draft_arch=settings.get("arch", "qwen3"),
         hidden_act="silu",
         sliding_window=WINDOW,
         full_attention_indices=[i for i, kind in enumerate(types) if kind == FULL],
     )
-    for key, value in asked.get("layers", {}).items():
+    for key, value in settings.get("layers", {}).items():
         setattr(layers, key, value)
     d2t = t2d = None
-    if asked.get("reduced"):
+    if settings.get("reduced"):
         counts = {7 * i % VOCAB: VOCAB - i for i in range(VOCAB)}
         d2t, t2d = build_vocab_mappings_from_distribution(counts, REDUCED, VOCAB)
     model = DFlashDraftModel.from_training_args(
@@ -112,20 +112,20 @@ def make_drafter(name: str, seed: int) -> None:
         t2d=t2d,
         d2t=d2t,
         verifier_name_or_path="target",
-        draft_vocab_size=REDUCED if asked.get("reduced") else VOCAB,
+        draft_vocab_size=REDUCED if settings.get("reduced") else VOCAB,
         block_size=5,
         mask_token_id=MASK,
         target_layer_ids=LAYERS,
-        **asked.get("model", {}),
+        **settings.get("model", {}),
     )
     randomise(model, seed)
     model.save_pretrained(name)
-    (Path(name) / "config.py").unlink()  # a copy of the package's source, which nobody reads
+    (Path(name) / "config.py").unlink()  # an unused copy of the package's source
 
 
 @torch.no_grad()
 def write_text(target: Qwen3ForCausalLM) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A greedy text's tokens [1, T], and transformers' hidden states of it, [1, T, H] each."""
+    """Return a greedy text's tokens [1, T] and its hidden states, [1, T, H] each."""
     noise = torch.Generator().manual_seed(1)
     prompt = torch.randint(VOCAB, (1, PROMPT), generator=noise)
     tokens = target.generate(
@@ -143,79 +143,81 @@ def write_text(target: Qwen3ForCausalLM) -> tuple[Tensor, tuple[Tensor, ...]]:
 def draft(
     name: str, tokens: Tensor, features: Tensor, last: Tensor, attention: str
 ) -> dict[str, Tensor]:
-    """The package loads `name` and runs its forward over the text, anchored at every position of
-    the answer that a block fits behind: anchors [A], logits [A, B, V'] and tokens [A, B] of the
-    target's vocabulary."""
+    """Load `name` with the package and run its forward over the text, with an anchor at every
+    position of the answer that a block fits after: anchors [A], logits [A, B, V'] and tokens [A, B]
+    of the target's vocabulary."""
     config = DFlashSpeculatorConfig.from_pretrained(name)
     config.transformer_layer_config._attn_implementation = attention
     model = DFlashDraftModel.from_pretrained(name, config=config).float().eval()
-    seen: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    outputs: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     length = tokens.shape[1]
     anchors = torch.arange(PROMPT, length - model.block_size)
-    chosen = torch.zeros(1, length)
-    chosen[:, anchors] = 1  # as many as are asked for, so the package's choice leaves none out
+    loss_mask = torch.zeros(1, length)
+    loss_mask[:, anchors] = 1  # exactly max_anchors, so that the package keeps all
     model(
         hidden_states=features,
         input_ids=tokens,
-        loss_mask=chosen,
+        loss_mask=loss_mask,
         verifier_last_hidden_states=last,
         document_ids=torch.zeros(1, length, dtype=torch.long),
         max_anchors=len(anchors),
         loss_config=resolve_loss_config("ce", "eager"),  # the others need a GPU
     )
-    logits = seen[0].view(len(anchors), model.block_size, -1)
+    logits = outputs[0].view(len(anchors), model.block_size, -1)
     ids = logits.argmax(-1)
     ids = ids if model.d2t is None else ids + model.d2t[ids]
     return {"anchors": anchors, "logits": logits.contiguous(), "tokens": ids}
 
 
 def make(attention: str) -> None:
-    """Everything, in the current directory."""
+    """Write everything to the current directory."""
     target = make_target()
     tokens, hidden = write_text(target)
     features = torch.cat([hidden[i] for i in LAYERS], -1)
     recorded = {"tokens": tokens[0], "features": features[0]}
     for seed, name in enumerate(DRAFTERS, start=2):
         make_drafter(name, seed)
-        found = draft(name, tokens, features, hidden[-1], attention)
-        recorded |= {f"{name}.{key}": value for key, value in found.items()}
+        drafted = draft(name, tokens, features, hidden[-1], attention)
+        recorded |= {f"{name}.{key}": value for key, value in drafted.items()}
     save_file(recorded, "recorded.safetensors")
 
 
-def differences(made: Path, kept: Path) -> list[str]:
-    """How two directories of such files differ."""
-    found: list[str] = []
-    for path in sorted(kept.rglob("*.json")):
-        other = made / path.relative_to(kept)
-        if json.loads(other.read_text()) != json.loads(path.read_text()):
-            found.append(f"{path.relative_to(kept)} differs")
-    for path in sorted(kept.rglob("*.safetensors")):
-        ours, theirs = load_file(path), load_file(made / path.relative_to(kept))
-        if ours.keys() != theirs.keys():
-            found.append(f"{path.relative_to(kept)}: {sorted(ours.keys() ^ theirs.keys())}")
-        for name in ours.keys() & theirs.keys():
+def differences(out: Path, expected_dir: Path) -> list[str]:
+    """Return how two directories of such files differ."""
+    problems: list[str] = []
+    for path in sorted(expected_dir.rglob("*.json")):
+        other_file = out / path.relative_to(expected_dir)
+        if json.loads(other_file.read_text()) != json.loads(path.read_text()):
+            problems.append(f"{path.relative_to(expected_dir)} differs")
+    for path in sorted(expected_dir.rglob("*.safetensors")):
+        expected, actual = load_file(path), load_file(out / path.relative_to(expected_dir))
+        if expected.keys() != actual.keys():
+            problems.append(
+                f"{path.relative_to(expected_dir)}: {sorted(expected.keys() ^ actual.keys())}"
+            )
+        for name in expected.keys() & actual.keys():
             try:
-                torch.testing.assert_close(theirs[name], ours[name], atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(actual[name], expected[name], atol=1e-5, rtol=1e-5)
             except AssertionError as error:
-                found.append(f"{path.relative_to(kept)}, {name}: {error}")
-    return found
+                problems.append(f"{path.relative_to(expected_dir)}, {name}: {error}")
+    return problems
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Drafters as the speculators package writes them.")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--against", type=Path, help="such a directory, to compare with")
+    parser.add_argument("--against", type=Path, help="an earlier OUT to compare with")
     kinds = ("eager", "sdpa", "simple_flex_attention")
     parser.add_argument("--attention", choices=kinds, default=kinds[0])
-    given = parser.parse_args()
-    out, kept = given.out.resolve(), given.against and given.against.resolve()
+    options = parser.parse_args()
+    out, expected_dir = options.out.resolve(), options.against and options.against.resolve()
     out.mkdir(parents=True, exist_ok=True)
     os.chdir(out)  # checkpoints name their target as "target", not by a path of this machine
-    make(given.attention)
-    if kept is not None:
-        found = differences(out, kept)
-        raise SystemExit("\n".join(found) if found else 0)
+    make(options.attention)
+    if expected_dir is not None:
+        problems = differences(out, expected_dir)
+        raise SystemExit("\n".join(problems) if problems else 0)
 
 
 if __name__ == "__main__":

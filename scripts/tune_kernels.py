@@ -1,11 +1,11 @@
-"""Measure the GEMMs of few rows on this GPU and keep the fastest in strobe/kernels/table.json.
+"""Measure GEMMs of few rows on this GPU and record the fastest in strobe/kernels/table.json.
 
     python scripts/tune_kernels.py --seconds 150
 
-Each candidate runs in a captured graph, several launches back to back over copies of the weight
-that together do not fit into L2, and is compared with the twin first. cuBLAS, with the row-wise
-kernels around it, is a candidate too. One row takes the configuration of 16 rows: the same kernel,
-so that decoding and verifying give the same bits. Without a GPU, `--dry` compiles the candidates.
+Each candidate is first compared with its torch twin, then runs in a captured graph of several
+launches over copies of the weight that together exceed L2. cuBLAS, with the row-wise kernels around
+it, is a candidate too. One row uses the configuration of 16 rows: the same kernel, so that decoding
+and verifying give the same bits. Without a GPU, `--dry` compiles the candidates.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from strobe.kernels.linear import Gemms, Weight
 SHAPES = (
     "6144x4096",  # Qwen3-8B and its DFlash drafter: query, key and value
     "6144x4096:norm",
-    "4096x4096:residual",  # behind the attention
+    "4096x4096:residual",  # attention's output
     "24576x4096:gated",
     "24576x4096:norm+gated",
     "4096x12288:residual",  # down
@@ -51,15 +51,15 @@ SHAPES = (
     "4096x20480",  # the drafter's fc
     "10240x4096",  # the drafter's keys and values of the context
 )
-BUFFER = 1_300_000_000  # elements from which weights are cut: one of the largest, more of others
-COLD = 600e6  # bytes of weights that a graph reads before it reads the same again: ten times the L2
-NEIGHBOURS = 3  # so many of the best of the first round have variants in the second
+BUFFER = 1_300_000_000  # elements to cut weights from: one copy of the largest, more of others
+COLD = 600e6  # bytes of weights that a graph reads before it repeats any: ten times the L2
+NUM_REFINED = 3  # best configurations of the first round that get variants in the second
 TOLERANCE = {False: (0.015, 0.06), True: (0.1, 1.0)}
-"""By fp8: the error's root mean square over the twin's, and the largest |difference| over |value| +
-root mean square. Fp8 has room for x quantised by rows, where the twin does it by groups."""
+"""By fp8: maxima of RMS error / RMS of the twin, and of |difference| / (|value| + RMS). Fp8 is
+looser, since x may be quantised by rows, but by groups in the twin."""
 
 
-class Fixed:
+class FixedTable:
     """A table with one entry."""
 
     def __init__(self, config: GemmConfig) -> None:
@@ -73,7 +73,7 @@ class Fixed:
 
 
 class Target:
-    """Stands for a driver: kernels are compiled for `target`, none is loaded."""
+    """A driver that compiles kernels for `target` and loads none."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -96,7 +96,7 @@ def start(arch: int) -> None:
 
 
 def compile_one(gemm: Gemm, bucket: int, config: GemmConfig) -> str | None:
-    """Leaves the kernel in triton's cache on disk; returns what went wrong."""
+    """Compile a kernel into triton's cache on disk; return the error, if any."""
     meta = torch.device("meta")
     fp8 = torch.float8_e4m3fn
     weight = torch.empty(gemm.n, gemm.k, dtype=fp8 if gemm.fp8 else gemm.dtype, device=meta)
@@ -128,12 +128,12 @@ def compile_one(gemm: Gemm, bucket: int, config: GemmConfig) -> str | None:
 
 @dataclass
 class Problem:
-    """One GEMM at one bucket of rows, and what was measured of it."""
+    """One GEMM at one bucket of rows, with its measurements."""
 
     gemm: Gemm
     bucket: int
     times: dict[GemmConfig, float] = field(default_factory=dict)
-    """Microseconds a launch."""
+    """Microseconds per launch."""
     cublas: float = float("nan")
     candidates: list[GemmConfig] = field(default_factory=list)
     futures: list[Future[str | None]] = field(default_factory=list)
@@ -152,7 +152,7 @@ class Problem:
         return f"{microseconds:7.1f} us {self.size / microseconds / 1e6:5.2f} TB/s"
 
     def best(self) -> tuple[GemmConfig, float]:
-        """cuBLAS wins only by more than the noise."""
+        """Return the fastest configuration; cuBLAS only if it wins by more than the noise."""
         config = min(self.times, key=self.times.__getitem__, default=GemmConfig("cublas"))
         if not self.times or self.cublas < 0.98 * self.times[config]:
             return GemmConfig("cublas"), self.cublas
@@ -165,14 +165,14 @@ class Bench:
         self.buffers = {torch.bfloat16: torch.empty(BUFFER, dtype=torch.bfloat16, device=device)}
         self.buffers[torch.bfloat16].normal_(0, 0.02)
         self.workspace = Workspace(device)
-        self.made: tuple[Gemm, int] | None = None
+        self.prepared: tuple[Gemm, int] | None = None
 
-    def make(self, problem: Problem) -> None:
-        """Inputs, copies of the weight, and what the twin says."""
+    def prepare(self, problem: Problem) -> None:
+        """Make inputs, copies of the weight, and the twin's result."""
         gemm, rows = problem.gemm, problem.bucket
-        if self.made == (gemm, rows):
+        if self.prepared == (gemm, rows):
             return
-        self.made = gemm, rows
+        self.prepared = gemm, rows
         dtype = torch.float8_e4m3fn if gemm.fp8 else gemm.dtype
         if dtype not in self.buffers:
             wide = self.buffers[torch.bfloat16]
@@ -188,8 +188,7 @@ class Bench:
         generator = torch.Generator(self.device).manual_seed(rows)
 
         def normal(*shape: int) -> Tensor:
-            made = torch.randn(shape, device=self.device, generator=generator)
-            return made.to(gemm.dtype)
+            return torch.randn(shape, device=self.device, generator=generator).to(gemm.dtype)
 
         self.x = normal(rows, gemm.k)
         norm = ((normal(gemm.k).float() * 0.1 + 1).to(gemm.dtype), 1e-6)
@@ -197,13 +196,14 @@ class Bench:
         if not gemm.argmax:
             self.fused["residual"] = normal(rows, gemm.outputs) if gemm.residual else None
             self.fused["gated"] = gemm.gated
-        self.want = reference.linear(self.x, self.weights[0], **self.fused)  # type: ignore[arg-type]
+        self.expected = reference.linear(self.x, self.weights[0], **self.fused)  # type: ignore[arg-type]
 
     def call(
         self, gemm: Gemm, config: GemmConfig, *, in_place: bool = False
     ) -> Callable[[Weight], Tensor]:
-        """in_place: into the residual, as a model does; it then changes with every call."""
-        gemms = Gemms(self.device, gemm.dtype, table=Fixed(config))
+        """Return a call of the GEMM. in_place: write into the residual, as models do, so that it
+        changes with every call."""
+        gemms = Gemms(self.device, gemm.dtype, table=FixedTable(config))
         gemms.workspace = self.workspace
         method = gemms.head_argmax if gemm.argmax else gemms.linear
         fused = dict(self.fused)
@@ -212,24 +212,24 @@ class Bench:
         return lambda weight: method(self.x, weight, **fused)  # type: ignore[arg-type]
 
     def check(self, gemm: Gemm, call: Callable[[Weight], Tensor]) -> None:
-        got, again = call(self.weights[0]), call(self.weights[0])
-        if not torch.equal(got, again):
+        result, second = call(self.weights[0]), call(self.weights[0])
+        if not torch.equal(result, second):
             raise ArithmeticError("two runs differ")
-        want = self.want.float()
-        mean, most = TOLERANCE[gemm.fp8]
+        want = self.expected.float()
+        mean, max_worst = TOLERANCE[gemm.fp8]
         if gemm.argmax:
-            won = want.gather(1, got[:, None])[:, 0]
-            rough, worst = 0.0, float(((want.amax(1) - won) / want.amax(1)).max())
+            chosen_values = want.gather(1, result[:, None])[:, 0]
+            rms_error, worst = 0.0, float(((want.amax(1) - chosen_values) / want.amax(1)).max())
         else:
-            off, rms = (got.float() - want).abs(), want.pow(2).mean().sqrt()
-            rough = float(off.pow(2).mean().sqrt() / rms)
-            worst = float((off / (want.abs() + rms)).max())
-        if not (rough < mean and worst < most):
-            raise ArithmeticError(f"off by {rough:.3g}, at most {worst:.3g}")
+            errors, rms = (result.float() - want).abs(), want.pow(2).mean().sqrt()
+            rms_error = float(errors.pow(2).mean().sqrt() / rms)
+            worst = float((errors / (want.abs() + rms)).max())
+        if not (rms_error < mean and worst < max_worst):
+            raise ArithmeticError(f"RMS error {rms_error:.3g}, maximum {worst:.3g}")
 
     def measure(self, problem: Problem, config: GemmConfig) -> float:
-        """Microseconds of one call: the median of replays of a graph of many."""
-        self.make(problem)
+        """Return the microseconds of one call: the median of replays of a graph of many."""
+        self.prepare(problem)
         self.check(problem.gemm, self.call(problem.gemm, config))
         call = self.call(problem.gemm, config, in_place=True)
         launches = max(len(self.weights), round(600 / (problem.size / 4e6)), 2)
@@ -273,8 +273,9 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
     def submit(problem: Problem) -> None:
         if not problem.futures:
             if problem.rounds == 0:
-                found = first_round(problem.gemm, problem.bucket, properties.multi_processor_count)
-                problem.candidates = found[: args.first]
+                processors = properties.multi_processor_count
+                candidates = first_round(problem.gemm, problem.bucket, processors)
+                problem.candidates = candidates[: args.first]
             problem.futures = [
                 pool.submit(compile_one, problem.gemm, problem.bucket, config)
                 for config in problem.candidates
@@ -290,23 +291,23 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
         for config, future in zip(problem.candidates, problem.futures, strict=True):
             if time.monotonic() > deadline:
                 break
-            trouble = future.result()
-            if trouble is None:
+            failure = future.result()
+            if failure is None:
                 try:
                     problem.times[config] = bench.measure(problem, config)
-                except Exception as error:  # too much shared memory, wrong numbers: not a candidate
-                    trouble = f"{type(error).__name__}: {error}"[:160]
-            entry = {"problem": problem.name, "us": problem.times.get(config), "why": trouble}
+                except Exception as error:  # too much shared memory or wrong results
+                    failure = f"{type(error).__name__}: {error}"[:160]
+            entry = {"problem": problem.name, "us": problem.times.get(config), "why": failure}
             lines.append(json.dumps(entry | asdict(config)) + "\n")
-            if trouble and args.verbose:
-                print(f"    {config}: {trouble}", flush=True)
+            if failure and args.verbose:
+                print(f"    {config}: {failure}", flush=True)
         if args.log:
             with Path(args.log).open("a") as log:
                 log.writelines(lines)
-        best, taken = problem.best()
+        best, best_us = problem.best()
         left = deadline - time.monotonic()
         print(
-            f"{problem.name} round {problem.rounds} {problem.rate(taken)}"
+            f"{problem.name} round {problem.rounds} {problem.rate(best_us)}"
             f"  cuBLAS {problem.rate(problem.cublas)}"
             f"  {len(problem.times)} tried, {left:4.0f} s left",
             flush=True,
@@ -316,7 +317,7 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
                 tables.record(data, properties.name, capability, problem.gemm, bucket, best)
             tables.save(data, Path(args.out))
         if problem.rounds == 0 and problem.times:
-            ranked = sorted(problem.times, key=problem.times.__getitem__)[:NEIGHBOURS]
+            ranked = sorted(problem.times, key=problem.times.__getitem__)[:NUM_REFINED]
             problem.candidates = second_round(problem.gemm, ranked)
             problem.futures, problem.rounds = [], 1
             submit(problem)
@@ -328,37 +329,37 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
 
 
 def single(bench: Bench, problem: Problem) -> Problem:
-    """One row with what is best for 16."""
-    one = Problem(problem.gemm, 1)
-    one.cublas = bench.measure(one, GemmConfig("cublas"))
+    """Measure one row with the best configuration for 16."""
+    single_row = Problem(problem.gemm, 1)
+    single_row.cublas = bench.measure(single_row, GemmConfig("cublas"))
     best = problem.best()[0]
     if best.kernel == "triton":
-        one.times[best] = bench.measure(one, best)
-    return one
+        single_row.times[best] = bench.measure(single_row, best)
+    return single_row
 
 
 def report(done: list[Problem]) -> None:
     defaults = asdict(GemmConfig())
-    print("\nfastest of each, against the norm, cuBLAS and the gate as kernels of their own")
+    print("\nfastest of each, compared with separate kernels for norm, cuBLAS and gate")
     for problem in sorted(done, key=lambda p: (p.gemm.kind, p.bucket)):
-        config, taken = problem.best()
+        config, best_us = problem.best()
         fields = {key: value for key, value in asdict(config).items() if value != defaults[key]}
         text = " ".join(f"{key}={value}" for key, value in fields.items())
-        library = f"{problem.cublas / taken:5.2f} x {problem.rate(problem.cublas)}"
-        print(f"{problem.name} {problem.rate(taken)}  {library}  {text}")
+        library = f"{problem.cublas / best_us:5.2f} x {problem.rate(problem.cublas)}"
+        print(f"{problem.name} {problem.rate(best_us)}  {library}  {text}")
 
 
 def dry(args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
-    """Compile both rounds of every problem and say what fails."""
+    """Compile both rounds of every problem and print failures."""
     for problem in problems(args):
-        found = first_round(problem.gemm, problem.bucket, 132)[: args.first]
-        found += second_round(problem.gemm, found[:1])
+        candidates = first_round(problem.gemm, problem.bucket, 132)[: args.first]
+        candidates += second_round(problem.gemm, candidates[:1])
         answers = pool.map(
-            compile_one, *zip(*((problem.gemm, problem.bucket, c) for c in found), strict=True)
+            compile_one, *zip(*((problem.gemm, problem.bucket, c) for c in candidates), strict=True)
         )
-        print(f"{problem.name} {len(found)} candidates", flush=True)
-        for config, trouble in zip(found, answers, strict=True):
-            print(f"    {trouble or 'compiled'}  {config}", flush=True)
+        print(f"{problem.name} {len(candidates)} candidates", flush=True)
+        for config, failure in zip(candidates, answers, strict=True):
+            print(f"    {failure or 'compiled'}  {config}", flush=True)
 
 
 def main() -> None:
@@ -373,7 +374,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=15, help="processes that compile")
     parser.add_argument("--out", default=str(tables.PATH))
     parser.add_argument("--log", help="a file for every measurement, as JSON lines")
-    parser.add_argument("--verbose", action="store_true", help="say why a candidate is out")
+    parser.add_argument("--verbose", action="store_true", help="print why a candidate fails")
     parser.add_argument("--dry", action="store_true", help="compile for sm_90 only; needs no GPU")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds

@@ -1,4 +1,4 @@
-"""`vllm bench serve` against the server, with speculation on and off."""
+"""Run `vllm bench serve` against the server, with and without speculation."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ CONCURRENCY = (1, 4)
 
 
 def benchmark(directory: Path, prompts: int) -> list[str]:
-    """Print figures as a Markdown table; the sentences that tell what is not as it must be."""
+    """Print figures as a Markdown table; return sentences on failures."""
     client = environment(
         directory / "vllm", ["-r", "vllm.txt"], ["--no-deps", "-r", "vllm_alone.txt"]
     )
     write_chats(client.folder / "chats.jsonl", prompts)
-    rows, wrong = [], []
+    rows, problems = [], []
     for i, (load, words) in enumerate(LOADS.items()):
         for concurrency in CONCURRENCY:
             results = {
@@ -52,14 +52,14 @@ def benchmark(directory: Path, prompts: int) -> list[str]:
             for speculation, result in results.items():
                 rows.append([load, concurrency, speculation, *_figures(result)])
                 if result["completed"] < prompts:
-                    wrong.append(f"{load}: {result['completed']} of {prompts} answers came.")
+                    problems.append(f"{load}: {result['completed']} of {prompts} answers came.")
             texts = [result["generated_texts"] for result in results.values()]
             unequal = sum(a != b for a, b in zip(*texts, strict=True))
             if unequal:
-                wrong.append(f"{load}: {unequal} of {prompts} texts differ on and off.")
+                problems.append(f"{load}: {unequal} of {prompts} texts differ on and off.")
     print(origin(client.versions("vllm", "transformers", "torch")), end="\n\n")
     print(table(HEAD, rows))
-    return wrong
+    return problems
 
 
 HEAD = (
@@ -82,7 +82,7 @@ def _figures(result: dict[str, Any]) -> list[object]:
 
 
 def _bench(client: Client, name: str, options: Sequence[str], load: Words) -> dict[str, Any]:
-    """One run against a fresh server, whose prefix cache knows none of the prompts."""
+    """Run once against a fresh server, whose prefix cache is empty."""
     result = client.folder / f"{name}.json"
     result.unlink(missing_ok=True)
     words: list[object] = ["bench", "serve", "--model", MODEL, "--tokenizer", TARGET, *load]

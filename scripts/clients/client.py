@@ -1,4 +1,4 @@
-"""What a client needs: an environment of its own, and a server to talk to."""
+"""Set up a client's environment, and run a server for it."""
 
 from __future__ import annotations
 
@@ -25,60 +25,62 @@ HERE = Path(__file__).parent
 MODEL = "strobe-demo"
 TARGET = DEMO_MODELS / "target"
 SPECULATION: dict[str, list[str]] = {"on": [], "off": ["--method", "none"]}
-"""Options of the server, with speculation (its default) and without."""
+"""The server's options with speculation (its default) and without."""
 
 
 class Client(NamedTuple):
-    """A client's environment. folder: where its files go; bin: its programs."""
+    """A client's environment. folder: its files; bin: its programs."""
 
     folder: Path
     bin: Path
 
     def run(self, program: str, arguments: Sequence[object], log: Path) -> None:
-        """Run one of its programs in its folder, offline; RuntimeError where it fails."""
+        """Run one of its programs in its folder, offline. Raises RuntimeError if it fails."""
         words = [str(self.bin / program), *map(str, arguments)]
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         with log.open("w", encoding="utf-8") as out:
             out.write(" ".join(words) + "\n")
             out.flush()
-            done = subprocess.run(
+            process = subprocess.run(
                 words, cwd=self.folder, env={**os.environ, **offline}, stdout=out, stderr=out
             )
-        if done.returncode:
-            raise RuntimeError(f"{program} failed with {done.returncode}; its words are in {log}.")
+        if process.returncode:
+            raise RuntimeError(f"{program} failed with {process.returncode}; see {log}.")
 
     def versions(self, *packages: str) -> str:
-        """Name and version of its packages."""
+        """Return the names and versions of its packages."""
         code = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[1:]))"
         words = [str(self.bin / "python"), "-c", code, *packages]
-        found = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
-        return ", ".join(f"{name} {version}" for name, version in zip(packages, found, strict=True))
+        installed = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+        pairs = zip(packages, installed, strict=True)
+        return ", ".join(f"{name} {version}" for name, version in pairs)
 
 
 def environment(folder: Path, *steps: Sequence[str]) -> Client:
-    """The virtual environment in `folder`, made where it is not, by one `pip install` per step."""
+    """Return the virtual environment in `folder`; if it is missing or outdated, create it with one
+    `pip install` per step."""
     venv = folder.resolve() / "venv"
     client = Client(folder.resolve(), venv / "bin")
     files = [HERE / word for step in steps for word in step if word.endswith(".txt")]
-    wanted = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    done = venv / "installed.txt"
-    if done.exists() and done.read_text(encoding="utf-8") == wanted:
+    requirements = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    installed = venv / "installed.txt"
+    if installed.exists() and installed.read_text(encoding="utf-8") == requirements:
         return client
-    print(f"Making an environment in {venv}; this takes minutes.", file=sys.stderr)
+    print(f"Creating an environment in {venv}; this takes minutes.", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
     for step in steps:
         pip = [str(client.bin / "python"), "-m", "pip", "install", "--quiet", *step]
         subprocess.run(pip, cwd=HERE, check=True)
-    done.write_text(wanted, encoding="utf-8")
+    installed.write_text(requirements, encoding="utf-8")
     return client
 
 
 @contextmanager
 def serving(log: Path, options: Sequence[str] = (), key: str | None = None) -> Iterator[str]:
-    """Strobe's server with the demo models on a free port: its address, without a path. key: what
-    it asks its clients for.
+    """Run Strobe's server with the demo models on a free port; yield its URL, without a path. key:
+    the server's API key.
 
-    It has answered one request, so that the first one measured does not pay for what is lazy.
+    The server has already answered one request, which runs its lazy initialization.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -105,7 +107,7 @@ def _wait(server: subprocess.Popen[bytes], url: str, log: Path, seconds: float =
                 return
         except OSError:
             time.sleep(0.2)
-    raise RuntimeError(f"The server did not get ready; its words are in {log}.")
+    raise RuntimeError(f"The server did not become ready; see {log}.")
 
 
 def _post(url: str, body: dict[str, object], key: str | None) -> None:
@@ -116,7 +118,7 @@ def _post(url: str, body: dict[str, object], key: str | None) -> None:
 
 
 def origin(versions: str) -> str:
-    """Date, versions and machine, as a line above a table."""
+    """Return date, versions and machine as a line above a table."""
     return (
         f"{date.today().isoformat()}, {processor()}, {os.cpu_count()} cores, "
         f"{torch.get_num_threads()} threads; Python {platform.python_version()}, "
@@ -125,7 +127,7 @@ def origin(versions: str) -> str:
 
 
 def processor() -> str:
-    """The processor's name as the kernel tells it."""
+    """Return the processor's name from /proc/cpuinfo or the platform."""
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text(encoding="utf-8").splitlines() if facts.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -133,6 +135,6 @@ def processor() -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -1,4 +1,4 @@
-"""lm-eval against the server, with speculation on and off, and against transformers."""
+"""Run lm-eval against the server, with and without speculation, and against transformers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from examples import write_evaluation
 
 CHOICES, ANSWERS, CHAT = "strobe_choices", "strobe_answers", "strobe_chat"
 TOLERANCE = 1e-3
-"""Largest difference of a log likelihood, in nats, between server and transformers."""
+"""Maximum difference of a log likelihood, in nats, between server and transformers."""
 
 Score = dict[str, float]
 Samples = dict[str, list[Any]]
-"""By task, what the model said to each question."""
+"""The model's answers to each question, by task."""
 
 
 class Way(NamedTuple):
-    """lm-eval's name of the model, its arguments, its other options and the tasks."""
+    """lm-eval's model type, the model's arguments, other options, and the tasks."""
 
     model: str
     arguments: dict[str, object]
@@ -29,7 +29,7 @@ class Way(NamedTuple):
     tasks: Sequence[str]
 
     def at(self, url: str) -> Way:
-        """The same, asking the server there."""
+        """Return the same way with the server at `url`."""
         path = "chat/completions" if "chat" in self.model else "completions"
         place = {"model": MODEL, "base_url": f"{url}/v1/{path}"}
         return self._replace(arguments=place | self.arguments)
@@ -51,45 +51,50 @@ METRIC = {CHOICES: "acc,none", ANSWERS: "exact_match,last-answer", CHAT: "exact_
 
 
 def evaluate(directory: Path, count: int) -> list[str]:
-    """Print scores as a Markdown table; the sentences that tell what is not as it must be."""
+    """Print scores as a Markdown table; return sentences on failures."""
     client = environment(directory / "lm_eval", ["-r", "lm_eval.txt"])
     write_evaluation(client.folder, count)
-    truth, truth_said = _lm_eval(client, "transformers", TRUTH)
-    found: dict[tuple[str, str], tuple[Score, Samples]] = {}
+    truth, truth_samples = _lm_eval(client, "transformers", TRUTH)
+    results: dict[tuple[str, str], tuple[Score, Samples]] = {}
     for speculation, options in SPECULATION.items():
         with serving(client.folder / f"server_{speculation}.log", options) as url:
             for i, (name, way) in enumerate(WAYS.items()):
                 out = f"way_{i}_{speculation}"
-                found[name, speculation] = _lm_eval(client, out, way.at(url))
+                results[name, speculation] = _lm_eval(client, out, way.at(url))
 
-    rows, wrong = [], []
+    rows, problems = [], []
     for name, way in WAYS.items():
-        (on, on_said), (off, off_said) = found[name, "on"], found[name, "off"]
+        (on, on_samples), (off, off_samples) = results[name, "on"], results[name, "off"]
         for task in way.tasks:
             if on[task] != off[task]:
-                wrong.append(f"{name}, {task}: {on[task]} with speculation, {off[task]} without.")
+                problems.append(
+                    f"{name}, {task}: {on[task]} with speculation, {off[task]} without."
+                )
             if task == CHOICES:
-                apart = _apart(on_said[task], truth_said[task])
-                between = _apart(on_said[task], off_said[task])
-                note = f"log likelihoods: {apart:.1e} from transformers, {between:.1e} on to off"
-                if not max(apart, between) <= TOLERANCE:
-                    wrong.append(f"{name}: {note}, but {TOLERANCE} is allowed.")
+                to_transformers = _apart(on_samples[task], truth_samples[task])
+                on_to_off = _apart(on_samples[task], off_samples[task])
+                note = (
+                    f"log likelihoods: {to_transformers:.1e} from transformers, {on_to_off:.1e} "
+                    "on to off"
+                )
+                if not max(to_transformers, on_to_off) <= TOLERANCE:
+                    problems.append(f"{name}: {note}, but {TOLERANCE} is allowed.")
             else:
-                same = sum(a == b for a, b in zip(on_said[task], off_said[task], strict=True))
-                note = f"{same} of {len(off_said[task])} texts equal on and off"
-                if same < len(off_said[task]):
-                    wrong.append(f"{name}: {note}.")
-            theirs = truth[ANSWERS if task == CHAT else task]
-            scores = [f"{score:.3f}" for score in (on[task], off[task], theirs)]
+                same = sum(a == b for a, b in zip(on_samples[task], off_samples[task], strict=True))
+                note = f"{same} of {len(off_samples[task])} texts equal on and off"
+                if same < len(off_samples[task]):
+                    problems.append(f"{name}: {note}.")
+            truth_score = truth[ANSWERS if task == CHAT else task]
+            scores = [f"{score:.3f}" for score in (on[task], off[task], truth_score)]
             rows.append([name, task, *scores, note])
     print(origin(client.versions("lm_eval", "transformers", "torch")), end="\n\n")
-    head = ["requests", "task", "speculation on", "off", "transformers", "what was compared"]
+    head = ["requests", "task", "speculation on", "off", "transformers", "comparison"]
     print(table(head, rows))
-    return wrong
+    return problems
 
 
 def _lm_eval(client: Client, name: str, way: Way) -> tuple[Score, Samples]:
-    """Run the tasks once; each task's score, and its samples in the order of its questions."""
+    """Run the tasks once; return each task's score, and its samples in the order of questions."""
     out = client.folder / name
     shutil.rmtree(out, ignore_errors=True)
     words: list[object] = ["--model", way.model, "--tasks", ",".join(way.tasks), *way.options]
@@ -107,11 +112,11 @@ def _samples(path: Path) -> list[Any]:
     return [line["resps"] for line in sorted(lines, key=lambda line: line["doc_id"])]
 
 
-def _apart(some: list[Any], others: list[Any]) -> float:
-    """The largest difference between log likelihoods of the same choices."""
+def _apart(first_samples: list[Any], second_samples: list[Any]) -> float:
+    """Return the largest difference between log likelihoods of the same choices."""
     pairs = [
         (float(a[0][0]), float(b[0][0]))
-        for choices, theirs in zip(some, others, strict=True)
-        for a, b in zip(choices, theirs, strict=True)
+        for first, second in zip(first_samples, second_samples, strict=True)
+        for a, b in zip(first, second, strict=True)
     ]
     return max(abs(a - b) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Held-out tasks of the demo pair as the files that the clients read."""
+"""Held-out tasks of the demo models in the clients' file formats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from strobe.tools.eval.demo_tasks import last_answer
 ANSWERED = ("arithmetic", "lists", "dates")
 """The families that end in a line `Answer: ...`."""
 DIRECT = "<think>\n\n</think>\n\n"
-"""How an answer begins that does not think."""
+"""Beginning of an answer without thinking."""
 
 
 def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -26,17 +26,17 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def questions(count: int, *families: str) -> list[Example]:
-    """`count` examples with one message and no tools, the families in turn."""
+    """Return `count` examples with one message and no tools, cycling through the families."""
     plain = [e for e in read_heldout() if len(e.messages) == 1 and not e.tools]
     groups = [[e for e in plain if e.family == family] for family in families]
-    most = len(groups) * min(map(len, groups))
-    if count > most:
-        raise ValueError(f"count is {count}, but there are {most} questions; ask for fewer.")
+    max_count = len(groups) * min(map(len, groups))
+    if count > max_count:
+        raise ValueError(f"count is {count}, but there are {max_count} questions; ask for fewer.")
     return [groups[i % len(groups)][i // len(groups)] for i in range(count)]
 
 
 def write_evaluation(folder: Path, count: int) -> None:
-    """answers.jsonl and choices.jsonl of tasks/*.yaml: `count` questions each."""
+    """Write answers.jsonl and choices.jsonl for tasks/*.yaml, `count` questions each."""
     examples = questions(count, *ANSWERED)
     pool = questions(max(count, 30), *ANSWERED)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODELS / "target")
@@ -44,8 +44,9 @@ def write_evaluation(folder: Path, count: int) -> None:
     answers, choices = [], []
     for example in examples:
         question, right = example.messages[0]["content"], last_answer(example.answer)
-        others = {last_answer(other.answer) for other in pool if other.family == example.family}
-        offered = [right, *rng.sample(sorted(others - {right}), 3)]
+        same_family = [other for other in pool if other.family == example.family]
+        other_answers = {last_answer(other.answer) for other in same_family}
+        offered = [right, *rng.sample(sorted(other_answers - {right}), 3)]
         rng.shuffle(offered)
         chat = {"conversation": [{"role": "user", "content": question}], "tokenize": False}
         prompt = tokenizer.apply_chat_template(**chat, add_generation_prompt=True)
@@ -58,6 +59,6 @@ def write_evaluation(folder: Path, count: int) -> None:
 
 
 def write_chats(path: Path, count: int) -> None:
-    """Prompts for vllm's data set `custom`."""
+    """Write prompts for vllm's data set `custom`."""
     examples = questions(count, *ANSWERED, "code", "json")
     write_lines(path, ({"prompt": example.messages[0]["content"]} for example in examples))

@@ -1,4 +1,4 @@
-"""Anthropic's client against the server, with speculation on and off."""
+"""Run Anthropic's client against the server, with and without speculation."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ KEY = "k-clients"
 
 
 def talk(directory: Path, count: int) -> list[str]:
-    """Print what was asked as a Markdown table; the sentences that tell what is not as it must be.
+    """Print the requests as a Markdown table; return sentences on failures.
 
-    The client's program asserts what holds of each answer alone and fails otherwise.
+    The client's program checks each answer by itself.
     """
     client = environment(directory / "anthropic", ["-r", "anthropic.txt"])
-    asked = client.folder / "questions.json"
+    question_file = client.folder / "questions.json"
     texts = [example.messages[0]["content"] for example in questions(count, *ANSWERED)]
-    asked.write_text(json.dumps(texts), encoding="utf-8")
-    found: dict[str, dict[str, list[Any]]] = {}
+    question_file.write_text(json.dumps(texts), encoding="utf-8")
+    answers: dict[str, dict[str, list[Any]]] = {}
     for speculation, options in SPECULATION.items():
         out = client.folder / f"answers_{speculation}.json"
         with serving(client.folder / f"server_{speculation}.log", options, key=KEY) as url:
-            words = [HERE / "messages_client.py", url, KEY, asked, out]
+            words = [HERE / "messages_client.py", url, KEY, question_file, out]
             client.run("python", words, client.folder / f"client_{speculation}.log")
-        found[speculation] = json.loads(out.read_text(encoding="utf-8"))
+        answers[speculation] = json.loads(out.read_text(encoding="utf-8"))
 
-    rows, wrong = [], []
-    on, off = found["on"], found["off"]
+    rows, problems = [], []
+    on, off = answers["on"], answers["off"]
     for way in on:
         same = sum(a == b for a, b in zip(on[way], off[way], strict=True))
         rows.append([way, len(on[way]), f"{same} equal on and off"])
         if same < len(on[way]):
-            wrong.append(f"{way}: {same} of {len(on[way])} answers are equal on and off.")
+            problems.append(f"{way}: {same} of {len(on[way])} answers are equal on and off.")
     for way in ("stream", "async, all at once"):
         if on[way] != on["create"]:
-            wrong.append(f"{way}: not the answers of create.")
+            problems.append(f"{way}: not the answers of create.")
     print(origin(client.versions("anthropic")), end="\n\n")
     print(table(["requests", "count", "answers"], rows))
-    return wrong
+    return problems

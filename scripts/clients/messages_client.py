@@ -1,8 +1,8 @@
-"""What is asked of the server through Anthropic's own client; it runs in that client's environment.
+"""Send requests to the server with Anthropic's client, in that client's environment.
 
     python messages_client.py URL KEY QUESTIONS OUT
 
-QUESTIONS is a JSON list of texts. OUT gets a JSON object: by way of asking, what was answered.
+QUESTIONS is a JSON list of texts. OUT gets a JSON object: the answers by kind of request.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Turtle(BaseModel):
     age: int
 
 
-def said(message: Any) -> list[Any]:
-    """A message without ids: its blocks and why it stopped."""
+def content_of(message: Any) -> list[Any]:
+    """Return a message's blocks without ids, and its stop reason."""
     blocks = [block.to_dict() for block in message.content]
     for block in blocks:
         block.pop("id", None)
@@ -56,8 +56,8 @@ def user(text: str) -> Any:
     return [{"role": "user", "content": text}]
 
 
-def whole(client: anthropic.Anthropic, question: str) -> list[Any]:
-    return said(client.messages.create(messages=user(question), **PLAIN))
+def created(client: anthropic.Anthropic, question: str) -> list[Any]:
+    return content_of(client.messages.create(messages=user(question), **PLAIN))
 
 
 def streamed(client: anthropic.Anthropic, question: str) -> list[Any]:
@@ -65,39 +65,39 @@ def streamed(client: anthropic.Anthropic, question: str) -> list[Any]:
         text = "".join(stream.text_stream)
         message = stream.get_final_message()
     assert text == message.content[0].to_dict()["text"], "the stream's text is not the message's"
-    return said(message)
+    return content_of(message)
 
 
 def with_tools(client: anthropic.Anthropic) -> list[Any]:
-    """Thinks and calls the tool in a stream, then reads its result."""
-    asked = user(WEATHER)
-    with client.messages.stream(messages=asked, tools=[TOOL], **COMMON) as stream:
+    """Stream an answer that thinks and calls the tool, then send the tool's result."""
+    question = user(WEATHER)
+    with client.messages.stream(messages=question, tools=[TOOL], **COMMON) as stream:
         kinds = {event.type for event in stream}
         first = stream.get_final_message()
     assert {"thinking", "signature", "input_json"} <= kinds, kinds
     (use,) = [block for block in first.content if block.type == "tool_use"]
     result = {"type": "tool_result", "tool_use_id": use.id, "content": '{"degrees": 31}'}
     answered: Any = {"role": "assistant", "content": first.content}
-    messages = [*asked, answered, {"role": "user", "content": [result]}]
+    messages = [*question, answered, {"role": "user", "content": [result]}]
     second = client.messages.create(messages=messages, tools=[TOOL], **PLAIN)
     usage = first.usage
-    count = client.messages.count_tokens(model=MODEL, messages=asked, tools=[TOOL])
+    count = client.messages.count_tokens(model=MODEL, messages=question, tools=[TOOL])
     assert count.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
-    return [*said(first), *said(second)]
+    return [*content_of(first), *content_of(second)]
 
 
 def tool_runner(client: anthropic.Anthropic) -> list[Any]:
-    """The client's own loop over calls, which also asks for a thread and for more than fits."""
+    """Run the client's own loop over calls, which sends max_tokens beyond the context."""
 
     @anthropic.beta_tool
     def get_weather(city: str, unit: str) -> str:
         """Use this to know the weather in a city."""
         return '{"degrees": 31}'
 
-    asked: Any = {**COMMON, "max_tokens": 16384, "messages": user(WEATHER)}
-    found = list(client.beta.messages.tool_runner(tools=[get_weather], **asked))
-    assert len(found) == 2, found
-    return [*said(found[0]), *said(found[1])]
+    options: Any = {**COMMON, "max_tokens": 16384, "messages": user(WEATHER)}
+    results = list(client.beta.messages.tool_runner(tools=[get_weather], **options))
+    assert len(results) == 2, results
+    return [*content_of(results[0]), *content_of(results[1])]
 
 
 def forced(client: anthropic.Anthropic) -> list[Any]:
@@ -106,7 +106,7 @@ def forced(client: anthropic.Anthropic) -> list[Any]:
         messages=user("Hello."), tools=[TOOL], tool_choice=choice, **PLAIN
     )
     assert message.content[-1].to_dict()["input"]["unit"] in UNITS
-    return said(message)
+    return content_of(message)
 
 
 def parsed(client: anthropic.Anthropic) -> list[Any]:
@@ -118,23 +118,23 @@ def parsed(client: anthropic.Anthropic) -> list[Any]:
 def stopped(client: anthropic.Anthropic, question: str) -> list[Any]:
     message = client.messages.create(messages=user(question), stop_sequences=["Answer"], **PLAIN)
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "Answer")
-    return said(message)
+    return content_of(message)
 
 
 def at_once(client: anthropic.AsyncAnthropic, questions: list[str]) -> list[Any]:
     async def ask() -> list[Message]:
-        made = [client.messages.create(messages=user(text), **PLAIN) for text in questions]
-        return await asyncio.gather(*made)
+        calls = [client.messages.create(messages=user(text), **PLAIN) for text in questions]
+        return await asyncio.gather(*calls)
 
-    return [said(message) for message in asyncio.run(ask())]
+    return [content_of(message) for message in asyncio.run(ask())]
 
 
-def refused(client: anthropic.Anthropic, url: str) -> list[Any]:
-    """The client's own errors for what the server refuses."""
-    stranger = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
+def rejected(client: anthropic.Anthropic, url: str) -> list[Any]:
+    """Check the client's errors for requests that the server rejects."""
+    wrong_key_client = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
     image: Any = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
     tries: list[tuple[type[anthropic.APIStatusError], Callable[[], Any]]] = [
-        (anthropic.AuthenticationError, lambda: whole(stranger, "Hello.")),
+        (anthropic.AuthenticationError, lambda: created(wrong_key_client, "Hello.")),
         (anthropic.NotFoundError,
          lambda: client.messages.create(messages=user("Hello."), **{**PLAIN, "model": "x"})),
         (anthropic.BadRequestError, lambda: client.messages.create(messages=image, **PLAIN)),
@@ -154,19 +154,19 @@ def refused(client: anthropic.Anthropic, url: str) -> list[Any]:
 def main(url: str, key: str, questions_file: str, out: str) -> None:
     questions: list[str] = json.loads(Path(questions_file).read_text(encoding="utf-8"))
     client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
-    alike = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
-    found = {
-        "create": [whole(client, text) for text in questions],
+    async_client = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+    results = {
+        "create": [created(client, text) for text in questions],
         "stream": [streamed(client, text) for text in questions],
-        "async, all at once": at_once(alike, questions),
+        "async, all at once": at_once(async_client, questions),
         "stop_sequences": [stopped(client, text) for text in questions],
         "stream with thinking and a tool, its result, count_tokens": [with_tools(client)],
         "tool_runner": [tool_runner(client)],
         "tool_choice": [forced(client)],
         "parse": [parsed(client)],
-        "errors": [refused(client, url)],
+        "errors": [rejected(client, url)],
     }
-    Path(out).write_text(json.dumps(found), encoding="utf-8")
+    Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Run clients that Strobe has not written against its server, as they come: lm-eval, vllm's `bench
-serve` and Anthropic's. Each gets an environment of its own; README.md beside this file says more.
+"""Run other projects' clients, unmodified, against Strobe's server: lm-eval, vllm's `bench serve`
+and Anthropic's. Each gets its own environment; see README.md in this directory.
 
     python scripts/clients/run.py lm_eval [--count 24] [--directory build/clients]
     python scripts/clients/run.py vllm [--count 20] [--directory build/clients]
     python scripts/clients/run.py anthropic [--count 6] [--directory build/clients]
 
-Prints a Markdown table with its date, versions and machine. Exits with 1, and says why on standard
-error, where an answer is missing or depends on speculation.
+Prints a Markdown table with date, versions and machine. Exits with 1, with the reason on standard
+error, if an answer is missing or depends on speculation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evaluation import evaluate
 from messages import talk
 
 CLIENTS = {"lm_eval": (evaluate, 24), "vllm": (benchmark, 20), "anthropic": (talk, 6)}
-"""What runs a client, and how many questions or prompts it takes by default."""
+"""The function that runs each client, and its default number of questions or prompts."""
 
 
 def main() -> int:
@@ -29,11 +29,11 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="questions per task, or prompts per load")
     parser.add_argument("--directory", type=Path, default=Path("build/clients"))
     options = parser.parse_args()
-    run, usual = CLIENTS[options.client]
-    wrong = run(options.directory, options.count or usual)
-    for sentence in wrong:
+    run, default_count = CLIENTS[options.client]
+    problems = run(options.directory, options.count or default_count)
+    for sentence in problems:
         print(sentence, file=sys.stderr)
-    return 1 if wrong else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def page() -> str:
 
 
 def test_tables_match_the_models(script: ModuleType, page: str):
-    assert script.written(page) == page, "run python scripts/api_page.py"
+    assert script.with_tables(page) == page, "run python scripts/api_page.py"
 
 
 def rows(page: str, place: str) -> dict[str, str]:
