@@ -7,7 +7,7 @@ from typing import Any
 
 from strobe.attention.mask import LayerMask
 from strobe.kv.states import StateSpec
-from strobe.models.rope import RopeConfig
+from strobe.models.config_readers.rope import RopeConfig
 
 
 @dataclass(frozen=True)

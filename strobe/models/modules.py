@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.models.config import DecoderConfig
-from strobe.models.rope import RopeConfig
+from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.weight_mapping import WeightMapping, stacked
 
 Rope = tuple[Tensor, Tensor]

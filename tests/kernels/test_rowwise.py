@@ -9,8 +9,8 @@ from torch import Tensor
 
 from strobe.kernels import reference_rowwise as twin
 from strobe.kernels import rowwise
+from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.modules import RotaryTable, rotate
-from strobe.models.rope import RopeConfig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = torch.float8_e4m3fn

@@ -10,9 +10,8 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from strobe.models.config_readers.rope import read_rope, rope_scaling
+from strobe.models.config_readers.rope import RopeConfig, read_rope, rope_scaling
 from strobe.models.modules import RotaryTable
-from strobe.models.rope import RopeConfig
 
 HERE = Path("config.json")
 # Of Llama-3.1-8B, gpt-oss-20b, Qwen3's long contexts, the drafter of Qwen3.6-35B-A3B, and others.

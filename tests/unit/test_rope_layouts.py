@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.modules import RotaryTable, rotate
-from strobe.models.rope import RopeConfig
 
 WIDTH = 16
 

@@ -10,8 +10,7 @@ from strobe.attention.mask import LayerMask
 from strobe.hub.files import read_json
 from strobe.models.config import DecoderConfig, TargetConfig
 from strobe.models.config_readers.fields import DTYPES, HINT, Fields, positive
-from strobe.models.config_readers.rope import read_rope
-from strobe.models.rope import RopeConfig
+from strobe.models.config_readers.rope import RopeConfig, read_rope
 from strobe.sampling_params import SamplingParams
 
 Kind = TypeVar("Kind", bound=TargetConfig)

@@ -1,12 +1,11 @@
-"""Rope as config.json spells it: plain, linear, Llama 3.1's, by yarn or of a share of the pairs."""
+"""Rotary position embedding as config.json asks for it: its kinds and their frequencies."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from strobe.models.rope import RopeConfig
 
 KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds of rope that are computed, under transformers' names."""
@@ -26,6 +25,94 @@ _SHARED = frozenset(
 )
 _MULTIMODAL = frozenset({"mrope_section", "mrope_interleaved"})
 """What a drafter trained beside a multimodal target carries along; its own rope is plain."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How positions become angles. theta: the base. The rest as transformers names it: factor
+    stretches the context beyond `original`, the longest of training; low and high: llama3's
+    frequency factors; beta_fast and beta_slow bound yarn's ramp, whose ends `truncate` rounds;
+    scale: what yarn multiplies cosines and sines with. share: the part of each head, from its first
+    value, that is rotated; of a proportional rope the share of pairs with a frequency above 0;
+    interleaved: whether pairs are neighbours, not a half of that part from each other."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original: int = 0
+    low: float = 1.0
+    high: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    scale: float = 1.0
+    share: float = 1.0
+    interleaved: bool = False
+
+    @property
+    def reach(self) -> int:
+        """Positions that a stretched context is good for; 0 where config.json's own are."""
+        return int(self.original * self.factor) if self.kind in ("linear", "yarn") else 0
+
+    def inverse_frequencies(self, head_dim: int) -> list[float]:
+        """Radians per position of each of the head's D / 2 pairs; 0 for those not rotated."""
+        rotated = self._rotated(head_dim)
+        return self._inverse_frequencies(rotated) + [0.0] * ((head_dim - rotated) // 2)
+
+    def order(self, head_dim: int) -> list[int] | None:
+        """Where in a checkpoint's head each of its D values lies in order that pairs be (i, i + D /
+        2); None: they are. Heads of queries and keys may be put in any order, as long as both are.
+        """
+        rotated = self._rotated(head_dim)
+        if rotated == head_dim and not self.interleaved:
+            return None
+        half, rest = rotated // 2, list(range(rotated, head_dim))
+        pairs = [(2 * i, 2 * i + 1) if self.interleaved else (i, i + half) for i in range(half)]
+        still = len(rest) // 2
+        first, second = [a for a, _ in pairs], [b for _, b in pairs]
+        return [*first, *rest[:still], *second, *rest[still:]]
+
+    def _rotated(self, head_dim: int) -> int:
+        """Values of a head that belong to a pair of their own."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.share)
+
+    def _inverse_frequencies(self, head_dim: int) -> list[float]:
+        plain = [self.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+        if self.kind == "linear":  # Chen et al., arXiv 2306.15595
+            return [frequency / self.factor for frequency in plain]
+        if self.kind == "proportional":  # transformers, modeling_rope_utils.py
+            rotated = int(self.share * head_dim // 2)
+            return [s / self.factor if i < rotated else 0.0 for i, s in enumerate(plain)]
+        if self.kind == "llama3":
+            return [self._llama3(frequency) for frequency in plain]
+        if self.kind == "yarn":
+            return self._yarn(plain, head_dim)
+        return plain
+
+    def _llama3(self, frequency: float) -> float:
+        """Llama 3.1's model card: slow pairs are stretched, fast ones not, others in between."""
+        turns = self.original * frequency / (2 * math.pi)
+        if turns < self.low:
+            return frequency / self.factor
+        if turns > self.high:
+            return frequency
+        share = (turns - self.low) / (self.high - self.low)
+        return (1 - share) * frequency / self.factor + share * frequency
+
+    def _yarn(self, plain: list[float], head_dim: int) -> list[float]:
+        """Peng et al., arXiv 2309.00071: a linear ramp over pairs between two numbers of turns."""
+        ends = [self._pair_of(turns, head_dim) for turns in (self.beta_fast, self.beta_slow)]
+        if self.truncate:
+            ends = [math.floor(ends[0]), math.ceil(ends[1])]
+        low, high = max(ends[0], 0), min(ends[1], head_dim - 1)
+        width = max(high - low, 0.001)
+        ramp = [min(max((i - low) / width, 0.0), 1.0) for i in range(len(plain))]
+        return [f / self.factor * s + f * (1 - s) for f, s in zip(plain, ramp, strict=True)]
+
+    def _pair_of(self, turns: float, head_dim: int) -> float:
+        """The pair, a real number, that turns so often over the original context."""
+        span = self.original / (turns * 2 * math.pi)
+        return head_dim * math.log(span) / (2 * math.log(self.theta))
 
 
 def read_rope(

@@ -19,7 +19,7 @@ from strobe.models.config_readers.decoder import (
 )
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.mask_token import find_mask_token
-from strobe.models.rope import RopeConfig
+from strobe.models.config_readers.rope import RopeConfig
 
 HARMLESS = frozenset(
     {"eos_token_id", "tie_word_embeddings", "use_sliding_window", "max_window_layers",

@@ -19,12 +19,11 @@ from strobe.models.config_readers.decoder import (
     read_window,
 )
 from strobe.models.config_readers.fields import HINT, Fields
-from strobe.models.config_readers.rope import read_rope
+from strobe.models.config_readers.rope import RopeConfig, read_rope
 from strobe.models.families.experts import Experts, read_counts
 from strobe.models.layers import MLP
 from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.torch_ops import ForwardRows, Residual, TorchOps
-from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 

@@ -26,12 +26,11 @@ from strobe.models.config_readers.decoder import (
 )
 from strobe.models.config_readers.fields import HINT, Fields, positive
 from strobe.models.config_readers.fp8 import WHOLE, read_quantization
-from strobe.models.config_readers.rope import read_rope
+from strobe.models.config_readers.rope import RopeConfig, read_rope
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import MLP, DecoderLayer
 from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.torch_ops import ForwardRows, Residual, TorchOps
-from strobe.models.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, copy
 

@@ -12,7 +12,7 @@ import numpy as np
 from strobe.engine.build import ResolvedConfig, build
 from strobe.engine.engine import Engine
 from strobe.models.config import DraftConfig, TargetConfig
-from strobe.models.rope import RopeConfig
+from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
