@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DraftConfig, TargetConfig
+from strobe.models.config_readers.draft_vocabulary import load_target_ids
 from strobe.models.config_readers.fp8 import fp8_rows, in_fp8, with_scales
-from strobe.models.config_readers.tensors import draft_parts, read_target_ids
+from strobe.models.config_readers.tensors import draft_parts
 from strobe.models.dflash import DFlash
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
 from strobe.models.registry import make_target
@@ -175,17 +176,16 @@ def check_target_tensors(
 ) -> Target:
     """The target on the meta device. Raises ValueError, reading headers only, for tensors that do
     not fit the config."""
-    return _checked(_meta_target(config, 1), directory, load_format)
+    module = _meta_target(config, 1)
+    if load_format != "dummy":
+        _check_tensors(module, Checkpoint(directory))
+    return module
 
 
 def check_draft_tensors(directory: Path, config: DraftConfig, load_format: str = "auto") -> DFlash:
     """The same for a drafter."""
     nothing = torch.empty(0, device="meta")
     module = _meta_draft(directory, config, 1, (nothing, nothing), load_format)
-    return _checked(module, directory, load_format)
-
-
-def _checked(module: Model, directory: Path, load_format: str) -> Model:
     if load_format != "dummy":
         _check_tensors(module, Checkpoint(directory))
     return module
@@ -221,9 +221,7 @@ def load_draft(
     if config.draft_vocab_size is not None:
         ids = torch.arange(config.draft_vocab_size)
         if load_format != "dummy":
-            checkpoint = Checkpoint(directory)
-            t2d = checkpoint.read("t2d") if "t2d" in checkpoint.shapes else None
-            ids = read_target_ids(checkpoint.read("d2t"), t2d, config, directory)
+            ids = load_target_ids(Checkpoint(directory), config)
         module.target_ids = ids.to(options["device"])
     return module
 

@@ -11,25 +11,10 @@ from strobe.hub.files import read_json
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.config_readers.fields import Fields
 from strobe.models.config_readers.methods import DFLASH, SUPPORTED, format_of, method_of
+from strobe.models.families import FAMILIES
 
 if TYPE_CHECKING:
     from strobe.models.target import Target
-
-FAMILIES = {
-    "Qwen3ForCausalLM": ("qwen3", "qwen3"),
-    "LlamaForCausalLM": ("llama", "llama"),
-    "Gemma4ForCausalLM": ("gemma4_text", "gemma4"),
-    "Gemma4ForConditionalGeneration": ("gemma4", "gemma4"),
-    "Gemma4UnifiedForCausalLM": ("gemma4_unified_text", "gemma4"),
-    "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "gemma4"),
-    "Qwen3MoeForCausalLM": ("qwen3_moe", "qwen3_moe"),
-    "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
-    "Qwen3_5ForCausalLM": ("qwen3_5_text", "qwen3_5"),
-    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5"),
-    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "qwen3_5"),
-    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_5"),
-}
-"""Architectures of targets: their model_type, and the file of `strobe.models.families`."""
 
 
 def _family(architecture: str) -> ModuleType:

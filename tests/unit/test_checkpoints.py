@@ -20,7 +20,8 @@ from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.config_readers.zlab import default_capture_layers
-from strobe.models.registry import FAMILIES, load_draft_config, load_target_config
+from strobe.models.families import FAMILIES
+from strobe.models.registry import load_draft_config, load_target_config
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

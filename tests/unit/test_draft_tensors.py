@@ -17,7 +17,7 @@ from tiny import HIDDEN, VOCAB, edit_json, make_draft
 from torch import Tensor
 
 from strobe.models.config import DraftConfig
-from strobe.models.config_readers.tensors import read_target_ids
+from strobe.models.config_readers.draft_vocabulary import read_target_ids
 from strobe.models.dflash import DFlash
 from strobe.models.load import check_draft_tensors
 from strobe.models.registry import load_draft_config

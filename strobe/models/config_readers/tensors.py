@@ -1,13 +1,9 @@
-"""How files name tensors; and what a drafter's must be beside what its module says: fc's width, and
-which tokens a reduced head knows."""
+"""How files name tensors, and checks of a drafter's tensors that its module does not make."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from strobe.models.config import DraftConfig
 
@@ -69,19 +65,3 @@ def _check_features(
             f"{config.capture_ids_key} {list(config.capture_ids)} names {count} layers of "
             f"{size}, which make {count * size}; {HINT}"
         )
-
-
-def read_target_ids(
-    d2t: Tensor, t2d: Tensor | None, config: DraftConfig, directory: Path
-) -> Tensor:
-    """d2t [V'] offsets -> the target's token of each row of the head, [V'] int64. Raises ValueError
-    where that is no token, or one twice, or t2d says otherwise."""
-    ids, vocab = torch.arange(len(d2t)) + d2t.long(), config.decoder.vocab_size
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) < len(ids):
-        raise ValueError(
-            f"{directory}: tensor d2t leads to tokens {int(ids.min())} to {int(ids.max())}, which "
-            f"must all differ and lie within 0 to {vocab - 1}; {HINT}"
-        )
-    if t2d is not None and not torch.equal(t2d.nonzero()[:, 0], ids.sort().values):
-        raise ValueError(f"{directory}: tensors t2d and d2t name different tokens; {HINT}")
-    return ids

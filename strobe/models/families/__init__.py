@@ -1,5 +1,21 @@
 """Target families, one file each: its config.json read, and the module that computes it.
 
 A file offers `read(fields, directory) -> TargetConfig` and `make(config, max_positions) -> Target`;
-`strobe.models.registry` names it once for each of its architectures.
+`FAMILIES` names it once for each of its architectures.
 """
+
+FAMILIES = {
+    "Qwen3ForCausalLM": ("qwen3", "qwen3"),
+    "LlamaForCausalLM": ("llama", "llama"),
+    "Gemma4ForCausalLM": ("gemma4_text", "gemma4"),
+    "Gemma4ForConditionalGeneration": ("gemma4", "gemma4"),
+    "Gemma4UnifiedForCausalLM": ("gemma4_unified_text", "gemma4"),
+    "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "gemma4"),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", "qwen3_moe"),
+    "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", "qwen3_5"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "qwen3_5"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_5"),
+}
+"""Architectures of targets: their model_type, and the module of this package."""

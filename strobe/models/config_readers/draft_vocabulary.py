@@ -1,0 +1,34 @@
+"""The tokens that a drafter's reduced head knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from strobe.models.checkpoint import Checkpoint
+from strobe.models.config import DraftConfig
+from strobe.models.config_readers.tensors import HINT
+
+
+def load_target_ids(checkpoint: Checkpoint, config: DraftConfig) -> Tensor:
+    """Read the target's token of each row of a reduced head, [V'] int64. Raises ValueError."""
+    t2d = checkpoint.read("t2d") if "t2d" in checkpoint.shapes else None
+    return read_target_ids(checkpoint.read("d2t"), t2d, config, checkpoint.directory)
+
+
+def read_target_ids(
+    d2t: Tensor, t2d: Tensor | None, config: DraftConfig, directory: Path
+) -> Tensor:
+    """d2t [V'] offsets -> the target's token of each row of the head, [V'] int64. Raises ValueError
+    where that is no token, or one twice, or t2d says otherwise."""
+    ids, vocab = torch.arange(len(d2t)) + d2t.long(), config.decoder.vocab_size
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) < len(ids):
+        raise ValueError(
+            f"{directory}: tensor d2t leads to tokens {int(ids.min())} to {int(ids.max())}, which "
+            f"must all differ and lie within 0 to {vocab - 1}; {HINT}"
+        )
+    if t2d is not None and not torch.equal(t2d.nonzero()[:, 0], ids.sort().values):
+        raise ValueError(f"{directory}: tensors t2d and d2t name different tokens; {HINT}")
+    return ids
