@@ -181,7 +181,7 @@ def test_count_prompt_matches_message_prompt():
         ({"output_config": {"effort": "much"}}, "output_config.effort", "one of"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type", "xml"),
         ({"stop_sequences": ["x" * 1001]}, "stop_sequences", "stop_sequences holds a text"),
-        ({"stop_sequences": ["x"], "stop": "y"}, "stop", "beside stop_sequences"),
+        ({"stop_sequences": ["x"], "stop": "y"}, "stop", "together with stop_sequences"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "give tools"),
         ({"temprature": 1}, "temprature", "did you mean temperature"),
     ],

@@ -134,11 +134,12 @@ def test_field_combinations_match_the_openapi_document(api: Any, path: str, exam
 
 
 TOGETHER = (
-    " beside ", " without ", " as that of an earlier tool", " differs from ", " as JSON it fails",
-    "tools is empty", "there are no tools", " above max_tokens ", " is missing", " makes no token",
+    " together with ", " without ", ", the name of an earlier tool", " differs from ",
+    " as JSON it fails", "tools is empty", "there are no tools", " above max_tokens ",
+    " is missing", " makes no token",
 )  # fmt: skip
-"""What is wrong with a field because of others, or with the JSON inside a text: no schema of the
-field alone can say it."""
+"""Errors that depend on several fields, or on the JSON inside a text: no schema of a single field
+can express them."""
 
 
 @pytest.mark.parametrize("model", SMALLEST)

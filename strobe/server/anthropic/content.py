@@ -1,4 +1,4 @@
-"""The content blocks of a message, and the events that are sent as they grow."""
+"""The content blocks of a message, and their events in a stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strobe.server.openai.segments import Segment
 
 
 class _Block:
-    """What all blocks have. index: its place in the content."""
+    """Base class of blocks. index: the block's index in the content."""
 
     def __init__(self, index: int):
         self.index, self.text = index, ""
@@ -39,7 +39,7 @@ class _Block:
 
 
 class Text(_Block):
-    """What the model says."""
+    """A text block."""
 
     def item(self) -> dict[str, Any]:
         return {"type": "text", "text": self.text, "citations": None}
@@ -49,7 +49,7 @@ class Text(_Block):
 
 
 class Thinking(_Block):
-    """Its thinking. The signature is a checksum: clients keep no thinking that has none."""
+    """A thinking block. Its signature is a checksum, because clients drop unsigned thinking."""
 
     def __init__(self, index: int, *, shown: bool):
         super().__init__(index)
@@ -76,7 +76,7 @@ class Thinking(_Block):
 
 
 class ToolUse(_Block):
-    """A call of a tool; its text is the arguments' JSON."""
+    """A tool call. text: the arguments as JSON."""
 
     def __init__(self, index: int, name: str):
         super().__init__(index)
@@ -89,7 +89,7 @@ class ToolUse(_Block):
         return {"type": "input_json_delta", "partial_json": text}
 
     def _input(self) -> dict[str, Any]:
-        """The arguments, or what there is of them where the answer was cut."""
+        """The arguments, possibly partial if the answer was cut."""
         try:
             value = from_json(self.text, allow_partial=True)
         except ValueError:
@@ -98,7 +98,7 @@ class ToolUse(_Block):
 
 
 def make_block(segment: Segment, index: int, *, shows_thinking: bool) -> OutputItem:
-    """The block that begins with a segment."""
+    """Return the block for its first segment."""
     if segment.kind == "call":
         return ToolUse(index, segment.name or "")
     return Text(index) if segment.kind == "content" else Thinking(index, shown=shows_thinking)

@@ -1,4 +1,4 @@
-"""Anthropic's error object, whoever refuses a request."""
+"""Converts error responses to Anthropic's error object."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ERROR_TYPES = {
     "service_unavailable": "overloaded_error",
     "timeout": "timeout_error",
 }
-"""Anthropic's words for the types of OpenAI's error object, where they differ."""
+"""OpenAI's error types, and Anthropic's where they differ."""
 
 
 def error_body(body: Mapping[str, Any], request_id: str | None) -> dict[str, Any]:
-    """What Anthropic's API answers in place of OpenAI's error object."""
+    """Convert OpenAI's error object to Anthropic's."""
     details = body["error"]
     kind = ERROR_TYPES.get(details["type"], details["type"])
     error: dict[str, Any] = {"type": kind, "message": details["message"]}
@@ -32,43 +32,43 @@ def error_body(body: Mapping[str, Any], request_id: str | None) -> dict[str, Any
 
 
 class AnthropicForm:
-    """On Anthropic's paths all errors are of Anthropic's form, and responses also say their id as
-    `request-id`. An error's headers wait for its body; nothing else does."""
+    """On Anthropic's paths, converts all errors to Anthropic's error object and adds the header
+    `request-id` to responses. Only an error's headers wait for its body."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and f"{route(scope)}/".startswith(f"{PATH}/"):
-            send = _formed(scope["state"]["request_id"], send)
+            send = _converting(scope["state"]["request_id"], send)
         await self.app(scope, receive, send)
 
 
-def _formed(request_id: str, send: Send) -> Send:
-    held: Message | None = None
+def _converting(request_id: str, send: Send) -> Send:
+    error_start: Message | None = None
 
-    async def formed(message: Message) -> None:
-        nonlocal held
+    async def convert(message: Message) -> None:
+        nonlocal error_start
         if message["type"] == "http.response.start":
             request_id_header = (b"request-id", request_id.encode())
             message = {**message, "headers": [*message.get("headers", ()), request_id_header]}
             if message["status"] >= 400:
-                held = message
+                error_start = message
                 return
-        elif held is not None:
-            start, held = held, None
-            body = _written(message.get("body", b""), request_id)
+        elif error_start is not None:
+            start, error_start = error_start, None
+            body = _convert_body(message.get("body", b""), request_id)
             headers = [h for h in start["headers"] if h[0].lower() != b"content-length"]
             length = (b"content-length", str(len(body)).encode())
             await send({**start, "headers": [*headers, length]})
             message = {**message, "body": body}
         await send(message)
 
-    return formed
+    return convert
 
 
-def _written(body: bytes, request_id: str) -> bytes:
-    """An error's body; one of another kind stays as it is."""
+def _convert_body(body: bytes, request_id: str) -> bytes:
+    """Convert an error's body; a body of another kind is returned as it is."""
     try:
         return json.dumps(error_body(json.loads(body), request_id)).encode()
     except (ValueError, LookupError, TypeError):

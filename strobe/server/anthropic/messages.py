@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens."""
+"""The endpoints /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def messages(serving: Serving, http: Request) -> Response:
 
 
 async def count_tokens(serving: Serving, http: Request) -> Response:
-    """Answer POST /v1/messages/count_tokens: the prompt's tokens as /v1/messages has them."""
+    """Answer POST /v1/messages/count_tokens, which counts the prompt's tokens."""
     try:
         request = CountTokensRequest.read(await http.body(), lenient=serving.settings.lenient)
         serving.name(request.model)
@@ -63,7 +63,7 @@ async def count_tokens(serving: Serving, http: Request) -> Response:
         try:
             body = {"input_tokens": await serving.in_thread(count)}
         except FieldError as error:
-            raise request.in_own_words(error) from None
+            raise request.with_own_names(error) from None
         sentences = warnings(serving, request, chat)
         return JSONResponse(body | replies.extras([], False, sentences))
     except Exception as error:
@@ -73,9 +73,9 @@ async def count_tokens(serving: Serving, http: Request) -> Response:
 async def _prepare(serving: Serving, request: MessagesRequest, http: Request) -> Prepared:
     chat = request.to_chat()
     try:
-        prepared = await prepare(serving, chat, http, request, cuts=True)
+        prepared = await prepare(serving, chat, http, request, clamp_max_tokens=True)
     except FieldError as error:
-        raise request.in_own_words(error) from None
+        raise request.with_own_names(error) from None
     job = prepared.job
     if job.constraint == "response_format":
         job = replace(job, constraint="output_config.format")
@@ -83,12 +83,12 @@ async def _prepare(serving: Serving, request: MessagesRequest, http: Request) ->
 
 
 def _error_response(request_id: str, body: dict[str, Any]) -> bytes:
-    """The last event of a stream that an error has ended."""
+    """Return the last event of a stream that fails."""
     return replies.typed_event(error_body(body, request_id))
 
 
 class MessageReply:
-    """Anthropic's form of the answer, whole or streamed."""
+    """Builds the response of /v1/messages, whole or streamed."""
 
     def __init__(
         self, request: MessagesRequest, prepared: Prepared, answer: OrderedAnswer, report: bool
@@ -97,13 +97,13 @@ class MessageReply:
         self.run, self.report = answer.run, report
 
     async def body(self) -> dict[str, Any]:
-        """The whole message, once the answer has ended."""
+        """Return the whole message after the answer has ended."""
         async for _ in self._steps():
             pass
         return self._message() | {"content": self.answer.items.output} | self._ended()
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The events of the stream."""
+        """Yield the events of the stream."""
         begun = False
         async for events in self._steps():
             out = b""
@@ -123,15 +123,15 @@ class MessageReply:
             yield replies.typed_event({"type": "message_stop"})
 
     async def _steps(self) -> AsyncGenerator[list[dict[str, Any]]]:
-        """The answer's. Raises BadField, Unserved, EngineDead."""
+        """Yield the answer's events. Raises FieldError, RequestRejected, EngineDead."""
         try:
             async for events in self.answer.steps():
                 yield events
         except FieldError as error:
-            raise self.request.in_own_words(error) from None
+            raise self.request.with_own_names(error) from None
 
     def _message(self) -> dict[str, Any]:
-        """What is known from the beginning."""
+        """Return the message's first fields, before any content."""
         return {
             "id": f"msg_{self.prepared.job.request_id}",
             "type": "message",
@@ -141,7 +141,7 @@ class MessageReply:
         } | replies.extras([], False, self.prepared.warnings)
 
     def _ended(self) -> dict[str, Any]:
-        """What is known at the end."""
+        """Return the message's last fields: stop reason and usage."""
         stop = self.run.choices[0].output.stop_reason
         sequence = stop if isinstance(stop, str) else None
         return {

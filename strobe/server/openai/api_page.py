@@ -1,4 +1,4 @@
-"""The page at /docs: the OpenAPI document as plain HTML, which needs no network and no script."""
+"""The page at /docs: the OpenAPI document as plain HTML, without scripts or external files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ td:nth-child(3) { width: 48%; }
 
 
 def api_page(schema: Mapping[str, Any]) -> str:
-    """HTML of an OpenAPI document: each path with the fields of its request."""
+    """Return an OpenAPI document as HTML: each path with the fields of its request."""
     body = "\n".join(_paths(schema))
     title = f"{escape(schema['info']['title'])} {escape(schema['info']['version'])}"
     return (
@@ -61,7 +61,7 @@ def _description(field: Mapping[str, Any]) -> str:
 
 
 def _type(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    """The kinds of value a field takes, in one line."""
+    """Return a field's types in one line."""
     field = _resolved(field, schema)
     if "anyOf" in field:
         kinds = [_type(part, schema) for part in field["anyOf"]]
@@ -74,12 +74,12 @@ def _type(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
 
 
 def _resolved(field: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A shape, where a reference names it."""
+    """Return a field's schema, following its reference if it has one."""
     name = str(field.get("$ref", "")).rpartition("/")[2]
     return schema["components"]["schemas"][name] if name else field
 
 
 def _code(text: str) -> str:
-    """Text with `code` as code."""
+    """Escape text for HTML, with `code` in code tags."""
     parts = escape(text).split("`")
     return "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))

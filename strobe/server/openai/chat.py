@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""The endpoint /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from strobe.server.serving import Serving
 from strobe.text.tokenizer import RenderedChat, Tokenizer
 
 REASONING_NAMES = ("reasoning_content", "reasoning")
-"""Thinking goes under both: DeepSeek's name, which most clients read, and vLLM's newer one."""
+"""Reasoning is sent under both names: DeepSeek's, which is widely read, and vLLM's newer one."""
 
 
 class HasWarnings(Protocol):
-    """A request of any endpoint that is answered as a chat."""
+    """A request of any endpoint that is converted to a chat request."""
 
     def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
-        """A sentence for each thing given that has no effect."""
+        """One sentence for each field without effect."""
         ...
 
 
@@ -70,13 +70,15 @@ async def prepare(
     serving: Serving,
     request: ChatCompletionRequest,
     http: Request,
-    asked: HasWarnings | None = None,
+    original: HasWarnings | None = None,
     *,
-    cuts: bool = False,
+    clamp_max_tokens: bool = False,
 ) -> Prepared:
-    """Return the prompt as token ids, with sampling parameters and parsers. asked: the request of
-    another endpoint that `request` is made of. cuts: lower max_tokens to what fits, with a warning.
-    Raises BadField, Unserved."""
+    """Return the prompt as token ids, with sampling parameters and parsers.
+
+    original: the other endpoint's request that `request` was converted from. clamp_max_tokens:
+    lower max_tokens to what fits the context, with a warning. Raises FieldError, RequestRejected.
+    """
     name, facts = serving.name(request.model), serving.facts
     keep, deadline = request.truncate_prompt_tokens, replies.Deadline(serving, request.timeout)
 
@@ -87,16 +89,16 @@ async def prepare(
 
     async with deadline():
         text, ids = await serving.in_thread(encode)
-    limit, wanted = request.limit()
+    limit, max_tokens = request.limit()
     room = facts.max_model_len - len(ids)
-    cut = cuts and wanted is not None and 0 < room < wanted
-    ids = serving.fit(ids, (limit, room if cut else wanted), keep, "messages")
+    clamped = clamp_max_tokens and max_tokens is not None and 0 < room < max_tokens
+    ids = serving.fit(ids, (limit, room if clamped else max_tokens), keep, "messages")
     arguments = request.sampling(facts.sampling)
-    said = warnings(serving, asked or request, request)
-    if cut:
+    sentences = warnings(serving, original or request, request)
+    if clamped:
         arguments["max_tokens"] = room
-        said.append(
-            f"{limit} is {wanted}, but the answer has at most {counted(room, 'token')}: the "
+        sentences.append(
+            f"{limit} is {max_tokens}, but the answer has at most {counted(room, 'token')}: the "
             f"context holds {facts.max_model_len} and the prompt has {len(ids)}."
         )
     toolbox, forms = request.toolbox, serving.formats
@@ -122,17 +124,17 @@ async def prepare(
             request_id,
             parse,
             "tools" if toolbox.choice.forced else request.constraint,
-            http.scope["state"]["came"],
+            http.scope["state"]["arrived_at"],
             request.scheduling,
         ),
         name,
-        said,
+        sentences,
         deadline,
     )
 
 
 def render_prompt(serving: Serving, request: Conversation) -> RenderedChat:
-    """A conversation as the chat template writes it. Raises BadField."""
+    """Render a conversation with the chat template. Raises FieldError."""
     options = serving.settings.template_variables | request.template_options()
     options["chat_template"] = serving.template(request.chat_template)
     try:
@@ -142,7 +144,7 @@ def render_prompt(serving: Serving, request: Conversation) -> RenderedChat:
 
 
 def prompt_ids(serving: Serving, chat: RenderedChat, request: Conversation) -> list[int]:
-    """The tokens of what `render_prompt` returned. Raises BadField."""
+    """Encode a rendered prompt. Raises FieldError."""
     add_special_tokens = request.add_special_tokens
     try:
         return serving.tokenizer.encode_chat(chat, add_special_tokens=add_special_tokens)
@@ -151,7 +153,7 @@ def prompt_ids(serving: Serving, chat: RenderedChat, request: Conversation) -> l
 
 
 def warnings(serving: Serving, request: HasWarnings, chat: ChatCompletionRequest) -> list[str]:
-    """A sentence for each thing asked for that has no effect. chat: the same request as a chat."""
+    """One sentence for each field without effect. chat: the same request as a chat."""
     sentences = request.warnings(None if chat.chat_template is not None else serving.template_reads)
     if chat.toolbox.tools and serving.formats.tools is None:
         sentences.append(
@@ -178,7 +180,7 @@ def _tool(tool: dict[str, Any]) -> Tool:
 
 
 def is_complete(arguments: str) -> bool:
-    """Whether a call's arguments have come to their end."""
+    """Whether a call's arguments are a complete JSON object."""
     try:
         return isinstance(json.loads(arguments), dict)
     except (ValueError, RecursionError):
@@ -186,7 +188,7 @@ def is_complete(arguments: str) -> bool:
 
 
 class ToolCallCollector:
-    """The tool calls of one answer as they come, each with an id."""
+    """Collects the tool calls of one answer and gives each an id."""
 
     def __init__(self, *, parallel: bool):
         self.parallel = parallel
@@ -194,11 +196,12 @@ class ToolCallCollector:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are calls, the last one to its end: a stop string may have cut it."""
+        """Whether there are calls and the last one is complete, not cut by a stop string."""
         return bool(self.calls) and is_complete(self.calls[-1]["function"]["arguments"])
 
     def take(self, deltas: tuple[CallDelta, ...]) -> list[dict[str, Any]]:
-        """The same as OpenAI's deltas; without `parallel` there is only the first call."""
+        """Add deltas and return them in OpenAI's format; without `parallel`, only the first
+        call's."""
         sent: list[dict[str, Any]] = []
         for delta in deltas:
             if delta.index and not self.parallel:
@@ -217,7 +220,7 @@ class ToolCallCollector:
 
 @dataclass
 class AssistantMessage:
-    """One answer as OpenAI's message."""
+    """One answer in the format of OpenAI's message."""
 
     calls: ToolCallCollector
     content: str = ""
@@ -225,7 +228,7 @@ class AssistantMessage:
     begun: bool = False
 
     def take(self, progress: Progress) -> dict[str, Any]:
-        """Take in a step; its delta."""
+        """Add a step's progress. Returns its delta."""
         parsed = progress.parsed
         self.content += parsed.content
         self.reasoning += parsed.reasoning
@@ -258,7 +261,7 @@ class AssistantMessage:
 
 
 class ChatReply:
-    """OpenAI's form of the answers, whole or streamed."""
+    """Builds the response of a chat completion, whole or streamed."""
 
     def __init__(
         self,
@@ -278,7 +281,7 @@ class ChatReply:
         ]
 
     async def body(self) -> dict[str, Any]:
-        """The whole completion, once it has ended."""
+        """Return the whole completion after its end."""
         async for steps in self.run.steps():
             for progress in steps:
                 self.messages[progress.choice.index].take(progress)
@@ -307,7 +310,7 @@ class ChatReply:
         return body | replies.extras([self.run], self.report, self.prepared.warnings)
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The chunks of the stream."""
+        """Yield the chunks of the stream."""
         request, options = self.request, self.request.stream_options
         head = self._head("chat.completion.chunk")
         first: dict[str, Any] = {}
@@ -336,7 +339,7 @@ class ChatReply:
             yield replies.event(last | {"speculation": speculation([self.run])})
 
     def _chunk(self, progress: Progress) -> dict[str, Any] | None:
-        """A choice of a chunk, None where there is nothing to send yet."""
+        """Return a chunk's choice, None if there is nothing to send."""
         request, choice = self.request, progress.choice
         message = self.messages[choice.index]
         begun = message.begun
@@ -373,17 +376,17 @@ class ChatReply:
 
 
 def step_of(delta: StreamDelta) -> dict[str, Any]:
-    """A verify step as the page shows it: each token's text, and whether it was a draft."""
-    tokens = [[piece, place < delta.accepted] for place, piece in enumerate(delta.pieces)]
+    """Describe a verify step for the page: each token's text and whether it was a draft."""
+    tokens = [[piece, i < delta.accepted] for i, piece in enumerate(delta.pieces)]
     return {"tokens": tokens, "drafted": delta.drafted, "accepted": delta.accepted}
 
 
 def chat_logprob(entry: TokenLogprob, tokenizer: Tokenizer, as_ids: bool) -> dict[str, Any]:
-    """A token's log probability in OpenAI's chat form."""
+    """Convert a token's log probability to OpenAI's chat format."""
 
-    def named(token: int, value: float) -> dict[str, Any]:
-        shown = f"token_id:{token}" if as_ids else tokenizer.token_text(token)
-        return {"token": shown, "logprob": value, "bytes": list(tokenizer.token_bytes(token))}
+    def convert(token: int, value: float) -> dict[str, Any]:
+        text = f"token_id:{token}" if as_ids else tokenizer.token_text(token)
+        return {"token": text, "logprob": value, "bytes": list(tokenizer.token_bytes(token))}
 
-    top = [named(token, value) for token, value in entry.top]
-    return {**named(entry.token, entry.logprob), "top_logprobs": top}
+    top = [convert(token, value) for token, value in entry.top]
+    return {**convert(entry.token, entry.logprob), "top_logprobs": top}

@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""The endpoint /v1/completions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from strobe.server.serving import Serving
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's text, and its place among the request's prompts."""
+    """A prompt as text and as token ids."""
 
     text: str
     ids: list[int]
@@ -52,11 +52,17 @@ async def completions(serving: Serving, http: Request) -> Response:
             ]
         request_id = request.request_id or http.scope["state"]["request_id"]
         serving.check_room(count * params.n, count)
-        came = http.scope["state"]["came"]
+        arrived_at = http.scope["state"]["arrived_at"]
         for i, prompt in enumerate(prompts):
             job_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
             job = GenerationJob(
-                prompt.ids, params, job_id, Plain, request.constraint, came, request.scheduling
+                prompt.ids,
+                params,
+                job_id,
+                Plain,
+                request.constraint,
+                arrived_at,
+                request.scheduling,
             )
             runs.append(PromptRun(serving, job))
     except Exception as error:
@@ -98,7 +104,7 @@ async def _prompt(
 
 
 class CompletionReply:
-    """OpenAI's older form of the answers, whole or streamed."""
+    """Builds the response of a text completion, whole or streamed."""
 
     def __init__(
         self,
@@ -122,7 +128,7 @@ class CompletionReply:
         self._offsets: dict[tuple[int, int], int] = {}
 
     async def body(self) -> dict[str, Any]:
-        """The whole completion, once all answers have ended."""
+        """Return the whole completion after all answers have ended."""
         await replies.wait_for_all(self.runs)
         replies.check_answers(self.runs)
         choices: list[dict[str, Any]] = []
@@ -160,7 +166,7 @@ class CompletionReply:
         return None if entry is None else entry._replace(top=entry.top[:count])
 
     def _prompt_part(self, run: PromptRun, prompt: Prompt) -> LogprobsBuilder:
-        """The prompt's tokens and their log probabilities, for echo."""
+        """Return the prompt's tokens and their log probabilities, for echo."""
         parts, tokenizer = LogprobsBuilder(), self.serving.tokenizer
         entries = run.prompt_logprobs or [None] * len(prompt.ids)
         for token, entry in zip(prompt.ids, entries, strict=True):
@@ -170,7 +176,7 @@ class CompletionReply:
         return parts
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The chunks of the stream; several prompts' answers come as they are made."""
+        """Yield the chunks of the stream; chunks of several prompts are interleaved."""
         options = self.request.stream_options
         outputs: asyncio.Queue[tuple[int, list[Progress]] | Exception | None] = asyncio.Queue()
 
@@ -183,12 +189,12 @@ class CompletionReply:
                 outputs.put_nowait(error)
 
         tasks = [asyncio.ensure_future(follow(i, run)) for i, run in enumerate(self.runs)]
-        left = len(tasks)
+        num_running = len(tasks)
         try:
-            while left:
+            while num_running:
                 output = await outputs.get()
                 if output is None:
-                    left -= 1
+                    num_running -= 1
                 elif isinstance(output, Exception):
                     raise output
                 else:
@@ -250,7 +256,7 @@ class CompletionReply:
 
 
 class LogprobsBuilder:
-    """OpenAI's older form of log probabilities, token by token."""
+    """Builds the `logprobs` object of /v1/completions, token by token."""
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
@@ -267,7 +273,7 @@ class LogprobsBuilder:
         *,
         first: bool = False,
     ) -> None:
-        """Tokens with their share of the text; first: a prompt's first token, which has none."""
+        """Add tokens and their texts. first: a prompt's first token, which has no logprob."""
         count = reply.request.logprobs or 0
         for entry, piece in zip(entries, pieces, strict=True):
             self.tokens.append(self._name(entry.token, reply))
@@ -294,7 +300,8 @@ class LogprobsBuilder:
 
 
 def _best_choices(choices: list[ChoiceState], count: int) -> list[ChoiceState]:
-    """The `count` most probable answers per token, in that order where some are left out."""
+    """Return the `count` answers of the highest mean log probability per token, sorted if any are
+    left out."""
     if len(choices) == count:
         return choices
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: the routes, with the requests that their handlers read themselves."""
+"""The OpenAPI document: the routes, with the bodies that their handlers parse themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 from strobe.server.openai.protocol import response_bodies as answers
 
 POST_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "503", "504")
-"""What a POST may answer instead of what was asked for."""
+"""Error statuses of POST endpoints."""
 
 EVENT: dict[str, Any] = {
     "type": "object",
@@ -30,8 +30,7 @@ EVENT: dict[str, Any] = {
 
 
 class Post(NamedTuple):
-    """A path that takes a body. request_model, response_model: the shapes of the two bodies;
-    error_model: an error's."""
+    """A POST endpoint, with the models of its request, response and errors."""
 
     path: str
     summary: str
@@ -48,9 +47,9 @@ def describe(
     *,
     lenient: bool = False,
 ) -> dict[str, Any]:
-    """The document. errors: the statuses beside 200 of each path that is only read; open_paths:
-    those that need no key, None where no path does; lenient: whether requests may have fields that
-    nobody knows."""
+    """Return the OpenAPI document. errors: the error statuses of each GET path; open_paths: paths
+    that need no API key, None if there are no keys; lenient: whether requests may have unknown
+    fields."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     shapes: list[tuple[type[BaseModel], Any]] = [(answers.ErrorResponse, "serialization")]
     for post in posts:
@@ -58,7 +57,7 @@ def describe(
         shapes += [(post.error_model, "serialization")]
     references, parts = models_json_schema(shapes, ref_template="#/components/schemas/{model}")
     schemas: dict[str, Any] = schema.setdefault("components", {}).setdefault("schemas", {})
-    for name in ("HTTPValidationError", "ValidationError"):  # the framework's; no route says them
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's, which no route returns
         schemas.pop(name, None)
     schemas.update(parts.get("$defs", {}))
 
@@ -93,14 +92,18 @@ def describe(
         for path in schema["paths"].keys() & set(open_paths):
             for operation in schema["paths"][path].values():
                 operation["security"] = []
-    return _opened(schema) if lenient else schema
+    return _with_unknown_fields(schema) if lenient else schema
 
 
-def _opened(part: Any) -> Any:
-    """A part of the document in which objects may have any further fields."""
+def _with_unknown_fields(part: Any) -> Any:
+    """Return a part of the document whose objects allow further fields."""
     if isinstance(part, list):
-        return [_opened(item) for item in part]
+        return [_with_unknown_fields(item) for item in part]
     if not isinstance(part, dict):
         return part
     closes = part.get("additionalProperties") == {"type": "null"}
-    return {k: _opened(v) for k, v in part.items() if not closes or k != "additionalProperties"}
+    return {
+        name: _with_unknown_fields(value)
+        for name, value in part.items()
+        if not closes or name != "additionalProperties"
+    }

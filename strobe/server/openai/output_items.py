@@ -1,4 +1,4 @@
-"""An answer item by item: reasoning, text and calls in the order in which the model wrote them."""
+"""An answer as output items: reasoning, text and calls in the order of the model's text."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputItem(Protocol):
-    """One item of the output, in the form of an endpoint. Its events are sent as it grows."""
+    """One item of the output, in an endpoint's format. Its methods return the events to send."""
 
     def item(self) -> dict[str, Any]:
-        """It as the endpoint's object, as far as it has come."""
+        """The item as JSON, as far as it has been generated."""
         ...
 
     def begin(self) -> list[Event]: ...
@@ -30,19 +30,19 @@ class OutputItem(Protocol):
 
 
 class OutputItems:
-    """The output as it grows, item by item: one begins where the one before has ended."""
+    """The list of output items. A new item begins when the kind of segment changes."""
 
     def __init__(self, make: Callable[[Segment, int], OutputItem], *, parallel: bool):
-        """make: an item from its first segment and its place in the output. parallel: without it
-        there is only the first call."""
+        """make: returns an item for its first segment and its index in the output. parallel: if
+        False, all calls after the first are dropped."""
         self._make, self._parallel = make, parallel
         self._items: list[OutputItem] = []
         self._open: tuple[str, int] | None = None
-        self._arguments = ""  # the newest call's
+        self._arguments = ""  # of the last call
 
     @property
     def calls_are_complete(self) -> bool:
-        """Whether there are calls, the last one to its end: a stop string may have cut it."""
+        """Whether there are calls and the last one is complete, not cut by a stop string."""
         return is_complete(self._arguments)
 
     @property
@@ -50,7 +50,7 @@ class OutputItems:
         return [item.item() for item in self._items]
 
     def take(self, segment: Segment, logprobs: Logprobs) -> list[Event]:
-        """Take in a segment; its events."""
+        """Add a segment. Returns its events."""
         if segment.kind == "call" and segment.call and not self._parallel:
             return []
         events: list[Event] = []
@@ -61,16 +61,17 @@ class OutputItems:
         return events + self._items[-1].add(segment.text, logprobs)
 
     def end(self, status: Status) -> list[Event]:
-        """The answer has ended. An answer of nothing is a message of nothing."""
+        """End the answer; an answer without content or calls gets an empty message. Returns the
+        events."""
         events: list[Event] = []
         if status == "completed" and self._open in (None, ("reasoning", 0)):
             events += self._begin(Segment("content", "", 0, 0))
         return events + self.close(status)
 
     def close(self, status: Status) -> list[Event]:
-        """End the item that is open, if there is one."""
-        was, self._open = self._open, None
-        return self._items[-1].end(status) if was is not None else []
+        """End the open item, if there is one. Returns its events."""
+        open_item, self._open = self._open, None
+        return self._items[-1].end(status) if open_item is not None else []
 
     def _begin(self, segment: Segment) -> list[Event]:
         events = self.close("completed")
@@ -81,13 +82,13 @@ class OutputItems:
 
 
 class OrderedAnswer:
-    """One answer on its way, as events of its items.
+    """One answer's generation, as events of its items.
 
-    reasoning_tokens: those so far with reasoning in their text, markers left out.
+    reasoning_tokens: number of tokens so far with reasoning in their text, without markers.
     """
 
     def __init__(self, serving: Serving, job: GenerationJob, items: OutputItems):
-        """Hands the prompt to the engine. Raises Unserved, EngineDead."""
+        """Submit the prompt to the engine. Raises RequestRejected, EngineDead."""
         self._segments, self._attribution = OrderedParser(job.parser()), TokenAttribution()
         self._tokenizer = serving.tokenizer
         self.items, self.reasoning_tokens = items, 0
@@ -95,13 +96,12 @@ class OrderedAnswer:
 
     @property
     def status(self) -> Status:
-        """How the answer has ended."""
+        """The status of the finished answer."""
         reason = self.run.choices[0].output.finish_reason
         return "incomplete" if reason == "length" else "completed"
 
     async def steps(self) -> AsyncIterator[list[Event]]:
-        """The events of each step; the last step's end the output. Raises BadField, Unserved,
-        EngineDead."""
+        """Yield the events of each step. Raises FieldError, RequestRejected, EngineDead."""
         async for steps in self.run.steps():
             replies.check_answers([self.run])
             for progress in steps:
@@ -117,6 +117,6 @@ class OrderedAnswer:
         if segment.kind == "reasoning":
             self.reasoning_tokens += len(tokens)
         elif segment.kind == "content":
-            known = [logprob for logprob in tokens if logprob is not None]
-            logprobs = [chat_logprob(logprob, self._tokenizer, False) for logprob in known]
+            entries = [logprob for logprob in tokens if logprob is not None]
+            logprobs = [chat_logprob(logprob, self._tokenizer, False) for logprob in entries]
         return self.items.take(segment, logprobs)

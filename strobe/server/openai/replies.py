@@ -1,4 +1,4 @@
-"""HTTP around the answers: errors, clients that go away, deadlines, event streams."""
+"""HTTP responses of all endpoints: errors, disconnects, deadlines, event streams."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def event(value: Any) -> bytes:
 
 
 def typed_event(value: Mapping[str, Any]) -> bytes:
-    """One server-sent event that bears the name of its type."""
+    """One server-sent event, named after its type."""
     return b"event: %s\n" % value["type"].encode() + event(value)
 
 
 def to_error(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """(HTTP status, body, headers) of what went wrong; unknown errors are not the client's."""
+    """Return (HTTP status, body, headers) for an error; unexpected errors are a logged 500."""
     if isinstance(error, FieldError):
         return 400, error.body(), {}
     if isinstance(error, RequestRejected):
@@ -69,7 +69,7 @@ def to_error(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
 
 
 def error_response(serving: Serving, error: Exception) -> Response:
-    """The HTTP error for what went wrong before a response began."""
+    """Return the HTTP response for an error before a response began."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_CLOSED)
     status, body, headers = to_error(error)
@@ -78,10 +78,12 @@ def error_response(serving: Serving, error: Exception) -> Response:
 
 
 async def read_body(serving: Serving, http: Request) -> None:
-    """Read the body, which handlers then find in `http`. Raises Unserved where it is not said to be
-    JSON, since any page in a browser may post text, or does not come in the time that a request may
-    take; ClientDisconnect."""
-    http.scope["state"]["came"] = time.monotonic()
+    """Read the body, which `http` then caches for the handler.
+
+    Raises RequestRejected if its Content-Type is not JSON, since any web page may post text, or if
+    it does not arrive within request_timeout; ClientDisconnect.
+    """
+    http.scope["state"]["arrived_at"] = time.monotonic()
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise RequestRejected(
@@ -99,7 +101,7 @@ async def read_body(serving: Serving, http: Request) -> None:
 
 
 class DisconnectWatcher:
-    """Waits for the client to go away while its answer is made."""
+    """Calls `on_disconnect` when the client disconnects before its response ends."""
 
     def __init__(self, receive: Receive, on_disconnect: Callable[[], None]):
         self.disconnected = False
@@ -116,8 +118,8 @@ class DisconnectWatcher:
 
 
 class EventStream(Response):
-    """Events as they come. at_end: called once, however the response ends. A client that does not
-    read is given up a little after the deadline."""
+    """A response of server-sent events. at_end: called once, however the response ends. A client
+    that does not read is disconnected _UNREAD_SECONDS after the deadline."""
 
     media_type = "text/event-stream"
 
@@ -149,7 +151,7 @@ class EventStream(Response):
 
 
 class Deadline:
-    """Seconds that a request may take, the server's limit and its own."""
+    """A request's deadline, by the server's time limit and its own, in seconds."""
 
     def __init__(self, serving: Serving, requested: float | None):
         limits = [requested, serving.settings.request_timeout or None]
@@ -158,24 +160,24 @@ class Deadline:
         self._at = now + min(active_limits) if active_limits else None
 
     def __call__(self, later: float = 0.0) -> asyncio.Timeout:
-        """A block that ends in time, or so many seconds later."""
+        """Return a timeout that ends at the deadline, or so many seconds later."""
         return asyncio.timeout_at(None if self._at is None else self._at + later)
 
 
 Events = Callable[[], AsyncGenerator[bytes]]
-"""Makes the events of a stream; its ending is added to them."""
+"""Yields the events of a stream, without its end."""
 
 
 class StreamEnd(NamedTuple):
-    """What a stream ends with. error_events: the events for an error's body; done: behind them
-    all."""
+    """The end of a stream. error_events: returns the events for an error's body; done: the last
+    bytes of every stream."""
 
     error_events: Callable[[dict[str, Any]], bytes]
     done: bytes = b""
 
 
 CHUNK_STREAM_END = StreamEnd(event, DONE)
-"""Of chat and completions."""
+"""The end of /v1/chat/completions and /v1/completions."""
 
 
 async def sse_response(
@@ -186,7 +188,7 @@ async def sse_response(
     deadline: Deadline,
     ending: StreamEnd = CHUNK_STREAM_END,
 ) -> Response:
-    """Answer with an event stream. What goes wrong before its first event is an HTTP error."""
+    """Answer with an event stream. Errors before its first event are HTTP errors."""
     watch = DisconnectWatcher(http.receive, lambda: _close(runs))
 
     def at_end() -> None:
@@ -214,7 +216,7 @@ async def sse_response(
 async def _until_deadline(
     events: AsyncGenerator[bytes], deadline: Deadline
 ) -> AsyncGenerator[bytes]:
-    """The events, until the time is up. Raises TimeoutError."""
+    """Yield the events until the deadline. Raises TimeoutError."""
     try:
         while True:
             async with deadline():
@@ -232,7 +234,7 @@ async def _with_ending(
     failing: Callable[[Exception], bytes],
     done: bytes,
 ) -> AsyncGenerator[bytes]:
-    """The events and `done`; or, where something goes wrong, what `failing` makes of it."""
+    """Yield the events, then `done`, or after an exception the result of `failing`."""
     try:
         async for chunk in events:
             yield chunk
@@ -252,7 +254,7 @@ async def json_response(
     make: Callable[[], Awaitable[dict[str, Any]]],
     deadline: Deadline,
 ) -> Response:
-    """Answer with one JSON object, once all answers have ended."""
+    """Answer with one JSON object after all answers have ended."""
     watch = DisconnectWatcher(http.receive, lambda: _close(runs))
     try:
         async with deadline():
@@ -282,8 +284,8 @@ async def wait_for_all(runs: Sequence[PromptRun]) -> None:
 
 
 def check_answers(runs: Sequence[PromptRun]) -> None:
-    """Raises Unserved for an answer that the engine could not bring to its end, and BadField where
-    that is its grammar's fault."""
+    """Raise RequestRejected for an answer that failed in the engine, FieldError if its grammar is
+    the reason."""
     for run in runs:
         for error in [choice.output.error for choice in run.choices if choice.output.error]:
             if error.startswith("structured_outputs"):
@@ -292,12 +294,12 @@ def check_answers(runs: Sequence[PromptRun]) -> None:
 
 
 def wants_report(http: Request, request: SamplingFields) -> bool:
-    """Whether the response is to say how it was drafted."""
+    """Whether the client asks for a speculation report."""
     return request.include_speculation or http.headers.get(SPECULATION_HEADER, "") in ("1", "true")
 
 
 def extras(runs: Sequence[PromptRun], report: bool, warnings: list[str]) -> dict[str, Any]:
-    """What a whole response has beside OpenAI's fields."""
+    """Return the fields of a whole response that OpenAI's API lacks."""
     fields: dict[str, Any] = {"speculation": speculation(runs)} if report else {}
     return fields | ({"warnings": warnings} if warnings else {})
 
@@ -305,7 +307,7 @@ def extras(runs: Sequence[PromptRun], report: bool, warnings: list[str]) -> dict
 def prompt_logprobs(
     entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer
 ) -> list[dict[str, Any] | None]:
-    """vLLM's form: per prompt token, token ids to their log probabilities."""
+    """Return vLLM's format: per prompt token, token ids to their log probabilities."""
     return [
         None
         if entry is None
@@ -329,8 +331,7 @@ def _close(runs: Sequence[PromptRun]) -> None:
 
 
 def _finish(serving: Serving, http: Request, runs: Sequence[PromptRun], *, streams: bool) -> None:
-    """A request's end, however it came: what still runs is given up and counted, and the access log
-    learns what became of the answers."""
+    """End a request: abort and count unfinished answers, and add the outcome to the access log."""
     _close(runs)
     choices = [choice for run in runs for choice in run.choices]
     for choice in [c for run in runs if not run.rejected for c in run.choices]:
@@ -356,5 +357,5 @@ def _finish(serving: Serving, http: Request, runs: Sequence[PromptRun], *, strea
 
 
 def _log_fields(http: Request) -> dict[str, Any]:
-    """What the access log will say of this request beside its own fields."""
+    """The handler's fields of this request's line in the access log."""
     return http.scope["state"].setdefault("log", {})

@@ -1,4 +1,4 @@
-"""The output items of a response, and the events that are sent as they grow."""
+"""The output items of a response, and their events in a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strobe.server.openai.segments import Segment
 
 
 class _Item:
-    """What all items have. index: its place in the output."""
+    """Base class of items. index: the item's index in the output."""
 
     def __init__(self, index: int, prefix: str):
         self.index, self.id = index, f"{prefix}_{secrets.token_hex(12)}"
@@ -26,9 +26,9 @@ class _Item:
 
 
 class _Text(_Item):
-    """An item with one part of text. said: what its events call that."""
+    """An item with one text part. part_type: the part's type, also in the names of events."""
 
-    said = ""
+    part_type = ""
 
     def item(self) -> dict[str, Any]:
         return self._item([self._part()])
@@ -39,27 +39,27 @@ class _Text(_Item):
 
     def add(self, text: str, logprobs: Logprobs) -> list[Event]:
         self.text += text
-        return [self.event(f"{self.said}.delta", content_index=0, delta=text)]
+        return [self.event(f"{self.part_type}.delta", content_index=0, delta=text)]
 
     def end(self, status: Status) -> list[Event]:
         self.status = status
         return [
-            self.event(f"{self.said}.done", content_index=0, text=self.text),
+            self.event(f"{self.part_type}.done", content_index=0, text=self.text),
             self.event("content_part.done", content_index=0, part=self._part()),
             self.complete_event("done", self.item()),
         ]
 
     def _part(self) -> dict[str, Any]:
-        return {"type": self.said, "text": self.text}
+        return {"type": self.part_type, "text": self.text}
 
     def _item(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         raise NotImplementedError
 
 
 class Reasoning(_Text):
-    """Reasoning, in the open and without a summary."""
+    """Reasoning as plain text, without a summary."""
 
-    said = "reasoning_text"
+    part_type = "reasoning_text"
 
     def __init__(self, index: int):
         super().__init__(index, "rs")
@@ -75,9 +75,9 @@ class Reasoning(_Text):
 
 
 class Message(_Text):
-    """What the model says."""
+    """A message of the assistant."""
 
-    said = "output_text"
+    part_type = "output_text"
 
     def __init__(self, index: int):
         super().__init__(index, "msg")
@@ -105,7 +105,7 @@ class Message(_Text):
 
 
 class Call(_Item):
-    """A call of a function; its text is the arguments' JSON."""
+    """A function call. text: the arguments as JSON."""
 
     def __init__(self, index: int, name: str):
         super().__init__(index, "fc")
@@ -138,7 +138,7 @@ class Call(_Item):
 
 
 def make_item(segment: Segment, index: int) -> OutputItem:
-    """The item that begins with a segment."""
+    """Return the item for its first segment."""
     if segment.kind == "call":
         return Call(index, segment.name or "")
     return Message(index) if segment.kind == "content" else Reasoning(index)

@@ -1,4 +1,4 @@
-"""/v1/responses and /v1/responses/input_tokens."""
+"""The endpoints /v1/responses and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from strobe.server.response_store import ResponseStore, StoredResponse
 from strobe.server.serving import Serving
 
 _LIMIT = re.compile(r"\bmax_(?:completion_)?tokens\b")
-"""max_output_tokens as a chat calls it."""
+"""The names of max_output_tokens in a chat request."""
 
 
 async def responses(serving: Serving, http: Request) -> Response:
     """Answer POST /v1/responses."""
     try:
         request = ResponsesRequest.read(await http.body(), lenient=serving.settings.lenient)
-        before = _follow(serving, request, http)
+        previous_items = _follow(serving, request, http)
         prepared = await _prepare(serving, request, http)
         items = OutputItems(make_item, parallel=request.parallel_tool_calls)
         answer = OrderedAnswer(serving, prepared.job, items)
     except Exception as error:
         return replies.error_response(serving, error)
     report = replies.wants_report(http, request)
-    keeper = _ResponseSaver(serving.responses, owner(http), before)
-    reply = ResponseReply(request, prepared, answer, keeper, report)
+    saver = _ResponseSaver(serving.responses, owner(http), previous_items)
+    reply = ResponseReply(request, prepared, answer, saver, report)
     runs, deadline = [answer.run], prepared.deadline
     if request.stream:
         ending = replies.StreamEnd(reply.failed)
@@ -56,7 +56,7 @@ async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -
     try:
         prepared = await prepare(serving, chat, http, request)
     except FieldError as error:
-        raise _in_own_words(error) from None
+        raise _with_own_names(error) from None
     sentences = _renamed(prepared.warnings)
     if request.is_set("store") and request.store and not serving.responses.max_bytes:
         sentences.append("store has no effect: this server was started with --response-memory 0.")
@@ -67,7 +67,7 @@ async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -
 
 
 async def input_tokens(serving: Serving, http: Request) -> Response:
-    """Answer POST /v1/responses/input_tokens: the prompt's tokens as /v1/responses has them."""
+    """Answer POST /v1/responses/input_tokens, which counts the prompt's tokens."""
     try:
         request = InputTokensRequest.read(await http.body(), lenient=serving.settings.lenient)
         serving.name(request.model)
@@ -80,29 +80,30 @@ async def input_tokens(serving: Serving, http: Request) -> Response:
         try:
             number = await serving.in_thread(count)
         except FieldError as error:
-            raise _in_own_words(error) from None
+            raise _with_own_names(error) from None
         body = {"object": "response.input_tokens", "input_tokens": number}
-        said = _renamed(warnings(serving, request, chat))
-        return JSONResponse(body | replies.extras([], False, said))
+        sentences = _renamed(warnings(serving, request, chat))
+        return JSONResponse(body | replies.extras([], False, sentences))
     except Exception as error:
         return replies.error_response(serving, error)
 
 
 def _renamed(warnings: Sequence[str]) -> list[str]:
-    """A chat's warnings with the names that this endpoint has for its fields."""
+    """Return a chat's warnings with this endpoint's field names."""
     return [re.sub("^reasoning_effort", "reasoning.effort", warning) for warning in warnings]
 
 
-def _in_own_words(error: FieldError) -> FieldError:
-    """What is wrong with the chat, with the names that this endpoint has for its fields."""
-    bad = error.with_names({_LIMIT: "max_output_tokens"})
-    if bad.param == "messages":
-        bad.param = "input"
-    return bad
+def _with_own_names(error: FieldError) -> FieldError:
+    """Return a chat's error with this endpoint's field names."""
+    renamed = error.with_names({_LIMIT: "max_output_tokens"})
+    if renamed.param == "messages":
+        renamed.param = "input"
+    return renamed
 
 
 def _follow(serving: Serving, request: ResponsesPrompt, http: Request) -> tuple[bytes, ...]:
-    """The items of the conversation that the request goes on with. Raises Unserved."""
+    """Continue the conversation of previous_response_id and return its items. Raises
+    RequestRejected."""
     name = request.previous_response_id
     if name is None:
         return ()
@@ -112,18 +113,18 @@ def _follow(serving: Serving, request: ResponsesPrompt, http: Request) -> tuple[
 
 
 class _ResponseSaver(NamedTuple):
-    """Where a response is held. before: the items of the conversation that it goes on with."""
+    """Stores a finished response. previous_items: the conversation before the request."""
 
-    memory: ResponseStore
+    store: ResponseStore
     owner: bytes | None
-    before: tuple[bytes, ...]
+    previous_items: tuple[bytes, ...]
 
     def save(self, request: ResponsesRequest, response: dict[str, Any]) -> None:
-        """Hold a response that has ended."""
-        items = [*self.before, *map(_json, complete_items(request.input))]
+        """Store a finished response."""
+        items = [*self.previous_items, *map(_json, complete_items(request.input))]
         output = tuple(map(_json, response["output"]))
-        held = StoredResponse(self.owner, _json(response), tuple(items), output)
-        self.memory.put(response["id"], held)
+        stored = StoredResponse(self.owner, _json(response), tuple(items), output)
+        self.store.put(response["id"], stored)
 
 
 def _json(value: Any) -> bytes:
@@ -131,7 +132,7 @@ def _json(value: Any) -> bytes:
 
 
 class ResponseReply:
-    """OpenAI's form of the answer, whole or streamed."""
+    """Builds the response of /v1/responses, whole or streamed."""
 
     def __init__(
         self,
@@ -144,18 +145,18 @@ class ResponseReply:
         self.request, self.prepared, self.answer = request, prepared, answer
         self.run, self.items = answer.run, answer.items
         self.report, self._saver = report, saver
-        self.stores = request.store and saver.memory.max_bytes > 0
+        self.stores = request.store and saver.store.max_bytes > 0
         self.created = int(time.time())
         self._sent = 0
 
     async def body(self) -> dict[str, Any]:
-        """The whole response, once the answer has ended."""
+        """Return the whole response after the answer has ended."""
         async for _ in self._steps():
             pass
         return self._ended()
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The events of the stream."""
+        """Yield the events of the stream."""
         begun = False
         async for events in self._steps():
             out = b""
@@ -171,7 +172,7 @@ class ResponseReply:
             yield self._event({"type": f"response.{response['status']}", "response": response})
 
     def failed(self, body: dict[str, Any]) -> bytes:
-        """The last events of a stream that an error has ended."""
+        """Return the last events of a stream that fails."""
         error = body["error"]
         event = {"type": "error", **{name: error[name] for name in ("code", "message", "param")}}
         self.items.close("incomplete")
@@ -179,20 +180,20 @@ class ResponseReply:
         response["error"] = {"code": "server_error", "message": error["message"]}
         try:
             _json(response)
-        except ValueError:  # NaN in what there is of the answer
+        except ValueError:  # the answer so far has NaN logprobs
             response["output"] = []
         return self._event(event) + self._event({"type": "response.failed", "response": response})
 
     async def _steps(self) -> AsyncGenerator[list[Event]]:
-        """The answer's. Raises BadField, Unserved, EngineDead."""
+        """Yield the answer's events. Raises FieldError, RequestRejected, EngineDead."""
         try:
             async for events in self.answer.steps():
                 yield events
         except FieldError as error:
-            raise _in_own_words(error) from None
+            raise _with_own_names(error) from None
 
     def _ended(self) -> dict[str, Any]:
-        """The response at its end, which is then held where that was asked for."""
+        """Return the finished response, and store it if the request asks for it."""
         response = self._response(self.answer.status)
         if response["status"] == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -210,7 +211,7 @@ class ResponseReply:
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
-        """The response so far; it repeats what was asked for."""
+        """Return the response so far, which echoes the request's options."""
         request, params = self.request, self.prepared.job.params
         response: dict[str, Any] = {
             "id": f"resp_{self.prepared.job.request_id}",
@@ -241,7 +242,7 @@ class ResponseReply:
         return response | ({"warnings": warnings} if warnings else {})
 
     def _event(self, event: Event) -> bytes:
-        """An event on the wire, numbered."""
+        """Encode an event with its sequence number."""
         numbered = {"type": event["type"], "sequence_number": self._sent, **event}
         encoded = replies.typed_event(numbered)
         self._sent += 1

@@ -1,4 +1,4 @@
-"""One prompt's answers on their way from the engine to a client: text, parsing, counting."""
+"""Generation of one prompt's answers: from the engine's events to text, parsed output, metrics."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What to answer. parser: makes the parser of each answer's text. constraint: the request's
-    field that structured output came from. started_at: when the request came, by time.monotonic."""
+    """A prompt to answer. parser: makes the parser of each answer's text. constraint: the name of
+    the request's structured output field. started_at: the request's arrival, by
+    time.monotonic."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -36,7 +37,7 @@ class GenerationJob:
 
 
 class Progress(NamedTuple):
-    """What a step brought to one answer: new text, and what that turned out to be."""
+    """One step of one answer: its new text, raw and parsed."""
 
     choice: ChoiceState
     delta: StreamDelta
@@ -48,7 +49,7 @@ class Progress(NamedTuple):
 
 
 class ChoiceState:
-    """One answer being made."""
+    """State of one answer during generation."""
 
     def __init__(self, serving: Serving, job: GenerationJob, index: int, started_at: float):
         self.job, self.index, self.parser = job, index, job.parser()
@@ -59,7 +60,7 @@ class ChoiceState:
         self._serving, self._started_at, self._last_token_at = serving, started_at, started_at
         self.queue_time: float | None = None
         self.first_token_seconds: float | None = None
-        """Seconds from the request's arrival until its first token."""
+        """Seconds from the request's arrival to its first token."""
         self.logprobs: list[TokenLogprob] = []
         self.pieces: list[str] = []
 
@@ -72,7 +73,7 @@ class ChoiceState:
         return self.builder.report
 
     def push(self, event: TokenEvent) -> Progress:
-        """Take in a step's event of this answer."""
+        """Add a step's event."""
         if event.start is not None:
             self.queue_time = event.start.queue_time
         first = not self.output.token_ids
@@ -111,7 +112,7 @@ class ChoiceState:
         self._last_token_at = now
 
     def record_finished(self) -> None:
-        """Have this answer counted once it has ended, or been given up."""
+        """Record a finished or aborted answer in the metrics."""
         self._serving.retry_estimator.record_finished()
         self._serving.metrics.record_finished(
             reason=self.output.finish_reason or "abort",
@@ -124,10 +125,10 @@ class ChoiceState:
 
 
 class PromptRun:
-    """All answers to one prompt."""
+    """Generation of all answers to one prompt."""
 
     def __init__(self, serving: Serving, job: GenerationJob):
-        """Hands the prompt to the engine. Raises Unserved, EngineDead."""
+        """Submit the prompt to the engine. Raises RequestRejected, EngineDead."""
         self.job = job
         self.choices = [
             ChoiceState(serving, job, index, job.started_at) for index in range(job.params.n)
@@ -142,11 +143,11 @@ class PromptRun:
         self._metrics.record_request(job.params.n, job.params.max_tokens)
 
     async def steps(self) -> AsyncIterator[list[Progress]]:
-        """The progress of each step. Leaving early gives up what still runs. Raises BadField,
-        EngineDead."""
+        """Yield the progress of each step. Leaving early aborts unfinished answers. Raises
+        FieldError, EngineDead."""
         try:
             async for events in self._generation:
-                # A stop string ends an answer here, and the engine may have stepped on meanwhile.
+                # A stop string ends an answer here, while the engine may run further steps of it.
                 yield [self._take(e) for e in events if not self.choices[e.sibling].finished]
         except PromptRejected as error:
             self.rejected = True
@@ -155,15 +156,15 @@ class PromptRun:
             self._generation.close()
 
     def to_field_error(self, error: str) -> FieldError:
-        """What the engine said, by the name that the request gave the constraint. Of a grammar the
-        log says it, too, up to where the client's text is quoted."""
+        """Convert the engine's error, with the request's name of the constraint. A grammar's error
+        is also logged, up to the first quote of the client's text."""
         sentence = error.replace("structured_outputs", self.job.constraint)
         if error.startswith("structured_outputs"):
             logger.warning("request %s: %s", self.job.request_id, sentence.partition('"')[0])
         return FieldError(sentence, field_in(sentence))
 
     def close(self) -> None:
-        """Give up: nobody waits any more."""
+        """Abort unfinished answers."""
         self._generation.close()
 
     @property
@@ -172,7 +173,7 @@ class PromptRun:
 
     @property
     def decoded(self) -> tuple[float, float]:
-        """When the first step with tokens and the newest one ended, by the engine's clock."""
+        """The ends of the first and the last step with tokens, by the engine's clock."""
         return self._generation.first_ended, self._generation.last_ended
 
     def _take(self, event: TokenEvent) -> Progress:
@@ -191,13 +192,13 @@ class PromptRun:
 
 
 def field_in(sentence: str) -> str | None:
-    """The field that an engine's sentence begins with."""
+    """Return the field that an engine's error begins with, None if it begins otherwise."""
     word = sentence.split()[0].rstrip(":")
     return word if word.replace(".", "").replace("_", "").isalpha() and word.islower() else None
 
 
 def usage(runs: Sequence[PromptRun]) -> dict[str, Any]:
-    """Tokens of the prompts and of all answers so far."""
+    """Return the tokens of the prompts and of all answers so far."""
     prompt = sum(len(run.job.prompt_ids) for run in runs)
     completion_tokens = sum(len(choice.output.token_ids) for run in runs for choice in run.choices)
     return {
@@ -209,7 +210,7 @@ def usage(runs: Sequence[PromptRun]) -> dict[str, Any]:
 
 
 def speculation(runs: Sequence[PromptRun]) -> dict[str, Any]:
-    """How the answers were drafted, several together."""
+    """Return the speculation report of all answers together."""
     choices = [choice for run in runs for choice in run.choices]
     total = DraftCounts()
     for choice in choices:

@@ -1,6 +1,6 @@
-"""An answer's parts in the order in which they were written, and the tokens that wrote each.
+"""An answer's parts in the order of the text, and the tokens of each part.
 
-A parser says how much reasoning, content and calls a piece of text held, but not in which order.
+A parser returns the reasoning, content and calls in a piece of text, but not their order.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from strobe.server.parsers import Parsed, Parser, Phase
 Kind = Literal["reasoning", "content", "call"]
 
 _PLAIN = re.compile(r"[^<>{}]+")
-"""Text in which no marker and no call can begin or end."""
+"""Text in which no marker or call can begin or end."""
 
 
 class Segment(NamedTuple):
-    """More of the reasoning, the content or a call's arguments.
+    """A piece of the reasoning, the content or a call's arguments.
 
-    start, end: its place in the raw text, in characters. call: which call of the answer, from 0.
-    name: with a call's first segment.
+    start, end: its range in the raw text, in characters. call: index of the call in the answer.
+    name: the function's name, in a call's first segment.
     """
 
     kind: Kind
@@ -36,16 +36,16 @@ class Segment(NamedTuple):
 
 
 class OrderedParser:
-    """A parser that also keeps what it found as segments.
+    """A parser that also records its results as segments.
 
-    Segments of one kind in a row, joined, do not depend on where the text was cut. Plain text goes
-    to the parser as it comes, all else character by character: so each piece is of one kind.
+    Consecutive segments of one kind, joined, do not depend on how the text was cut. Plain text
+    goes to the parser in pieces, all else character by character, so each piece has one kind.
     """
 
     def __init__(self, parser: Parser):
         self._parser = parser
         self._fed = 0
-        self._raw = ""  # the newest text, of which nothing has come out yet
+        self._raw = ""  # the text since the parser's last output
         self._segments: list[Segment] = []
 
     @property
@@ -66,7 +66,7 @@ class OrderedParser:
         return self._record(self._parser.finish())
 
     def take(self) -> list[Segment]:
-        """What has come out since the last time."""
+        """Return the segments since the last call."""
         segments, self._segments = self._segments, []
         return segments
 
@@ -93,10 +93,10 @@ class OrderedParser:
             self._segments.append(Segment(kind, text, start, end, call, name))
 
     def _locate(self, text: str) -> tuple[int, int]:
-        """Where a text stands that has just come out: as late as it can, behind any marker. Among
-        markers that are cut short or repeated it may stand earlier."""
+        """Return the range of the parser's last output in the raw text: its last occurrence, which
+        is after any marker. Cut or repeated markers may make it too early."""
         begin = self._fed - len(self._raw)
-        # A parser may set a line break between two messages that is not in the raw text.
+        # A parser may add a line break between two messages that is not in the raw text.
         for shown in (text, text.removeprefix("\n")):
             offset = self._raw.rfind(shown)
             if shown and offset >= 0:
@@ -117,7 +117,8 @@ def _join(parts: list[Parsed]) -> Parsed:
 
 @dataclass
 class _Token:
-    """start, end: its text's place, in characters. last_kind: the last kind it was counted to."""
+    """A token. start, end: the range of its text, in characters. last_kind: the kind of the last
+    segment that it was attributed to."""
 
     start: int
     end: int
@@ -126,25 +127,25 @@ class _Token:
 
 
 class TokenAttribution:
-    """Which tokens wrote which segment."""
+    """Attributes tokens to segments."""
 
     def __init__(self) -> None:
         self._tokens: deque[_Token] = deque()
         self._end = 0
 
     def add(self, delta: StreamDelta) -> None:
-        """Take in a step's tokens."""
-        for place, piece in enumerate(delta.pieces):
+        """Add a step's tokens."""
+        for i, piece in enumerate(delta.pieces):
             start, self._end = self._end, self._end + len(piece)
-            logprob = delta.logprobs[place] if place < len(delta.logprobs) else None
+            logprob = delta.logprobs[i] if i < len(delta.logprobs) else None
             self._tokens.append(_Token(start, self._end, logprob))
 
     def tokens_of(self, segment: Segment) -> list[TokenLogprob | None]:
-        """The tokens with text in a segment, in order; one with text in two segments of a kind
-        belongs to the first. Segments must come in their order.
+        """Return the log probabilities of the tokens with text in a segment, in order. Must be
+        called for each segment in order.
 
-        A token that has no text of its own, such as the first bytes of a character, belongs where
-        the next text does.
+        A token with text in two segments of a kind belongs to the first. A token without text,
+        such as the first bytes of a character, belongs to the segment of the next text.
         """
         logprobs: list[TokenLogprob | None] = []
         while self._tokens and self._tokens[0].start < segment.end:

@@ -1,4 +1,4 @@
-"""/v1/responses/ID: responses that the server holds."""
+"""The endpoints of stored responses, /v1/responses/ID."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from strobe.server.response_store import StoredResponse
 from strobe.server.serving import RequestRejected, Serving
 
 MAX_ITEMS, DEFAULT_ITEMS = 100, 20
-"""In one answer of /v1/responses/ID/input_items."""
+"""Numbers of items on one page of /v1/responses/ID/input_items."""
 
 PREFIXES = {
     "message": "msg",
@@ -24,7 +24,7 @@ PREFIXES = {
     "function_call_output": "fco",
     "reasoning": "rs",
 }
-"""What the ids of items begin with."""
+"""Prefixes of the ids of items."""
 
 
 PARAMETERS: list[dict[str, Any]] = [
@@ -32,14 +32,14 @@ PARAMETERS: list[dict[str, Any]] = [
     for name, shape in {
         "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS, "default": DEFAULT_ITEMS},
         "order": {"enum": ["asc", "desc"], "default": "desc"},
-        "after": {"type": "string", "description": "Only what comes behind the item of this id."},
+        "after": {"type": "string", "description": "Only items after the one with this id."},
     }.items()
 ]
-"""Those of the list of input items, for the OpenAPI document."""
+"""Query parameters of the list of input items, for the OpenAPI document."""
 
 
 class Page(NamedTuple):
-    """Which items to list."""
+    """Query parameters that select the items to list."""
 
     limit: int
     order: str
@@ -77,7 +77,7 @@ async def input_items(serving: Serving, http: Request) -> Response:
 
 
 def find(serving: Serving, http: Request, name: str, param: str | None = None) -> StoredResponse:
-    """The response of that id. Raises Unserved where it is not held for this client."""
+    """Return the client's response with that id. Raises RequestRejected if it is not stored."""
     response = serving.responses.get(name, owner(http))
     if response is None:
         raise RequestRejected(
@@ -92,12 +92,12 @@ def find(serving: Serving, http: Request, name: str, param: str | None = None) -
 
 
 def owner(http: Request) -> bytes | None:
-    """Whose responses a client sees."""
+    """Return the digest of the client's API key, None without keys."""
     return http.scope["state"].get("api_key")
 
 
 def complete_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A request's input as items with types, ids and content in parts."""
+    """Return a request's input as items with types, ids and content in parts."""
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     return [_complete_item(item) for item in items]

@@ -15,7 +15,7 @@ from strobe.server.serving import Serving
 
 
 async def tokenize(serving: Serving, http: Request) -> Response:
-    """Token ids of a text or a conversation."""
+    """Answer POST /tokenize."""
     try:
         request = TokenizeRequest.read(await http.body(), lenient=serving.settings.lenient)
         serving.name(request.model)
@@ -46,15 +46,15 @@ async def tokenize(serving: Serving, http: Request) -> Response:
 
 
 async def detokenize(serving: Serving, http: Request) -> Response:
-    """The text of token ids."""
+    """Answer POST /detokenize."""
     try:
         request = DetokenizeRequest.read(await http.body(), lenient=serving.settings.lenient)
         serving.name(request.model)
         size = serving.facts.vocab_size
-        wrong = next((token for token in request.tokens if token >= size), None)
-        if wrong is not None:
+        invalid = next((token for token in request.tokens if token >= size), None)
+        if invalid is not None:
             raise FieldError(
-                f"tokens holds {wrong}, but the vocabulary has ids 0 to {size - 1}.", "tokens"
+                f"tokens holds {invalid}, but the vocabulary has ids 0 to {size - 1}.", "tokens"
             )
         ids = list(request.tokens)
         text = await serving.in_thread(

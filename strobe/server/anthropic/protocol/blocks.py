@@ -1,4 +1,4 @@
-"""A request's messages, made of blocks, as the items that /v1/responses takes."""
+"""Converts the messages of /v1/messages, lists of blocks, to the items of /v1/responses."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ BLOCK_FIELDS: Mapping[str, tuple[str, ...]] = {
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id", "content"),
 }
-"""The types of blocks and what each has. A signature may stay as it was returned."""
+"""Fields of each type of block. A signature is accepted and ignored."""
 
 OWNERS: Mapping[str, tuple[str, ...]] = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
-"""The types of blocks in each role's messages."""
+"""Types of blocks in each role's messages."""
 
 _TEXT: dict[str, Any] = {"type": "string"}
 
@@ -68,16 +68,16 @@ MESSAGES_SCHEMA: dict[str, Any] = {
 }
 
 
-def read_items(messages: Any, notes: FieldWarnings) -> list[dict[str, Any]]:
-    """The items in their order; texts of one role in a row are one message, also where they stand
-    in several. notes: gets a sentence for what has no effect. Raises BadField."""
+def read_items(messages: Any, warnings: FieldWarnings) -> list[dict[str, Any]]:
+    """Return the messages as items, with consecutive texts of one role merged into one message.
+    warnings: gets a sentence for each field without effect. Raises FieldError."""
     if not isinstance(messages, list | tuple) or not messages:
         raise invalid_value("messages", messages, "a list of one or more messages")
     items: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
-        split = split_fields(message, ("role", "content"), "", path, lenient=notes.lenient)
-        notes += split.warnings
+        split = split_fields(message, ("role", "content"), "", path, lenient=warnings.lenient)
+        warnings += split.warnings
         role, content = split.fields.get("role"), split.fields.get("content")
         if role not in ROLES:
             raise invalid_value(f"{path}.role", role, f"one of {', '.join(ROLES)}")
@@ -88,19 +88,22 @@ def read_items(messages: Any, notes: FieldWarnings) -> list[dict[str, Any]]:
                 f"{path}.content", content, "a text, or a list of one or more blocks"
             )
         for place, block in enumerate(content):
-            item = _item(block, role, f"{path}.content[{place}]", notes)
+            item = _item(block, role, f"{path}.content[{place}]", warnings)
             if item is not None:
                 _add(items, item)
     return items
 
 
-def read_texts(value: Any, path: str, notes: FieldWarnings) -> str:
-    """A text, or those of a list of text blocks, one to a line. Raises BadField."""
+def read_texts(value: Any, path: str, warnings: FieldWarnings) -> str:
+    """Return a text, or the texts of a list of text blocks joined by newlines. Raises
+    FieldError."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list | tuple):
         raise invalid_value(path, value, "a text, or a list of text blocks")
-    blocks = [_block(entry, ("text",), f"{path}[{i}]", notes)[1] for i, entry in enumerate(value)]
+    blocks = [
+        _block(entry, ("text",), f"{path}[{i}]", warnings)[1] for i, entry in enumerate(value)
+    ]
     return "\n".join(block["text"] for block in blocks)
 
 
@@ -112,8 +115,8 @@ def _add(items: list[dict[str, Any]], item: dict[str, Any]) -> None:
         items.append(item)
 
 
-def _item(block: Any, role: str, path: str, notes: FieldWarnings) -> dict[str, Any] | None:
-    kind, fields = _block(block, OWNERS[role], path, notes)
+def _item(block: Any, role: str, path: str, warnings: FieldWarnings) -> dict[str, Any] | None:
+    kind, fields = _block(block, OWNERS[role], path, warnings)
     if kind == "text":
         part = {"type": "text", "text": fields["text"]}
         return {"type": "message", "role": role, "content": [part]}
@@ -124,15 +127,15 @@ def _item(block: Any, role: str, path: str, notes: FieldWarnings) -> dict[str, A
         call = {"call_id": fields["id"], "name": fields["name"], "arguments": fields["input"]}
         return {"type": "function_call", **call}
     if kind == "tool_result":
-        output = read_texts(fields.get("content"), f"{path}.content", notes)
+        output = read_texts(fields.get("content"), f"{path}.content", warnings)
         return {"type": "function_call_output", "call_id": fields["tool_use_id"], "output": output}
     return None
 
 
 def _block(
-    block: Any, kinds: tuple[str, ...], path: str, notes: FieldWarnings
+    block: Any, kinds: tuple[str, ...], path: str, warnings: FieldWarnings
 ) -> tuple[str, dict[str, Any]]:
-    """A block's type and fields. kinds: the types that may stand there. Raises BadField."""
+    """Return a block's type and fields. kinds: the allowed types. Raises FieldError."""
     if not isinstance(block, Mapping):
         raise invalid_value(path, block, 'a block such as {"type": "text", "text": ...}')
     kind = block.get("type")
@@ -145,8 +148,10 @@ def _block(
             f"{path}.type",
             "unsupported_parameter",
         )
-    split = split_fields(block, ("type", *BLOCK_FIELDS[kind]), "block", path, lenient=notes.lenient)
-    notes += split.warnings
+    split = split_fields(
+        block, ("type", *BLOCK_FIELDS[kind]), "block", path, lenient=warnings.lenient
+    )
+    warnings += split.warnings
     fields = split.fields
     for name in BLOCK_FIELDS[kind]:
         if name in ("signature", "content"):

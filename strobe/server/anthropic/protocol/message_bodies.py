@@ -1,4 +1,4 @@
-"""The shape of what /v1/messages returns, for the OpenAPI page and for readers."""
+"""Models of the responses of /v1/messages, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TextBlock(BaseModel):
 
 
 class ThinkingBlock(BaseModel):
-    """signature: a checksum of the thinking, which nobody asks for again."""
+    """signature: a checksum of the thinking, which the server ignores in requests."""
 
     type: Literal["thinking"] = "thinking"
     thinking: str
@@ -35,7 +35,7 @@ class OutputTokensDetails(BaseModel):
 
 
 class MessageUsage(BaseModel):
-    """input_tokens: those of the prompt that the prefix cache did not have."""
+    """input_tokens: prompt tokens not found in the prefix cache."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -45,7 +45,7 @@ class MessageUsage(BaseModel):
 
 
 class Message(BaseModel):
-    """What /v1/messages answers. stop_sequence: the text that ended it."""
+    """The response of /v1/messages. stop_sequence: the text that ended the answer."""
 
     id: str
     type: Literal["message"] = "message"
@@ -60,14 +60,14 @@ class Message(BaseModel):
 
 
 class MessageTokens(BaseModel):
-    """What /v1/messages/count_tokens answers."""
+    """The response of /v1/messages/count_tokens."""
 
     input_tokens: int
     warnings: list[str] | None = None
 
 
 class MessageErrorDetail(BaseModel):
-    """details: `error_code`, where clients act on it."""
+    """details: `error_code`, for errors that clients handle."""
 
     type: str
     message: str
@@ -75,7 +75,7 @@ class MessageErrorDetail(BaseModel):
 
 
 class MessageErrorResponse(BaseModel):
-    """request_id: as in the header."""
+    """request_id: the request's id, also in the header `request-id`."""
 
     type: Literal["error"] = "error"
     error: MessageErrorDetail

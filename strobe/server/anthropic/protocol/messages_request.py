@@ -54,7 +54,7 @@ OUTPUT_SCHEMA = object_schema(
 )
 
 THREAD_UNSUPPORTED = "thread_unsupported_request"
-"""The code by which Anthropic's clients learn that they must send whole conversations."""
+"""The error code that makes Anthropic's clients send whole conversations."""
 
 _NAMES = {
     re.compile(r"\.function\.parameters\b"): ".input_schema",
@@ -67,7 +67,7 @@ _STOP = {re.compile(r"^stop\b"): "stop_sequences"}
 
 
 class MessagesPrompt(RequestModel):
-    """What the prompt is made of. `to_chat` is the same as a chat."""
+    """The fields that make up the prompt. `to_chat` returns them as a chat request."""
 
     messages: Annotated[Any, WithJsonSchema(MESSAGES_SCHEMA)] = Field(
         description="The conversation: objects with `role` and `content`, a text or a list of "
@@ -96,7 +96,7 @@ class MessagesPrompt(RequestModel):
     output_config: Annotated[Any, WithJsonSchema(OUTPUT_SCHEMA)] = Field(
         None,
         description="`format`: the type `json_schema` with `schema`, which is always held "
-        "strictly. `effort`: given to the chat template.",
+        "strictly. `effort`: passed to the chat template.",
     )
     thread: Annotated[Any, WithJsonSchema(THREAD_SCHEMA)] = Field(
         None,
@@ -123,13 +123,13 @@ class MessagesPrompt(RequestModel):
         self._output = self._read("output_config", ("effort", "format"))
         self._check_objects()
         self._check_thread()
-        items = read_items(self.messages, self._notes)
-        system = read_texts(self.system, "system", self._notes)
-        tools = read_tools(self.tools, self._notes)
+        items = read_items(self.messages, self._warnings)
+        system = read_texts(self.system, "system", self._warnings)
+        tools = read_tools(self.tools, self._warnings)
         body: dict[str, Any] = {
-            "messages": read_input(items, system, self._notes) if items else [],
+            "messages": read_input(items, system, self._warnings) if items else [],
             "tools": tools,
-            **read_choice(self.tool_choice, tools, self._notes),
+            **read_choice(self.tool_choice, tools, self._warnings),
             "chat_template": self.chat_template,
             "chat_template_kwargs": self._variables(),
             "reasoning_effort": self._output.get("effort"),
@@ -139,18 +139,18 @@ class MessagesPrompt(RequestModel):
         try:
             self._chat = ChatCompletionRequest.read(body)
         except FieldError as error:
-            raise self.in_own_words(error) from None
+            raise self.with_own_names(error) from None
 
     def generation(self) -> dict[str, Any]:
-        """A chat's fields that say how to answer."""
+        """The chat request's sampling and output fields."""
         return {}
 
     def _read(self, name: str, known_names: Collection[str]) -> dict[str, Any]:
         value = getattr(self, name)
         if value is None:
             return {}
-        split = split_fields(value, known_names, name, name, lenient=self._notes.lenient)
-        self._notes.extend(split.warnings)
+        split = split_fields(value, known_names, name, name, lenient=self._warnings.lenient)
+        self._warnings.extend(split.warnings)
         return split.fields
 
     def _check_objects(self) -> None:
@@ -166,22 +166,22 @@ class MessagesPrompt(RequestModel):
             )
 
     def _check_thread(self) -> None:
-        """A thread that is only begun is answered; the client does without once one goes on."""
+        """Accept a new thread without effect, and reject one that continues, after which clients
+        send whole conversations."""
         if self.thread is None:
             return
         kind = self.thread.get("type") if isinstance(self.thread, Mapping) else None
         if kind != "create":
             raise FieldError(
                 f"thread is {short_json(self.thread)}, but this server holds no conversations; "
-                "send the "
-                "whole conversation without thread.",
+                "send the whole conversation without thread.",
                 "thread",
                 THREAD_UNSUPPORTED,
             )
-        self._notes.append("thread has no effect: the server holds no conversations.")
+        self._warnings.append("thread has no effect: the server holds no conversations.")
 
     def _variables(self) -> dict[str, Any]:
-        """The chat template's, with what `thinking` says to it."""
+        """The variables for the chat template, including enable_thinking from `thinking`."""
         variables = dict(self.chat_template_kwargs or {})
         if self.thinking is None:
             return variables
@@ -196,20 +196,20 @@ class MessagesPrompt(RequestModel):
 
     @property
     def shows_thinking(self) -> bool:
-        """Whether the response has the text of its thinking."""
+        """Whether the response includes the text of its thinking."""
         return self._thinking.get("display") != "omitted"
 
     def to_chat(self) -> ChatCompletionRequest:
-        """The same request as a chat."""
+        """The same request as a chat request."""
         assert self._chat is not None, "checked requests have their chat"
         return self._chat
 
-    def in_own_words(self, error: FieldError) -> FieldError:
-        """What is wrong with the chat, with the names that this endpoint has for its fields."""
+    def with_own_names(self, error: FieldError) -> FieldError:
+        """Return a chat's error with this endpoint's field names."""
         return error.with_names(_NAMES)
 
     def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
-        """A sentence for each thing given that has no effect, as for a chat."""
+        """One sentence for each field without effect, as for a chat."""
         sentences = super().warnings()
         sentences += [
             rename_fields(sentence, _NAMES) for sentence in self.to_chat().warnings(template_reads)
@@ -223,15 +223,15 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
     schema_key: ClassVar[str] = "messages"
 
     max_tokens: Annotated[Int, Bounds(1, MAX_INT, "ask for one token or more")] = Field(
-        description="Most tokens to make, thinking included."
+        description="Maximum number of tokens to generate, thinking included."
     )
     stop_sequences: Annotated[Texts, WithJsonSchema(STOP_SCHEMA)] = Field(
-        (), description="Texts that end the answer and are cut off it, as `stop`."
+        (), description="The same as `stop`."
     )
 
     def generation(self) -> dict[str, Any]:
         if self.stop and self.stop_sequences:
-            raise FieldError("stop is given beside stop_sequences; give one of them.", "stop")
+            raise FieldError("stop is set together with stop_sequences; give one of them.", "stop")
         body = {
             name: getattr(self, name) for name in SamplingFields.model_fields if self.is_set(name)
         }
@@ -244,9 +244,9 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
         if output_format is None:
             return None
         split = split_fields(
-            output_format, ("type", "schema"), "", path, lenient=self._notes.lenient
+            output_format, ("type", "schema"), "", path, lenient=self._warnings.lenient
         )
-        self._notes.extend(split.warnings)
+        self._warnings.extend(split.warnings)
         if split.fields.get("type") != "json_schema":
             raise invalid_value(f"{path}.type", split.fields.get("type"), '"json_schema"')
         if not isinstance(split.fields.get("schema"), Mapping):
@@ -260,12 +260,12 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
         return "max_tokens", self.max_tokens
 
     def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of SamplingParams, as those of the chat."""
+        """The chat request's keyword arguments of SamplingParams."""
         return self.to_chat().sampling(defaults)
 
-    def in_own_words(self, error: FieldError) -> FieldError:
-        bad = super().in_own_words(error)
-        return bad.with_names(_STOP) if self.stop_sequences else bad
+    def with_own_names(self, error: FieldError) -> FieldError:
+        renamed = super().with_own_names(error)
+        return renamed.with_names(_STOP) if self.stop_sequences else renamed
 
 
 class CountTokensRequest(MessagesPrompt):

@@ -1,4 +1,4 @@
-"""The tools of a request and which of them to call, in the form of a chat."""
+"""Converts the tools and tool choice of /v1/messages to a chat's."""
 
 from __future__ import annotations
 
@@ -30,41 +30,42 @@ TOOLS_SCHEMA: dict[str, Any] = {
         ("name", "input_schema"),
     ),
 }
-_ONE: dict[str, Any] = {"disable_parallel_tool_use": {"type": "boolean"}}
+_DISABLE_PARALLEL: dict[str, Any] = {"disable_parallel_tool_use": {"type": "boolean"}}
 CHOICE_SCHEMA: dict[str, Any] = {
     "anyOf": [
         object_schema({"type": {"const": "none"}}, "", ("type",)),
-        object_schema({"type": {"enum": ["auto", "any"]}, **_ONE}, "", ("type",)),
+        object_schema({"type": {"enum": ["auto", "any"]}, **_DISABLE_PARALLEL}, "", ("type",)),
         object_schema(
-            {"type": {"const": "tool"}, "name": {"type": "string"}, **_ONE}, "", ("type", "name")
+            {"type": {"const": "tool"}, "name": {"type": "string"}, **_DISABLE_PARALLEL},
+            "",
+            ("type", "name"),
         ),
     ]
 }
 
 
-def read_tools(tools: Any, notes: FieldWarnings) -> list[dict[str, Any]]:
-    """A chat's tools. Raises BadField."""
+def read_tools(tools: Any, warnings: FieldWarnings) -> list[dict[str, Any]]:
+    """Return the tools in a chat's format. Raises FieldError."""
     if tools is None:
         return []
     if not isinstance(tools, list | tuple):
         raise invalid_value("tools", tools, "a list of tools")
-    return [_tool(tool, f"tools[{index}]", notes) for index, tool in enumerate(tools)]
+    return [_tool(tool, f"tools[{index}]", warnings) for index, tool in enumerate(tools)]
 
 
-def _tool(tool: Any, path: str, notes: FieldWarnings) -> dict[str, Any]:
+def _tool(tool: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
         raise invalid_value(path, tool, "a tool with a name and an input_schema")
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise FieldError(
             f"{path}.type is {short_json(kind)}, which is not supported: this server brings no "
-            "tools of "
-            'its own; leave it out, or give "custom".',
+            'tools of its own; leave it out, or give "custom".',
             f"{path}.type",
             "unsupported_parameter",
         )
-    split = split_fields(tool, TOOL_FIELDS, "messages.tool", path, lenient=notes.lenient)
-    notes += split.warnings
+    split = split_fields(tool, TOOL_FIELDS, "messages.tool", path, lenient=warnings.lenient)
+    warnings += split.warnings
     function = {name: value for name, value in split.fields.items() if name != "type"}
     schema = function.pop("input_schema", None)
     if not isinstance(schema, Mapping):
@@ -72,8 +73,8 @@ def _tool(tool: Any, path: str, notes: FieldWarnings) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": schema}}
 
 
-def read_choice(value: Any, tools: list[dict[str, Any]], notes: FieldWarnings) -> dict[str, Any]:
-    """A chat's tool_choice and parallel_tool_calls. Raises BadField."""
+def read_choice(value: Any, tools: list[dict[str, Any]], warnings: FieldWarnings) -> dict[str, Any]:
+    """Return a chat's tool_choice and parallel_tool_calls. Raises FieldError."""
     if value is None:
         return {}
     kind = value.get("type") if isinstance(value, Mapping) else None
@@ -83,12 +84,12 @@ def read_choice(value: Any, tools: list[dict[str, Any]], notes: FieldWarnings) -
         raise invalid_value(place, value if kind is None else kind, f"{shape} {', '.join(CHOICES)}")
     known_fields = ["type", *(("name",) if kind == "tool" else ())]
     known_fields += ["disable_parallel_tool_use"] if kind != "none" else []
-    split = split_fields(value, known_fields, "", "tool_choice", lenient=notes.lenient)
-    notes += split.warnings
+    split = split_fields(value, known_fields, "", "tool_choice", lenient=warnings.lenient)
+    warnings += split.warnings
     fields = split.fields
-    alone = fields.get("disable_parallel_tool_use", False)
-    if not isinstance(alone, bool):
-        raise invalid_value("tool_choice.disable_parallel_tool_use", alone, "true or false")
+    single = fields.get("disable_parallel_tool_use", False)
+    if not isinstance(single, bool):
+        raise invalid_value("tool_choice.disable_parallel_tool_use", single, "true or false")
     if kind in ("any", "tool") and not tools:
         raise FieldError(
             f"tool_choice is {short_json(value)}, but there are no tools; give tools as well.",
@@ -99,4 +100,4 @@ def read_choice(value: Any, tools: list[dict[str, Any]], notes: FieldWarnings) -
         if not isinstance(fields.get("name"), str):
             raise invalid_value("tool_choice.name", fields.get("name"), "the name of a tool")
         choice = {"type": "function", "function": {"name": fields["name"]}}
-    return {"tool_choice": choice, "parallel_tool_calls": not alone}
+    return {"tool_choice": choice, "parallel_tool_calls": not single}

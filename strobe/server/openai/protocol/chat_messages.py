@@ -1,4 +1,4 @@
-"""A chat's messages, checked and brought into the form that chat templates read."""
+"""Checks a chat's messages and converts them to the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PART_FIELDS: Mapping[str, str] = {
     "output_text": "text",
     "refusal": "refusal",
 }
-"""The types of content that are text, and the field that holds it."""
+"""Content part types that are text, and the field that holds the text."""
 
 _TEXT: dict[str, Any] = {"type": "string"}
 _PARTS: list[dict[str, Any]] = [
@@ -58,60 +58,61 @@ _CALLS: dict[str, Any] = {
     ),
 }
 _NO_TEXT: dict[str, Any] = {"enum": [None, ""]}
-_ANOTHERS: dict[str, Any] = {
+_OTHER_ROLES_ONLY: dict[str, Any] = {
     **dict.fromkeys((*ASSISTANT_ONLY, *TOOL_ONLY), _NO_TEXT),
     "tool_calls": {"enum": [None, [], {}, "", 0, False]},
 }
-"""What belongs to another role is empty."""
-_BY_OTHERS: dict[str, Any] = {**_ANOTHERS, "content": CONTENT_SCHEMA, "name": _TEXT}
-_BY_ASSISTANT: dict[str, Any] = {
+"""Fields of other roles must be empty."""
+_NOT_ASSISTANT: dict[str, Any] = {**_OTHER_ROLES_ONLY, "content": CONTENT_SCHEMA, "name": _TEXT}
+_ASSISTANT: dict[str, Any] = {
     **dict.fromkeys((*EVERY_ROLE, *ASSISTANT_ONLY), _TEXT),
     **dict.fromkeys(TOOL_ONLY, _NO_TEXT),
     "role": {"const": "assistant"},
     "content": CONTENT_SCHEMA,
     "tool_calls": _CALLS,
 }
-_SOMETHING: Mapping[str, dict[str, Any]] = {
+_SUFFICIENT: Mapping[str, dict[str, Any]] = {
     "content": CONTENT_SCHEMA,
     "refusal": TEXT_SCHEMA,
     "reasoning_content": TEXT_SCHEMA,
     "reasoning": TEXT_SCHEMA,
     "tool_calls": {**_CALLS, "minItems": 1},
 }
-"""What an assistant's message may consist of alone."""
+"""Fields any one of which is enough for an assistant's message."""
 MESSAGE_SCHEMA: dict[str, Any] = {
     "anyOf": [
         object_schema(
-            {**_BY_OTHERS, "role": {"enum": ["system", "developer", "user"]}},
+            {**_NOT_ASSISTANT, "role": {"enum": ["system", "developer", "user"]}},
             "message", ("role", "content"),
         ),
         object_schema(
-            {**_BY_OTHERS, "role": {"const": "tool"}, "tool_call_id": _TEXT},
+            {**_NOT_ASSISTANT, "role": {"const": "tool"}, "tool_call_id": _TEXT},
             "message", ("role", "content"),
         ),
         *(
-            object_schema({**_BY_ASSISTANT, name: shape}, "message", ("role", name))
-            for name, shape in _SOMETHING.items()
+            object_schema({**_ASSISTANT, name: shape}, "message", ("role", name))
+            for name, shape in _SUFFICIENT.items()
         ),
     ]
 }  # fmt: skip
 
 
-def read_messages(messages: Sequence[Any], notes: FieldWarnings) -> list[dict[str, Any]]:
-    """A conversation for the chat template; reading the result again gives the same.
-
-    notes: gets a sentence for what has no effect. Raises BadField.
-    """
+def read_messages(messages: Sequence[Any], warnings: FieldWarnings) -> list[dict[str, Any]]:
+    """Return the messages as the chat template reads them; reading the result again changes
+    nothing. warnings: gets a sentence for each field without effect. Raises FieldError."""
     if not messages:
         raise invalid_value("messages", list(messages), "a list of one or more messages")
-    return [read_message(message, f"messages[{i}]", notes) for i, message in enumerate(messages)]
+    return [read_message(message, f"messages[{i}]", warnings) for i, message in enumerate(messages)]
 
 
-def read_message(message: Any, path: str, notes: FieldWarnings) -> dict[str, Any]:
-    """One message: content is text or None, the role developer is system, and the arguments of
-    tool calls are objects where they are JSON. Raises BadField."""
-    split = split_fields(message, MESSAGE_FIELDS, "message", path, lenient=notes.lenient)
-    notes += split.warnings
+def read_message(message: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
+    """Return one message as the chat template reads it. Raises FieldError.
+
+    Content becomes text or None, the role developer becomes system, and the arguments of tool
+    calls become objects if they are valid JSON.
+    """
+    split = split_fields(message, MESSAGE_FIELDS, "message", path, lenient=warnings.lenient)
+    warnings += split.warnings
     fields = split.fields
     role = fields.get("role")
     if role not in ROLES:
@@ -123,17 +124,17 @@ def read_message(message: Any, path: str, notes: FieldWarnings) -> dict[str, Any
         for name in names:
             if role != owner and fields.get(name):
                 raise FieldError(
-                    f"{path}.{name} is given for the role {role}, but belongs to the role {owner}.",
+                    f"{path}.{name} is set for the role {role}, but belongs to the role {owner}.",
                     f"{path}.{name}",
                 )
     for name in ("name", "refusal", "reasoning_content", "reasoning", "tool_call_id"):
         if not isinstance(fields.get(name, ""), str):
             raise invalid_value(f"{path}.{name}", fields[name], "a text")
     read: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    read["content"] = read_content(fields.get("content"), f"{path}.content", notes)
+    read["content"] = read_content(fields.get("content"), f"{path}.content", warnings)
     read |= {name: fields[name] for name in ("name", "tool_call_id") if name in fields}
     if role == "assistant":
-        read |= _assistant(fields, read["content"], path, notes)
+        read |= _assistant(fields, read["content"], path, warnings)
     if read["content"] is None and not (read.get("tool_calls") or read.get("reasoning_content")):
         raise FieldError(
             f"{path}.content is missing; give a text, or a list of text parts.",
@@ -144,9 +145,9 @@ def read_message(message: Any, path: str, notes: FieldWarnings) -> dict[str, Any
 
 
 def _assistant(
-    fields: Mapping[str, Any], content: str | None, path: str, notes: FieldWarnings
+    fields: Mapping[str, Any], content: str | None, path: str, warnings: FieldWarnings
 ) -> dict[str, Any]:
-    """What an assistant's message has beside role and name; a refusal is text it wrote."""
+    """Return an assistant message's fields other than role and name. A refusal becomes content."""
     read: dict[str, Any] = {}
     if refusal := fields.get("refusal"):
         read["content"] = "\n".join([content, refusal] if content else [refusal])
@@ -162,22 +163,23 @@ def _assistant(
         if not isinstance(calls, list | tuple):
             raise invalid_value(f"{path}.tool_calls", calls, "a list of tool calls")
         path = f"{path}.tool_calls"
-        read_calls = [_tool_call(call, f"{path}[{i}]", notes) for i, call in enumerate(calls)]
+        read_calls = [_tool_call(call, f"{path}[{i}]", warnings) for i, call in enumerate(calls)]
         if read_calls:
             read["tool_calls"] = read_calls
     return read
 
 
-def read_content(content: Any, path: str, notes: FieldWarnings) -> str | None:
-    """Text of a message; the texts of several parts stand one to a line. Raises BadField."""
+def read_content(content: Any, path: str, warnings: FieldWarnings) -> str | None:
+    """Return a message's text; the texts of several parts are joined by newlines. Raises
+    FieldError."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         raise invalid_value(path, content, "a text, or a list of text parts")
-    return "\n".join(_part(part, f"{path}[{i}]", notes) for i, part in enumerate(content))
+    return "\n".join(_part(part, f"{path}[{i}]", warnings) for i, part in enumerate(content))
 
 
-def _part(part: Any, path: str, notes: FieldWarnings) -> str:
+def _part(part: Any, path: str, warnings: FieldWarnings) -> str:
     if not isinstance(part, Mapping):
         raise invalid_value(path, part, 'a part such as {"type": "text", "text": ...}')
     kind = "text" if part.get("type") is None else part["type"]
@@ -185,23 +187,22 @@ def _part(part: Any, path: str, notes: FieldWarnings) -> str:
     if field is None:
         raise FieldError(
             f"{path}.type is {short_json(kind)}, but only text is supported, no images, audio or "
-            "files; "
-            'give {"type": "text", "text": ...}.',
+            'files; give {"type": "text", "text": ...}.',
             f"{path}.type",
             "unsupported_parameter",
         )
-    split = split_fields(part, ("type", field), "part", path, lenient=notes.lenient)
-    notes += split.warnings
+    split = split_fields(part, ("type", field), "part", path, lenient=warnings.lenient)
+    warnings += split.warnings
     text = split.fields.get(field)
     if not isinstance(text, str):
         raise invalid_value(f"{path}.{field}", text, "a text")
     return text
 
 
-def _tool_call(call: Any, path: str, notes: FieldWarnings) -> dict[str, Any]:
-    """One earlier call; index is where it stood in a stream and says nothing here."""
-    split = split_fields(call, TOOL_CALL_FIELDS, "tool_call", path, lenient=notes.lenient)
-    notes += split.warnings
+def _tool_call(call: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
+    """Return an earlier tool call. `index`, its position in a stream, is ignored."""
+    split = split_fields(call, TOOL_CALL_FIELDS, "tool_call", path, lenient=warnings.lenient)
+    warnings += split.warnings
     fields = split.fields
     if fields.get("type", "function") != "function":
         raise invalid_value(
@@ -209,9 +210,9 @@ def _tool_call(call: Any, path: str, notes: FieldWarnings) -> dict[str, Any]:
         )
     inner = f"{path}.function"
     split = split_fields(
-        fields.get("function"), ("name", "arguments"), "", inner, lenient=notes.lenient
+        fields.get("function"), ("name", "arguments"), "", inner, lenient=warnings.lenient
     )
-    notes += split.warnings
+    warnings += split.warnings
     function = split.fields
     name = function.get("name")
     if not isinstance(name, str) or not name:
@@ -224,7 +225,7 @@ def _tool_call(call: Any, path: str, notes: FieldWarnings) -> dict[str, Any]:
 
 
 def read_arguments(arguments: Any, path: str) -> dict[str, Any] | str:
-    """A call's arguments as templates want them: an object; text that is none stays text."""
+    """Return a call's arguments as an object, or as text if they are not a JSON object."""
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, Mapping):

@@ -20,7 +20,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 NOT_ZERO: JsonDict = {"not": {"const": 0}}
 
-CONFLICT = "is given beside a tool_choice that forces a call"
+CONFLICT = "is set together with a tool_choice that forces a call"
 
 
 class ChatCompletionRequest(SamplingFields, Conversation):
@@ -37,18 +37,22 @@ class ChatCompletionRequest(SamplingFields, Conversation):
     )
     max_completion_tokens: (
         Annotated[Int, Bounds(1, MAX_INT, "leave it out for all that fit")] | None
-    ) = Field(None, description="Most tokens to make, reasoning included; all that fit otherwise.")
+    ) = Field(
+        None,
+        description="Maximum number of tokens to generate, reasoning included; all that fit "
+        "otherwise.",
+    )
     max_tokens: Annotated[Int, Bounds(1, MAX_INT, "leave it out for all that fit")] | None = Field(
         None, description="The older name of max_completion_tokens."
     )
     logprobs: bool = Field(False, description="Log probabilities of the answer's tokens.")
     top_logprobs: LogprobCount | None = Field(
-        None, description="With logprobs: the same of so many most probable tokens, 0 to 20."
+        None, description="With logprobs: number of most probable tokens per position, 0 to 20."
     )
     prompt_logprobs: LogprobCount | None = Field(
         None,
-        description="Log probabilities of the prompt's tokens and so many most probable ones, 0 to "
-        "20; not in a stream.",
+        description="Log probabilities of the prompt's tokens and this many most probable tokens "
+        "per position, 0 to 20; not in a stream.",
     )
     response_format: FormatField = Field(
         None,
@@ -63,7 +67,7 @@ class ChatCompletionRequest(SamplingFields, Conversation):
     parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer.")
     reasoning_effort: Effort | None = Field(
         None,
-        description="Given to the chat template; `none` also sets its enable_thinking to false.",
+        description="Passed to the chat template; `none` also sets its enable_thinking to false.",
     )
     include_reasoning: bool = Field(
         True, description="false leaves `reasoning_content` and `reasoning` out of the response."
@@ -72,12 +76,12 @@ class ChatCompletionRequest(SamplingFields, Conversation):
         None, description="With stream: `include_usage` and `continuous_usage_stats`."
     )
     echo: bool = Field(
-        False, description="Begin the answer with the last message where that is the assistant's."
+        False, description="Begin the answer with the last message if it is the assistant's."
     )
     truncate_prompt_tokens: Annotated[Int, Bounds(-1, MAX_INT, "-1 keeps all that fit")] | None = (
         Field(
             None,
-            description="Keep only so many of the prompt's last tokens; -1: all that fit.",
+            description="Keep only this many of the prompt's last tokens; -1: all that fit.",
             json_schema_extra=NOT_ZERO,
         )
     )
@@ -91,7 +95,7 @@ class ChatCompletionRequest(SamplingFields, Conversation):
     def check(self) -> None:
         super().check()
         self.read_conversation(self.messages, self.tool_choice)
-        check_stream(self.stream, self.stream_options, self.prompt_logprobs, self._notes)
+        check_stream(self.stream, self.stream_options, self.prompt_logprobs, self._warnings)
         check_truncation(self.truncate_prompt_tokens)
         if (
             self.max_tokens is not None
@@ -112,8 +116,8 @@ class ChatCompletionRequest(SamplingFields, Conversation):
         self._check_effort()
 
     def _check_forced_call(self) -> None:
-        """A forced call is an answer of its own form; response_format is for an answer in text,
-        and clients send it along with every request."""
+        """Reject a constraint together with a forced call, except response_format, which clients
+        send with every request and which only applies to answers in text."""
         source = self._constraint.source if self._constraint is not None else None
         if self.toolbox.choice.forced and source not in (None, "response_format"):
             raise FieldError(f"{source} {CONFLICT}; leave one of them out.", source)
@@ -129,7 +133,7 @@ class ChatCompletionRequest(SamplingFields, Conversation):
                 )
 
     def _effort(self) -> dict[str, Any]:
-        """What reasoning_effort says to the chat template."""
+        """The template variables that reasoning_effort sets."""
         if self.reasoning_effort is None:
             return {}
         variables: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
@@ -143,8 +147,8 @@ class ChatCompletionRequest(SamplingFields, Conversation):
         return "max_tokens", self.max_tokens
 
     def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of SamplingParams; the form of a forced tool call is not among them,
-        since it depends on the model's parser."""
+        """Keyword arguments of SamplingParams, without the grammar of a forced tool call, which
+        depends on the model's tool format."""
         arguments = super().sampling(defaults)
         arguments["n"] = self.n
         if self.logprobs:
@@ -160,7 +164,7 @@ class ChatCompletionRequest(SamplingFields, Conversation):
 
     @property
     def echo_text(self) -> str:
-        """What the answer begins with before its own text."""
+        """The text that `echo` puts before the answer."""
         last = self.conversation[-1]
         return last["content"] or "" if self.echo and last["role"] == "assistant" else ""
 
@@ -178,25 +182,28 @@ class ChatCompletionRequest(SamplingFields, Conversation):
 
 
 def check_stream(
-    stream: bool, options: StreamOptions | None, prompt_logprobs: int | None, notes: FieldWarnings
+    stream: bool,
+    options: StreamOptions | None,
+    prompt_logprobs: int | None,
+    warnings: FieldWarnings,
 ) -> None:
-    """What only a stream has, and what it cannot have. Raises BadField."""
+    """Check the fields that need or exclude a stream. Raises FieldError."""
     if options is not None:
-        notes += options.warnings()
+        warnings += options.warnings()
         if not stream:
             raise FieldError(
-                "stream_options is given without stream; set stream to true.", "stream_options"
+                "stream_options is set without stream; set stream to true.", "stream_options"
             )
     if stream and prompt_logprobs is not None:
         raise FieldError(
-            f"prompt_logprobs is {prompt_logprobs} beside stream, which has no place for them; set "
-            "stream to false.",
+            f"prompt_logprobs is {prompt_logprobs} together with stream, which has no place for "
+            "them; set stream to false.",
             "prompt_logprobs",
         )
 
 
 def check_truncation(tokens: int | None) -> None:
-    """Raises BadField for a prompt of no token."""
+    """Reject truncation to an empty prompt. Raises FieldError."""
     if tokens == 0:
         raise FieldError(
             "truncate_prompt_tokens is 0, which keeps no token; give 1 or more, or -1 for all that "

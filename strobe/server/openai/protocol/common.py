@@ -1,4 +1,4 @@
-"""What all endpoints' requests share: how fields are taken in, and the types of their values."""
+"""Base class of all request models: field checks, warnings, and the types of field values."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from strobe.server.openai.protocol.errors import (
 from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
 
 _MAX_DEPTH = 200
-"""Of a body's objects and lists; pydantic's parser reads no more."""
+"""Nesting limit of a body's objects and lists, the same as in pydantic's parser."""
 _SCANNED = 1 << 17
-"""Characters of a body in which levels are counted."""
+"""Number of leading characters of a body in which nesting is counted."""
 
 INDEX = re.compile(r"\[\d+\]")
 
 
 class FieldWarnings(list[str]):
-    """A sentence for each thing given that has no effect. lenient: a field that nobody knows is
-    such a thing, and no mistake."""
+    """One sentence for each field or value without effect. lenient: an unknown field is a warning
+    instead of an error."""
 
     def __init__(self, *, lenient: bool = False):
         super().__init__()
@@ -52,7 +52,7 @@ class FieldWarnings(list[str]):
 
 
 class SplitFields(NamedTuple):
-    """An object's known fields, nulls left out, and a sentence for each other one given."""
+    """An object's known fields without nulls, and a warning for each field without effect."""
 
     fields: dict[str, Any]
     warnings: list[str]
@@ -66,10 +66,11 @@ def split_fields(
     *,
     lenient: bool = False,
 ) -> SplitFields:
-    """Sort an object's fields. schema_key: its tables; path: where it stands in the request;
-    lenient: as that of Notes.
+    """Split an object's fields into known ones and warnings.
 
-    Raises BadField for no object, for a field that nobody knows and for one that is not supported.
+    schema_key: key of its rules in NO_EFFECT and UNSUPPORTED. path: its path in the request.
+    lenient: see FieldWarnings. Raises FieldError if `body` is not an object or has an unknown or
+    unsupported field.
     """
     if not isinstance(body, Mapping):
         raise invalid_value(path or None, body, "a JSON object")
@@ -82,13 +83,13 @@ def split_fields(
         full = f"{path}.{name}" if path else str(name)
         if name in known_names:
             fields[name] = value
-        elif (note := no_effect.get(name)) is not None:
-            if not note.is_neutral(value):
-                sentences.append(f"{full} has no effect: {note.reason}.")
-        elif (note := refused.get(name)) is not None:
-            if not note.is_neutral(value):
+        elif (rule := no_effect.get(name)) is not None:
+            if not rule.is_neutral(value):
+                sentences.append(f"{full} has no effect: {rule.reason}.")
+        elif (rule := refused.get(name)) is not None:
+            if not rule.is_neutral(value):
                 raise FieldError(
-                    f"{full} is {short_json(value)}, which is not supported: {note.reason}.",
+                    f"{full} is {short_json(value)}, which is not supported: {rule.reason}.",
                     full,
                     "unsupported_parameter",
                 )
@@ -119,21 +120,21 @@ def _too_deep(body: bytes | str) -> FieldError:
 
 
 class RequestModel(BaseModel):
-    """An object of a request: null means not given, and no field is ignored in silence."""
+    """An object of a request. null is the same as a missing field; no field is silently ignored."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     schema_key: ClassVar[str]
-    """Its tables in NO_EFFECT and UNSUPPORTED."""
+    """Key of its rules in NO_EFFECT and UNSUPPORTED."""
     path: ClassVar[str] = ""
-    """Where it stands in the request."""
+    """Path of the object in the request."""
 
-    _notes: FieldWarnings = PrivateAttr(default_factory=FieldWarnings)
+    _warnings: FieldWarnings = PrivateAttr(default_factory=FieldWarnings)
 
     @classmethod
     def read(cls, body: bytes | str | Mapping[str, Any], *, lenient: bool = False) -> Self:
-        """A request from its JSON. lenient: fields that nobody knows have no effect. Raises
-        BadField, and nothing else, for what it cannot be."""
+        """Parse and check a request. lenient: unknown fields are warnings. Raises FieldError, and
+        nothing else, for an invalid body."""
         data: Any = body
         if isinstance(body, bytes | str):
             try:
@@ -159,30 +160,30 @@ class RequestModel(BaseModel):
         lenient = bool((info.context or {}).get("lenient"))
         split = split_fields(data, cls.model_fields, cls.schema_key, cls.path, lenient=lenient)
         self = handler(split.fields)
-        self._notes = FieldWarnings(lenient=lenient)
-        self._notes.extend(split.warnings)
+        self._warnings = FieldWarnings(lenient=lenient)
+        self._warnings.extend(split.warnings)
         self.check()
         return self
 
     def check(self) -> None:
-        """Find what no field shows alone. Raises BadField."""
+        """Check fields that depend on each other. Raises FieldError."""
 
     def is_set(self, name: str) -> bool:
-        """Whether the client gave a field, null left aside."""
+        """Whether the client sent a field with a value other than null."""
         return name in self.model_fields_set
 
     def warnings(self) -> list[str]:
-        """A sentence for each field given that has no effect; one for all items of a list."""
+        """One sentence for each field without effect, and one for all items of a list."""
         first: dict[str, str] = {}
-        for note in self._notes:
-            first.setdefault(INDEX.sub("[]", note), note)
+        for warning in self._warnings:
+            first.setdefault(INDEX.sub("[]", warning), warning)
         return list(first.values())
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """The OpenAPI page shows what is accepted without effect and what is refused, too."""
+        """Add the fields without effect and the unsupported ones to the OpenAPI schema."""
         reference = handler(schema)
         page: dict[str, Any] = handler.resolve_ref_schema(reference)
         page |= object_schema(page.get("properties", {}), cls.schema_key, page.get("required", ()))
@@ -192,14 +193,14 @@ class RequestModel(BaseModel):
 def object_schema(
     properties: Mapping[str, Any], schema_key: str = "", required: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The JSON schema of an object that `take` reads. properties: its known fields; schema_key: its
-    tables. What is not required may be null, which is the same as not given."""
+    """The JSON schema of an object that `split_fields` reads. properties: its known fields;
+    schema_key: key of its rules. A field that is not required may be null."""
     shown_fields: dict[str, Any] = {}
-    for name, note in NO_EFFECT.get(schema_key, {}).items():
-        shown_fields[name] = {"description": f"No effect: {note.reason}."}
-    for name, note in UNSUPPORTED.get(schema_key, {}).items():
-        why = f"Not supported: {note.reason}."
-        shown_fields[name] = {"enum": [None, *note.neutral_values], "description": why}
+    for name, rule in NO_EFFECT.get(schema_key, {}).items():
+        shown_fields[name] = {"description": f"No effect: {rule.reason}."}
+    for name, rule in UNSUPPORTED.get(schema_key, {}).items():
+        why = f"Not supported: {rule.reason}."
+        shown_fields[name] = {"enum": [None, *rule.neutral_values], "description": why}
     known_fields = {name: s if name in required else _nullable(s) for name, s in properties.items()}
     shape: dict[str, Any] = {
         "type": "object",
@@ -207,7 +208,7 @@ def object_schema(
             **known_fields,
             **{n: s for n, s in shown_fields.items() if n not in known_fields},
         },
-        "additionalProperties": {"type": "null"},  # null is not given, whatever its name
+        "additionalProperties": {"type": "null"},  # null is the same as a missing field
     }
     return {**shape, "required": list(required)} if required else shape
 
@@ -220,7 +221,7 @@ def _nullable(shape: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Bounds:
-    """A number's bounds, both allowed, unless `above` says that the lower one is not."""
+    """A number's inclusive bounds; with `above` the lower one is exclusive."""
 
     low: float
     high: float
@@ -251,7 +252,7 @@ def _plain(number: float) -> str:
 
 
 def check_int(value: Any) -> Any:
-    """2.0 is the whole number 2 in JSON."""
+    """Convert a whole float to int, since 2.0 and 2 are the same number in JSON."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -263,7 +264,7 @@ def is_int(value: Any) -> bool:
 
 
 def token_ids(value: Any, path: str | None) -> tuple[int, ...]:
-    """A list of token ids, which may be empty. Raises BadField."""
+    """A list of token ids, which may be empty. Raises FieldError."""
     if not isinstance(value, list | tuple):
         raise invalid_value(path, value, "a list of token ids")
     ids = tuple(check_int(token) for token in value)
@@ -276,7 +277,7 @@ def token_ids(value: Any, path: str | None) -> tuple[int, ...]:
 
 
 def texts(value: Any, path: str | None) -> tuple[str, ...]:
-    """One text or a list of texts, none empty. Raises BadField."""
+    """A single text or a list of texts, none of them empty. Raises FieldError."""
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list | tuple):
         raise invalid_value(path, value, "a text or a list of texts")
@@ -304,7 +305,7 @@ TokenIds = Annotated[tuple[int, ...], BeforeValidator(_ids_field), WithJsonSchem
 
 
 class StreamOptions(RequestModel):
-    """What a stream carries beside its text."""
+    """Options of a stream's chunks."""
 
     schema_key: ClassVar[str] = "stream_options"
     path: ClassVar[str] = "stream_options"

@@ -48,21 +48,23 @@ class CompletionRequest(SamplingFields):
     )
     best_of: Count | None = Field(
         None,
-        description="Answers made per prompt, of which the n most probable per token are returned; "
-        "not in a stream unless equal to n.",
+        description="Answers generated per prompt, of which the n with the highest mean log "
+        "probability per token are returned; not in a stream unless equal to n.",
     )
     max_tokens: Annotated[Int, Bounds(0, MAX_INT, "leave it out for 16")] = Field(
-        16, description="Most tokens to make; 0 with echo or prompt_logprobs: the prompt alone."
+        16,
+        description="Maximum number of tokens to generate; 0 with echo or prompt_logprobs: the "
+        "prompt alone.",
     )
     logprobs: LogprobCount | None = Field(
         None,
-        description="Log probabilities of the answer's tokens and so many most probable ones, 0 to "
-        "20; with echo, of the prompt's as well.",
+        description="Log probabilities of the answer's tokens and this many most probable tokens "
+        "per position, 0 to 20; with echo, of the prompt's as well.",
     )
     prompt_logprobs: LogprobCount | None = Field(
         None,
-        description="Log probabilities of the prompt's tokens and so many most probable ones, 0 to "
-        "20; not in a stream.",
+        description="Log probabilities of the prompt's tokens and this many most probable tokens "
+        "per position, 0 to 20; not in a stream.",
     )
     echo: bool = Field(False, description="Begin the text with the prompt.")
     response_format: FormatField = Field(
@@ -74,12 +76,12 @@ class CompletionRequest(SamplingFields):
         None, description="With stream: `include_usage` and `continuous_usage_stats`."
     )
     add_special_tokens: bool = Field(
-        True, description="Add the tokenizer's special tokens to a prompt given as text."
+        True, description="Add the tokenizer's special tokens to a text prompt."
     )
     truncate_prompt_tokens: Annotated[Int, Bounds(-1, MAX_INT, "-1 keeps all that fit")] | None = (
         Field(
             None,
-            description="Keep only so many of the prompt's last tokens; -1: all that fit.",
+            description="Keep only this many of the prompt's last tokens; -1: all that fit.",
             json_schema_extra=NOT_ZERO,
         )
     )
@@ -95,7 +97,7 @@ class CompletionRequest(SamplingFields):
     def check(self) -> None:
         super().check()
         self._prompts = self._read_prompts()
-        check_stream(self.stream, self.stream_options, self.prompt_logprobs, self._notes)
+        check_stream(self.stream, self.stream_options, self.prompt_logprobs, self._warnings)
         check_truncation(self.truncate_prompt_tokens)
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise FieldError(
@@ -113,15 +115,16 @@ class CompletionRequest(SamplingFields):
             )
         if self.stream and best_of > self.n:
             raise FieldError(
-                f"best_of is {best_of} beside stream, but the best are only known at the end; set "
-                "stream to false.",
+                f"best_of is {best_of} together with stream, but the best are only known at the "
+                "end; set stream to false.",
                 "best_of",
             )
 
     def _read_prompts(self) -> list[str | list[int]]:
         if self.is_set("prompt") and self.is_set("prompt_token_ids"):
             raise FieldError(
-                "prompt_token_ids is given beside prompt; give one of them.", "prompt_token_ids"
+                "prompt_token_ids is set together with prompt; give one of them.",
+                "prompt_token_ids",
             )
         path = "prompt_token_ids" if self.is_set("prompt_token_ids") else "prompt"
         prompt: Any = getattr(self, path)
@@ -154,8 +157,7 @@ class CompletionRequest(SamplingFields):
         return self.n if self.best_of is None else self.best_of
 
     def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of SamplingParams. They ask for log probabilities too where best_of
-        needs them to choose."""
+        """Keyword arguments of SamplingParams, with logprobs if best_of needs them to choose."""
         arguments = super().sampling(defaults)
         arguments["n"] = self.answers
         if self.logprobs is not None:
@@ -171,7 +173,7 @@ class CompletionRequest(SamplingFields):
 
 
 def _ids(value: Any, path: str) -> list[int]:
-    """One prompt as token ids. Raises BadField for none."""
+    """Return one prompt's token ids. Raises FieldError for an empty list."""
     ids = list(token_ids(value, path))
     if not ids:
         raise invalid_value(path, ids, "a list of one or more token ids")

@@ -1,4 +1,4 @@
-"""What /v1/chat/completions and /tokenize share: messages and how the chat template writes them."""
+"""Fields shared by /v1/chat/completions and /tokenize: tools and chat template options."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ OWN_FIELDS = (
     "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message",
 )  # fmt: skip
-"""Names in chat_template_kwargs that the request's own fields set."""
+"""Names that are rejected in chat_template_kwargs because the request has fields for them."""
 
 NOT_FOR_TEMPLATES = (
     "conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors",
     "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs",
 )  # fmt: skip
-"""Names that the tokenizer's function takes for itself."""
+"""Names that are rejected because `apply_chat_template` has parameters of those names."""
 
 TemplateVariables = Annotated[
     dict[str, Any],
@@ -40,7 +40,7 @@ TemplateVariables = Annotated[
 
 
 class Conversation(RequestModel):
-    """Messages and the options of the chat template. Exactly what `Tokenizer.chat_text` takes."""
+    """Messages and chat template options: the arguments of `Tokenizer.chat_text`."""
 
     tools: Annotated[list[Any], WithJsonSchema(TOOLS_SCHEMA)] | None = Field(
         None,
@@ -59,10 +59,10 @@ class Conversation(RequestModel):
         True, description="End the prompt where the assistant's message begins."
     )
     continue_final_message: bool = Field(
-        False, description="Go on with the last message instead of beginning a new one."
+        False, description="Continue the last message instead of beginning a new one."
     )
     add_special_tokens: bool = Field(
-        False, description="Add the tokenizer's special tokens to those of the chat template."
+        False, description="Add the tokenizer's special tokens to the rendered chat template."
     )
 
     _messages: list[dict[str, Any]] = PrivateAttr(default_factory=list[dict[str, Any]])
@@ -77,15 +77,16 @@ class Conversation(RequestModel):
             and self.add_generation_prompt
         ):
             raise FieldError(
-                "add_generation_prompt is true beside continue_final_message, but a message is "
-                "either new or continued; leave one of them out.",
+                "add_generation_prompt is true together with continue_final_message, but a message "
+                "is either new or continued; leave one of them out.",
                 "add_generation_prompt",
             )
 
     def read_conversation(self, messages: list[dict[str, Any]], tool_choice: Any = None) -> None:
-        """Check messages and tools and keep their template form. Raises BadField."""
-        self._messages = read_messages(messages, self._notes)
-        self._toolbox = read_toolbox(self.tools, tool_choice, self._notes)
+        """Check messages and tools and store them as the template reads them. Raises
+        FieldError."""
+        self._messages = read_messages(messages, self._warnings)
+        self._toolbox = read_toolbox(self.tools, tool_choice, self._warnings)
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
@@ -94,15 +95,15 @@ class Conversation(RequestModel):
 
     @property
     def toolbox(self) -> Toolbox:
-        """The tools in the prompt, and which of them to call."""
+        """The tools in the prompt, and the tool choice."""
         return self._toolbox
 
     def template_variables(self) -> dict[str, Any]:
-        """What the client gave for the chat template itself."""
+        """The request's variables for the chat template."""
         return dict(self.chat_template_kwargs or {})
 
     def template_options(self) -> dict[str, Any]:
-        """Keyword arguments of `Tokenizer.chat_text` beside the messages."""
+        """Keyword arguments of `Tokenizer.chat_text`, without the messages."""
         options: dict[str, Any] = {
             "tools": list(self.toolbox.tools) or None,
             "chat_template": self.chat_template,
@@ -113,8 +114,8 @@ class Conversation(RequestModel):
         return options | self.template_variables()
 
     def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
-        """A sentence for each thing given that has no effect. template_reads: the variables that
-        the chat template reads, where that is known."""
+        """One sentence for each field without effect. template_reads: the variables that the chat
+        template reads, None if unknown."""
         sentences = super().warnings()
         if template_reads is not None:
             sentences += [
@@ -126,12 +127,12 @@ class Conversation(RequestModel):
 
 
 def check_template_options(options: dict[str, Any] | None) -> None:
-    """Raises BadField for a variable that would not reach the chat template."""
+    """Reject variables that would not reach the chat template. Raises FieldError."""
     for name in options or {}:
         path = f"chat_template_kwargs.{name}"
         if name in OWN_FIELDS:
             raise FieldError(
-                f"{path} is set by the request's own fields; give {name} beside "
+                f"{path} is set by the request's own fields; give {name} outside "
                 "chat_template_kwargs.",
                 path,
             )

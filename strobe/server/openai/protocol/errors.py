@@ -1,4 +1,4 @@
-"""What is wrong with a request, as a sentence, a field's name and OpenAI's error object."""
+"""Errors of a request: the exception, its field and OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ERROR_TYPES: Mapping[int, str] = {
     503: "service_unavailable",
     504: "timeout",
 }
-"""The error object's `type` for each HTTP status that the API answers with."""
+"""The error object's `type` for each HTTP error status."""
 
 KINDS = {
     "int": "a whole number",
@@ -36,14 +36,14 @@ KINDS = {
     "dict": "an object",
     "model": "an object",
 }
-"""What pydantic's error types ask for."""
+"""The value that each of pydantic's error types asks for."""
 
 
 class FieldError(ValueError):
-    """A field of a request that cannot be served: an HTTP 400.
+    """An invalid field of a request: an HTTP 400.
 
-    param: the field's path, such as "messages[0].content"; None where the body as a whole is
-    wrong. code: one of OpenAI's words for the kind of mistake.
+    param: the field's path, such as "messages[0].content"; None if the whole body is invalid.
+    code: OpenAI's code for the kind of error.
     """
 
     def __init__(self, message: str, param: str | None, code: str = "invalid_value"):
@@ -55,24 +55,24 @@ class FieldError(ValueError):
         return error_body(str(self), param=self.param, code=self.code)
 
     def with_names(self, names: Names) -> FieldError:
-        """The same mistake with the names that another endpoint has for its fields."""
+        """The same error with another endpoint's field names."""
         param = None if self.param is None else rename_fields(self.param, names)
         return FieldError(rename_fields(str(self), names), param, self.code)
 
 
 Names = Mapping[re.Pattern[str], str]
-"""Fields of one endpoint, and what stands for them in another's sentences and paths."""
+"""Patterns of one endpoint's field names, and another endpoint's names for these fields."""
 
 
 def rename_fields(sentence: str, names: Names) -> str:
-    """A sentence, or a field's path, with the names of another endpoint."""
+    """Return a sentence, or a field's path, with another endpoint's field names."""
     for pattern, name in names.items():
         sentence = pattern.sub(name, sentence)
     return sentence
 
 
 class HasErrors(Protocol):
-    """pydantic's ValidationError, or what a framework makes of its list."""
+    """pydantic's ValidationError, or a framework's exception with the same `errors()`."""
 
     def errors(self) -> Sequence[Any]: ...
 
@@ -86,12 +86,12 @@ def error_body(
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, such as 1 token or 2 tokens."""
+    """A number with its noun, such as "1 token" or "2 tokens"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def short_json(value: Any) -> str:
-    """A value as a sentence names it: as JSON where that is short."""
+    """Return a value as JSON, cut to fit into a sentence."""
     if isinstance(value, str):
         text = json.dumps(value[:60], ensure_ascii=False)
         return text if len(value) <= 60 else f'{text[:-1]}…"'
@@ -103,7 +103,7 @@ def short_json(value: Any) -> str:
 
 
 class _Json(reprlib.Repr):
-    """Lists and objects as JSON writes them, cut where they are long or deep."""
+    """Formats lists and objects as JSON, cut where they are long or deep."""
 
     def repr_str(self, x: str, level: int) -> str:
         return short_json(x)
@@ -122,7 +122,7 @@ _JSON = _Json()
 
 
 def invalid_value(path: str | None, value: Any, requirement: str, hint: str = "") -> FieldError:
-    """ "PATH is VALUE, but must be MUST; HINT" """
+    """Return the error "PATH is VALUE, but must be REQUIREMENT; HINT." """
     tail = f"; {hint}" if hint else ""
     return FieldError(
         f"{path or 'The body'} is {short_json(value)}, but must be {requirement}{tail}.", path
@@ -130,21 +130,21 @@ def invalid_value(path: str | None, value: Any, requirement: str, hint: str = ""
 
 
 def to_field_error(error: HasErrors) -> FieldError:
-    """The first mistake of a validation as one sentence.
+    """Return the first of a validation's errors.
 
-    error: pydantic's ValidationError, or a framework's with the same `errors()`, whose places may
-    begin with "body".
+    error: pydantic's ValidationError, or a framework's with the same `errors()`, whose locations
+    may begin with "body".
     """
     first: Mapping[str, Any] = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
         return cause
-    place = list(first["loc"])
-    if place[:1] == ["body"]:
-        place = place[1:]
+    location = list(first["loc"])
+    if location[:1] == ["body"]:
+        location = location[1:]
     if first["type"] == "json_invalid":
         return FieldError("The body is not JSON; send one JSON object.", None, "invalid_json")
-    param = _path(place)
+    param = _path(location)
     if cause is not None:
         return FieldError(str(cause), param)
     kind: str = first["type"]
@@ -155,21 +155,21 @@ def to_field_error(error: HasErrors) -> FieldError:
         return invalid_value(
             param, first["input"], f"one of {first['ctx']['expected']}".replace("'", '"')
         )
-    must = KINDS.get(kind) or KINDS.get(kind.split("_")[0])
-    if must is None:
+    requirement = KINDS.get(kind) or KINDS.get(kind.split("_")[0])
+    if requirement is None:
         message = str(first["msg"])
         return FieldError(
             f"{param or 'The body'} is {short_json(first['input'])}: "
             f"{message[:1].lower()}{message[1:]}.",
             param,
         )
-    bad = invalid_value(param, first["input"], must)
-    bad.code = "invalid_type"
-    return bad
+    field_error = invalid_value(param, first["input"], requirement)
+    field_error.code = "invalid_type"
+    return field_error
 
 
 def _path(location: Sequence[str | int]) -> str | None:
-    """A place in the body in OpenAI's notation: messages[0].content."""
+    """Return a location in the body in OpenAI's notation, such as messages[0].content."""
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part

@@ -1,4 +1,4 @@
-"""The input of /v1/responses as a chat's messages."""
+"""Converts the input of /v1/responses to chat messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from strobe.server.openai.protocol.common import (
 from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 
 EVERY_ITEM = ("type", "id", "status")
-"""id and status are how the item was called when it was returned, and say nothing here."""
+"""Fields of every item. id and status come from an earlier response and are ignored."""
 
 ITEM_FIELDS: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content"),
@@ -51,7 +51,7 @@ _VALUES: Mapping[str, dict[str, Any]] = {
 
 
 def _shape(kind: str) -> dict[str, Any]:
-    """The JSON schema of an item; the type may be left out of a message."""
+    """The JSON schema of an item; `type` is optional for a message."""
     fields = {name: _VALUES[name] for name in ITEM_FIELDS[kind]}
     fields |= {"id": {}, "status": {}, "type": {"const": kind}}
     if kind == "reasoning":
@@ -63,11 +63,13 @@ def _shape(kind: str) -> dict[str, Any]:
 ITEM_SCHEMA: dict[str, Any] = {"anyOf": [_shape(kind) for kind in ITEM_FIELDS]}
 
 
-def read_input(value: Any, instructions: str | None, notes: FieldWarnings) -> list[dict[str, Any]]:
-    """Messages as `read_message` makes them. An answer's reasoning, text and calls are items of
-    their own here and one message there. notes: gets a sentence for what has no effect.
+def read_input(
+    value: Any, instructions: str | None, warnings: FieldWarnings
+) -> list[dict[str, Any]]:
+    """Return the input as messages. Raises FieldError.
 
-    Raises BadField.
+    Reasoning, text and calls of one answer are separate items, which become one message.
+    warnings: gets a sentence for each field without effect.
     """
     messages: list[dict[str, Any]] = []
     if instructions:
@@ -79,10 +81,10 @@ def read_input(value: Any, instructions: str | None, notes: FieldWarnings) -> li
     answer: dict[str, Any] | None = None
     for index, item in enumerate(value):
         path = f"input[{index}]"
-        kind, fields = _item(item, path, notes)
+        kind, fields = _item(item, path, warnings)
         if kind == "message":
             message = read_message(
-                {k: fields[k] for k in fields if k not in EVERY_ITEM}, path, notes
+                {k: fields[k] for k in fields if k not in EVERY_ITEM}, path, warnings
             )
             if answer is not None and message["role"] == "assistant" and _is_bare(answer):
                 answer.update(message)
@@ -91,7 +93,7 @@ def read_input(value: Any, instructions: str | None, notes: FieldWarnings) -> li
             messages.append(message)
         elif kind == "function_call_output":
             answer = None
-            messages.append(_output(fields, path, notes))
+            messages.append(_output(fields, path, warnings))
         else:
             if answer is None or (kind == "reasoning" and not _is_bare(answer)):
                 answer = {"role": "assistant", "content": None}
@@ -104,17 +106,18 @@ def read_input(value: Any, instructions: str | None, notes: FieldWarnings) -> li
 
 
 def _is_bare(answer: Mapping[str, Any]) -> bool:
-    """Whether an answer has nothing yet but reasoning."""
+    """Whether an answer has neither text nor calls yet."""
     return answer["content"] is None and "tool_calls" not in answer
 
 
 def _with_content(message: dict[str, Any]) -> dict[str, Any]:
-    """Reasoning that nothing followed, and that nobody can read, leaves an empty message."""
+    """Return the message with content, "" if it has neither content nor calls: reasoning that
+    nothing followed."""
     empty = message["content"] is None and not message.get("tool_calls")
     return {**message, "content": ""} if empty else message
 
 
-def _item(item: Any, path: str, notes: FieldWarnings) -> tuple[str, dict[str, Any]]:
+def _item(item: Any, path: str, warnings: FieldWarnings) -> tuple[str, dict[str, Any]]:
     if not isinstance(item, Mapping):
         raise invalid_value(path, item, "an item with a type")
     kind = item.get("type")
@@ -128,8 +131,8 @@ def _item(item: Any, path: str, notes: FieldWarnings) -> tuple[str, dict[str, An
             f"{path}.type",
             "unsupported_parameter",
         )
-    split = split_fields(item, (*EVERY_ITEM, *known_fields), "item", path, lenient=notes.lenient)
-    notes += split.warnings
+    split = split_fields(item, (*EVERY_ITEM, *known_fields), "item", path, lenient=warnings.lenient)
+    warnings += split.warnings
     return kind, split.fields
 
 
@@ -144,17 +147,17 @@ def _call(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {"id": fields["call_id"], "type": "function", "function": function}
 
 
-def _output(fields: Mapping[str, Any], path: str, notes: FieldWarnings) -> dict[str, Any]:
+def _output(fields: Mapping[str, Any], path: str, warnings: FieldWarnings) -> dict[str, Any]:
     if not isinstance(fields.get("call_id"), str):
         raise invalid_value(f"{path}.call_id", fields.get("call_id"), "the id of a function call")
-    content = read_content(fields.get("output"), f"{path}.output", notes)
+    content = read_content(fields.get("output"), f"{path}.output", warnings)
     if content is None:
         raise invalid_value(f"{path}.output", None, "a text, or a list of text parts")
     return {"role": "tool", "content": content, "tool_call_id": fields["call_id"]}
 
 
 def _texts(fields: Mapping[str, Any], name: str, path: str) -> list[str]:
-    """Those of a list of parts."""
+    """The texts of a list of parts."""
     parts = fields.get(name, ())
     if not isinstance(parts, list | tuple):
         raise invalid_value(f"{path}.{name}", parts, "a list of texts")
@@ -168,7 +171,7 @@ def _texts(fields: Mapping[str, Any], name: str, path: str) -> list[str]:
 
 
 def _add_reasoning(answer: dict[str, Any], fields: Mapping[str, Any], path: str) -> None:
-    """The reasoning itself, or its summary where that is all there is."""
+    """Add the item's reasoning, or its summary if it has nothing else."""
     content, summary = (_texts(fields, name, path) for name in ("content", "summary"))
     texts = content or summary
     reasoning = [answer["reasoning_content"]] if "reasoning_content" in answer else []

@@ -1,6 +1,6 @@
-"""The shape of what the endpoints return, for the OpenAPI page and for readers.
+"""Models of the endpoints' responses, for the OpenAPI document.
 
-The server writes its answers as plain dicts of this shape and does not pass them through here.
+The server builds its responses as plain dicts of this shape, without these classes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 
 
 class PromptTokensDetails(BaseModel):
-    """cached_tokens: prompt tokens whose keys and values the prefix cache had."""
+    """cached_tokens: prompt tokens found in the prefix cache."""
 
     cached_tokens: int = 0
 
@@ -28,13 +28,13 @@ class Usage(BaseModel):
 
 
 class SpeculationReport(BaseModel):
-    """How an answer was drafted, with several answers all of them together.
+    """How all answers of a response were drafted.
 
-    drafted: drafts verified; drafts_made: those and others. acceptance_length: 1 + accepted /
-    steps, null without a step. rows_verified: of the target in all steps that could have drafts;
-    rested_steps: those that drafted nothing, and rest_reason why. off_reason: a sentence where no
-    drafts were verified. decode_seconds: from the end of the first step to that of the last one,
-    by the engine's clock; null with one step.
+    drafted: drafts verified; drafts_made: drafts proposed. acceptance_length: 1 + accepted / steps,
+    null without a step. rows_verified: rows of the target in all steps that could carry drafts;
+    rested_steps: steps without drafts, and rest_reason why. off_reason: a sentence if no drafts
+    were verified. decode_seconds: from the end of the first step to the end of the last one, by
+    the engine's clock; null with one step.
     """
 
     used: bool
@@ -53,7 +53,7 @@ class SpeculationReport(BaseModel):
 
 
 class Step(BaseModel):
-    """One verify step. tokens: text pieces and whether each came as an accepted draft."""
+    """A verify step. tokens: each token's text, and whether it was an accepted draft."""
 
     tokens: list[tuple[str, bool]]
     drafted: int
@@ -61,7 +61,8 @@ class Step(BaseModel):
 
 
 class Answer(BaseModel):
-    """What every answer that generates has. warnings: a sentence for each field without effect."""
+    """Fields of every chat and text completion. warnings: one sentence for each field without
+    effect."""
 
     id: str
     created: int
@@ -92,7 +93,7 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """A token of the answer, and the most probable ones in its place."""
+    """A token of the answer, and the most probable tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -116,7 +117,7 @@ class ToolCall(BaseModel):
 
 
 class ToolCallDelta(BaseModel):
-    """index: which call it goes on with; id and name come with its first piece."""
+    """index: the call that it continues; id and name come with a call's first delta."""
 
     index: int
     id: str | None = None
@@ -125,8 +126,7 @@ class ToolCallDelta(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """reasoning_content, reasoning: what a reasoning model wrote before its answer, under both of
-    the names that clients read."""
+    """reasoning_content, reasoning: the model's reasoning, under both names that clients read."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = None
@@ -145,7 +145,7 @@ class ChatDelta(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """stop_reason: the stop text or token id that ended it."""
+    """stop_reason: the stop text or token id that ended the answer."""
 
     index: int
     message: ChatMessage
@@ -179,7 +179,7 @@ class ChatCompletionChunk(Answer):
 
 
 class CompletionLogprobs(BaseModel):
-    """One entry per token; text_offset: where its text begins."""
+    """One entry per token. text_offset: where each token's text begins, in characters."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -200,7 +200,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(Answer):
-    """Also each chunk of a stream."""
+    """A text completion, or a chunk of its stream."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
@@ -270,7 +270,7 @@ class ResponseError(BaseModel):
 
 
 class Response(BaseModel):
-    """What /v1/responses answers; it repeats what was asked for."""
+    """The response of /v1/responses, which echoes the request's options."""
 
     id: str
     object: Literal["response"] = "response"
@@ -300,7 +300,7 @@ class Response(BaseModel):
 
 
 class InputTokens(BaseModel):
-    """What /v1/responses/input_tokens answers."""
+    """The response of /v1/responses/input_tokens."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
@@ -314,7 +314,7 @@ class DeletedResponse(BaseModel):
 
 
 class ItemList(BaseModel):
-    """data: input items with their ids. has_more: whether others come behind them."""
+    """data: input items with their ids. has_more: whether more items follow."""
 
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]
@@ -324,7 +324,7 @@ class ItemList(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """param: the path of the field that was wrong."""
+    """param: the path of the invalid field."""
 
     message: str
     type: str
@@ -337,7 +337,7 @@ class ErrorResponse(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """root: where the model was loaded from."""
+    """root: the directory or hub name of the model."""
 
     id: str
     object: Literal["model"] = "model"
@@ -357,13 +357,14 @@ class Version(BaseModel):
 
 
 class Load(BaseModel):
-    """Answers that are being made or wait."""
+    """server_load: answers in progress or waiting."""
 
     server_load: int
 
 
 class ServerInfo(BaseModel):
-    """engine: what it says of itself; config, server: settings, keys as their number."""
+    """engine: the engine's facts; config, server: settings, with the number of API keys in place
+    of the keys."""
 
     version: str
     engine: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What an answer must look like, out of the many fields in which clients say it."""
+"""Reads the structured output constraint from the many fields that clients use for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SINGLE_FIELDS: Mapping[str, str] = {
     "ebnf": "grammar",
     "json_schema": "json",
 }
-"""Fields that say one thing each: vLLM's older ones and SGLang's."""
+"""Fields that hold one kind of constraint: vLLM's older ones and SGLang's."""
 
 SOURCES = ("response_format", "structured_outputs", *SINGLE_FIELDS)
 
@@ -47,7 +47,7 @@ VALUE_SCHEMAS: Mapping[str, dict[str, Any]] = {
     "choice": {"type": "array", "minItems": 1, "items": TEXT_SCHEMA},
     "grammar": TEXT_SCHEMA,
 }
-"""What each of KINDS may be."""
+"""The JSON schema of each kind's value."""
 
 _OFF: dict[str, Any] = {"enum": [None, False]}
 STRUCTURED_OUTPUTS_SCHEMA: dict[str, Any] = {
@@ -88,54 +88,53 @@ TEXT_FORMAT_SCHEMA: dict[str, Any] = {
         ),
     ]
 }
-"""text.format of a response."""
+"""The JSON schema of text.format of /v1/responses."""
 
 
 class Constraint(NamedTuple):
-    """One of KINDS and its value, as `strobe.request.StructuredOutputs` takes it; source: the
-    field that gave it."""
+    """A constraint's kind, one of KINDS, and its value. source: the request's field that holds
+    it."""
 
     source: str
     kind: str
     value: Any
 
 
-def read_constraint(fields: Mapping[str, Any], notes: FieldWarnings) -> Constraint | None:
-    """The one constraint among these fields of a request, None where there is none.
+def read_constraint(fields: Mapping[str, Any], warnings: FieldWarnings) -> Constraint | None:
+    """Return the request's constraint, None if it has none.
 
-    fields: the fields of SOURCES that the client gave. notes: gets a sentence for what has no
-    effect. Raises BadField, also for two at once.
+    fields: the request's fields that are in SOURCES. warnings: gets a sentence for each field
+    without effect. Raises FieldError, also for more than one constraint.
     """
     constraints: list[Constraint] = []
     for source in SOURCES:
         if source not in fields:
             continue
-        constraint = _read(source, fields[source], notes)
+        constraint = _read(source, fields[source], warnings)
         if constraint is not None:
             constraints.append(constraint)
     if len(constraints) > 1:
         raise FieldError(
-            f"{constraints[1].source} is given beside {constraints[0].source}, but one answer "
-            "follows one "
-            "constraint; leave one of them out.",
+            f"{constraints[1].source} is set together with {constraints[0].source}, but an answer "
+            "follows one constraint; leave one of them out.",
             constraints[1].source,
         )
     return constraints[0] if constraints else None
 
 
-def _read(source: str, value: Any, notes: FieldWarnings) -> Constraint | None:
+def _read(source: str, value: Any, warnings: FieldWarnings) -> Constraint | None:
     if source == "response_format":
-        return _response_format(value, notes)
+        return _response_format(value, warnings)
     if source == "structured_outputs":
-        return _structured_outputs(value, notes)
+        return _structured_outputs(value, warnings)
     kind = SINGLE_FIELDS[source]
     return Constraint(source, kind, _value(kind, value, source))
 
 
-def _structured_outputs(outputs: Any, notes: FieldWarnings) -> Constraint | None:
+def _structured_outputs(outputs: Any, warnings: FieldWarnings) -> Constraint | None:
     path = "structured_outputs"
-    split = split_fields(outputs, KINDS, path, path, lenient=notes.lenient)
-    notes += split.warnings
+    split = split_fields(outputs, KINDS, path, path, lenient=warnings.lenient)
+    warnings += split.warnings
     json_object = split.fields.get("json_object")
     if json_object is not None and not isinstance(json_object, bool):
         raise invalid_value(f"{path}.json_object", json_object, "true or false")
@@ -149,16 +148,16 @@ def _structured_outputs(outputs: Any, notes: FieldWarnings) -> Constraint | None
     return Constraint(path, kind, _value(kind, split.fields[kind], f"{path}.{kind}"))
 
 
-def _response_format(value: Any, notes: FieldWarnings) -> Constraint | None:
+def _response_format(value: Any, warnings: FieldWarnings) -> Constraint | None:
     path = "response_format"
     kind = _format_type(value, path)
-    split = split_fields(value, RESPONSE_FORMAT_FIELDS, path, path, lenient=notes.lenient)
-    notes += split.warnings
+    split = split_fields(value, RESPONSE_FORMAT_FIELDS, path, path, lenient=warnings.lenient)
+    warnings += split.warnings
     inner = split.fields.get("json_schema")
     if kind != "json_schema":
         if inner is not None:
             raise FieldError(
-                f'{path}.json_schema is given beside the type "{kind}"; '
+                f'{path}.json_schema is set together with the type "{kind}"; '
                 'give the type "json_schema".',
                 f"{path}.json_schema",
             )
@@ -170,19 +169,19 @@ def _response_format(value: Any, notes: FieldWarnings) -> Constraint | None:
         JSON_SCHEMA_FIELDS,
         "json_schema",
         f"{path}.json_schema",
-        lenient=notes.lenient,
+        lenient=warnings.lenient,
     )
-    notes += schema.warnings
+    warnings += schema.warnings
     return _named_schema(schema.fields, path, f"{path}.json_schema")
 
 
-def read_text_format(value: Any, notes: FieldWarnings) -> dict[str, Any]:
-    """text.format of a response, in the form of a chat's response_format. Raises BadField."""
+def read_text_format(value: Any, warnings: FieldWarnings) -> dict[str, Any]:
+    """Convert text.format of /v1/responses to a chat's response_format. Raises FieldError."""
     path = "text.format"
     kind = _format_type(value, path)
     known_fields = ("type", *JSON_SCHEMA_FIELDS) if kind == "json_schema" else ("type",)
-    split = split_fields(value, known_fields, "json_schema", path, lenient=notes.lenient)
-    notes += split.warnings
+    split = split_fields(value, known_fields, "json_schema", path, lenient=warnings.lenient)
+    warnings += split.warnings
     if kind != "json_schema":
         return {"type": kind}
     _named_schema(split.fields, path, path)
@@ -232,7 +231,7 @@ def _value(kind: str, value: Any, path: str) -> Any:
 
 
 def _schema(value: Any, path: str) -> dict[str, Any]:
-    """A JSON schema given as an object or as its text."""
+    """Return a JSON schema that is sent as an object or as JSON text."""
     schema = value
     if isinstance(value, str):
         try:

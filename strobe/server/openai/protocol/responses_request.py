@@ -32,7 +32,7 @@ from strobe.server.openai.protocol.tools import (
 )
 
 _EFFORT = {re.compile(r"\breasoning_effort\b"): "reasoning.effort"}
-"""As a chat calls it, and as this endpoint does."""
+"""The field's name in a chat request, and here."""
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -48,24 +48,24 @@ INCLUDE_SCHEMA: dict[str, Any] = {"type": "array", "items": {"enum": [LOGPROBS, 
 
 
 class ResponsesStreamOptions(RequestModel):
-    """Nothing in it has an effect; the last event always carries the usage."""
+    """Stream options, none with an effect; the last event always carries the usage."""
 
     schema_key: ClassVar[str] = "responses.stream_options"
     path: ClassVar[str] = "stream_options"
 
 
 class ResponsesPrompt(RequestModel):
-    """What the prompt is made of. `to_chat` is the same as a chat."""
+    """The fields that make up the prompt. `to_chat` returns them as a chat request."""
 
     input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = Field(
         description="A text, or a list of items: `message`, `function_call`, "
         "`function_call_output` and `reasoning`."
     )
     instructions: str | None = Field(
-        None, description="The system message, of this response alone."
+        None, description="The system message, for this response only."
     )
     previous_response_id: str | None = Field(
-        None, description="A response that the server holds, whose conversation goes before input."
+        None, description="A stored response, whose conversation goes before input."
     )
     tools: Annotated[list[Any], WithJsonSchema(FLAT_TOOLS_SCHEMA)] | None = Field(
         None,
@@ -85,8 +85,8 @@ class ResponsesPrompt(RequestModel):
     )
     reasoning: Annotated[Any, WithJsonSchema(REASONING_SCHEMA)] = Field(
         None,
-        description="`effort`: given to the chat template; `none` also sets its enable_thinking to "
-        "false. `summary` has no effect.",
+        description="`effort`: passed to the chat template; `none` also sets its enable_thinking "
+        "to false. `summary` has no effect.",
     )
     chat_template: str | None = Field(
         None,
@@ -107,34 +107,34 @@ class ResponsesPrompt(RequestModel):
         check_template_options(self.chat_template_kwargs)
 
     def build(self) -> None:
-        """Make the chat. Raises BadField."""
-        self._toolbox = read_toolbox(self.tools, self.tool_choice, self._notes, flat=True)
-        chosen = self._toolbox.choice
+        """Build the chat request. Raises FieldError."""
+        self._toolbox = read_toolbox(self.tools, self.tool_choice, self._warnings, flat=True)
+        choice = self._toolbox.choice
         self._format = self._read_format()
         body: dict[str, Any] = {
-            "messages": read_input(self.input, self.instructions, self._notes),
+            "messages": read_input(self.input, self.instructions, self._warnings),
             "tools": list(self._toolbox.tools),
-            "tool_choice": chosen.mode,
+            "tool_choice": choice.mode,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self._read_effort(),
             "response_format": self._format,
             "chat_template": self.chat_template,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
-        if chosen.name is not None:
-            body["tool_choice"] = {"type": "function", "function": {"name": chosen.name}}
+        if choice.name is not None:
+            body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         body |= self.generation()
         self._body, self._chat = body, self._read_chat(body)
 
     def generation(self) -> dict[str, Any]:
-        """A chat's fields that say how to answer. Raises BadField."""
+        """The chat request's sampling and output fields. Raises FieldError."""
         return {}
 
     def follow(self, items: list[Any]) -> None:
         """Put the items of an earlier conversation before the input."""
-        given = self.input
-        own = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        messages = read_input([*items, *own], self.instructions, FieldWarnings(lenient=True))
+        is_text = isinstance(self.input, str)
+        new_items = [{"role": "user", "content": self.input}] if is_text else self.input
+        messages = read_input([*items, *new_items], self.instructions, FieldWarnings(lenient=True))
         self._chat = self._read_chat(self._body | {"messages": messages})
 
     def _read_chat(self, body: Mapping[str, Any]) -> ChatCompletionRequest:
@@ -148,11 +148,11 @@ class ResponsesPrompt(RequestModel):
     def _read_effort(self) -> str | None:
         if self.reasoning is None:
             return None
-        taken = split_fields(
-            self.reasoning, ("effort",), "reasoning", "reasoning", lenient=self._notes.lenient
+        split = split_fields(
+            self.reasoning, ("effort",), "reasoning", "reasoning", lenient=self._warnings.lenient
         )
-        self._notes.extend(taken.warnings)
-        effort = taken.fields.get("effort")
+        self._warnings.extend(split.warnings)
+        effort = split.fields.get("effort")
         if effort is not None and effort not in get_args(Effort):
             raise invalid_value("reasoning.effort", effort, f"one of {', '.join(get_args(Effort))}")
         return effort
@@ -160,26 +160,26 @@ class ResponsesPrompt(RequestModel):
     def _read_format(self) -> dict[str, Any] | None:
         if self.text is None:
             return None
-        taken = split_fields(self.text, ("format",), "text", "text", lenient=self._notes.lenient)
-        self._notes.extend(taken.warnings)
-        if "format" not in taken.fields:
+        split = split_fields(self.text, ("format",), "text", "text", lenient=self._warnings.lenient)
+        self._warnings.extend(split.warnings)
+        if "format" not in split.fields:
             return None
-        return read_text_format(taken.fields["format"], self._notes)
+        return read_text_format(split.fields["format"], self._warnings)
 
     def to_chat(self) -> ChatCompletionRequest:
-        """The same request as a chat: messages, tools and all that says how to answer."""
+        """The same request as a chat request."""
         assert self._chat is not None, "checked requests have their chat"
         return self._chat
 
     def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
-        """A sentence for each thing given that has no effect, as for a chat."""
-        said = super().warnings() + self.to_chat().warnings(template_reads)
+        """One sentence for each field without effect, as for a chat."""
+        sentences = super().warnings() + self.to_chat().warnings(template_reads)
         if self._toolbox.choice.mode == "auto":
-            said += [
+            sentences += [
                 f"{path} has no effect: a schema is held where tool_choice forces a call."
                 for path in self._toolbox.strict
             ]
-        return list(dict.fromkeys(said))  # the chat says again what both of them have
+        return list(dict.fromkeys(sentences))  # both may warn of the same field
 
 
 class ResponsesRequest(SamplingFields, ResponsesPrompt):
@@ -188,14 +188,20 @@ class ResponsesRequest(SamplingFields, ResponsesPrompt):
     schema_key: ClassVar[str] = "responses"
 
     store: bool = Field(
-        True, description="Hold the response, so that others can follow it or read it again."
+        True, description="Store the response, so that it can be continued or read again."
     )
-    metadata: dict[str, str] | None = Field(None, description="Texts that the response repeats.")
+    metadata: dict[str, str] | None = Field(None, description="Texts echoed in the response.")
     max_output_tokens: (
         Annotated[Int, Bounds(1, MAX_INT, "leave it out for all that fit")] | None
-    ) = Field(None, description="Most tokens to make, reasoning included; all that fit otherwise.")
+    ) = Field(
+        None,
+        description="Maximum number of tokens to generate, reasoning included; all that fit "
+        "otherwise.",
+    )
     top_logprobs: LogprobCount | None = Field(
-        None, description=f"With {LOGPROBS} in include: so many most probable tokens, 0 to 20."
+        None,
+        description=f"With {LOGPROBS} in include: number of most probable tokens per position, 0 "
+        "to 20.",
     )
     include: Annotated[list[str], WithJsonSchema(INCLUDE_SCHEMA)] | None = Field(
         None,
@@ -208,10 +214,10 @@ class ResponsesRequest(SamplingFields, ResponsesPrompt):
     def check(self) -> None:
         super().check()
         if self.stream_options is not None:
-            self._notes.extend(self.stream_options.warnings())
+            self._warnings.extend(self.stream_options.warnings())
             if not self.stream:
                 raise FieldError(
-                    "stream_options is given without stream; set stream to true.",
+                    "stream_options is set without stream; set stream to true.",
                     "stream_options",
                 )
         self.build()
@@ -225,27 +231,28 @@ class ResponsesRequest(SamplingFields, ResponsesPrompt):
             )
         constrains = self._format is not None and self._format["type"] != "text"
         if constrains and (self._constraint is not None or self.ignore_eos):
-            other = self._constraint.source if self._constraint is not None else "ignore_eos"
+            source = self._constraint.source if self._constraint is not None else "ignore_eos"
             raise FieldError(
-                f"{other} is given beside text.format, which already says how the answer ends and "
-                "looks; leave one of them out.",
-                other,
+                f"{source} is set together with text.format, which already says how the answer "
+                "ends and looks; leave one of them out.",
+                source,
             )
         body: dict[str, Any] = {
             "logprobs": logprobs,
             "top_logprobs": self.top_logprobs,
             "max_completion_tokens": self.max_output_tokens,
         }
-        given = {
+        return body | {
             name: getattr(self, name) for name in SamplingFields.model_fields if self.is_set(name)
         }
-        return body | given
 
     def _reads_logprobs(self) -> bool:
         for index, name in enumerate(self.include or ()):
             path = f"include[{index}]"
             if name == ENCRYPTED:
-                self._notes.append(f'{path} "{ENCRYPTED}" has no effect: reasoning is in the open.')
+                self._warnings.append(
+                    f'{path} "{ENCRYPTED}" has no effect: reasoning is in the open.'
+                )
             elif name != LOGPROBS:
                 raise FieldError(
                     f'{path} is {short_json(name)}, which is not supported; "{LOGPROBS}" is.',
@@ -258,12 +265,12 @@ class ResponsesRequest(SamplingFields, ResponsesPrompt):
         return "max_output_tokens", self.max_output_tokens
 
     def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of SamplingParams, as those of the chat."""
+        """The chat request's keyword arguments of SamplingParams."""
         return self.to_chat().sampling(defaults)
 
     @property
     def text_format(self) -> dict[str, Any]:
-        """text.format as the response repeats it."""
+        """text.format as the response echoes it."""
         text_format = (self.text or {}).get("format")
         return text_format if text_format is not None else {"type": "text"}
 

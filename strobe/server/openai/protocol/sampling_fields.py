@@ -1,4 +1,4 @@
-"""The fields of every endpoint that generates: how tokens are sampled and when an answer ends."""
+"""Sampling and stop fields, shared by every endpoint that generates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from strobe.server.openai.protocol.response_format import (
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1000
-"""Characters."""
 
 MAX_TIMEOUT = 86400.0
 """Seconds."""
@@ -47,11 +46,11 @@ SAME_NAME = (
 
 
 def _bias(value: Any, info: ValidationInfo) -> dict[int, float]:
-    """Token ids, as JSON writes keys, to numbers."""
+    """Convert a JSON object of token ids and biases to {token id: bias}."""
     name = info.field_name
     if not isinstance(value, Mapping):
         raise invalid_value(name, value, "an object from token ids to numbers from -100 to 100")
-    read: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for key, bias in value.items():
         text = str(key)
         if not (text.isascii() and text.isdigit()) or len(text) > 9:
@@ -65,11 +64,11 @@ def _bias(value: Any, info: ValidationInfo) -> dict[int, float]:
             raise invalid_value(
                 f"{name}.{text}", bias, "a number from -100 to 100", "0 changes nothing"
             )
-        read[int(text)] = float(bias)
-    return read
+        biases[int(text)] = float(bias)
+    return biases
 
 
-def _some_ids(value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+def _nonempty_ids(value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
     if value == () or value == []:
         raise invalid_value(
             info.field_name, [], "a list of one or more token ids", "leave it out for all"
@@ -125,7 +124,7 @@ Penalty = Annotated[float, Bounds(-2, 2, "0 is off")]
 
 
 class SamplingFields(RequestModel):
-    """The shared fields. `sampling` gives them to the engine."""
+    """The shared fields. `sampling` converts them to arguments of SamplingParams."""
 
     model: str | None = Field(
         None, description="The name of the served model, as /v1/models lists it; any when left out."
@@ -137,7 +136,7 @@ class SamplingFields(RequestModel):
         None, description="Keep the most probable tokens up to this mass; 1 is off."
     )
     top_k: Annotated[Int, Bounds(-1, MAX_INT, "0 or -1 keeps every token")] | None = Field(
-        None, description="Keep this many most probable tokens; 0 or -1 is off."
+        None, description="Keep only this many most probable tokens; 0 or -1 is off."
     )
     min_p: Annotated[float, Bounds(0, 1, "0 keeps every token")] | None = Field(
         None, description="Drop tokens less probable than this share of the best; 0 is off."
@@ -146,14 +145,14 @@ class SamplingFields(RequestModel):
         Annotated[Int, Bounds(-(2**63), 2**63 - 1, "leave it out for the server's own")] | None
     ) = Field(
         None,
-        description="The same seed gives the same tokens, whatever else runs and however it "
-        "speculates.",
+        description="The same seed gives the same tokens, whatever else runs, with and without "
+        "speculation.",
     )
     presence_penalty: Penalty = Field(
-        0.0, description="Taken off the logit of each token that the answer has already."
+        0.0, description="Subtracted from the logit of each token already in the answer."
     )
     frequency_penalty: Penalty = Field(
-        0.0, description="Taken off a token's logit for each time the answer has it already."
+        0.0, description="Subtracted from a token's logit for each occurrence in the answer."
     )
     repetition_penalty: Annotated[float, Bounds(0, 100, "1 is off", above=True)] | None = Field(
         None,
@@ -165,20 +164,18 @@ class SamplingFields(RequestModel):
     ) = Field(None, description="Added to the logits of these token ids, -100 to 100.")
     allowed_token_ids: (
         Annotated[
-            TokenIds, BeforeValidator(_some_ids), WithJsonSchema({**IDS_SCHEMA, "minItems": 1})
+            TokenIds, BeforeValidator(_nonempty_ids), WithJsonSchema({**IDS_SCHEMA, "minItems": 1})
         ]
         | None
-    ) = Field(None, description="Only these token ids may be made.")
+    ) = Field(None, description="Only these token ids may be generated.")
     stop: Annotated[Texts, WithJsonSchema(STOP_SCHEMA)] = Field(
-        (), description="A text or up to 64 that end the answer and are cut off it."
+        (), description="A text, or up to 64 texts, that end the answer and are cut from it."
     )
     stop_token_ids: TokenIds = Field((), description="Token ids that end the answer.")
-    include_stop_str_in_output: bool = Field(
-        False, description="Leave the stop text in the answer."
-    )
+    include_stop_str_in_output: bool = Field(False, description="Keep the stop text in the answer.")
     ignore_eos: bool = Field(False, description="The model's own end tokens do not end the answer.")
     min_tokens: Annotated[Int, Bounds(0, MAX_INT, "0 asks for no minimum")] = Field(
-        0, description="Nothing ends the answer before so many tokens."
+        0, description="Minimum number of tokens before the answer may end."
     )
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
     structured_outputs: Annotated[Any, WithJsonSchema(STRUCTURED_OUTPUTS_SCHEMA)] = Field(
@@ -193,7 +190,9 @@ class SamplingFields(RequestModel):
     regex: TextField = Field(None, description="As `structured_outputs.regex`.")
     ebnf: TextField = Field(None, description="As `structured_outputs.grammar`.")
     json_schema: SchemaField = Field(None, description="As `structured_outputs.json`.")
-    stream: bool = Field(False, description="Answer with server-sent events as tokens are made.")
+    stream: bool = Field(
+        False, description="Answer with server-sent events as tokens are generated."
+    )
     request_id: (
         Annotated[
             str,
@@ -217,10 +216,10 @@ class SamplingFields(RequestModel):
         "server's own when left out. It never changes the answer.",
     )
     priority: Annotated[Int, Bounds(-MAX_INT, MAX_INT, "0 is usual")] = Field(
-        0, description="Requests of a lower number run first, and keep their place longer."
+        0, description="Requests with a lower number run first and are preempted last."
     )
     cache_salt: Annotated[str, WithJsonSchema(TEXT_SCHEMA)] | None = Field(
-        None, description="Only requests with the same text find each other's cached prefixes."
+        None, description="Only requests with the same text share cached prefixes."
     )
     include_speculation: bool = Field(
         False, description="Report in the response how the answer was drafted."
@@ -238,36 +237,34 @@ class SamplingFields(RequestModel):
                 "cache_salt",
             )
         constraints = {name: getattr(self, name) for name in SOURCES if self.is_set(name)}
-        self._constraint = read_constraint(constraints, self._notes)
+        self._constraint = read_constraint(constraints, self._warnings)
         if self._constraint is not None and self.ignore_eos:
             raise FieldError(
-                f"ignore_eos is true beside {self._constraint.source}, whose end is the answer's "
-                "end; leave one of them out.",
+                f"ignore_eos is true together with {self._constraint.source}, whose end is the "
+                "answer's end; leave one of them out.",
                 "ignore_eos",
             )
         if self._constraint is not None:
             source = self._constraint.source
             if self.min_tokens:
-                self._notes.append(f"min_tokens has no effect where {source} is at its end.")
+                self._warnings.append(f"min_tokens has no effect where {source} is at its end.")
             if self.allowed_token_ids is not None:
-                self._notes.append(
+                self._warnings.append(
                     f"allowed_token_ids has no effect where it leaves nothing that {source} allows."
                 )
         name, max_tokens = self.limit()
         if max_tokens is not None and self.min_tokens > max_tokens:
             raise FieldError(
-                f"min_tokens is {self.min_tokens}, above {name} {max_tokens}; lower the one or "
-                "raise the "
-                "other.",
+                f"min_tokens is {self.min_tokens}, above {name} {max_tokens}; lower min_tokens or "
+                f"raise {name}.",
                 "min_tokens",
             )
 
     def _check_stop(self) -> None:
-        """Every token is searched for every stop text, so that there is a most of them."""
+        """Limit the stop texts, because every new token is searched for each of them."""
         if len(self.stop) > MAX_STOPS:
             raise FieldError(
-                f"stop holds {len(self.stop)} texts, but may hold at most {MAX_STOPS}; leave some "
-                "out.",
+                f"stop holds {len(self.stop)} texts, but may hold at most {MAX_STOPS}; send fewer.",
                 "stop",
             )
         longest = max(map(len, self.stop), default=0)
@@ -280,22 +277,23 @@ class SamplingFields(RequestModel):
 
     @property
     def constraint(self) -> str:
-        """The field that says what the answer must look like."""
+        """The name of the field that constrains the answer."""
         return self._constraint.source if self._constraint is not None else "structured_outputs"
 
     @property
     def scheduling(self) -> SchedulingOptions:
-        """How the request stands to others."""
+        """The request's priority and cache salt."""
         return SchedulingOptions(self.priority, self.cache_salt or "")
 
     def limit(self) -> tuple[str, int | None]:
-        """The field that limits the answer's tokens, and its value; None: the context's end."""
+        """The name and value of the field that limits the answer's tokens; None: up to the
+        context length."""
         raise NotImplementedError
 
     def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments of SamplingParams.
 
-        defaults: what the model recommends, as such arguments; the client's own values win.
+        defaults: arguments that the checkpoint recommends; the client's values override them.
         """
         arguments = dict(defaults)
         arguments |= {name: getattr(self, name) for name in SAME_NAME if self.is_set(name)}

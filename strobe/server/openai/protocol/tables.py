@@ -1,6 +1,6 @@
-"""The fields that clients send and that are not honoured, each with its reason.
+"""The fields that clients send and the server does not honour, each with its reason.
 
-docs/api.md shows these tables. A place is an endpoint or an object inside a request.
+docs/api.md shows these tables. Their keys are endpoints and objects inside a request.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FieldRule:
-    """Why a field is not honoured; neutral_values: values that ask for nothing, accepted in
-    silence."""
+    """Why a field is not honoured. neutral_values: values that change nothing, accepted without
+    a warning."""
 
     reason: str
     neutral_values: tuple[Any, ...] = ()
 
     def is_neutral(self, value: Any) -> bool:
-        """Whether a value is one of the neutral ones; true is not 1 here."""
+        """Whether a value is neutral; here true and 1 are different values."""
         return any(
             value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
             for neutral in self.neutral_values
@@ -57,17 +57,17 @@ _ACCEPTED: Table = {
     "return_progress": FieldRule("there are no events of a prompt's progress", (False,)),
     "stream_interval": FieldRule("a stream carries each step as it ends", (1,)),
 }
-"""Without effect on every endpoint that generates."""
+"""Fields without effect on every endpoint that generates."""
 
 _ACCEPTED_MESSAGES: Table = {
     "cache_control": FieldRule(_CACHE),
     "speed": FieldRule("there is one speed", ("standard",)),
     "inference_geo": FieldRule("there is one server"),
-    "diagnostics": FieldRule("usage says what the prefix cache had", ({},)),
+    "diagnostics": FieldRule("usage counts tokens found in the prefix cache", ({},)),
     "user_profile_id": FieldRule(_HOSTED),
     "workspace_id": FieldRule(_HOSTED),
 }
-"""Without effect on Anthropic's endpoints."""
+"""Fields without effect on Anthropic's endpoints."""
 
 NO_EFFECT: Mapping[str, Table] = {
     "chat": {
@@ -76,7 +76,7 @@ NO_EFFECT: Mapping[str, Table] = {
     },
     "completions": _ACCEPTED,
     "responses": {
-        **{name: note for name, note in _ACCEPTED.items() if name not in ("metadata", "store")},
+        **{name: rule for name, rule in _ACCEPTED.items() if name not in ("metadata", "store")},
         "max_tool_calls": FieldRule("it counts calls of built-in tools, and there are none"),
     },
     "messages": {**_ACCEPTED, **_ACCEPTED_MESSAGES},
@@ -127,7 +127,7 @@ NO_EFFECT: Mapping[str, Table] = {
     },
     "messages.tool": {
         "cache_control": FieldRule(_CACHE),
-        "eager_input_streaming": FieldRule("arguments come as they are made", (True,)),
+        "eager_input_streaming": FieldRule("arguments are streamed as they are generated", (True,)),
     },
     "block": {
         "cache_control": FieldRule(_CACHE),
@@ -141,7 +141,7 @@ NO_EFFECT: Mapping[str, Table] = {
         "budget_tokens": FieldRule("the length of the reasoning cannot be limited"),
     },
 }
-"""Accepted and named in the response's `warnings`, by place."""
+"""Fields that are accepted and named in the response's `warnings`, by endpoint or object."""
 
 _BEAMS = "there is no beam search"
 _PROCESSORS = "requests cannot bring code; logit_bias and allowed_token_ids are supported"
@@ -176,19 +176,19 @@ _REFUSED: Table = {
     "return_hidden_states": FieldRule("they do not leave the engine", (False,)),
     "moderation": FieldRule("there is no moderation"),
 }
-"""Refused on every endpoint that generates."""
+"""Fields rejected by every endpoint that generates."""
 
 _THINKING: Table = {"thinking": FieldRule("give chat_template_kwargs or reasoning_effort", ({},))}
 
-_KEPT = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+_KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 _REFUSED_MESSAGES: Table = {
     "container": FieldRule("there are no containers"),
     "mcp_servers": FieldRule("the server calls no tools itself; give tools", ([],)),
-    "context_management": FieldRule("shorten the messages", ({}, {"edits": []}, _KEPT)),
+    "context_management": FieldRule("shorten the messages", ({}, {"edits": []}, _KEEP_ALL)),
     "output_format": FieldRule("give output_config.format"),
     "prompt": FieldRule("this endpoint takes messages"),
 }
-"""Refused on Anthropic's endpoints."""
+"""Fields rejected by Anthropic's endpoints."""
 
 _REFUSED_RESPONSES: Table = {
     "conversation": FieldRule("there are no stored conversations; give previous_response_id"),
@@ -198,7 +198,7 @@ _REFUSED_RESPONSES: Table = {
     "response_format": FieldRule("give text.format"),
     "reasoning_effort": FieldRule("give reasoning.effort"),
 }
-"""Refused on /v1/responses and /v1/responses/input_tokens."""
+"""Fields rejected by /v1/responses and /v1/responses/input_tokens."""
 
 UNSUPPORTED: Mapping[str, Table] = {
     "chat": {
@@ -230,7 +230,7 @@ UNSUPPORTED: Mapping[str, Table] = {
         **_REFUSED,
         **_THINKING,
         **_REFUSED_RESPONSES,
-        "background": FieldRule("an answer is made while its request waits", (False,)),
+        "background": FieldRule("an answer is generated while its request waits", (False,)),
         "context_management": FieldRule("shorten the input", ([],)),
         "previous_input_messages": FieldRule("give input"),
         "enable_response_messages": FieldRule("/tokenize shows a prompt", (False,)),
@@ -298,4 +298,4 @@ UNSUPPORTED: Mapping[str, Table] = {
         "task_budget": FieldRule("give max_tokens"),
     },
 }
-"""A 400 unless the value is neutral, by place."""
+"""Fields that are a 400 unless their value is neutral, by endpoint or object."""

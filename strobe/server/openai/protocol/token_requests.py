@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize."""
+"""Requests and responses of /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class TokenizeRequest(Conversation):
         super().check()
         if self.messages is not None:
             if self.prompt is not None:
-                raise FieldError("messages is given beside prompt; give one of them.", "messages")
+                raise FieldError(
+                    "messages is set together with prompt; give one of them.", "messages"
+                )
             self.read_conversation(self.messages)
             return
         if self.prompt is None:
@@ -41,23 +43,23 @@ class TokenizeRequest(Conversation):
             )
         for name in type(self).model_fields:
             if self.is_set(name) and name not in PROMPT_FIELDS:
-                raise FieldError(f"{name} is given beside prompt; it needs messages.", name)
+                raise FieldError(f"{name} is set together with prompt; it needs messages.", name)
 
     @property
     def adds_special_tokens(self) -> bool:
-        """By default a text gets the tokenizer's special tokens, and a chat has its template's."""
+        """Whether to add the tokenizer's special tokens; by default for a prompt, but not for a
+        chat, whose template writes them."""
         if self.is_set("add_special_tokens"):
             return self.add_special_tokens
         return self.messages is None
 
 
 PROMPT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
-"""What a request with a prompt may give."""
+"""The fields of a request with a prompt."""
 
 
 class TokenizeResponse(BaseModel):
-    """What /tokenize answers. token_strs: each token's text, where asked for; warnings: where there
-    are any."""
+    """The response of /tokenize. token_strs: each token's text, with return_token_strs."""
 
     count: int
     max_model_len: int
@@ -78,7 +80,7 @@ class DetokenizeRequest(RequestModel):
 
 
 class DetokenizeResponse(BaseModel):
-    """What /detokenize answers. warnings: where there are any."""
+    """The response of /detokenize."""
 
     prompt: str
     warnings: list[str] | None = None

@@ -1,4 +1,4 @@
-"""The functions that a model may call, and which it must."""
+"""The request's tools and tool choice."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def _schemas(flat: bool) -> tuple[dict[str, Any], dict[str, Any]]:
 
 TOOLS_SCHEMA, CHOICE_SCHEMA = _schemas(flat=False)
 FLAT_TOOLS_SCHEMA, FLAT_CHOICE_SCHEMA = _schemas(flat=True)
-"""Those of /v1/responses."""
+"""The same schemas for /v1/responses."""
 
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the model must call a function. name: the one it must call, with "required"."""
+    """Whether the model must call a function. name: with "required", the function to call."""
 
     mode: Literal["none", "auto", "required"]
     name: str | None = None
@@ -73,8 +73,8 @@ class ToolChoice:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """tools: in chat form, as the prompt shows them; choice: which of them to call; strict: the
-    paths of the tools that ask for their schema to be held."""
+    """A request's tools, in chat form, and tool choice. strict: the paths of the tools' `strict`
+    fields that are true."""
 
     tools: tuple[dict[str, Any], ...]
     choice: ToolChoice
@@ -85,30 +85,32 @@ class Toolbox:
         return tuple(tool["function"]["name"] for tool in self.tools)
 
 
-def read_toolbox(tools: Any, choice: Any, notes: FieldWarnings, *, flat: bool = False) -> Toolbox:
-    """A request's tools and tool_choice. flat: in the form of /v1/responses, where a tool's fields
-    are not inside `function`. Raises BadField."""
-    read, strict = _tools(tools, notes, flat)
-    names = [tool["function"]["name"] for tool in read]
+def read_toolbox(
+    tools: Any, choice: Any, warnings: FieldWarnings, *, flat: bool = False
+) -> Toolbox:
+    """Read a request's tools and tool_choice. flat: the form of /v1/responses, in which a tool's
+    fields are not inside `function`. Raises FieldError."""
+    functions, strict = _tools(tools, warnings, flat)
+    names = [tool["function"]["name"] for tool in functions]
     if choice is None:
-        choice = "auto" if read else "none"
+        choice = "auto" if functions else "none"
     if choice == "none":
         return Toolbox((), ToolChoice("none"))
-    chosen, allowed = _choice(choice, names, notes, flat)
+    tool_choice, allowed = _choice(choice, names, warnings, flat)
     if allowed is not None:
-        read = [tool for tool in read if tool["function"]["name"] in allowed]
-    if chosen.forced and not read:
+        functions = [tool for tool in functions if tool["function"]["name"] in allowed]
+    if tool_choice.forced and not functions:
         raise FieldError(
             f"tool_choice is {short_json(choice)}, but there are no tools; give tools as well.",
             "tool_choice",
         )
-    if chosen.mode == "auto" and not read:
-        chosen = ToolChoice("none")
-    return Toolbox(tuple(read), chosen, strict)
+    if tool_choice.mode == "auto" and not functions:
+        tool_choice = ToolChoice("none")
+    return Toolbox(tuple(functions), tool_choice, strict)
 
 
 def _tools(
-    value: Any, notes: FieldWarnings, flat: bool
+    value: Any, warnings: FieldWarnings, flat: bool
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     if value is None:
         return [], ()
@@ -120,12 +122,12 @@ def _tools(
     for index, tool in enumerate(value):
         path = f"tools[{index}]"
         inner = path if flat else f"{path}.function"
-        function = _function(tool, path, inner, notes, flat)
+        function = _function(tool, path, inner, warnings, flat)
         name = function["name"]
         if name in names:
             raise FieldError(
-                f"{inner}.name is {short_json(name)}, as that of an earlier tool; give each its "
-                "own.",
+                f"{inner}.name is {short_json(name)}, the name of an earlier tool; give each tool "
+                "its own.",
                 f"{inner}.name",
             )
         names.add(name)
@@ -135,7 +137,9 @@ def _tools(
     return tools, tuple(strict)
 
 
-def _function(tool: Any, path: str, inner: str, notes: FieldWarnings, flat: bool) -> dict[str, Any]:
+def _function(
+    tool: Any, path: str, inner: str, warnings: FieldWarnings, flat: bool
+) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
         raise invalid_value(path, tool, "a tool with a type and a function")
     if tool.get("type") != "function":
@@ -144,12 +148,12 @@ def _function(tool: Any, path: str, inner: str, notes: FieldWarnings, flat: bool
         )
     known_fields = ("type", *FUNCTION_FIELDS) if flat else TOOL_FIELDS
     split = split_fields(
-        tool, known_fields, "responses.tool" if flat else "tool", path, lenient=notes.lenient
+        tool, known_fields, "responses.tool" if flat else "tool", path, lenient=warnings.lenient
     )
-    notes += split.warnings
+    warnings += split.warnings
     fields = split.fields
     if not flat:
-        fields = _inner(fields.get("function"), FUNCTION_FIELDS, inner, notes)
+        fields = _inner(fields.get("function"), FUNCTION_FIELDS, inner, warnings)
     function = {name: value for name, value in fields.items() if name != "type"}
     name = function.get("name")
     if not isinstance(name, str) or not name:
@@ -166,31 +170,31 @@ def _function(tool: Any, path: str, inner: str, notes: FieldWarnings, flat: bool
 
 
 def _inner(
-    value: Any, known_names: Sequence[str], path: str, notes: FieldWarnings
+    value: Any, known_names: Sequence[str], path: str, warnings: FieldWarnings
 ) -> dict[str, Any]:
-    """The fields of an object that has no tables."""
-    split = split_fields(value, known_names, "", path, lenient=notes.lenient)
-    notes += split.warnings
+    """Return the fields of an object without rules for other fields."""
+    split = split_fields(value, known_names, "", path, lenient=warnings.lenient)
+    warnings += split.warnings
     return split.fields
 
 
 def _choice(
-    value: Any, names: Sequence[str], notes: FieldWarnings, flat: bool
+    value: Any, names: Sequence[str], warnings: FieldWarnings, flat: bool
 ) -> tuple[ToolChoice, frozenset[str] | None]:
-    """tool_choice, and the only names that remain, None for all."""
+    """Return the tool choice and the names of the allowed tools, None for all."""
     if value in ("auto", "required"):
         return ToolChoice(value), None
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "function":
-        name = _name(value, "tool_choice", notes, flat)
+        name = _name(value, "tool_choice", warnings, flat)
         _offered(name, names, "tool_choice")
         return ToolChoice("required", name), None
     if kind == "allowed_tools":
         path = "tool_choice" if flat else "tool_choice.allowed_tools"
         known_fields = ("type", "mode", "tools") if flat else ("type", kind)
-        fields = _inner(value, known_fields, "tool_choice", notes)
+        fields = _inner(value, known_fields, "tool_choice", warnings)
         if not flat:
-            fields = _inner(fields.get(kind), ("mode", "tools"), path, notes)
+            fields = _inner(fields.get(kind), ("mode", "tools"), path, warnings)
         if fields.get("mode") not in ("auto", "required"):
             raise invalid_value(f"{path}.mode", fields.get("mode"), '"auto" or "required"')
         listed = fields.get("tools")
@@ -201,7 +205,7 @@ def _choice(
             place = f"{path}.tools[{index}]"
             if not isinstance(entry, Mapping) or entry.get("type") != "function":
                 raise invalid_value(place, entry, 'a tool of the type "function"')
-            name = _name(entry, place, notes, flat)
+            name = _name(entry, place, warnings, flat)
             _offered(name, names, place)
             allowed.add(name)
         return ToolChoice(fields["mode"]), frozenset(allowed)
@@ -212,12 +216,12 @@ def _choice(
     )
 
 
-def _name(value: Mapping[str, Any], path: str, notes: FieldWarnings, flat: bool) -> str:
-    """The name in {"type": "function", "function": {"name": ...}}, or in the flat form of it."""
-    fields = _inner(value, ("type", "name") if flat else TOOL_FIELDS, path, notes)
+def _name(value: Mapping[str, Any], path: str, warnings: FieldWarnings, flat: bool) -> str:
+    """The name in {"type": "function", "function": {"name": ...}}, or in its flat form."""
+    fields = _inner(value, ("type", "name") if flat else TOOL_FIELDS, path, warnings)
     if not flat:
         path = f"{path}.function"
-        fields = _inner(fields.get("function"), ("name",), path, notes)
+        fields = _inner(fields.get("function"), ("name",), path, warnings)
     name = fields.get("name")
     if not isinstance(name, str):
         raise invalid_value(f"{path}.name", name, "the name of a function")
