@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strobe.server.logs import Fields, timestamp
 
-CLIENT_CLOSED = 499  # nginx's number for a client that left before its answer was whole
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response's end
 MAX_PATH_CHARS = 256
 POLLED = ("/health", "/metrics", "/ping", "/load")
 
@@ -49,14 +49,14 @@ class RequestId:
 
 
 class AccessLog:
-    """One line per request on the logger "strobe.access", when its response has ended; at DEBUG for
-    what is polled (POLLED) and answered.
+    """Logs one line per request on "strobe.access" when its response has ended; at DEBUG for
+    successful requests to the POLLED paths.
 
-    Fields: time (of its arrival), request_id, client, method, path (without the query, its first
-    256 characters), status, duration_ms, bytes (of the body sent), error (the exception's type,
-    if one was raised), and what the handler put in scope["state"]["log"], which must be no text of
-    the user's unless the operator asks for it. status is 499 where the client left first, 500 where
-    the handler failed.
+    Fields: time (of its arrival), request_id, client, method, path (its first 256 characters,
+    without the query), status, duration_ms, bytes (of the body sent), error (the exception's type,
+    if one was raised), and the handler's fields in scope["state"]["log"], which hold users' text
+    only with --log-prompts. status is 499 if the client disconnected first, 500 if the handler
+    failed.
     """
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.perf_counter):
@@ -73,7 +73,7 @@ class AccessLog:
 
         async def watched() -> Message:
             message = await receive()
-            # After the response's end servers say "disconnect" too; then nobody has left.
+            # Servers also send "disconnect" after the response's end, which is no disconnect.
             if message["type"] == "http.disconnect" and not seen.complete:
                 seen.disconnected = True
             return message
@@ -81,7 +81,7 @@ class AccessLog:
         async def counted(message: Message) -> None:
             try:
                 await send(message)
-            except OSError:  # ASGI 2.4: sending to a client that left
+            except OSError:  # ASGI 2.4: the client has disconnected
                 seen.disconnected = True
                 raise
             seen.add(message)
@@ -113,12 +113,12 @@ class AccessLog:
         if seen.error is not None:
             line["error"] = seen.error
         polled = scope["path"].endswith(POLLED) and seen.outcome < 400
-        fields = Fields(line | state["log"] | line)  # ours first, and ours where both have it
+        fields = Fields(line | state["log"] | line)  # our fields come first and win
         _log.log(logging.DEBUG if polled else logging.INFO, fields)
 
 
 class ResponseCounter:
-    """Tells `count` of each request that was answered: its path, method and status."""
+    """Calls `count` with the path, method and status of each response."""
 
     def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None]):
         self.app, self.count = app, count
@@ -139,7 +139,7 @@ class ResponseCounter:
 
 @dataclass
 class _Exchange:
-    """What went past the access log: a response's status, its body's bytes, how it ended."""
+    """A response as the access log sees it: its status, its body's bytes, how it ended."""
 
     status: int = 500
     sent: int = 0

@@ -1,4 +1,4 @@
-"""The application: which path leads where. What holds for every request is in `middleware`."""
+"""The application's routes. What applies to every request is in `middleware`."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ POSTS: dict[Handler, Post] = {
         "/detokenize", "The text of token ids.", DetokenizeRequest, DetokenizeResponse
     ),
 }
-"""Handlers read the body themselves, so that every mistake in it is one sentence and nothing is
-left out in silence."""
+"""The POST endpoints. Handlers parse the body themselves, so that every error is one sentence and
+no field is silently ignored."""
 
 
 def make_app(serving: Serving) -> ASGIApp:
-    """The whole server but for its socket."""
+    """Return the ASGI application with all routes and middleware."""
     app = FastAPI(title="Strobe", version=version("strobe"), docs_url=None, redoc_url=None)
     for handler, post in POSTS.items():
         route = _bound(handler, serving, generates="stream" in post.request_model.model_fields)
@@ -133,13 +133,14 @@ def make_app(serving: Serving) -> ASGIApp:
 def _bound(
     handler: Handler, serving: Serving, *, generates: bool
 ) -> Callable[[Request], Awaitable[Response]]:
-    """The handler behind what comes before it. generates: whether it needs the engine's."""
+    """Return the route for a handler, which reads the body first and counts running handlers.
+    generates: reject the request early if the queue is full."""
 
     async def serve(http: Request) -> Response:
         try:
             await replies.read_body(serving, http)
             if generates:
-                serving.check_room(1)  # a full server spends no time on what it will refuse
+                serving.check_room(1)  # a full server spends no time on parsing
         except Exception as error:
             return replies.error_response(serving, error)
         serving.handling += 1

@@ -1,4 +1,4 @@
-"""Requests out of a file, answered by the server's own endpoints without a socket."""
+"""Answers a file of requests through the server's endpoints, without a socket."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from strobe.wording import counted
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _BEGINNING = b'{"id": "batch_req_'
-"""What every line that is written begins with."""
+"""The first bytes of every line in an output file."""
 
 
 class BatchLine(NamedTuple):
@@ -41,8 +41,8 @@ class BatchLine(NamedTuple):
 
 
 def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: Path) -> int:
-    """Answer what `out` does not answer yet; the exit status, 1 where a request failed. Raises
-    ValueError for files and settings that do not fit."""
+    """Answer the requests that `out` does not answer yet. Returns the exit status, 1 if a request
+    failed. Raises ValueError for invalid files and settings."""
     settings = replace(
         served_names(config, settings), access_log=False, api_key=(), api_key_file=None
     )
@@ -51,8 +51,8 @@ def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: P
     with closing(AnswerFile(out, source)) as answers:
         remaining = [line for line in requests if line.custom_id not in answers.answered]
         if done := len(requests) - len(remaining):
-            left = f"{len(remaining)} {'is' if len(remaining) == 1 else 'are'} left"
-            print(f"{out} has {counted(done, 'answer')} already; {left}.", file=sys.stderr)
+            rest = f"{len(remaining)} {'is' if len(remaining) == 1 else 'are'} left"
+            print(f"{out} has {counted(done, 'answer')} already; {rest}.", file=sys.stderr)
         template = read_template(settings.chat_template)
         settings.logs.configure()
         config = locate_models(config)
@@ -67,21 +67,21 @@ def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: P
 
 
 class AnswerFile:
-    """The output file. Lines are only ever added to it, and are on the disk once they are, so that
-    a run that is killed loses only the answers that it was making."""
+    """The output file. It is append-only and synced after every line, so a killed run loses only
+    its unfinished answers."""
 
     def __init__(self, path: Path, source: Path):
         """Read the answers that an existing file holds. Raises ValueError, leaving the file as it
         is, if it is the input or holds anything but answers."""
         self.path = path
         if path.exists() and path.samefile(source):
-            raise self._refused(f"is the input file {source} itself")
+            raise self._unusable(f"is the input file {source} itself")
         if path.exists() and not path.is_file():
-            raise self._refused("is not a regular file")
+            raise self._unusable("is not a regular file")
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise self._refused(f"cannot be opened ({error.strerror})") from None
+            raise self._unusable(f"cannot be opened ({error.strerror})") from None
         try:
             self._lock()
             self.answered = self._read()
@@ -94,7 +94,7 @@ class AnswerFile:
 
     async def add(self, line: Mapping[str, Any]) -> None:
         """Append an answer. Raises ValueError if that fails; the file keeps whole lines only."""
-        # Escapes keep U+2028 and the like, which some programs take for ends of lines, out of it.
+        # json.dumps escapes U+2028 and the like, which some programs take for line breaks.
         data = json.dumps(line).encode() + b"\n"
         size, written = os.fstat(self._fd).st_size, 0
         try:
@@ -102,22 +102,22 @@ class AnswerFile:
                 written += os.write(self._fd, data[written:])
         except OSError as error:
             os.ftruncate(self._fd, size)
-            raise self._full(error) from None
+            raise self._write_failed(error) from None
         try:
             await asyncio.to_thread(os.fsync, self._fd)
         except OSError as error:
-            raise self._full(error) from None
+            raise self._write_failed(error) from None
 
     def _lock(self) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise self._refused("is being written by another run") from None
+            raise self._unusable("is being written by another run") from None
         except OSError:
             pass  # a file system without locks
 
     def _read(self) -> set[str]:
-        """The custom ids that are answered. A last line that was cut off is taken away."""
+        """Return the custom ids that have an answer. A last line that was cut off is removed."""
         data = self.path.read_bytes()
         *lines, last = data.split(b"\n")
         answered: set[str] = set()
@@ -129,20 +129,20 @@ class AnswerFile:
                 line.startswith(_BEGINNING) or (number > 1 and _BEGINNING.startswith(line))
             )
             if answer is None and line.strip() and not cut_off:
-                raise self._refused(f"holds something other than answers (line {number})")
+                raise self._unusable(f"holds something other than answers (line {number})")
         if _answer(last) is not None:
             os.write(self._fd, b"\n")
         elif last:
             os.ftruncate(self._fd, len(data) - len(last))
         return answered
 
-    def _refused(self, why: str) -> ValueError:
+    def _unusable(self, why: str) -> ValueError:
         return ValueError(
             f"{self.path} {why}, so no answers are written to it; name another file with "
             "--output-file."
         )
 
-    def _full(self, error: OSError) -> ValueError:
+    def _write_failed(self, error: OSError) -> ValueError:
         return ValueError(
             f"{self.path} cannot be written ({error.strerror}); it keeps the answers so far, and "
             "the same command goes on from there."
@@ -150,7 +150,7 @@ class AnswerFile:
 
 
 def _answer(line: bytes) -> dict[str, Any] | None:
-    """A line of an output file; None if it is anything else."""
+    """Parse a line of an output file; None if it is anything else."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -169,7 +169,7 @@ async def _run(
     lines: list[BatchLine],
     answers: AnswerFile,
 ) -> int:
-    """Write an answer to each; how many failed."""
+    """Write an answer to each line. Returns the number of failed requests."""
     if not lines:
         return 0
     client = EngineClient(config, settings.logs)
@@ -203,7 +203,7 @@ async def _run(
 
 
 async def _call(app: ASGIApp, line: BatchLine) -> tuple[int, Any]:
-    """Status and body of the endpoint's answer."""
+    """Return the status and body of the endpoint's response."""
     messages: list[Message] = []
     body = json.dumps(line.body).encode()
     parts = [{"type": "http.request", "body": body, "more_body": False}]
@@ -211,7 +211,7 @@ async def _call(app: ASGIApp, line: BatchLine) -> tuple[int, Any]:
     async def receive() -> Message:
         if parts:
             return parts.pop()
-        await asyncio.Event().wait()  # nobody leaves
+        await asyncio.Event().wait()  # never disconnect
         raise AssertionError
 
     async def send(message: Message) -> None:
@@ -229,7 +229,7 @@ async def _call(app: ASGIApp, line: BatchLine) -> tuple[int, Any]:
 
 
 def _line(line: BatchLine, status: int, body: Any) -> dict[str, Any]:
-    """An answer as OpenAI's output files have it."""
+    """Return a line of the output file, in OpenAI's format."""
     return {
         "id": f"batch_req_{secrets.token_hex(12)}",
         "custom_id": line.custom_id,
@@ -239,36 +239,36 @@ def _line(line: BatchLine, status: int, body: Any) -> dict[str, Any]:
 
 
 def read_requests(path: Path) -> list[BatchLine]:
-    """The requests of a file. Raises ValueError, naming the line."""
+    """Read the requests of a file. Raises ValueError, naming the line."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}).") from None
-    found: dict[str, BatchLine] = {}
+    requests: dict[str, BatchLine] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"Line {number} of {path}"
         try:
-            one = json.loads(line)
+            value = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where} is not JSON: {error}.") from None
-        given = one if isinstance(one, dict) else {}
-        name, url, body = (given.get(key) for key in ("custom_id", "url", "body"))
+        fields = value if isinstance(value, dict) else {}
+        name, url, body = (fields.get(key) for key in ("custom_id", "url", "body"))
+        method = fields.get("method", "POST")
         if not isinstance(name, str) or not name or not isinstance(body, dict):
             raise ValueError(f"{where} must be an object with custom_id, url and body.")
-        if url not in URLS or given.get("method", "POST") != "POST":
+        if url not in URLS or method != "POST":
             raise ValueError(
-                f"{where} asks for {given.get('method', 'POST')} {url}, but only POST is answered, "
-                f"at {', '.join(URLS)}."
+                f"{where} asks for {method} {url}, but only POST is answered, at {', '.join(URLS)}."
             )
         if body.get("stream"):
             raise ValueError(f"{where} asks for a stream, which a file cannot be; leave it out.")
-        if name in found:
+        if name in requests:
             raise ValueError(f"{where} has the custom_id {name!r} of an earlier line; change it.")
-        found[name] = BatchLine(name, url, body)
-    if not found:
+        requests[name] = BatchLine(name, url, body)
+    if not requests:
         raise ValueError(
-            f"{path} holds no requests; write one a line, with custom_id, url and body."
+            f"{path} holds no requests; write one per line, with custom_id, url and body."
         )
-    return list(found.values())
+    return list(requests.values())

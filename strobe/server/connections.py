@@ -22,21 +22,21 @@ from strobe.server.openai.protocol.errors import error_body
 logger = logging.getLogger(__name__)
 
 HEADER_SECONDS = 10.0
-"""After which a request's headers must be in, from its first byte or the connection's beginning."""
+"""Time limit for a request's headers, from its first byte or the connection's beginning."""
 HEADER_BYTES = 64 << 10
-"""Limit of a request line and its headers together."""
+"""Size limit of a request line and its headers together."""
 BODY_SECONDS = 30.0
-"""Time that a body may pause, and that it may lag behind BODY_RATE."""
+"""Seconds that a body may pause or lag after BODY_RATE."""
 BODY_RATE = 1024
-"""Bytes per second that a client must send of a body."""
+"""Minimum rate of a body, in bytes per second."""
 AT_ONCE = 16
-"""Connections that are accepted before any of them is looked at."""
+"""Connections that the event loop accepts in one iteration."""
 RESERVED = 16
-"""Connections above the limit whose headers are read: HEALTH_PATHS are answered to them."""
+"""Connections above the limit whose headers are still read, so that HEALTH_PATHS answer."""
 HEALTH_PATHS = (b"/health", b"/ping", b"/metrics")
 SPARE = 48 + RESERVED + 4 * AT_ONCE
-"""Descriptors that are not for other requests: files, pipes, the engine's process, reserved
-connections, and connections that are accepted while others are being closed."""
+"""File descriptors not available to other requests: files, pipes, the engine's process, reserved
+connections, and connections accepted while others are being closed."""
 
 TOO_MANY = (
     503,
@@ -51,7 +51,7 @@ HEADERS_TOO_LARGE = (
 
 
 def max_connections() -> int:
-    """How many may be open, by the descriptors that the process may have."""
+    """The number of connections that the process's limit of file descriptors allows."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     endless = limit == resource.RLIM_INFINITY
     return 1 << 20 if endless else max(limit - SPARE, 1)
@@ -60,26 +60,27 @@ def max_connections() -> int:
 class Connection(HttpToolsProtocol):
     """A connection that is closed if headers or a body arrive too slowly, or headers are too large.
 
-    Connections above the limit are reserved: they answer HEALTH_PATHS. Once the body of another
-    request is in, a reserved one takes the place of the connection that has waited longest for
-    headers or a body; if none waits, it is refused. No application sees a request before that.
+    Connections above the limit are reserved: they only answer HEALTH_PATHS. Once the body of any
+    other request is complete, a reserved connection replaces the one that has waited longest for
+    headers or a body; if all are being answered, it is rejected. The application sees no request
+    earlier.
     """
 
-    most = max_connections()
+    limit = max_connections()
     _reserved = False
     _deferred: tuple[RequestResponseCycle, Any] | None = None
     _timer: asyncio.TimerHandle | None = None
     _reads_body = False
-    _since = 0.0  # when waiting began, moved on by what has arrived at BODY_RATE
-    _slow_since = inf  # the same, at most the newest arrival; infinite while nothing is waited for
-    _held = 0  # bytes received since complete headers or the newest part of a body
+    _since = 0.0  # when waiting began, plus the time that the received bytes take at BODY_RATE
+    _slow_since = inf  # the earlier of _since and the last arrival; infinite while not waiting
+    _held = 0  # bytes received since complete headers or the last part of a body
     _header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait(HEADER_SECONDS)
-        self._reserved = len(self.connections) > self.most
-        if len(self.connections) > self.most + RESERVED:
+        self._reserved = len(self.connections) > self.limit
+        if len(self.connections) > self.limit + RESERVED:
             (self._slowest(self._others) or self)._refuse(*TOO_MANY)
 
     def data_received(self, data: bytes) -> None:
@@ -151,27 +152,27 @@ class Connection(HttpToolsProtocol):
             super()._start_asgi_task(cycle, _refusal(*TOO_MANY) if self._reserved else app)
 
     def _admit(self) -> bool:
-        """Make room for a reserved connection; False if there is none."""
-        admitted = [one for one in self._others if not one._reserved]
+        """Make room for a reserved connection; False if no other can be closed."""
+        admitted = [connection for connection in self._others if not connection._reserved]
         slowest = self._slowest(admitted)
-        if len(admitted) >= self.most and slowest is not None:
+        if len(admitted) >= self.limit and slowest is not None:
             slowest._refuse(*TOO_MANY)
-        return len(admitted) < self.most or slowest is not None
+        return len(admitted) < self.limit or slowest is not None
 
     @property
     def _others(self) -> list[Connection]:
-        every = cast("set[Connection]", self.connections)
-        return [one for one in every if one is not self]
+        connections = cast("set[Connection]", self.connections)
+        return [connection for connection in connections if connection is not self]
 
     def _slowest(self, connections: list[Connection]) -> Connection | None:
-        """The one that has waited longest for headers or a body, None if none waits."""
-        waiting = [one for one in connections if one._slow_since < inf]
+        """The connection that has waited longest for headers or a body, None if none waits."""
+        waiting = [connection for connection in connections if connection._slow_since < inf]
         waiting.sort(key=attrgetter("_slow_since"))
-        return next((one for one in waiting if not one._is_answering), None)
+        return next((c for c in waiting if not c._is_answering), None)
 
     @property
     def _is_answering(self) -> bool:
-        """Whether the client waits for an answer to what it sent before."""
+        """Whether the client waits for the response to an earlier or complete request."""
         if self.cycle is None or self.cycle.response_complete:
             return False
         return not self._reads_body or self.cycle.response_started or bool(self.pipeline)
@@ -189,7 +190,7 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
     def _check(self, seconds: float) -> None:
-        """Refuse a client that is too slow, or wait on."""
+        """Reject a client that is too slow, else wait on."""
         left = self._slow_since + seconds - self.loop.time()
         if self._is_answering:
             self._wait(seconds, body=self._reads_body)
@@ -208,7 +209,8 @@ class Connection(HttpToolsProtocol):
             )
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Answer, unless an answer has begun, and let the connection go: it counts no more."""
+        """Send an error, unless a response has begun, and close the connection, which no longer
+        counts."""
         answered = self._is_answering or (self._reads_body and self.cycle.response_complete)
         self._stop_waiting()
         self.connections.discard(self)
@@ -224,7 +226,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _refusal(status: int, code: str, message: str) -> Any:
-    """An application that refuses its request and closes the connection."""
+    """Return an application that rejects its request and closes the connection."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send_error(send, status, message, code=code, headers=[(b"connection", b"close")])
@@ -233,8 +235,8 @@ def _refusal(status: int, code: str, message: str) -> Any:
 
 
 class QuietErrorHandler:
-    """An event loop's exception handler that says once a second at most that connections cannot be
-    accepted, which the loop finds with each one."""
+    """An event loop's exception handler that logs at most once a second that connections cannot
+    be accepted."""
 
     def __init__(self) -> None:
         self._logged = float("-inf")

@@ -1,4 +1,4 @@
-"""What may be read of a server: its health, counters, model, tokenizer and settings."""
+"""GET endpoints: health, counters, models, tokenizer, settings and stored responses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ READ_ERRORS: dict[str, tuple[str, ...]] = {
     "/server_info": _STARTING,
     "/reset_prefix_cache": _STARTING,
 }
-"""What these may answer instead of what was asked for."""
+"""Error statuses of these endpoints, for the OpenAPI document."""
 
 UNSERVED = frozenset({
     *(
@@ -43,7 +43,7 @@ UNSERVED = frozenset({
     "/v1/images/generations", "/v1/images/edits", "/v1/realtime", "/v1/files", "/v1/batches",
     "/v1/fine_tuning/jobs",
 })  # fmt: skip
-"""Paths of other servers' and OpenAI's that do more than generate text."""
+"""Paths of OpenAI's API and of other servers that are not text generation."""
 
 OLLAMA = re.compile(
     r"/api/(chat|generate|tags|show|version|ps|embed|embeddings|pull|push|create|copy|delete|blobs)"
@@ -52,11 +52,11 @@ OLLAMA = re.compile(
 """Paths of Ollama's API."""
 
 _FILES = ("name_or_path", "vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file")
-"""Of a tokenizer's settings those that are paths of this machine."""
+"""Tokenizer settings that are paths of this machine and therefore not shown."""
 
 
 def add_get_endpoints(app: FastAPI, serving: Serving) -> None:
-    """Every GET but those of the page, and what a POST changes in the engine."""
+    """Add the GET endpoints, except the page's files, and /reset_prefix_cache."""
 
     @app.post("/ping", include_in_schema=False)
     @app.get("/ping", response_class=PlainTextResponse)
@@ -77,7 +77,7 @@ def add_get_endpoints(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/load")
     async def load() -> answers.Load:  # pyright: ignore[reportUnusedFunction]
-        """How many answers are being made or wait."""
+        """The number of answers in progress or waiting."""
         return answers.Load(server_load=serving.client.num_open)
 
     @app.get("/version")
@@ -114,13 +114,13 @@ def add_get_endpoints(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
-        """The tokenizer's class, special tokens, settings and chat template, with which a client
-        can make prompts as the server does."""
+        """The tokenizer's class, special tokens, settings and chat template, from which a client
+        can build the same prompts as the server."""
         return _tokenizer(serving)
 
     @app.get("/server_info", response_model=answers.ServerInfo)
     async def server_info() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """Version, what the engine says of itself, and the settings, without API keys."""
+        """The version, the engine's facts, and the settings without API keys."""
         try:
             facts, settings = serving.facts, asdict(serving.settings)
             settings["api_key"] = len(serving.settings.api_key)
@@ -132,7 +132,7 @@ def add_get_endpoints(app: FastAPI, serving: Serving) -> None:
 
     @app.post("/reset_prefix_cache", response_class=PlainTextResponse)
     async def reset_prefix_cache() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """Forget cached prefixes; what running answers hold stays."""
+        """Clear the prefix cache; pages that running requests hold stay."""
         try:
             assert serving.facts
             serving.client.send(Release())
@@ -142,24 +142,24 @@ def add_get_endpoints(app: FastAPI, serving: Serving) -> None:
 
 
 def add_response_endpoints(app: FastAPI, serving: Serving) -> None:
-    """Responses that the server holds."""
-    held = "/v1/responses/{id}"
+    """Add the endpoints of stored responses."""
+    path = "/v1/responses/{id}"
 
-    @app.get(held, response_model=answers.Response)
+    @app.get(path, response_model=answers.Response)
     async def retrieve(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """A response that the server holds."""
+        """A stored response."""
         return await stored_responses.retrieve(serving, http)
 
-    @app.delete(held, response_model=answers.DeletedResponse)
+    @app.delete(path, response_model=answers.DeletedResponse)
     async def delete(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """Forget a response."""
+        """Delete a stored response."""
         return await stored_responses.delete(serving, http)
 
     listing = {"parameters": stored_responses.PARAMETERS}
 
-    @app.get(f"{held}/input_items", response_model=answers.ItemList, openapi_extra=listing)
+    @app.get(f"{path}/input_items", response_model=answers.ItemList, openapi_extra=listing)
     async def items(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """What a response was asked, item by item, the responses before it included."""
+        """A response's input items, including the items of previous responses."""
         return await stored_responses.input_items(serving, http)
 
 
@@ -184,7 +184,7 @@ def _tokenizer(serving: Serving) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: objects, lists, numbers, and of all else the text."""
+    """Convert a value to JSON's types; anything else becomes its text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -1,6 +1,6 @@
-"""What a request must pass: the host, the key, a server that is not stopping, the body's limit.
+"""Middleware that rejects requests: by host, by API key, while stopping, by the body's size.
 
-A refusal is OpenAI's error object; whoever counts refusals gets its status and one fixed word.
+A rejection is OpenAI's error object; `on_reject` gets its status and a fixed word as the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from strobe.server.openai.protocol.errors import counted, error_body
 
 OnReject = Callable[[int, str], None]
-"""Told of each refusal; `ServerMetrics.record_rejected` is one."""
+"""Called with the status and reason of each rejection, such as `ServerMetrics.record_rejected`."""
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -31,15 +31,15 @@ _digits = re.compile(rb"[0-9]{1,4000}")  # int() reads no more
 
 @dataclass
 class Shutdown:
-    """Set `stopping` once the server is told to stop; `retry_after` seconds are advised then."""
+    """Whether the server is stopping. retry_after: seconds, sent to clients that are rejected."""
 
     stopping: bool = False
     retry_after: int = 30
 
 
 class ApiKeyEntry(NamedTuple):
-    """What opens the API. name: whose it is, as the log calls him; max_concurrency: requests that
-    may run by it together, None for any number."""
+    """An API key. name: its owner's name for the log; max_concurrency: requests that may run with
+    it at once, None for any number."""
 
     secret: str
     name: str = ""
@@ -47,8 +47,8 @@ class ApiKeyEntry(NamedTuple):
 
 
 def read_keys(path: Path) -> tuple[ApiKeyEntry, ...]:
-    """The keys of a file, one a line: a name, the key, and how many requests at once where that is
-    limited. Empty lines and what follows # count for nothing. Raises ValueError."""
+    """Read a file of keys, one per line: a name, the key and optionally its max_concurrency. Empty
+    lines and comments after # are ignored. Raises ValueError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -63,8 +63,8 @@ def read_keys(path: Path) -> tuple[ApiKeyEntry, ...]:
             continue
         if len(words) not in (2, 3) or not limit.isdecimal() or not int(limit):
             raise ValueError(
-                f"Line {number} of {path} is not a name, a key and, where it is limited, a number "
-                "of requests at once, such as: alice sk-3f9a 8."
+                f"Line {number} of {path} is not a name, a key and optionally a number of requests "
+                "at once, such as: alice sk-3f9a 8."
             )
         keys.append(ApiKeyEntry(words[1], words[0], int(limit) if len(words) == 3 else None))
     if not keys:
@@ -73,8 +73,8 @@ def read_keys(path: Path) -> tuple[ApiKeyEntry, ...]:
 
 
 def host_name(text: str) -> str | None:
-    """Return the host of a Host header as names are compared: without port, brackets, upper case
-    and a dot at its end. None if it is not a host."""
+    """Return the normalized host of a Host header: lower case, without port, brackets and a dot at
+    its end. None if it is not a host."""
     match = _host.fullmatch(text)
     if match is None:
         return None
@@ -86,7 +86,7 @@ def host_name(text: str) -> str | None:
 
 
 def allowed_host(text: str) -> str:
-    """Return what the operator allows as `host_name` returns it. Raises ValueError."""
+    """Return an entry of --allowed-hosts, normalized by `host_name`. Raises ValueError."""
     host = f"[{text}]" if text.count(":") > 1 and text[0] != "[" else text
     name = host_name(host)
     if name is None or ":" in host.rpartition("]")[2]:
@@ -98,7 +98,7 @@ def allowed_host(text: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as `host_name` returns it, is this machine by any network."""
+    """Whether a host, normalized by `host_name`, is localhost or a loopback address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -107,11 +107,11 @@ def is_loopback(host: str) -> bool:
 
 class AllowedHosts:
     """Answers a request only if its Host header names one of `hosts`, with any port, or, with
-    `loopback`, a loopback name or address; else 421. Otherwise a page of another site could reach
-    the server by a name that it points to this machine (DNS rebinding)."""
+    `loopback`, a loopback name or address; else 421. This prevents DNS rebinding, in which another
+    site's page reaches the server by a name that resolves to this machine."""
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str], loopback: bool, refused: OnReject):
-        self.app, self.loopback, self.refused = app, loopback, refused
+    def __init__(self, app: ASGIApp, hosts: Collection[str], loopback: bool, on_reject: OnReject):
+        self.app, self.loopback, self.on_reject = app, loopback, on_reject
         self.hosts = {allowed_host(host) for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,17 +123,17 @@ class AllowedHosts:
         if host is not None and (host in self.hosts or (self.loopback and is_loopback(host))):
             await self.app(scope, receive, send)
         elif host is None:
-            self.refused(400, "host")
-            given = f"{values[0][:100]!r}" if len(values) == 1 else f"given {len(values)} times"
+            self.on_reject(400, "host")
+            problem = f"{values[0][:100]!r}" if len(values) == 1 else f"sent {len(values)} times"
             await send_error(
                 send,
                 400,
-                f"The Host header is {given}; send one, with the server's name or address.",
+                f"The Host header is {problem}; send one, with the server's name or address.",
                 code="invalid_host",
                 headers=[(b"connection", b"close")],
             )
         else:
-            self.refused(421, "host")
+            self.on_reject(421, "host")
             await send_error(
                 send,
                 421,
@@ -144,12 +144,12 @@ class AllowedHosts:
 
 
 class ApiKeyGuard:
-    """Asks for `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`, on every path but the
-    open ones; else 401. By a key of a limited number of requests at once, more are a 429.
+    """Requires `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`, except on the open
+    paths; else 401. Requests beyond a key's max_concurrency are a 429.
 
-    Handlers find the key's digest in scope["state"]["api_key"], and the log its name. The
-    comparison takes equally long for every key of the client's. OPTIONS passes, because browsers
-    ask without a key first; no handler runs for it.
+    Sets scope["state"]["api_key"] to the key's digest, and adds its name to the log. Keys are
+    compared in constant time. OPTIONS passes, because browsers send it without a key; no handler
+    runs for it.
     """
 
     def __init__(
@@ -191,8 +191,7 @@ class ApiKeyGuard:
                 send,
                 429,
                 f"This API key may run {counted(key.max_concurrency, 'request')} at once; try "
-                "again when "
-                "one has ended.",
+                "again when one has ended.",
                 code="api_key_busy",
                 headers=[(b"retry-after", b"1")],
             )
@@ -211,7 +210,7 @@ class ApiKeyGuard:
             self.running[key] -= 1
 
     def _key(self, scope: Scope) -> ApiKeyEntry | None:
-        # Digests have one length, and every key is compared, whichever fits.
+        # For constant time: digests are of equal length, and every key is compared.
         sent_digests = [hashlib.sha256(key).digest() for key in _keys(scope)]
         known_keys = list(zip(self.keys, self.digests, strict=True))
         matching = [
@@ -224,8 +223,8 @@ class ApiKeyGuard:
 
 
 class ShutdownGuard:
-    """While the server stops, what is more than a read gets 503 and when to try again; requests
-    that are already in run on."""
+    """Rejects new requests, except reads, with 503 and Retry-After while the server stops; running
+    requests go on."""
 
     def __init__(self, app: ASGIApp, shutdown: Shutdown, on_reject: OnReject):
         self.app, self.shutdown, self.on_reject = app, shutdown, on_reject
@@ -248,12 +247,13 @@ class ShutdownGuard:
 
 
 class _BodyTooLong(BaseException):
-    """Leaves the application's reading of a body. No Exception, so that no handler answers it."""
+    """Raised while the application reads a body that passes the limit. A BaseException, so that no
+    handler catches it."""
 
 
 class BodyLimit:
-    """Refuses bodies above `limit` bytes with 413: at once where the length is announced, else
-    when they pass it. A length that is no number, or several that differ, are a 400."""
+    """Rejects bodies above `limit` bytes with 413: at once if Content-Length says so, else when
+    they pass it. An invalid Content-Length, or several that differ, are a 400."""
 
     def __init__(self, app: ASGIApp, limit: int, on_reject: OnReject):
         self.app, self.limit, self.on_reject = app, limit, on_reject
@@ -275,7 +275,7 @@ class BodyLimit:
         elif lengths and int(lengths.pop()) > self.limit:
             await self._too_large(send)
         elif _values(scope, b"content-length") and not _values(scope, b"transfer-encoding"):
-            await self.app(scope, receive, send)  # the HTTP parser holds it to its length
+            await self.app(scope, receive, send)  # the HTTP parser enforces the length
         else:
             await self._counting(scope, receive, send)
 
@@ -331,7 +331,7 @@ async def send_error(
 
 
 def _keys(scope: Scope) -> list[bytes]:
-    """The keys that a client sends; a header that it sends twice is none."""
+    """Return the keys that a client sends. A header that is sent twice is ignored."""
     bearer, plain = _values(scope, b"authorization"), _values(scope, b"x-api-key")
     keys = plain if len(plain) == 1 else []
     if len(bearer) == 1 and bearer[0].partition(b" ")[0].lower() == b"bearer":
@@ -340,10 +340,10 @@ def _keys(scope: Scope) -> list[bytes]:
 
 
 def _values(scope: Scope, name: bytes) -> list[bytes]:
-    """All values of a header, in order; ASGI's header names are lower case."""
+    """Return all values of a header, in order. `name` must be in lower case, as in ASGI."""
     return [value for key, value in scope["headers"] if key == name]
 
 
 def route(scope: Scope) -> str:
-    """The path that the application's router sees: without the prefix of a proxy."""
+    """Return the path that the router sees, without a proxy's prefix."""
     return scope["path"].removeprefix(scope.get("root_path", ""))

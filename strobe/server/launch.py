@@ -1,9 +1,9 @@
-"""`strobe serve`: starts the engine's process and the HTTP server, and stops both in order.
+"""`strobe serve`: starts the engine process and the HTTP server, and stops both in order.
 
-SIGTERM, SIGINT: no admission > what runs finishes, or the grace period ends > exit 0
-the same again: the grace period ends at once
-the engine's process ends: open requests fail > it is started again
-the third time within a minute, or with --no-restart-engine: open requests fail > exit 1
+SIGTERM, SIGINT: reject new requests > finish running ones within the grace period > exit 0
+a second signal: end the grace period at once
+the engine process ends: fail open requests > restart it
+the third time within a minute, or with --no-restart-engine: fail open requests > exit 1
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _BACKLOG = 2048
 
 
 def serve(config: EngineConfig, settings: ServerConfig) -> int:
-    """Serve until told to stop; the exit status. Raises ValueError for settings that do not fit."""
+    """Serve until a signal stops the server. Returns the exit status. Raises ValueError for invalid
+    settings."""
     from_environment = [key for key in [os.environ.get("STROBE_API_KEY")] if key]
     settings = replace(settings, api_key=(*settings.api_key, *from_environment))
     settings.logs.configure()
@@ -63,14 +64,14 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
         )
     try:
         config = locate_models(config)
-        read_json(Path(config.target) / "config.json")  # or there is no checkpoint
+        read_json(Path(config.target) / "config.json")  # raises if this is no checkpoint
         return asyncio.run(Server(config, settings, template, listener).run())
     finally:
         listener.close()
 
 
 def _check_certificate(settings: ServerConfig) -> None:
-    """Raises ValueError where HTTPS could not be spoken with it."""
+    """Raise ValueError if the certificate or its key cannot be loaded."""
     if settings.ssl_certfile is None:
         return
     try:
@@ -85,13 +86,13 @@ def _check_certificate(settings: ServerConfig) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises ValueError where the address cannot be had."""
+    """Return a listening socket. Raises ValueError if the address cannot be bound."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(_BACKLOG)  # or two servers that start together share the port
+        listener.listen(_BACKLOG)  # now, or two servers that start together share the port
     except OSError as error:
         raise ValueError(
             f"{host} port {port} cannot be listened on ({error.strerror or error}); choose another "
@@ -101,7 +102,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handlers: stopping has an order here."""
+    """uvicorn's server without signal handlers, since `Server` handles signals."""
 
     def capture_signals(self) -> Any:
         return contextlib.nullcontext()
@@ -109,11 +110,11 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(_BACKLOG)  # uvicorn's is how many are accepted at a time
+            listener.listen(_BACKLOG)  # uvicorn's `backlog` is also how many it accepts at a time
 
 
 class Server:
-    """One server's life."""
+    """Starts the engine process and the HTTP server, waits for a reason to stop, and stops them."""
 
     def __init__(
         self,
@@ -129,7 +130,8 @@ class Server:
         self._force_stop = False
 
     async def run(self) -> int:
-        """Start, serve, stop; the exit status. Raises ValueError where the engine cannot start."""
+        """Start, serve and stop. Returns the exit status. Raises ValueError if the engine cannot
+        start."""
         settings = self.settings
         client = EngineClient(self.config, settings.logs, restart=settings.restart_engine)
         client.on_death = self._stop.set
@@ -194,7 +196,7 @@ class Server:
         )
 
     async def _end(self, serving: Serving, server: uvicorn.Server, http: asyncio.Task[None]) -> int:
-        """Stop in order; the exit status."""
+        """Drain requests, then stop the engine and the HTTP server. Returns the exit status."""
         client = serving.client
         client.restart = False
         self.shutdown.stopping = True
@@ -224,8 +226,8 @@ class Server:
 def make_serving(
     settings: ServerConfig, client: EngineClient, tokenizer: Tokenizer, template: str | None
 ) -> Serving:
-    """What the endpoints share. template: in place of the checkpoint's. Raises ValueError for one
-    that does not compile, and for parsers that there are not."""
+    """Return the endpoints' shared state. template: replaces the checkpoint's chat template. Raises
+    ValueError for a template that does not compile and for unknown parsers."""
     if template is not None:
         check_template(tokenizer, template)
     chat_template = template or tokenizer.hf.chat_template
@@ -242,6 +244,6 @@ def make_serving(
 
 
 def served_names(config: EngineConfig, settings: ServerConfig) -> ServerConfig:
-    """The settings with the names that the model is served under."""
+    """Return the settings with the names of the served model filled in."""
     names = tuple(settings.served_model_name) or (without_revision(config.target) or DEMO_NAME,)
     return replace(settings, served_model_name=names)

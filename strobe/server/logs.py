@@ -1,5 +1,5 @@
-"""How the server's processes log: one line per record on stderr, JSON or plain, without the text
-that users send unless it is asked for."""
+"""Logging of the server's processes: one record per line on stderr, JSON or plain, without users'
+text unless the operator allows it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 TOKENS_ONLY = ("strobe.engine", "strobe.server.engine_process.worker")
-"""Loggers of the engine's process, which gets prompts as token ids: their exceptions keep their
-messages, such as why it cannot start."""
+"""Loggers of the engine process, which sees prompts only as token ids: their exceptions keep their
+messages, such as why the engine cannot start."""
 
 
 class Fields(dict[str, Any]):
     """A record's content as named values: `logger.info(Fields(status=200))`.
 
-    It becomes part of a JSON record. Where records are plain, it is written as name=value, without
-    what is None and without `time`, which the record has; a value is quoted as JSON quotes it where
-    it has more than visible characters.
+    In a JSON record the values are fields. In a plain record they are written as name=value,
+    without None and without `time`, which the record has; values with spaces or other invisible
+    characters are quoted as in JSON.
     """
 
     def __str__(self) -> str:
@@ -46,12 +46,12 @@ def _value(value: Any) -> str:
 
 
 def redact(text: str, show: bool) -> str:
-    """`text` for the log where `show` is set, else how long it is."""
+    """Return `text` if `show` is set, else its length."""
     return text if show else f"<{len(text)} characters>"
 
 
 def timestamp(seconds: float) -> str:
-    """A moment, in seconds since 1970, as ISO 8601 in UTC to the millisecond."""
+    """Format seconds since 1970 as ISO 8601 in UTC with milliseconds."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
@@ -78,8 +78,8 @@ class JsonFormatter(logging.Formatter):
 
 
 class PlainFormatter(logging.Formatter):
-    """Time, level, logger and message; further lines of a record are indented, so that no text
-    in it passes for a record."""
+    """Time, level, logger and message. Further lines of a record are indented, so that no text in
+    it can pass for a record."""
 
     def __init__(self, *, show_text: bool = False):
         super().__init__()
@@ -99,10 +99,10 @@ def configure_logging(
 ) -> None:
     """Send this process's records to stderr; for programs, not for libraries.
 
-    level: of Strobe's and uvicorn's records ("debug", "info", "warning", "error"); other libraries
-    speak from "warning" on. show_text: exceptions keep their messages, which may quote a prompt.
-    uvicorn's handlers go, and its access log is off: `strobe.access` has it. Raises ValueError for
-    an unknown level.
+    level: minimum level of Strobe's and uvicorn's records ("debug", "info", "warning", "error");
+    other libraries log warnings and errors only. show_text: exceptions keep their messages, which
+    may quote a prompt. uvicorn's handlers are removed, and its access log is off, since
+    "strobe.access" replaces it. Raises ValueError for an unknown level.
     """
     levels = logging.getLevelNamesMapping()
     number = levels.get(level.upper())
@@ -117,13 +117,13 @@ def configure_logging(
     logging.getLogger("strobe").setLevel(number)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)
-        logger.handlers.clear()  # its own, where a Config of uvicorn's was made before
+        logger.handlers.clear()  # set by an earlier uvicorn.Config
         logger.setLevel(number)
         logger.propagate = name != "uvicorn.access"
 
 
 def _logger(record: logging.LogRecord) -> str:
-    """The logger's name; uvicorn calls the one for all that it does `uvicorn.error`."""
+    """The logger's name; "uvicorn.error" is uvicorn's general logger, not only for errors."""
     return "uvicorn" if record.name == "uvicorn.error" else record.name
 
 
@@ -147,12 +147,12 @@ def _trace(record: logging.LogRecord, show_text: bool) -> str:
 
 
 def _without_messages(error: BaseException, seen: set[int]) -> Iterator[str]:
-    """A traceback, causes first, with the length of each message in place of the message."""
+    """Yield a traceback's lines, causes first, with each message replaced by its length."""
     seen.add(id(error))
-    before = [error.__cause__, None if error.__suppress_context__ else error.__context__]
+    causes = [error.__cause__, None if error.__suppress_context__ else error.__context__]
     if isinstance(error, BaseExceptionGroup):
-        before += error.exceptions
-    for cause in before:
+        causes += error.exceptions
+    for cause in causes:
         if cause is not None and id(cause) not in seen:
             yield from _without_messages(cause, seen)
     yield "Traceback (most recent call last):"

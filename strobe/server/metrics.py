@@ -1,7 +1,7 @@
-"""The server's numbers in Prometheus' format; docs/metrics.md has a line for each.
+"""The server's metrics in Prometheus' format; docs/metrics.md has a line for each.
 
-What the server counts are prometheus_client's own counters, gauges and histograms. A delivery of
-four tokens costs 3.6 us in them and 54 us in the server altogether (one core, CPython 3.11).
+The server's own counters, gauges and histograms are prometheus_client's. Recording a delivery of
+four tokens takes 3.6 us, of 54 us in the server altogether (one core, CPython 3.11).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CONTEXT_BOUNDS = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18)
 """The first context length, in tokens, of each bucket but the first."""
 
 REASONS = ("stop", "length", "abort", "error")
-"""Finish reasons shown from the start, so that a first one is seen as a rise from 0."""
+"""Finish reasons exported from the start, so that a first one shows as a rise from 0."""
 
-# All of vLLM's own bounds, so that a bucket compares with vLLM's, and finer ones below them.
+# All of vLLM's bounds, so that buckets compare with vLLM's, and finer ones below them.
 FIRST_TOKEN_BOUNDS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
     10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
@@ -58,7 +58,7 @@ LENGTH_BOUNDS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
 
 
 class Total(NamedTuple):
-    """A counter that the engine keeps."""
+    """A counter of the engine: a field of EngineSnapshot with its metric's name and help."""
 
     field: str
     name: str
@@ -69,15 +69,15 @@ TOTALS = (
     Total("steps", "strobe:engine_steps", "Steps of the engine."),
     Total("prompt_tokens", "vllm:prompt_tokens", "Prompt tokens computed."),
     Total("generation_tokens", "vllm:generation_tokens", "Tokens generated."),
-    Total("preemptions", "vllm:num_preemptions", "Requests preempted for want of K/V pages."),
+    Total("preemptions", "vllm:num_preemptions", "Requests preempted for lack of K/V pages."),
     Total("num_drafts", "vllm:spec_decode_num_drafts", "Verify steps that carried drafts."),
     Total("num_draft_tokens", "vllm:spec_decode_num_draft_tokens", "Tokens drafted."),
     Total("num_accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Drafts accepted."),
-    Total("drafts_made", "strobe:spec_decode_drafts_made", "Drafts made, verified or not."),
+    Total("drafts_made", "strobe:spec_decode_drafts_made", "Drafts proposed, verified or not."),
     Total(
         "rested_steps",
         "strobe:spec_decode_rested_steps",
-        "Steps of requests that may draft for which nothing was drafted.",
+        "Steps without drafts of requests that may draft.",
     ),
     Total("prefix_queries", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."),
     Total("prefix_hits", "vllm:prefix_cache_hits", "Tokens found in the prefix cache."),
@@ -87,11 +87,11 @@ IDLE = EngineSnapshot(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, (), 0, 0)
 
 
 OWN_LABELS = ("model_name", "engine")
-"""Labels that every metric has, but those of processes and of HTTP."""
+"""Labels of every metric except the process's and HTTP's."""
 
 
 class EngineTotals(Collector):
-    """The totals that the engine counts: of its newest snapshot and of engines before it."""
+    """The engine's totals: its latest snapshot plus the totals of engines before a restart."""
 
     def __init__(self, own: tuple[str, str]):
         self._own = own
@@ -99,11 +99,11 @@ class EngineTotals(Collector):
         self.snapshot = IDLE
 
     def restart(self) -> None:
-        """Keep the totals of an engine that has ended: the next one counts from 0."""
+        """Keep the totals of an engine that has ended, since the next one counts from 0."""
         self._before, self.snapshot = self._sum(), IDLE
 
     def _sum(self) -> EngineSnapshot:
-        """The newest snapshot with the totals of all engines before it."""
+        """The latest snapshot, with the totals of earlier engines added."""
         pairs = itertools.zip_longest(
             self._before.accepted_per_position, self.snapshot.accepted_per_position, fillvalue=0
         )
@@ -121,7 +121,7 @@ class EngineTotals(Collector):
             yield family
         family = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted at each place of the block.",
+            "Drafts accepted at each position of the block.",
             labels=[*OWN_LABELS, "position"],
         )
         for position, count in enumerate(snapshot.accepted_per_position):
@@ -130,7 +130,7 @@ class EngineTotals(Collector):
         for column, name in ((2, "slope"), (3, "intercept")):
             gauge = GaugeMetricFamily(
                 f"strobe:spec_decode_confidence_{name}",
-                f"Chance of a draft, sigmoid(slope * margin + intercept): the {name}.",
+                f"A draft's chance of acceptance, sigmoid(slope * margin + intercept): the {name}.",
                 labels=[*OWN_LABELS, "block_drafts", "position"],
             )
             for row in snapshot.confidence:
@@ -139,20 +139,20 @@ class EngineTotals(Collector):
 
 
 class ServerMetrics:
-    """Counts what the server does and shows the engine's own totals beside it.
+    """All metrics: the server's own and the engine's totals.
 
-    Metrics have the labels of OWN. Names are vLLM's where vLLM has the metric.
+    Metrics have the labels OWN_LABELS. Names are vLLM's where vLLM has the metric.
     """
 
     def __init__(self, model_name: str, engine: str = "0"):
-        disable_created_metrics()  # the library's series of times of birth, which vLLM has not
+        disable_created_metrics()  # the library's *_created series, which vLLM lacks
         self.own = model_name, engine
         self._registry = CollectorRegistry()
         self.open_answers: Callable[[], int] = int
         self.paths: frozenset[str] = frozenset()
 
-        self._running = self._gauge("vllm:num_requests_running", "Requests that run.")
-        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait.")
+        self._running = self._gauge("vllm:num_requests_running", "Running requests.")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Waiting requests.")
         self._kv_used = self._gauge(
             "vllm:kv_cache_usage_perc", "Share of the K/V pages in use, 0 to 1."
         )
@@ -161,7 +161,7 @@ class ServerMetrics:
         )
         self._gauge("strobe:server_tasks", "Tasks on the server's event loop.").set_function(_tasks)
         self._restarts = self._counter(
-            "strobe:engine_restarts", "Starts of the engine's process after it had ended."
+            "strobe:engine_restarts", "Restarts of the engine process after it ended."
         ).labels(*self.own)
         self._totals = EngineTotals(self.own)
         self._registry.register(self._totals)
@@ -178,10 +178,13 @@ class ServerMetrics:
             for name, help in (
                 (
                     "strobe:spec_decode_steps",
-                    "Verify steps that carried drafts, by where they were.",
+                    "Verify steps that carried drafts, by context length and phase.",
                 ),
-                ("strobe:spec_decode_draft_tokens", "Tokens drafted, by where they were."),
-                ("strobe:spec_decode_accepted_tokens", "Drafts accepted, by where they were."),
+                ("strobe:spec_decode_draft_tokens", "Tokens drafted, by context length and phase."),
+                (
+                    "strobe:spec_decode_accepted_tokens",
+                    "Drafts accepted, by context length and phase.",
+                ),
             )
         ]
         self._verified = {
@@ -199,12 +202,12 @@ class ServerMetrics:
         )
         self._inter_token = self._histogram(
             "vllm:inter_token_latency_seconds",
-            "Between one delivery of tokens and the next, however many it brings.",
+            "Between one delivery of tokens and the next, of one or several tokens.",
             TOKEN_BOUNDS,
         )
         self._per_token = self._histogram(
             "strobe:time_per_output_token_seconds",
-            "That time divided by the tokens delivered, once for each of them.",
+            "Time between deliveries divided by the tokens delivered, once for each token.",
             TOKEN_BOUNDS,
         )
         self._latency = self._histogram(
@@ -212,14 +215,14 @@ class ServerMetrics:
             "From a request's arrival to its end.",
             REQUEST_BOUNDS,
         )
-        self._like_vllm = self._histogram(
+        self._per_delivery = self._histogram(
             "vllm:time_per_output_token_seconds",
             "The same as vllm:inter_token_latency_seconds, by its older name.",
             TOKEN_BOUNDS,
         )
-        self._mean = self._histogram(
+        self._request_per_token = self._histogram(
             "vllm:request_time_per_output_token_seconds",
-            "A finished answer's time behind its first token, divided by its other tokens.",
+            "A finished answer's time after its first token, divided by its other tokens.",
             TOKEN_BOUNDS,
         )
         self._prefill = self._histogram(
@@ -237,13 +240,13 @@ class ServerMetrics:
             "From a request's first step to its end.",
             REQUEST_BOUNDS,
         )
-        self._asked = self._histogram(
+        self._num_answers = self._histogram(
             "vllm:request_params_n", "Answers that a request asked for.", COUNT_BOUNDS
         )
-        self._most = self._histogram(
-            "vllm:request_params_max_tokens", "Its max_tokens, where it gave some.", LENGTH_BOUNDS
+        self._max_tokens = self._histogram(
+            "vllm:request_params_max_tokens", "A request's max_tokens, if set.", LENGTH_BOUNDS
         )
-        self._longest = self._histogram(
+        self._max_generation_tokens = self._histogram(
             "vllm:request_max_num_generation_tokens",
             "Tokens of a request's longest answer.",
             LENGTH_BOUNDS,
@@ -261,7 +264,9 @@ class ServerMetrics:
             "Tokens generated for a finished request.",
             LENGTH_BOUNDS,
         )
-        self._finished = self._counter("vllm:request_success", "Answers ended.", "finished_reason")
+        self._finished = self._counter(
+            "vllm:request_success", "Finished answers.", "finished_reason"
+        )
         for reason in REASONS:
             self._finished.labels(*self.own, reason)
         self._refused = self._counter(
@@ -280,14 +285,14 @@ class ServerMetrics:
         return histogram.labels(*self.own)
 
     def engine(self, snapshot: EngineSnapshot) -> None:
-        """The engine's newest account of itself."""
+        """Record the engine's latest snapshot."""
         self._totals.snapshot = snapshot
         self._running.set(snapshot.running)
         self._waiting.set(snapshot.waiting)
         self._kv_used.set(snapshot.kv_used)
 
     def engine_restarted(self) -> None:
-        """The engine's process has ended and another is started."""
+        """Record a restart of the engine process."""
         self._totals.restart()
         self._restarts.inc()
         self.engine(IDLE)
@@ -295,9 +300,9 @@ class ServerMetrics:
     def record_verified(
         self, *, num_verified: int, num_accepted: int, context_tokens: int, phase: str
     ) -> None:
-        """Count one verify step of one request.
+        """Record one verify step of one request.
 
-        num_verified: tokens drafted for it; with 0 nothing is counted, as in vLLM's counters.
+        num_verified: drafts verified; with 0 nothing is counted, as in vLLM's counters.
         context_tokens: the request's length before the step, in tokens. phase: "thinking", "answer"
         or "tool"."""
         if not num_verified:
@@ -310,31 +315,31 @@ class ServerMetrics:
         accepted_tokens.inc(num_accepted)
 
     def record_first_token(self, seconds: float) -> None:
-        """A request's first token left, `seconds` after the request came."""
+        """Record a request's first token, sent `seconds` after its arrival."""
         self._first_token.observe(seconds)
 
     def record_inter_token(self, seconds: float, tokens: int) -> None:
-        """`tokens` more tokens left, `seconds` after those before them.
+        """Record a delivery of `tokens` tokens, `seconds` after the last one.
 
-        vLLM's histogram has one observation of `seconds` per delivery and does not divide, so
-        speculation lengthens it; under its name we count the same. Ours divides: `tokens`
-        observations of seconds / tokens each. Without tokens nothing is counted.
+        vLLM's histogram has one observation of `seconds` per delivery, which speculation makes
+        longer; the metrics with its names do the same. Strobe's own has `tokens` observations of
+        seconds / tokens. Without tokens nothing is recorded.
         """
         if tokens > 0:
             self._inter_token.observe(seconds)
-            self._like_vllm.observe(seconds)
+            self._per_delivery.observe(seconds)
             for _ in range(tokens):
                 self._per_token.observe(seconds / tokens)
 
     def record_request(self, answers: int, max_tokens: int | None) -> None:
-        """A request came, for so many answers of at most so many tokens."""
-        self._asked.observe(answers)
+        """Record a request's arrival, its number of answers and max_tokens."""
+        self._num_answers.observe(answers)
         if max_tokens is not None:
-            self._most.observe(max_tokens)
+            self._max_tokens.observe(max_tokens)
 
     def record_longest(self, tokens: int) -> None:
-        """All of a request's answers have ended, the longest with so many tokens."""
-        self._longest.observe(tokens)
+        """Record the length in tokens of a finished request's longest answer."""
+        self._max_generation_tokens.observe(tokens)
 
     def record_finished(
         self,
@@ -346,8 +351,9 @@ class ServerMetrics:
         prompt_tokens: int,
         generation_tokens: int,
     ) -> None:
-        """An answer ended, `seconds` after the request came. queue_seconds: until its first step,
-        None where it never ran; first_seconds: until its first token, None where it has none."""
+        """Record an answer's end, `seconds` after the request's arrival. queue_seconds: until its
+        first step, None if it never ran; first_seconds: until its first token, None if it has
+        none."""
         self._finished.labels(*self.own, reason).inc()
         self._latency.observe(seconds)
         if queue_seconds is not None:
@@ -357,37 +363,37 @@ class ServerMetrics:
             self._prefill.observe(max(first_seconds - queue_seconds, 0.0))
             self._decode.observe(seconds - first_seconds)
             if generation_tokens > 1:
-                self._mean.observe((seconds - first_seconds) / (generation_tokens - 1))
+                self._request_per_token.observe((seconds - first_seconds) / (generation_tokens - 1))
         self._prompt.observe(prompt_tokens)
         self._generation.observe(generation_tokens)
 
     def record_http(self, path: str, method: str, status: int) -> None:
-        """A request was answered. Those of `paths` have series of their own."""
+        """Record an HTTP response. Each of `paths` has series of its own."""
         handler = path if path in self.paths else "none"
         method = method if method in ("GET", "POST") else "other"
         self._http.labels(handler, method, f"{status // 100}xx").inc()
 
     def record_rejected(self, status: int, reason: str) -> None:
-        """A request was answered with an error. reason: one of a few fixed words, never a text
-        that a client sent, for each makes a series of its own."""
+        """Record an error response. reason: a fixed word, never a client's text, since each one
+        makes a series of its own."""
         self._refused.labels(*self.own, str(status), reason).inc()
 
     def render(self, accept: str | None) -> tuple[bytes, str]:
-        """The body and its content type: OpenMetrics or Prometheus' text, whichever an Accept
-        header asks for first."""
+        """Return the body and its content type: OpenMetrics or Prometheus' text format, by the
+        Accept header."""
         try:
             _, content_type = choose_encoder(accept or "")
-        except TypeError:  # a version that is no number; the header is the client's to spoil
+        except TypeError:  # the header has a version that is not a number
             content_type = TEXT
-        # The one escaping that leaves our names alone: in OpenMetrics the others turn the colon of
-        # a sample's name into "_", so that it is neither vLLM's nor the one in its # TYPE line.
+        # Other escapings turn the colon of OpenMetrics sample names into "_", so that they differ
+        # from vLLM's names and from their own # TYPE lines.
         if content_type.startswith("application/openmetrics-text"):
             return openmetrics.generate_latest(self._registry, ALLOWUTF8), OPENMETRICS
         return generate_latest(self._registry, ALLOWUTF8), TEXT
 
 
 def _tasks() -> int:
-    """How many tasks the running event loop has; 0 where none runs."""
+    """The number of tasks on the running event loop, 0 without one."""
     try:
         return len(asyncio.all_tasks())
     except RuntimeError:

@@ -1,10 +1,10 @@
-"""What holds for every request: ids, the access log, hosts, keys, limits, stopping.
+"""The middleware of every request: ids, the access log, hosts, keys, limits, stopping.
 
 Each class is a plain ASGI application around another. None buffers, and `http.disconnect` always
 reaches the handlers, because stopping an abandoned answer depends on it.
 
-    RequestId > AccessLog > Counted > AnthropicForm > AllowedHosts > CORS > ApiKey > Draining >
-    BodyLimit > the application
+    RequestId > AccessLog > ResponseCounter > AnthropicForm > AllowedHosts > CORS > ApiKeyGuard >
+    ShutdownGuard > BodyLimit > the application
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ _origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True)
 class MiddlewareSettings:
-    """What the operator chose. Raises ValueError with a hint.
+    """The operator's settings. Raises ValueError with a hint.
 
-    listens_on: the server's address; on a loopback one it answers only for loopback names and
-    allowed_hosts, on another for allowed_hosts, or for any host if there are none or one is "*".
-    api_keys: any of them opens; none: no key is asked for. open_paths: need no key. max_body_bytes:
-    of one request. cors_origins: pages of these origins may call; "*" is all, none: CORS is off.
+    listens_on: the server's address. On a loopback address it answers only for loopback names and
+    allowed_hosts; elsewhere for allowed_hosts, or for any host if they are empty or contain "*".
+    api_keys: the accepted keys; empty: no key is required. open_paths: paths that need no key.
+    max_body_bytes: limit of one request's body. cors_origins: origins whose pages may call the API;
+    "*" allows all; empty: CORS is off.
     """
 
     listens_on: str = ""
@@ -99,11 +100,11 @@ def wrap(
     on_reject: OnReject | None = None,
     on_response: Callable[[str, str, int], None] | None = None,
 ) -> ASGIApp:
-    """The application with all of this room's classes around it, in the order above.
+    """Return the application wrapped in all middleware, in the order above.
 
-    A refusal has an id, a line in the log and, for a page that may call, its CORS headers.
+    Rejections also have a request id, a line in the log and CORS headers.
     """
-    on_refusal: OnReject = _ignored if on_reject is None else on_reject
+    on_refusal: OnReject = _ignore if on_reject is None else on_reject
     app = BodyLimit(app, settings.max_body_bytes, on_refusal)
     if shutdown is not None:
         app = ShutdownGuard(app, shutdown, on_refusal)
@@ -128,5 +129,5 @@ def wrap(
     return RequestId(app)
 
 
-def _ignored(status: int, reason: str) -> None:
+def _ignore(status: int, reason: str) -> None:
     pass

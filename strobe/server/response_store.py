@@ -1,4 +1,4 @@
-"""Responses that clients may come back to, held in memory."""
+"""Finished responses of /v1/responses, stored in memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ MAX_RESPONSES = 10_000
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response. owner: the API key that asked for it, by its digest, None where there are none;
-    body: its JSON; items: the JSON of each input item, those of the responses before it included;
-    output: the same of its output."""
+    """A stored response. owner: the digest of the client's API key, None without keys. body: its
+    JSON. items: the JSON of each input item, including items of previous responses. output: the
+    JSON of each output item."""
 
     owner: bytes | None
     body: bytes
@@ -21,18 +21,18 @@ class StoredResponse:
 
     @property
     def conversation(self) -> tuple[bytes, ...]:
-        """All items up to its end."""
+        """All items, input and output."""
         return self.items + self.output
 
     @property
     def num_bytes(self) -> int:
-        """What it counts: items of a conversation count in each of its responses."""
+        """Size in bytes of body and items; shared items count in each response."""
         return len(self.body) + sum(map(len, self.conversation))
 
 
 class ResponseStore:
-    """The newest responses, by id, up to MOST_RESPONSES and `max_bytes` of JSON: the oldest make
-    room. Whoever has another key finds nothing."""
+    """The newest responses by owner and id, up to MAX_RESPONSES and `max_bytes` of JSON. The oldest
+    are evicted."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes, self.num_bytes = max_bytes, 0
@@ -42,7 +42,7 @@ class ResponseStore:
         return len(self._responses)
 
     def put(self, name: str, response: StoredResponse) -> None:
-        """Hold a response, in place of one that has its id."""
+        """Store a response, replacing one with the same id and owner."""
         self.delete(name, response.owner)
         self._responses[response.owner, name] = response
         self.num_bytes += response.num_bytes
@@ -51,11 +51,11 @@ class ResponseStore:
             self.num_bytes -= oldest.num_bytes
 
     def get(self, name: str, owner: bytes | None) -> StoredResponse | None:
-        """The response of that id, None where it is not held for that owner."""
+        """Return the owner's response with that id, None if it is not stored."""
         return self._responses.get((owner, name))
 
     def delete(self, name: str, owner: bytes | None) -> bool:
-        """Forget a response; whether there was one."""
+        """Delete a response. Returns whether it was stored."""
         response = self._responses.pop((owner, name), None)
         if response is not None:
             self.num_bytes -= response.num_bytes

@@ -1,4 +1,4 @@
-"""How fast answers end: when a client that was refused for want of room is to ask again."""
+"""Estimates when a client that was rejected by a full queue should retry."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _LONGEST = 60
 
 
 class RetryEstimator:
-    """The pace of the last answers."""
+    """Measures the rate at which answers finish."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._ends: deque[float] = deque(maxlen=_LAST)
 
     def record_finished(self) -> None:
-        """An answer has ended."""
+        """Record the end of an answer."""
         self._ends.append(self._clock())
 
     def retry_after(self, answers: int) -> int:
-        """Whole seconds, 1 to 60, that so many answers take at the pace of the last minute.
+        """Return the whole seconds, 1 to 60, that so many answers take at the last minute's rate.
 
-        A fixed second would have all who wait ask again each second, and with a thousand of them
-        the server does little else: measured 30 tokens/s in place of 380.
+        With a constant of one second, a thousand waiting clients keep the server busy with
+        retries: 30 tokens/s were measured in place of 380.
         """
         now = self._clock()
         ends = [end for end in self._ends if now - end < _RECENT]

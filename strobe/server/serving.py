@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine's client, the tokenizer, formats, names and counters."""
+"""State shared by all endpoints: the engine's client, the tokenizer, formats, names, metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 class RequestRejected(Exception):
-    """A request that is not answered: an HTTP status and a sentence."""
+    """A request that is rejected with an HTTP status. retry_after: seconds."""
 
     def __init__(
         self,
@@ -59,26 +59,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Formats:
-    """How the served model marks thinking and tool calls; None: not at all."""
+    """The served model's formats of tool calls and reasoning; None: it has none."""
 
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None
 
     @staticmethod
     def of(settings: ServerConfig, template: str | None) -> Formats:
-        """What the settings name, "auto" what the chat template writes, with a warning where that
-        has tools in a form that is not known. Raises ValueError."""
-        found_tools, found_reasoning = detect(template)
-        tools = _format(settings.tool_call_parser, found_tools, TOOL_FORMATS, "tool_call_parser")
-        shown = tools is None and "tools" in (_variables(template) or ())
-        if shown and settings.tool_call_parser == "auto":
+        """Return the formats that the settings name; "auto" detects them from the chat template,
+        with a warning if it has tools in an unknown format. Raises ValueError."""
+        tool_name, reasoning_name = detect(template)
+        tools = _format(settings.tool_call_parser, tool_name, TOOL_FORMATS, "tool_call_parser")
+        has_tools = "tools" in (_variables(template) or ())
+        if tools is None and has_tools and settings.tool_call_parser == "auto":
             logger.warning(
-                "The chat template shows tools to the model, but in which form it writes calls is "
-                "not known, so they are text; name it with tool_call_parser, one of %s.",
+                "The chat template shows tools to the model, but the format of its calls is not "
+                "known, so they are text; name it with tool_call_parser, one of %s.",
                 ", ".join(TOOL_FORMATS),
             )
         reasoning = _format(
-            settings.reasoning_parser, found_reasoning, REASONING_FORMATS, "reasoning_parser"
+            settings.reasoning_parser, reasoning_name, REASONING_FORMATS, "reasoning_parser"
         )
         return Formats(tools, reasoning)
 
@@ -97,7 +97,7 @@ def _format(
 
 @dataclass
 class Serving:
-    """One server's state."""
+    """State of one server, shared by its endpoints."""
 
     settings: ServerConfig
     client: EngineClient
@@ -111,7 +111,7 @@ class Serving:
     created: int = field(default_factory=lambda: int(time.time()))
     retry_estimator: RetryEstimator = field(default_factory=RetryEstimator)
     handling: int = 0
-    """Requests whose bodies are in and whose handlers have not returned."""
+    """Number of requests whose handlers are running."""
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.settings.response_memory)
@@ -122,7 +122,8 @@ class Serving:
 
     @property
     def facts(self) -> Ready:
-        """The engine's own. Raises Unserved while it starts or restarts and once it has ended."""
+        """The engine's facts. Raises RequestRejected while it starts or restarts and after its
+        end."""
         if self.client.facts is None or self.client.dead:
             raise RequestRejected(503, self.client.state, code="engine_not_ready", retry_after=5)
         return self.client.facts
@@ -133,7 +134,7 @@ class Serving:
         return bool(self.handling or self.client.num_open)
 
     def name(self, requested: str | None) -> str:
-        """The model's name in the response. Raises Unserved for a model that is not served."""
+        """Return the model's name for the response. Raises RequestRejected if it is not served."""
         if requested is None:
             return self.names[0]
         if requested not in self.names:
@@ -147,11 +148,11 @@ class Serving:
         return requested
 
     def template(self, requested: str | None) -> str | None:
-        """The chat template to use in place of the checkpoint's. Raises BadField for a request's
-        own where the operator does not trust them."""
+        """Return the chat template that replaces the checkpoint's. Raises FieldError for a
+        request's template unless the server trusts them."""
         if requested is not None and not self.settings.trust_request_chat_template:
             raise FieldError(
-                "chat_template is given, but this server does not run templates of its clients; "
+                "chat_template is set, but this server does not run templates of its clients; "
                 "leave it out, or start the server with --trust-request-chat-template.",
                 "chat_template",
                 "unsupported_parameter",
@@ -159,8 +160,9 @@ class Serving:
         return requested or self.chat_template
 
     def check_length(self, text: str, field: str, keep: int | None = None) -> None:
-        """Raises BadField for a text that has too many tokens whatever they are, before time is
-        spent on encoding it. keep: its last tokens that are wanted alone."""
+        """Reject a text that cannot fit the context, before encoding it: one with more characters
+        than `max_model_len` of the longest tokens. keep: truncation, which disables the check.
+        Raises FieldError."""
         max_chars = self.facts.max_model_len * self._longest_token
         if keep is None and len(text) > max_chars:
             raise FieldError(
@@ -171,7 +173,7 @@ class Serving:
             )
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """Encode or decode much text beside the event loop."""
+        """Run slow work, such as encoding, in a thread instead of on the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
 
     def submit(
@@ -181,13 +183,13 @@ class Serving:
         request_id: str,
         scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ) -> Generation:
-        """Hand a prompt to the engine. Raises Unserved where the queue is full."""
+        """Submit a prompt to the engine. Raises RequestRejected if the queue is full."""
         self.check_room(params.n)
         return self.client.submit(prompt_ids, params, request_id, scheduling)
 
     def check_room(self, answers: int, prompts: int = 1) -> None:
-        """Raises Unserved where so many more answers, to so many prompts, find no place now,
-        BadField where they never will."""
+        """Check that the queue has room for so many answers to so many prompts. Raises
+        RequestRejected if it is full, FieldError if they never fit."""
         max_requests = self.facts.max_num_seqs + self.settings.max_waiting
         if answers > max_requests and prompts > 1:
             raise FieldError(
@@ -198,8 +200,7 @@ class Serving:
         if answers > max_requests:
             raise FieldError(
                 f"The request asks for {answers} answers, but this server takes at most "
-                f"{max_requests} at "
-                "once; ask for fewer.",
+                f"{max_requests} at once; ask for fewer.",
                 "n",
             )
         if answers > max_requests - self.client.num_open:
@@ -212,7 +213,7 @@ class Serving:
             )
 
     def params(self, arguments: Mapping[str, Any]) -> SamplingParams:
-        """Sampling parameters. Raises BadField with the first word of a sentence as the field."""
+        """Return sampling parameters. Raises FieldError, its field the sentence's first word."""
         try:
             return SamplingParams(**arguments)
         except ValueError as error:
@@ -221,8 +222,11 @@ class Serving:
     def fit(
         self, ids: list[int], limit: tuple[str, int | None], keep: int | None, field: str
     ) -> list[int]:
-        """The prompt, cut to its last `keep` tokens where asked. Raises BadField where it does not
-        fit the context with the answer, or is none. field: what the prompt came from."""
+        """Return the prompt, truncated to its last `keep` tokens if set; -1: to all that fit.
+
+        limit: the name and value of the field that limits the answer. field: the prompt's field.
+        Raises FieldError if the prompt is empty or does not fit the context with its answer.
+        """
         max_length, (name, max_new_tokens) = self.facts.max_model_len, limit
         if keep is not None:
             room = max(1, max_length - max(max_new_tokens or 1, 1)) if keep == -1 else keep
@@ -239,29 +243,27 @@ class Serving:
         if len(ids) >= max_length:
             raise FieldError(
                 f"The prompt has {counted(len(ids), 'token')}, but the context holds "
-                f"{max_length} with "
-                "the answer; shorten it.",
+                f"{max_length} with the answer; shorten it.",
                 field,
                 "context_length_exceeded",
             )
         if max_new_tokens is not None and len(ids) + max_new_tokens > max_length:
             raise FieldError(
                 f"The prompt has {counted(len(ids), 'token')} and {name} is {max_new_tokens}, "
-                "but the "
-                f"context holds {max_length}; shorten the prompt or lower {name}.",
+                f"but the context holds {max_length}; shorten the prompt or lower {name}.",
                 name,
                 "context_length_exceeded",
             )
         return ids
 
     def marker_ids(self, text: str) -> list[int]:
-        """The tokens of a marker as the model writes it."""
+        """Return the token ids of a marker."""
         return list(self.tokenizer.fast.encode(text, add_special_tokens=False).ids)
 
     def constraint(
         self, structured: Mapping[str, Any] | None, prompt: str
     ) -> Mapping[str, Any] | None:
-        """Structured output behind the thinking, where this prompt lets the model think."""
+        """Return structured output that applies after the reasoning, if the prompt allows any."""
         form = self.formats.reasoning
         if structured is None or form is None:
             return structured
@@ -276,8 +278,8 @@ class Serving:
         return {**structured, "after": end, "opener": opener[0], "lead": form.gap}
 
     def call_grammar(self, tools: list[Tool], *, parallel: bool, prompt: str) -> Mapping[str, Any]:
-        """Structured output that is a call of one of the tools. Raises BadField where the model
-        has no format for it."""
+        """Return structured output that forces a call of one of the tools. Raises FieldError if
+        the model's call format is unknown."""
         form = self.formats.tools
         if form is None:
             raise FieldError(
@@ -294,7 +296,7 @@ class Serving:
     def allow_tool_calls(
         self, structured: Mapping[str, Any], tools: list[Tool], *, parallel: bool
     ) -> Mapping[str, Any]:
-        """Structured output that may be a call of one of the tools instead."""
+        """Return structured output that also allows a call of one of the tools."""
         form = self.formats.tools
         if form is None or form.whole_answer or not tools:
             return structured
@@ -310,13 +312,13 @@ class Serving:
         except (TypeError, AttributeError, LookupError, RecursionError):
             raise FieldError(
                 "tools has a schema in which a keyword's value is not of the kind that JSON Schema "
-                "asks for, or which is nested too deeply; mend the schema.",
+                "asks for, or which is nested too deeply; correct the schema.",
                 "tools",
             ) from None
 
 
 def _variables(template: Any) -> Collection[str] | None:
-    """The variables that a chat template reads, None where that is not known."""
+    """Return the variables that a chat template reads, None if it cannot be parsed."""
     if not isinstance(template, str):
         return None
     try:
@@ -327,7 +329,8 @@ def _variables(template: Any) -> Collection[str] | None:
 
 
 def read_template(path_or_text: str | None) -> str | None:
-    """The chat template in a file of that name, or the text itself. Raises ValueError."""
+    """Return the chat template in a file, or the argument if it is a template's text. Raises
+    ValueError."""
     if path_or_text is None or "{" in path_or_text:
         return path_or_text
     try:
@@ -335,13 +338,12 @@ def read_template(path_or_text: str | None) -> str | None:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"chat_template is {reprlib.repr(path_or_text)}, which is neither a file that can be "
-            "read nor "
-            f"a template ({error})."
+            f"read nor a template ({error})."
         ) from None
 
 
 def check_template(tokenizer: Tokenizer, template: str) -> None:
-    """Raises ValueError for a chat template that no conversation could be put through."""
+    """Raise ValueError for a chat template that does not compile."""
     try:
         tokenizer.chat_text([{"role": "user", "content": "Hello"}], chat_template=template)
     except ValueError as error:

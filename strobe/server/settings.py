@@ -1,4 +1,4 @@
-"""What the operator of a server chooses; the engine's own settings are `EngineConfig`'s."""
+"""Settings of the server; `EngineConfig` holds the engine's."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from strobe.checks import Texts, option, settings
 from strobe.server.logs import configure_logging
 
 TEXT_THREADS = 4
-"""Threads that render templates and encode texts, made one by one as they are needed."""
+"""Maximum number of threads that render templates and encode texts."""
 
 
 @dataclass(frozen=True)
 class LogSettings:
-    """How a process of the server logs; see `configure_logging`."""
+    """Arguments of `configure_logging` for the server's processes."""
 
     level: str = "info"
     as_json: bool = False
@@ -39,7 +39,7 @@ Seconds = Annotated[float, Field(ge=0)]
 
 @settings
 class ServerConfig:
-    """Options of `strobe serve` beside the engine's. Raises ValueError for what makes no sense."""
+    """Options of `strobe serve`, without the engine's. Raises ValueError for invalid values."""
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is every interface.")
     port: Annotated[int, Field(ge=0, le=65535)] = option(
@@ -55,14 +55,14 @@ class ServerConfig:
     )
     api_key_file: str | None = option(
         None,
-        "A file of further keys, one a line: a name for the log, the key, and the number of "
-        "requests at once where that is limited.",
+        "A file of further keys, one per line: a name for the log, the key, and optionally the "
+        "number of requests that may run at once.",
     )
     ssl_certfile: str | None = option(None, "Certificate chain, as PEM; the server speaks HTTPS.")
     ssl_keyfile: str | None = option(None, "Its private key, where the chain's file has none.")
     root_path: str = option("", "Path below which a proxy shows the server, such as /strobe.")
     served_model_name: Annotated[Texts, AfterValidator(_visible)] = option(
-        (), "Names clients call the model by; the first one is given back."
+        (), "Names of the model in requests; responses have the first one."
     )
     chat_template: str | None = option(
         None, "A Jinja file, or its text, in place of the checkpoint's chat template."
@@ -73,7 +73,7 @@ class ServerConfig:
         """'{"enable_thinking": false}'.""",
     )
     trust_request_chat_template: bool = option(
-        False, "Let requests bring chat templates, which can take all time and memory there is."
+        False, "Let requests bring chat templates, which can exhaust time and memory."
     )
     tool_call_parser: str = option(
         "auto",
@@ -85,7 +85,7 @@ class ServerConfig:
         "How the model marks its thinking: deepseek_r1, gemma4, mistral, qwen3, openai_gptoss, "
         "none or auto.",
     )
-    max_waiting: Count = option(256, "Answers that may wait for a place; more are told 429.")
+    max_waiting: Count = option(256, "Answers that may wait for a place; further ones are a 429.")
     request_timeout: Seconds = option(
         600.0, "Seconds one request may take; 0 is no limit.", "give seconds; 0 is no limit."
     )
@@ -94,15 +94,15 @@ class ServerConfig:
     )
     restart_engine: bool = option(
         True,
-        "Start the engine's process again when it ends; the third time within a minute, or where "
-        "this is off, the server exits with 1.",
+        "Restart the engine process when it ends; the third time within a minute, or if this is "
+        "off, the server exits with 1.",
     )
     max_body_bytes: Count = option(32 << 20, "Largest request body in bytes.")
     response_memory: Count = option(
-        64 << 20, "Bytes of responses to hold for /v1/responses/ID, the newest; 0 holds none."
+        64 << 20, "Bytes of the newest responses to store for /v1/responses/ID; 0 stores none."
     )
     lenient: bool = option(
-        False, "Accept fields that nobody knows, with a warning in the answer, instead of a 400."
+        False, "Accept unknown fields, with a warning in the response, instead of a 400."
     )
     cors_origin: Texts = option((), "Origins whose pages may call the API; * is all.")
     access_log: bool = option(True, "Write one line per request.")
@@ -123,17 +123,17 @@ class ServerConfig:
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """default_chat_template_kwargs, read. Raises ValueError."""
+        """default_chat_template_kwargs as a dict. Raises ValueError."""
         try:
-            read = json.loads(self.default_chat_template_kwargs or "{}")
+            variables = json.loads(self.default_chat_template_kwargs or "{}")
         except ValueError:
-            read = None
-        if not isinstance(read, dict):
+            variables = None
+        if not isinstance(variables, dict):
             raise ValueError(
                 f"default_chat_template_kwargs is {self.default_chat_template_kwargs!r}, but must "
                 """be a JSON object, such as '{"enable_thinking": false}'."""
             )
-        return read
+        return variables
 
     @property
     def logs(self) -> LogSettings:

@@ -530,14 +530,14 @@ def test_host_that_is_none_is_a_400(host: str):
 def test_two_hosts_or_no_host_are_a_400():
     app = AllowedHosts(untouched, (), True, Refusals())
     two = call(app, headers=[("Host", "localhost"), ("Host", "evil.example")])
-    assert (two.status, "given 2 times" in two.error["message"]) == (400, True)
+    assert (two.status, "sent 2 times" in two.error["message"]) == (400, True)
     absent = Answer({})
 
     async def without(scope: Any, receive: Any, send: Any) -> None:
         await app({**scope, "headers": []}, receive, send)
 
     call(without, answer=absent)
-    assert (absent.status, "given 0 times" in absent.error["message"]) == (400, True)
+    assert (absent.status, "sent 0 times" in absent.error["message"]) == (400, True)
 
 
 @pytest.mark.parametrize("host", [*LOOPBACK, *OTHERS, ""])

@@ -1,1 +1,1 @@
-"""The engine in a process of its own: messages, the worker there, the client here."""
+"""The engine process: its worker, the server's client, and the messages between them."""

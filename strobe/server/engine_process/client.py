@@ -1,6 +1,6 @@
-"""The server's end of the pipe to the engine's process. Imports no torch.
+"""The server's end of the pipe to the engine process. Imports no torch.
 
-Everything here runs on the event loop's thread; nothing waits for the engine.
+All of it runs on the event loop's thread and never blocks on the engine.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from strobe.step import TokenEvent
 logger = logging.getLogger(__name__)
 
 MAX_ENDS, WITHIN_SECONDS = 3, 60.0
-"""The engine's process is not started again when it ends so many times within so many seconds."""
+"""The engine process is not restarted if it ends MAX_ENDS times within WITHIN_SECONDS."""
 
 
 class EngineDead(RuntimeError):
-    """The engine's process has ended; nothing can be answered."""
+    """The engine process has ended; no request can be answered."""
 
 
 class EngineStopped(EngineDead):
-    """The server stops, and with it the engine, before the answer has ended."""
+    """The server stopped before the answer ended."""
 
 
 class EngineUnavailable(EngineDead):
-    """This cannot be answered now; the same request may be soon. code: OpenAI's kind of word."""
+    """A temporary failure; the request can be retried. code: the error object's code."""
 
     def __init__(self, message: str, code: str):
         super().__init__(message)
@@ -59,16 +59,16 @@ class EngineUnavailable(EngineDead):
 
 
 class PromptRejected(ValueError):
-    """The engine cannot answer this prompt; the sentence says what to change."""
+    """The engine rejected this prompt; the message says what to change."""
 
 
 class Generation:
-    """The answers to one prompt, on their way. Iterate over its events, step by step."""
+    """The answers to one prompt. Iterating over it yields the events of each step."""
 
     def __init__(self, client: EngineClient, key: int, answers: int):
         self._client, self.key = client, key
         self.open = set(range(answers))
-        self.first_ended = self.last_ended = 0.0  # its steps with tokens, by the engine's clock
+        self.first_ended = self.last_ended = 0.0  # of steps with tokens, by the engine's clock
         self._events: deque[list[TokenEvent]] = deque()
         self._error: Exception | None = None
         self._closed = False
@@ -78,9 +78,9 @@ class Generation:
         return self
 
     async def __anext__(self) -> list[TokenEvent]:
-        """The events of the next step, or of several where nobody asked meanwhile.
+        """Return the events of the next step, or of several steps since the last call.
 
-        Raises PromptRefused, EngineDead; ends when all answers have ended or were given up.
+        Raises PromptRejected, EngineDead; stops when all answers have ended or were aborted.
         """
         while not self._events:
             if self._error is not None:
@@ -95,18 +95,18 @@ class Generation:
 
     @property
     def closed(self) -> bool:
-        """Whether it was given up before its end."""
+        """Whether `close` was called."""
         return self._closed
 
     def finish(self, index: int, reason: FinishReason) -> None:
-        """End one answer: its text met a stop string."""
+        """End one answer, for example at a stop string."""
         if index in self.open:
             self.open.discard(index)
             self._client.send(Finish(self.key, index, reason))
             self._client.release(self)
 
     def close(self) -> None:
-        """Give up all that still runs; the engine frees its pages with its next step."""
+        """Abort all running answers; the engine frees their pages with its next step."""
         if self.open and not self._closed and self._error is None:
             self._client.send(Finish(self.key, None, "abort"))
         self._closed = True
@@ -115,7 +115,8 @@ class Generation:
         self._wake.set()
 
     def add_events(self, events: list[TokenEvent], ended: float = 0.0) -> None:
-        """Take in what a step brought that ended then; called by the client."""
+        """Add a step's events. ended: the step's end by the engine's clock. Called by the
+        client."""
         events = [event for event in events if event.sibling in self.open]
         if not events:
             return
@@ -128,17 +129,17 @@ class Generation:
         self._wake.set()
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come; called by the client."""
+        """Fail all running answers. Called by the client."""
         self._error = error
         self.open.clear()
         self._wake.set()
 
 
 class EngineClient:
-    """Starts the engine's process and speaks with it.
+    """Starts the engine process and exchanges messages with it.
 
-    restart: start it again when it ends after it could answer. What is open then fails with
-    EngineUnavailable, and `facts` is None until the engine can answer again.
+    restart: restart the process if it ends after it was ready. Open requests then fail with
+    EngineUnavailable, and `facts` is None until the engine is ready again.
     """
 
     def __init__(self, config: EngineConfig, logs: LogSettings, *, restart: bool = False):
@@ -156,7 +157,7 @@ class EngineClient:
         self._keys = itertools.count()
         self._ready = asyncio.Event()
         self._ends: list[float] = []
-        self._again: asyncio.Task[None] | None = None
+        self._restart_task: asyncio.Task[None] | None = None
         self._prepare()
 
     def _prepare(self) -> None:
@@ -170,16 +171,16 @@ class EngineClient:
         )
 
     def start(self) -> None:
-        """Start the process; needs a running event loop. It never gets Ctrl-C: it is told when to
-        stop."""
+        """Start the process; needs a running event loop. The process ignores Ctrl-C, since the
+        server stops it."""
         with _blocked(signal.SIGINT):
             self.process.start()
         self._child_pipe.close()
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._readable)
 
     async def ready(self) -> Ready:
-        """What the engine says of itself once it can answer. Where it cannot start: raises
-        ValueError for settings that do not fit, else EngineDead."""
+        """Wait until the engine is ready and return its facts. If it cannot start, raises
+        ValueError for invalid settings, else EngineDead."""
         await self._ready.wait()
         if self.facts is not None:
             return self.facts
@@ -193,14 +194,14 @@ class EngineClient:
 
     @property
     def state(self) -> str:
-        """Why nothing can be answered, in a sentence."""
+        """A sentence that says why the engine cannot answer."""
         if self.dead:
             return "The engine has ended."
         return f"The engine is {'restarting' if self.restarting else 'still starting'}."
 
     @property
     def num_open(self) -> int:
-        """Answers that are waited for."""
+        """Number of unfinished answers."""
         return sum(len(generation.open) for generation in self._generations.values())
 
     def submit(
@@ -210,7 +211,7 @@ class EngineClient:
         request_id: str,
         scheduling: SchedulingOptions,
     ) -> Generation:
-        """Ask for the answers to a prompt. Raises EngineDead."""
+        """Submit a prompt. Raises EngineDead."""
         if self.dead:
             raise EngineDead("The engine's process has ended; restart the server.")
         if self.restarting:
@@ -221,8 +222,8 @@ class EngineClient:
         return generation
 
     def send(self, message: FromServer) -> None:
-        """Hand a message to the pipe, which the engine's process always empties. While that is
-        started again there is nothing left to say to it."""
+        """Send a message; the engine process always empties the pipe. Messages are dropped while
+        the process restarts."""
         if self.restarting:
             return
         try:
@@ -231,14 +232,15 @@ class EngineClient:
             self._died()
 
     def release(self, generation: Generation) -> None:
-        """Forget a generation whose answers have all ended."""
+        """Remove a generation if all its answers have ended."""
         if not generation.open:
             self._generations.pop(generation.key, None)
 
-    async def stop(self, patience: float = 5.0) -> None:
-        """End the process, by force if it does not listen, as while it starts."""
-        if self._again is not None:
-            self._again.cancel()
+    async def stop(self, timeout: float = 5.0) -> None:
+        """Stop the process; kill it if it is still starting or does not end within `timeout`
+        seconds."""
+        if self._restart_task is not None:
+            self._restart_task.cancel()
         if not self.dead:
             if not self._pipe.closed:
                 asyncio.get_running_loop().remove_reader(self._pipe.fileno())
@@ -249,13 +251,13 @@ class EngineClient:
             try:
                 self._pipe.send(Stop())
             except OSError:
-                logger.debug("the engine's process had gone before it was told to stop")
+                logger.debug("the engine's process had ended before it was stopped")
         if self.facts is None:
             self.process.kill()
-        await asyncio.to_thread(self.process.join, patience)
+        await asyncio.to_thread(self.process.join, timeout)
         if self.process.is_alive():
             self.process.kill()
-            await asyncio.to_thread(self.process.join, patience)
+            await asyncio.to_thread(self.process.join, timeout)
         self._pipe.close()
 
     def _readable(self) -> None:
@@ -292,22 +294,22 @@ class EngineClient:
             self.failed = message
 
     def _dispatch(self, step: StepEvents) -> None:
-        """Hand each generation its part."""
-        parts: dict[Hashable, list[TokenEvent]] = {}
+        """Pass each generation its events."""
+        events_by_key: dict[Hashable, list[TokenEvent]] = {}
         for event in step.events:
-            parts.setdefault(event.key, []).append(event)
-        for key, part in parts.items():
+            events_by_key.setdefault(event.key, []).append(event)
+        for key, events in events_by_key.items():
             generation = self._generations.get(key)
             if generation is not None:
-                generation.add_events(part, step.ended)
+                generation.add_events(events, step.ended)
                 self.release(generation)
 
     def _died(self) -> None:
-        """The pipe has broken: every open answer fails at once."""
+        """Fail all open answers after the pipe broke, then restart the process or give up."""
         if self.dead or self._pipe.closed:
             return
         asyncio.get_running_loop().remove_reader(self._pipe.fileno())
-        again = self._may_restart()
+        restarts = self._may_restart()
         for generation in list(self._generations.values()):
             generation.fail(
                 EngineUnavailable(
@@ -315,22 +317,22 @@ class EngineClient:
                     "the request again.",
                     "engine_restarting",
                 )
-                if again
+                if restarts
                 else EngineDead("The engine's process ended while it was answering.")
             )
         self._generations.clear()
-        self.facts = None if again else self.facts
-        self.restarting, self.dead = again, not again
-        if again:
+        self.facts = None if restarts else self.facts
+        self.restarting, self.dead = restarts, not restarts
+        if restarts:
             self._pipe.close()
-            self._again = asyncio.get_running_loop().create_task(self._restart())
+            self._restart_task = asyncio.get_running_loop().create_task(self._restart())
         else:
             self._ready.set()
             self.on_death()
 
     def _may_restart(self) -> bool:
-        """Whether to start the process that has just ended again. One that could not answer since
-        its last start counts with the ends before it, however long it took."""
+        """Whether to restart the process, which has just ended. If it was not ready since its last
+        start, earlier ends count however long ago they were."""
         if not self.restart or self.failed is not None or not (self.facts or self.restarting):
             return False
         now = asyncio.get_running_loop().time()
@@ -346,7 +348,7 @@ class EngineClient:
         return False
 
     async def _restart(self) -> None:
-        """Start another process once the old one has let go of the device."""
+        """Start a new process after the old one has released the device."""
         self.process.kill()
         await asyncio.to_thread(self.process.join)
         logger.error(
@@ -365,8 +367,8 @@ class EngineClient:
 
 @contextlib.contextmanager
 def _blocked(number: signal.Signals) -> Generator[None]:
-    """A process started meanwhile never gets the signal."""
-    resource_tracker.ensure_running()  # which unblocks signals where a process's start starts it
+    """Block a signal, also in processes started inside the block."""
+    resource_tracker.ensure_running()  # if started inside the block, it would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
@@ -375,5 +377,5 @@ def _blocked(number: signal.Signals) -> Generator[None]:
 
 
 def _run(pipe: Connection, config: EngineConfig, logs: LogSettings) -> None:
-    """In the engine's process, the only one that imports the engine and torch."""
+    """Run the worker. Only the engine process imports it, and with it torch."""
     importlib.import_module("strobe.server.engine_process.worker").run_engine(pipe, config, logs)

@@ -1,7 +1,7 @@
-"""What the server and the engine's process say to each other. Imports no torch.
+"""Messages between the server and the engine process. Imports no torch.
 
-server  -> engine    Submit, Finish, Forget, Stop
-engine  -> server    Ready | Failed, once; then Refused, Step, Grammars
+server  -> engine    Submit, Finish, Release, Stop
+engine  -> server    Ready | Failed, once; then Rejected, StepEvents, Grammars
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from strobe.step import TokenEvent
 
 
 class Submit(NamedTuple):
-    """Answer a prompt, `params.n` times. key: what its events are called by."""
+    """Generate `params.n` answers to a prompt. key: the key of its events."""
 
     key: int
     prompt_ids: list[int]
@@ -25,7 +25,7 @@ class Submit(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """End one answer of a prompt, or all that still run: a stop string, or nobody waits."""
+    """End one answer of a prompt, or with sibling None all that still run."""
 
     key: int
     sibling: int | None
@@ -33,16 +33,16 @@ class Finish(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Cached prefixes that no running request holds."""
+    """Clear the prefix cache, except pages that running requests hold."""
 
 
 class Stop(NamedTuple):
-    """Leave at once; whatever runs is given up."""
+    """End the process at once, aborting all requests."""
 
 
 class Ready(NamedTuple):
-    """The engine can answer. sampling: what the checkpoint recommends; methods: those it can draft
-    with, the default first."""
+    """The engine is ready. sampling: the checkpoint's recommended sampling parameters; methods:
+    the available drafting methods, the default first."""
 
     max_model_len: int
     max_num_seqs: int
@@ -56,15 +56,14 @@ class Ready(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The engine cannot start, and why; user_error: the settings are to blame."""
+    """The engine cannot start. user_error: because of its settings."""
 
     error: str
     user_error: bool
 
 
 class Rejected(NamedTuple):
-    """A prompt that cannot be answered, and the sentence that says why; user_error: the request is
-    to blame."""
+    """A rejected prompt and the reason. user_error: because of the request itself."""
 
     key: int
     error: str
@@ -72,14 +71,14 @@ class Rejected(NamedTuple):
 
 
 class Grammars(NamedTuple):
-    """Why no grammar can be compiled, None where they can; sent when that changes."""
+    """Sent when the grammar compiler fails or recovers. fault: why it fails, None if it works."""
 
     fault: str | None
 
 
 class StepEvents(NamedTuple):
-    """The events of one engine step, their keys those of the prompts; snapshot: now and then.
-    ended: when the step's result was in, by time.monotonic of the engine's process."""
+    """The events of one engine step. snapshot: sent a few times a second, else None. ended: when
+    the step's result was available, by time.monotonic of the engine process."""
 
     events: list[TokenEvent]
     snapshot: EngineSnapshot | None

@@ -1,8 +1,7 @@
-"""The engine's own process: requests come in through a pipe, events go out through it.
+"""The engine process: receives requests through a pipe and sends events back.
 
-A thread takes messages from the pipe as they come, so that the server never waits for a step;
-another compiles grammars, so that nobody waits for those of others. The main thread only steps the
-engine.
+One thread empties the pipe, so that the server never waits for a step; another compiles grammars,
+so that requests do not wait for other requests' grammars. The main thread only steps the engine.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _RETRY_GRAMMARS = 5.0
 
 
 def run_engine(pipe: Connection, config: EngineConfig, logs: LogSettings) -> None:
-    """The process's main function. Returns when the server asks for it or has gone."""
+    """The process's main function. Returns when the server sends Stop or has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the server decides when to stop
     logs.configure()
@@ -68,17 +67,17 @@ def run_engine(pipe: Connection, config: EngineConfig, logs: LogSettings) -> Non
 
 
 def send(pipe: Connection, message: FromEngine) -> None:
-    """Send the server a message; one that has gone is noticed where messages come in."""
+    """Send the server a message. A closed pipe is ignored here; `Worker._listen` handles it."""
     with contextlib.suppress(OSError):
         pipe.send(message)
 
 
 def facts(engine: Engine) -> Ready:
-    """What the server needs to know of the engine."""
+    """Return the engine's limits, methods and settings for the server."""
     resolved = engine.resolved
-    held = set(engine.proposers.by_name if engine.limits.num_drafts else ())
-    can = [method for method in METHODS if held.issuperset(method.split("+"))]
-    methods = dict.fromkeys((resolved.method, *can, "none"))
+    proposers = set(engine.proposers.by_name if engine.limits.num_drafts else ())
+    available = [method for method in METHODS if proposers.issuperset(method.split("+"))]
+    methods = dict.fromkeys((resolved.method, *available, "none"))
     return Ready(
         max_model_len=engine.limits.max_model_len,
         max_num_seqs=engine.limits.max_num_seqs,
@@ -93,7 +92,7 @@ def facts(engine: Engine) -> Ready:
 
 
 class Worker:
-    """Messages to requests, events to messages."""
+    """Turns messages into requests, and the engine's events into messages."""
 
     def __init__(self, engine: Engine, pipe: Connection):
         self.engine, self.pipe = engine, pipe
@@ -105,10 +104,10 @@ class Worker:
         self.last_snapshot = 0.0
 
     def run(self) -> None:
-        """Work until the server says stop or has gone."""
+        """Step the engine until the server sends Stop or closes the pipe."""
         threading.Thread(target=self._listen, daemon=True, name="strobe-inbox").start()
         threading.Thread(target=self._compile, daemon=True, name="strobe-grammars").start()
-        while self._take_in():
+        while self._process_inbox():
             events = self._step()
             idle = not self.engine.has_work
             now = time.monotonic()
@@ -116,18 +115,18 @@ class Worker:
             if due:
                 self.last_snapshot = now
             if events or due:
-                awaited = [e for e in events if (e.key, e.sibling) in self.requests]
-                for event in awaited:
+                open_events = [e for e in events if (e.key, e.sibling) in self.requests]
+                for event in open_events:
                     if event.finish_reason is not None:
                         del self.requests[event.key, event.sibling]
-                send(self.pipe, StepEvents(awaited, self.snapshot() if due else None, now))
+                send(self.pipe, StepEvents(open_events, self.snapshot() if due else None, now))
 
     def _step(self) -> list[TokenEvent]:
-        """One engine step. Where it fails its requests are tried again, alone for a while, unless
-        the device itself has failed, which ends the process."""
+        """Run one engine step. If it fails, the engine retries its requests one by one, unless the
+        device itself has failed, which ends the process."""
         try:
             return self.engine.step()
-        except Exception:  # whatever it is, the requests of other clients go on
+        except Exception:  # any failure: the requests of other clients go on
             logger.exception("an engine step failed; its requests are tried again, one by one")
             self.engine.check_device()
             return []
@@ -155,7 +154,7 @@ class Worker:
         )
 
     def _listen(self) -> None:
-        """The inbox's thread: messages as they come; a server that has gone is a stop."""
+        """Thread that moves messages from the pipe to the inbox. A closed pipe counts as Stop."""
         try:
             while True:
                 message: FromServer = self.pipe.recv()
@@ -170,11 +169,11 @@ class Worker:
             self.inbox.put(Stop())
 
     def _compile(self) -> None:
-        """The grammars' thread: has each ready before the engine's thread needs it. While none can
-        be compiled it tries again now and then."""
+        """Thread that compiles each grammar before the engine needs it. While the compiler is
+        unavailable it retries every _RETRY_GRAMMARS seconds."""
         fault: str | None = None
         while True:
-            before, refusal = fault, None
+            last_fault, error_message = fault, None
             try:
                 message = self.grammars.get(timeout=None if fault is None else _RETRY_GRAMMARS)
             except queue.Empty:
@@ -186,27 +185,28 @@ class Worker:
                     self.engine.compile(message.params)
                 fault = None
             except GrammarsUnavailable as error:
-                fault = refusal = str(error)
+                fault = error_message = str(error)
             except Exception as error:
                 if not isinstance(error, ValueError):
                     logger.exception("a grammar could not be compiled")
-                fault, refusal = None, str(error)
-            if fault != before:
+                fault, error_message = None, str(error)
+            if fault != last_fault:
                 self.inbox.put(Grammars(fault))
-            if message is not None and refusal is None:
+            if message is not None and error_message is None:
                 self.inbox.put(message)
             elif message is not None:
-                self.inbox.put(Rejected(message.key, str(refusal), user_error=fault is None))
+                self.inbox.put(Rejected(message.key, str(error_message), user_error=fault is None))
 
-    def _take_in(self) -> bool:
-        """All messages there are; waits for one while there is nothing to do. False: stop."""
+    def _process_inbox(self) -> bool:
+        """Handle all messages in the inbox; waits for one if the engine is idle. Returns False
+        for Stop."""
         wait = not self.engine.has_work
         while True:
             try:
                 message = self.inbox.get(block=wait)
             except queue.Empty:
                 return True
-            wait = False  # what this message changes is sent before the next wait
+            wait = False  # send the message's effects before waiting again
             if isinstance(message, Stop):
                 return False
             if isinstance(message, Finish):
@@ -215,20 +215,19 @@ class Worker:
                 self.engine.components.pool.clear_cache()
             elif isinstance(message, Grammars):
                 send(self.pipe, message)
-            elif not self._is_wanted(message.key):
+            elif not self._is_open(message.key):
                 continue
             elif isinstance(message, Submit):
                 self._submit(message)
             else:
                 send(self.pipe, message)
 
-    def _is_wanted(self, key: int) -> bool:
-        """Whether somebody still waits for a prompt, which may have been given up while its grammar
-        was compiled."""
+    def _is_open(self, key: int) -> bool:
+        """Whether a prompt was not aborted while its grammar was compiled."""
         self.compiling.discard(key)
-        is_wanted = key not in self.aborted
+        is_open = key not in self.aborted
         self.aborted.discard(key)
-        return is_wanted
+        return is_open
 
     def _submit(self, message: Submit) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The page the server shows at `/`: plain files, served as they lie here, with no build step."""
+"""The web page at `/`: static files, served without a build step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ CONTENT_TYPES = {
 
 
 def files() -> Mapping[str, tuple[str, bytes]]:
-    """URL path -> (content type, body) of every file of the page; index.html is `/`.
+    """Return (content type, body) of each file by URL path; index.html is `/`.
 
-    All of them are public: the page asks for the API key itself, so they are served without one.
+    The files are served without an API key; the page asks for it.
     """
-    found: dict[str, tuple[str, bytes]] = {}
+    files: dict[str, tuple[str, bytes]] = {}
     for file in sorted(resources(__name__).iterdir(), key=lambda file: file.name):
         suffix = "." + file.name.rpartition(".")[2]
         if suffix in CONTENT_TYPES:
             path = "/" if file.name == "index.html" else f"/{file.name}"
-            found[path] = (CONTENT_TYPES[suffix], file.read_bytes())
-    return MappingProxyType(found)
+            files[path] = (CONTENT_TYPES[suffix], file.read_bytes())
+    return MappingProxyType(files)
