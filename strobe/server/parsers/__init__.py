@@ -1,4 +1,4 @@
-"""Splits a model's raw answer into thinking, content and tool calls: one file per format."""
+"""Parsers that split a model's raw answer into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "deepseek_v31": DeepSeek("deepseek_v31", fenced=False),
     }
 )
-"""The formats of tool calls by name; `llama3_json`, `openai` and `qwen3_xml` are vLLM's names of
-three that have another here."""
+"""Tool call formats by name. `llama3_json`, `openai` and `qwen3_xml` are vLLM's names of `llama3`,
+`gpt_oss` and `qwen3_coder`."""
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
     {
@@ -73,12 +73,12 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
         "mistral": MistralThinking(),
     }
 )
-"""The formats of thinking by name; `openai_gptoss` and `deepseek_r1` are vLLM's names."""
+"""Reasoning formats by name; `openai_gptoss` and `deepseek_r1` are vLLM's names."""
 
 
 def detect(chat_template: str | None) -> tuple[str | None, str | None]:
-    """The names of the tool format and the reasoning format that a chat template writes, None
-    where it writes none that is known."""
+    """Return the names of a chat template's tool format and reasoning format, each None if
+    unknown."""
     text = (chat_template or "").replace('\\"', '"')
     if "<|channel|>" in text and "<|start|>" in text:
         return "gpt_oss", "gpt_oss"
@@ -107,12 +107,12 @@ def make_parser(
     tools: Sequence[Tool] | None = (),
     thinking_open: bool = False,
 ) -> Parser:
-    """The parser of one answer: thinking first, then tool calls in what is left.
+    """Return a parser for one answer: of its reasoning, then of tool calls in the rest.
 
-    tools: those that may be called, what calls another is content; empty for any; None leaves all
-    tool markup in the content. thinking_open: the prompt ended inside thinking
-    (`ReasoningFormat.opened_by`). Raises ValueError for an unknown name, and for formats that
-    cannot stand together.
+    tools: the tools that may be called, empty for any; calls of other tools are content. None
+    leaves all tool markup in the content. thinking_open: whether the prompt ends inside reasoning
+    (`ReasoningFormat.opened_by`). Raises ValueError for an unknown name and for incompatible
+    formats.
     """
     tool = _named(tool_format, TOOL_FORMATS, "tool")
     reasoning = _named(reasoning_format, REASONING_FORMATS, "reasoning")

@@ -1,4 +1,4 @@
-"""What a parser of a model's answer is, and the values that it deals in."""
+"""Protocols of parsers and formats, and the values that parsers return."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Phase = Literal["thinking", "answer", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """More of one tool call. index: which call of this answer, from 0. name: with a call's first
-    delta only. arguments: more of the arguments' JSON text, as the model wrote it."""
+    """A piece of a tool call. index: the call's index in the answer. name: only in a call's first
+    delta. arguments: a piece of the arguments' JSON text, as the model wrote it."""
 
     index: int
     name: str | None
@@ -20,14 +20,14 @@ class CallDelta:
 
 
 class Parsed(NamedTuple):
-    """What a piece of raw text turned out to be."""
+    """Parsed text: pieces of reasoning, content and tool calls."""
 
     reasoning: str = ""
     content: str = ""
     calls: tuple[CallDelta, ...] = ()
 
     def joined_with(self, parsed: Parsed) -> Parsed:
-        """This and what came next, as one."""
+        """Return this and the following output as one."""
         return Parsed(
             self.reasoning + parsed.reasoning,
             self.content + parsed.content,
@@ -38,28 +38,28 @@ class Parsed(NamedTuple):
 class Parser(Protocol):
     """Splits one answer, whose raw text arrives in pieces of any size.
 
-    All that comes out, joined, depends on the whole text only and never on where it was cut.
-    Text is held back only while it may still turn out to begin a marker.
+    The joined output depends only on the whole text, never on where it was cut. Text is held back
+    only while it may be the beginning of a marker.
     """
 
     @property
     def phase(self) -> Phase:
-        """Where the newest text stands."""
+        """The phase of the last text."""
         ...
 
     def push(self, text: str) -> Parsed:
-        """Take in more text; what is certain by now."""
+        """Add text. Returns the output that is certain so far."""
         ...
 
     def finish(self) -> Parsed:
-        """What was held back, once the answer has ended, be it in the middle of anything."""
+        """Return the rest of the output after the answer's end, which may be anywhere."""
         ...
 
 
 @dataclass(frozen=True)
 class Tool:
     """A function that the model may call. parameters: the JSON schema of its arguments, None for
-    any object. strict: the caller wants the schema held, as every grammar here does."""
+    any object. strict: the client asks to enforce the schema, as every grammar here does."""
 
     name: str
     parameters: Mapping[str, Any] | None = None
@@ -67,10 +67,10 @@ class Tool:
 
 
 class ToolFormat(Protocol):
-    """How a model family writes tool calls.
+    """A model family's format of tool calls.
 
-    keep_special: the parser must see the text of special tokens. whole_answer: parser and grammar
-    are of the answer from its first token, thinking included; otherwise of what follows thinking.
+    keep_special: the parser needs the text of special tokens. whole_answer: parser and grammar
+    apply to the whole answer, reasoning included; otherwise to the text after the reasoning.
     """
 
     @property
@@ -81,7 +81,8 @@ class ToolFormat(Protocol):
     def whole_answer(self) -> bool: ...
 
     def parser(self, tools: Sequence[Tool] = ()) -> Parser:
-        """tools: those that may be called, none for any; what calls another is content."""
+        """Return a parser. tools: the tools that may be called, empty for any; calls of other tools
+        are content."""
         ...
 
     def grammar(
@@ -92,21 +93,21 @@ class ToolFormat(Protocol):
         added_tokens: Mapping[str, int],
         lead: str = "",
     ) -> str:
-        """A grammar in llguidance's Lark of one call of one of these tools, or with `parallel` of
-        one or more, in the format and with the whitespace of the family's chat template.
+        """Return a grammar, in llguidance's Lark, of one call of these tools, or with `parallel` of
+        one or more, with the whitespace of the family's chat template.
 
-        added_tokens: the ids of the tokenizer's added tokens by text; a marker among them is that
-        token and never its letters. lead: text before the first call, such as a reasoning
-        format's `gap`. Raises ValueError naming the tool or token where there can be no grammar.
+        added_tokens: the ids of the tokenizer's added tokens by text; a marker among them matches
+        as that token only. lead: text before the first call, such as a reasoning format's `gap`.
+        Raises ValueError, naming the tool or token, if no grammar is possible.
         """
         ...
 
 
 class ReasoningFormat(Protocol):
-    """How a model family writes its thinking.
+    """A model family's format of reasoning.
 
-    start, end: the texts that open and close it. gap: what the chat template writes between `end`
-    and the answer. keep_special, whole_answer: as in `ToolFormat`.
+    start, end: its opening and closing markers. gap: the chat template's text between `end` and the
+    answer. keep_special, whole_answer: see `ToolFormat`.
     """
 
     @property
@@ -123,14 +124,14 @@ class ReasoningFormat(Protocol):
     def gap(self) -> str: ...
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether a prompt ends in open thinking, so that the answer begins inside it."""
+        """Whether a prompt ends inside reasoning, so that the answer begins with it."""
         ...
 
     def parser(self, *, thinking_open: bool = False) -> Parser: ...
 
 
 def held_back(text: str, *markers: str) -> int:
-    """Characters at a text's end that may turn out to begin one of the markers."""
+    """Return the number of characters at a text's end that may begin one of the markers."""
     longest, heads = max(map(len, markers)) - 1, {marker[0] for marker in markers}
     for count in range(min(longest, len(text)), 0, -1):
         if text[-count] in heads and any(marker.startswith(text[-count:]) for marker in markers):
@@ -139,6 +140,6 @@ def held_back(text: str, *markers: str) -> int:
 
 
 def find_first(text: str, *markers: str) -> tuple[int, str] | None:
-    """Where the first of the markers stands in a text, and which it is."""
+    """Return the position of the first marker in a text, and that marker."""
     matches = [(position, marker) for marker in markers if (position := text.find(marker)) >= 0]
     return min(matches) if matches else None

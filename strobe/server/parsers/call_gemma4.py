@@ -1,4 +1,4 @@
-"""One tool call as Gemma 4 writes it, read while it is being written."""
+"""Incremental reader of one tool call in Gemma 4's format."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from strobe.server.parsers.schemas import ANY, Arguments, as_json, read_argument
 OPENER, CLOSER, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 CALL = "call:"
 NAME = re.compile(r"[^\s{}<>]{1,200}")
-"""The name of a function that can stand in a call."""
+"""Function names that the format can represent."""
 KEY = re.compile(r'[^\s:,{}\[\]<>"][^:,{}\[\]<>"\n]{0,200}')
-"""The name of an argument that can stand in a call without quotes."""
+"""Argument names that the format can represent without quotes."""
 
 _HEAD = re.compile(rf"\s*{CALL}({NAME.pattern})\{{")
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -27,21 +27,21 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class CallGemma4:
-    """Reads `call:name{key:value,...}` and gives the arguments as JSON.
+    """Reads `call:name{key:value,...}` and returns the arguments as JSON.
 
         call:name{ -> key : -> value -> , -> key ...
                                      -> }
 
-    A value is a string between two `<|"|>`, which has no escapes and comes out as it arrives; a
-    list; an object, with keys like these; or a number, boolean or null. Keys and strings may be
-    JSON's, too. Where an argument's schema allows no string, a string that is such a value
-    counts as that value, and where it allows only strings all else is a string.
+    A value is a string between two `<|"|>`, without escapes, which is emitted as it arrives; a
+    list; an object with keys like these; or a number, boolean or null. Keys and strings may also be
+    in JSON's quotes. If an argument's schema allows no strings, a string is converted to the value
+    that it spells; if it allows only strings, other values become strings.
 
-    begun, offered, verdict, raw: as of `CallObject`; begun with the first brace.
+    begun, offered, verdict, raw: see `CallObject`; a call has begun at its first brace.
     """
 
     def __init__(self, tools: Sequence[Tool] = ()):
-        """tools: those that may be called, none for any."""
+        """tools: the tools that may be called, empty for any."""
         self.name = ""
         self.begun = False
         self.offered = True
@@ -49,16 +49,16 @@ class CallGemma4:
         self.raw = ""
         self._tools = {tool.name: tool for tool in tools}
         self._read: Callable[[], bool] = self._head
-        self._at = 0  # of raw, up to which all is accounted for
-        self._seen = 0  # of raw, up to which the end of what is being read is not
+        self._at = 0  # position in raw up to which everything was read
+        self._seen = 0  # position in raw before which the current item does not end
         self._added: list[str] = []
         self._arguments = Arguments()
         self._open: list[str] = []  # the brackets that are open
-        self._joint = ""  # what stands in front of the next key or item
-        self._types = ANY  # of the value that is being read
+        self._separator = ""  # in front of the next key or item
+        self._types = ANY  # of the current value
 
     def push(self, text: str) -> str:
-        """Take in more text; what it adds to the arguments."""
+        """Add text. Returns what it adds to the arguments."""
         self.raw += text
         self._added = []
         while self.verdict is None and self._read():
@@ -69,13 +69,13 @@ class CallGemma4:
         return "".join(self._added)
 
     def finish(self) -> str:
-        """The last of the arguments, where the answer ended inside them."""
+        """Return the rest of the arguments if the answer ends inside them."""
         if self._read == self._string:
-            return _inside(self.raw)
+            return _json_chars(self.raw)
         return self.raw if self._read == self._scalar else ""
 
-    # Each step reads from raw[_at:] on. It returns False when it must wait for more text or has
-    # come to a verdict.
+    # Each step reads from raw[_at:] on. It returns False if it needs more text or has set the
+    # verdict.
 
     def _head(self) -> bool:
         head = _HEAD.match(self.raw)
@@ -96,11 +96,11 @@ class CallGemma4:
     def _bracket(self, bracket: str) -> None:
         self._added.append(bracket)
         self._open.append(bracket)
-        self._joint = ""
+        self._separator = ""
         self._read = self._next
 
     def _next(self) -> bool:
-        """In front of a key or an item, or of the bracket that closes them."""
+        """Before a key, an item or a closing bracket."""
         char = self._char()
         if not char:
             return False
@@ -119,7 +119,7 @@ class CallGemma4:
             end += len(QUOTE)
         elif rest[0] == '"':
             end = self._json_end()
-            key = None if end < 0 else _loaded(self.raw[self._at : end])
+            key = None if end < 0 else _from_json(self.raw[self._at : end])
         else:
             key_end = _KEY_END.search(self.raw, self._seen)
             self._seen = len(self.raw)
@@ -136,8 +136,8 @@ class CallGemma4:
             return self._break()
         self._pass(colon.end() + 1)
         self._types = self._arguments.types(key) if len(self._open) == 1 else ANY
-        self._added.append(f"{self._joint}{_json(key)}: ")
-        self._joint, self._read = "", self._value
+        self._added.append(f"{self._separator}{_json(key)}: ")
+        self._separator, self._read = "", self._value
         return True
 
     def _value(self) -> bool:
@@ -147,8 +147,8 @@ class CallGemma4:
             return False
         if char in ",}]:":
             return self._break()
-        self._added.append(self._joint)
-        self._joint = ""
+        self._added.append(self._separator)
+        self._separator = ""
         if rest == QUOTE:
             self._pass(self._at + len(QUOTE))
             self._read = self._text
@@ -168,7 +168,7 @@ class CallGemma4:
     def _string(self) -> bool:
         end = self.raw.find(QUOTE, self._at)
         stop = end if end >= 0 else len(self.raw) - held_back(self.raw[self._at :], QUOTE)
-        self._added.append(_inside(self.raw[self._at : stop]))
+        self._added.append(_json_chars(self.raw[self._at : stop]))
         self._pass(stop)
         if end < 0:
             return False
@@ -176,7 +176,7 @@ class CallGemma4:
         return self._ended(end + len(QUOTE))
 
     def _text(self) -> bool:
-        """A string where the schema allows none."""
+        """Read a string if the schema allows none."""
         end = self._find(QUOTE, self._at)
         if end < 0:
             return False
@@ -187,7 +187,7 @@ class CallGemma4:
         end = self._json_end()
         if end < 0:
             return False
-        text = _loaded(self.raw[self._at : end])
+        text = _from_json(self.raw[self._at : end])
         value = _json(text) if "string" in self._types else as_json(text, self._types)
         self._added.append(value)
         return self._ended(end)
@@ -203,11 +203,11 @@ class CallGemma4:
 
     def _ended(self, position: int) -> bool:
         self._pass(position)
-        self._read = self._behind
+        self._read = self._after_value
         return True
 
-    def _behind(self) -> bool:
-        """Behind a value."""
+    def _after_value(self) -> bool:
+        """After a value."""
         char = self._char()
         if not char:
             return False
@@ -216,7 +216,7 @@ class CallGemma4:
         if char != ",":
             return self._break()
         self._pass(self._at + 1)
-        self._joint, self._read = ", ", self._next
+        self._separator, self._read = ", ", self._next
         self._types = ANY
         return True
 
@@ -228,7 +228,7 @@ class CallGemma4:
         return bool(self._open)
 
     def _char(self) -> str:
-        """The next character that is no space, "" where it has yet to come."""
+        """Return the next character other than space, "" if it has not arrived."""
         space = _SPACE.match(self.raw, self._at)
         assert space is not None
         self._pass(space.end())
@@ -238,14 +238,14 @@ class CallGemma4:
         self._at = self._seen = position
 
     def _find(self, marker: str, start: int) -> int:
-        """Where a marker stands behind a place, -1 where it has yet to come."""
+        """Return the position of a marker at or after `start`, -1 if it has not arrived."""
         index = self.raw.find(marker, max(start, self._seen))
         if index < 0:
             self._seen = max(start, len(self.raw) - len(marker) + 1)
         return index
 
     def _json_end(self) -> int:
-        """Behind the closing quote of a string of JSON, -1 where it has yet to come."""
+        """Return the position after a JSON string's closing quote, -1 if it has not arrived."""
         position = max(self._at + 1, self._seen)
         while mark := _JSON_MARK.search(self.raw, position):
             if mark[0] == '"':
@@ -263,11 +263,11 @@ def _json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _inside(text: str) -> str:
+def _json_chars(text: str) -> str:
     return _json(text)[1:-1]
 
 
-def _loaded(text: str) -> str:
+def _from_json(text: str) -> str:
     try:
         return str(json.loads(text, strict=False))
     except ValueError:

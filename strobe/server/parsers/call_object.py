@@ -1,4 +1,4 @@
-"""One tool call written as a JSON object, read while it is being written."""
+"""Incremental reader of one tool call written as a JSON object."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _INSIDE_STRING = re.compile(r'["\\\n<]')
 
 
 class CallObject:
-    """Reads `{"name": "...", "arguments": {...}}`: keys in any order, `parameters` taken for
-    `arguments`, `type` and `id` passed over.
+    """Reads `{"name": "...", "arguments": {...}}`, with keys in any order. `parameters` is the same
+    as `arguments`; `type` and `id` are skipped.
 
         { -> key -> : -> string, or { arguments } -> , -> key ...
                                                   -> }
 
-    Until the name and the arguments' first brace are both there, the text may be no call at all.
-    From then on it is one (`begun`) and its arguments come out as they arrive. Nothing is checked
-    in them but where they end: what a model gets wrong there is for the caller to see.
+    Before both the name and the arguments' first brace have arrived, the text may not be a call.
+    After that it is one (`begun`), and its arguments are emitted as they arrive. Only their end is
+    detected; clients see any errors inside them.
 
-    offered: whether the tool is one of those that may be called, known once the call has begun.
-    verdict: "whole" at the closing brace, "broken" where the text cannot go on as such an object.
-    raw: the text not accounted for yet; all of it while not begun.
+    offered: whether the tool may be called, known once the call has begun.
+    verdict: "whole" at the closing brace, "broken" if the text cannot continue as such an object.
+    raw: the text not read yet; all text until the call has begun.
     """
 
     def __init__(self, closer: str = "", tools: Sequence[Tool] = ()):
-        """closer: the markup behind a call, which ends arguments that lack a brace or a quote.
-        tools: those that may be called, none for any."""
+        """closer: the markup after a call, which ends arguments that lack a brace or a quote.
+        tools: the tools that may be called, empty for any."""
         self._names = {tool.name for tool in tools}
         self.name = ""
         self.begun = False
@@ -52,10 +52,10 @@ class CallObject:
         self._first = 0
         self._depth = 0
         self._in_string = False
-        self._torn = False
+        self._has_line_break = False
 
     def push(self, text: str) -> str:
-        """Take in more text; what it adds to the arguments."""
+        """Add text. Returns what it adds to the arguments."""
         self.raw += text
         self._added = ""
         while self.verdict is None and self._read():
@@ -63,11 +63,11 @@ class CallObject:
         return self._added
 
     def finish(self) -> str:
-        """The last of the arguments, where the answer ended inside them."""
+        """Return the rest of the arguments if the answer ends inside them."""
         return self.raw if self.begun and self._read == self._inside_arguments else ""
 
-    # Each step reads from raw[_at:] on. It returns False when it must wait for more text or has
-    # come to a verdict, and decides by characters, never by how many of them are there.
+    # Each step reads from raw[_at:] on. It returns False if it needs more text or has set the
+    # verdict. Its decisions do not depend on how much text has arrived.
 
     def _brace(self) -> bool:
         return self._pass("{", self._member)
@@ -104,7 +104,7 @@ class CallObject:
         if self._key == "name":
             if not value:
                 return self._break()
-            self._name_it(value)
+            self._set_name(value)
             if "arguments" in self._keys:
                 self._begin(self._arguments)
         return True
@@ -119,7 +119,7 @@ class CallObject:
         return True
 
     def _inside_arguments(self) -> bool:
-        """Pass over the arguments up to their last brace."""
+        """Scan the arguments up to their last brace."""
         while True:
             event = _INSIDE_STRING if self._in_string else _OUTSIDE_STRING
             match = event.search(self.raw, self._at)
@@ -129,7 +129,7 @@ class CallObject:
             char = match[0]
             if char == "\\" and self._at + 1 == len(self.raw):
                 return self._more_arguments()
-            if char == "<" and (self._torn or not self._in_string) and self._closer:
+            if char == "<" and (self._has_line_break or not self._in_string) and self._closer:
                 rest = self.raw[self._at : self._at + len(self._closer)]
                 if rest == self._closer:
                     return self._end_arguments()
@@ -137,10 +137,10 @@ class CallObject:
                     return self._more_arguments()
             self._at += 2 if char == "\\" else 1
             if char == '"':
-                # A string with a line break in it is no JSON, and may lack its closing quote.
-                self._in_string, self._torn = not self._in_string, False
+                # A string with a line break is not valid JSON, and may lack its closing quote.
+                self._in_string, self._has_line_break = not self._in_string, False
             elif char == "\n":
-                self._torn = True
+                self._has_line_break = True
             elif not self._in_string:
                 self._depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(char, 0)
                 if self._depth == 0:
@@ -148,14 +148,14 @@ class CallObject:
 
     def _more_arguments(self) -> bool:
         if self.begun:
-            self._give(self.raw[: self._at])
+            self._emit(self.raw[: self._at])
         return False
 
     def _end_arguments(self) -> bool:
         self._arguments = self.raw[self._first : self._at]
         self._read = self._comma
         if self.begun:
-            self._give(self._arguments)
+            self._emit(self._arguments)
         return True
 
     def _comma(self) -> bool:
@@ -170,7 +170,7 @@ class CallObject:
         self.verdict = "whole"
         return False
 
-    def _name_it(self, name: str) -> None:
+    def _set_name(self, name: str) -> None:
         self.name, self.offered = name, not self._names or name in self._names
 
     def _begin(self, arguments: str) -> None:
@@ -178,7 +178,7 @@ class CallObject:
         self._added = arguments
         self._drop(self._at)
 
-    def _give(self, arguments: str) -> None:
+    def _emit(self, arguments: str) -> None:
         self._added += arguments
         self._drop(len(arguments))
 
@@ -187,7 +187,7 @@ class CallObject:
         self._at = 0
 
     def _next(self) -> str:
-        """The next character that is no space, "" where it has yet to come."""
+        """Return the next character other than space, "" if it has not arrived."""
         space = _SPACE.match(self.raw, self._at)
         assert space is not None
         self._at = space.end()
@@ -201,7 +201,7 @@ class CallObject:
         return True
 
     def _wait_or_break(self) -> bool:
-        """What to do where the next character is not the one that must stand here."""
+        """Wait if the next character has not arrived, else break: it is not the expected one."""
         return self._break() if self._next() else False
 
     def _break(self) -> bool:

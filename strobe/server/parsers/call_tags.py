@@ -1,4 +1,4 @@
-"""One tool call written in tags, read while it is being written."""
+"""Incremental reader of one tool call written in tags."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ _LONGEST_NULL = len("\r\nnull")
 
 class CallTags:
     """Reads `<function=name>`, for each argument `<parameter=key>`, a line break, the value, a line
-    break, `</parameter>`, and `</function>`; gives the arguments as JSON.
+    break, `</parameter>`, and `</function>`; returns the arguments as JSON.
 
         <function= -> name> -> parameters -> <parameter= key> -> value -> parameters ...
                                           -> </function>
 
-    A value is a string where the tool's schema says so, and comes out as it arrives. Others come
-    out at their end: as the JSON that they are where the schema has a place for it, else as a
-    string. Python's True, False and None are JSON's, as templates write them. Of a parameter that
-    is given twice the first value counts.
+    If the tool's schema says that a value is a string, it is emitted as it arrives. Other values
+    are emitted at their end: as JSON if they are valid and the schema allows their type, else as a
+    string. Python's True, False and None, which templates write, become JSON's. If a parameter is
+    repeated, its first value counts.
 
-    begun, offered, verdict, raw: as of `CallObject`; begun with the name.
+    begun, offered, verdict, raw: see `CallObject`; a call has begun after its name.
     """
 
     def __init__(self, tools: Sequence[Tool] = (), *, opened: bool = False):
-        """tools: those that may be called, none for any. opened: `<function=` has been read."""
+        """tools: the tools that may be called, empty for any. opened: whether `<function=` has been
+        read."""
         self.name = ""
         self.begun = False
         self.offered = True
@@ -51,21 +52,21 @@ class CallTags:
         self.raw = ""
         self._tools = {tool.name: tool for tool in tools}
         self._read: Callable[[], bool] = self._name if opened else self._function
-        self._at = 0  # of raw, up to which there is space in front of the tag
-        self._last = False  # no more text comes
+        self._at = 0  # position in raw after the space in front of the tag
+        self._last = False  # whether the answer has ended
         self._added = ""
         self._arguments = Arguments()
-        self._given_names: set[str] = set()
-        # of the value that is being read
+        self._seen_keys: set[str] = set()
+        # State of the current value:
         self._types = ANY
         self._is_text = False
-        self._opened = False  # its quote has been given
-        self._breaks = False  # its first line break has yet to come
+        self._opened = False  # whether its opening quote was emitted
+        self._breaks = False  # whether its first line break is still to be skipped
         self._repeated = False
         self._end = ValueEnd((), text=False)
 
     def push(self, text: str) -> str:
-        """Take in more text; what it adds to the arguments."""
+        """Add text. Returns what it adds to the arguments."""
         self.raw += text
         self._added = ""
         while self.verdict is None and self._read():
@@ -73,22 +74,22 @@ class CallTags:
         return self._added
 
     def finish(self) -> str:
-        """The last of the arguments, where the answer ended inside them. Their closing brace only
-        where all that lacks is the function's end."""
+        """Return the rest of the arguments if the answer ends inside them, with their closing brace
+        only if nothing but the function's end is missing."""
         self._last = True
         added = self.push("")
         self._added = ""
         if self.verdict is None and self._read == self._value:
             if self._is_text:
-                self._give_text(self.raw)
+                self._emit_text(self.raw)
             else:
-                self._give(self._unbroken(self.raw))
-        elif self.verdict is None and self._given_names and not self.raw:
+                self._emit(self._unbroken(self.raw))
+        elif self.verdict is None and self._seen_keys and not self.raw:
             self._whole()
         return added + self._added
 
-    # Each step reads from the beginning of raw. It returns False when it must wait for more text or
-    # has come to a verdict.
+    # Each step reads from the beginning of raw. It returns False if it needs more text or has set
+    # the verdict.
 
     def _function(self) -> bool:
         space = _SPACE.match(self.raw, self._at)
@@ -98,7 +99,7 @@ class CallTags:
         if not rest.startswith(FUNCTION):
             self.verdict = None if FUNCTION.startswith(rest) else "broken"
             return False
-        # Should this be no call, all of it is content: raw stays whole until the name is there.
+        # raw stays complete until the name has arrived, since without a call all of it is content.
         return self._named(rest.removeprefix(FUNCTION))
 
     def _name(self) -> bool:
@@ -138,13 +139,13 @@ class CallTags:
         self._types = self._arguments.types(key)
         self._is_text = is_text(self._types)
         self._opened = self._types == {"string"}
-        self._repeated = key in self._given_names
-        self._give("{" if not self._given_names else ", ")
-        self._give(_json(key) + ': "' if self._opened else _json(key) + ": ")
-        self._given_names.add(key)
+        self._repeated = key in self._seen_keys
+        self._emit("{" if not self._seen_keys else ", ")
+        self._emit(_json(key) + ': "' if self._opened else _json(key) + ": ")
+        self._seen_keys.add(key)
         self._breaks = True
         self._end = ValueEnd(
-            self._arguments.properties.keys() - self._given_names, text=self._is_text
+            self._arguments.properties.keys() - self._seen_keys, text=self._is_text
         )
         self._read = self._value
 
@@ -152,7 +153,7 @@ class CallTags:
         value_end, count = self._end.find(self.raw, last=self._last), self._end.certain
         if value_end is None:
             if self._is_text and (self._opened or count > _LONGEST_NULL):
-                self._give_text(self.raw[:count])
+                self._emit_text(self.raw[:count])
                 self.raw, self._end.certain = self.raw[count:], 0
             return False
         value = self.raw[:count]
@@ -160,32 +161,32 @@ class CallTags:
             value_end.end() if value_end[2] == PARAMETER_END else value_end.start(2) :
         ]
         if not self._is_text or (not self._opened and self._unbroken(value) in _NULLS):
-            self._give(as_json(self._unbroken(value), self._types))
+            self._emit(as_json(self._unbroken(value), self._types))
         else:
-            self._give_text(value)
-            self._give('"')
+            self._emit_text(value)
+            self._emit('"')
         self._read = self._parameters
         return True
 
     def _unbroken(self, value: str) -> str:
-        """A value's beginning without the line break in front of it."""
+        """Return a value's text without the line break in front of it."""
         line = LINE.match(value) if self._breaks else None
         return value[line.end() :] if line else value
 
-    def _give_text(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if not self._opened:
-            self._give('"')
+            self._emit('"')
             self._opened = True
         if text:
-            self._give(_json(self._unbroken(text))[1:-1])
+            self._emit(_json(self._unbroken(text))[1:-1])
             self._breaks = False
 
-    def _give(self, arguments: str) -> None:
+    def _emit(self, arguments: str) -> None:
         if not self._repeated:
             self._added += arguments
 
     def _whole(self) -> bool:
-        self._added += "}" if self._given_names else "{}"
+        self._added += "}" if self._seen_keys else "{}"
         self.verdict = "whole"
         return False
 

@@ -1,4 +1,4 @@
-"""An answer in which tool calls stand behind a marker, or on their own."""
+"""Parser of an answer with tool calls after a marker, or without one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SPACE = " \t\r\n"
 
 
 class Call(Protocol):
-    """What reads one call: `CallObject` or `CallTags`."""
+    """Reader of one call, such as `CallObject` or `CallTags`."""
 
     name: str
     begun: bool
@@ -27,14 +27,15 @@ class CallText:
     """Parser of text with calls in it.
 
         text --opener--> call --closer or none--> text
-          \\---- no call after all: content <----/
+          \\---- not a call: content <-----------/
 
-    A call of a tool that was not offered is content as a whole, with what looks like a call in it.
-    bare: a call may also stand without the opener, as the whole answer. inner: what begins one
-    without the opener, too, in front of a line. joints: characters that are no content behind
-    a call: in front of its closer (by default a surplus brace) or, where there is none, of another
-    call (a semicolon), which then needs no opener. trailer: what is no content behind calls, too.
-    Nor is space around them.
+    A call of a tool that was not offered is content, including calls inside it. Space around calls
+    is dropped.
+
+    bare: the whole answer may also be calls without the opener. inner: a second marker that begins
+    a call, at the beginning of a line. separators: characters that are dropped after a call: before
+    its closer (by default a surplus brace), or in formats without a closer before the next call (a
+    semicolon), which then needs no opener. trailer: a text that is dropped after calls.
     """
 
     def __init__(
@@ -45,69 +46,69 @@ class CallText:
         *,
         bare: bool = False,
         inner: str = "",
-        joints: str = "",
+        separators: str = "",
         trailer: str = "",
     ):
-        """make(whether `inner` has been read) -> what reads a call."""
+        """make: returns the reader of a call; its argument says whether `inner` has been read."""
         self._opener, self._closer, self._bare, self._inner = opener, closer, bare, inner
-        self._joints = _SPACE + (joints or ("}" if closer else ";"))
+        self._separators = _SPACE + (separators or ("}" if closer else ";"))
         self._trailer = trailer
         self._make, self._begins = make, (opener, inner) if inner else (opener,)
         self._state: Callable[[], bool] = self._between if bare else self._text
-        self._space = ""  # content in front of the buffer, where no call follows
+        self._space = ""  # space before the buffer, which is content if no call follows
         self._buffer = ""
-        self._line_begins = True  # in front of the space
-        self._lead = ""  # what stood in front of the call, in case it is none
+        self._line_begins = True  # whether the space is at the beginning of a line
+        self._lead = ""  # the text in front of the call, in case it is not a call
         self._call = make(False)
         self._index = 0
-        self._unclosed = False  # a call's closer has yet to come
+        self._unclosed = False  # whether the last call's closer has not arrived
         self._content: list[str] = []
         self._calls: list[CallDelta] = []
-        self._only_calls = False  # no content since the last call
+        self._only_calls = False  # whether there was no content since the last call
 
     @property
     def phase(self) -> Phase:
         in_call = self._state == self._in_call and self._call.offered
-        return "tool" if in_call or self._state == self._behind_call else "answer"
+        return "tool" if in_call or self._state == self._after_call else "answer"
 
     def push(self, text: str) -> Parsed:
         self._buffer += text
         self._advance()
-        return self._taken()
+        return self._flush()
 
     def finish(self) -> Parsed:
         self._advance()
         while self._state == self._in_call and not self._call.begun:
-            self._no_call()
+            self._reject_call()
             self._advance()
         if self._state == self._in_call:
             if self._call.offered:
-                self._give_call(None, self._call.finish())
+                self._emit_call(None, self._call.finish())
             else:
-                self._give(self._call.raw)
-        elif self._state != self._behind_call:
+                self._emit(self._call.raw)
+        elif self._state != self._after_call:
             rest = self._space + self._buffer
-            if not self._only_calls or rest.strip(_SPACE if self._closer else self._joints):
-                self._give(rest)
+            if not self._only_calls or rest.strip(_SPACE if self._closer else self._separators):
+                self._emit(rest)
         self._space = self._buffer = ""
-        return self._taken()
+        return self._flush()
 
     def _advance(self) -> None:
         while self._state():
             pass
 
-    def _taken(self) -> Parsed:
+    def _flush(self) -> Parsed:
         parsed = Parsed(content="".join(self._content), calls=tuple(self._calls))
         self._content, self._calls = [], []
         return parsed
 
-    def _give(self, content: str) -> None:
+    def _emit(self, content: str) -> None:
         if content:
             self._content.append(content)
             self._only_calls = False
             self._line_begins = content.endswith("\n")
 
-    # Each state consumes what it can of the buffer; False: it must wait for more.
+    # Each state consumes a part of the buffer. It returns False if it needs more text.
 
     def _text(self) -> bool:
         markers = (*self._begins, self._closer) if self._unclosed else self._begins
@@ -115,12 +116,12 @@ class CallText:
             markers = (*markers, self._trailer)
         match = find_first(self._buffer, *markers)
         if match is None:
-            self._give_text(len(self._buffer) - held_back(self._buffer, *markers))
+            self._emit_text(len(self._buffer) - held_back(self._buffer, *markers))
             return False
         position, marker = match
-        self._give_text(position)
+        self._emit_text(position)
         if marker == self._inner and not (self._line_begins or "\n" in self._space):
-            self._give_text(len(marker))
+            self._emit_text(len(marker))
             return True
         if marker in self._begins:
             return self._begin(len(marker), inner=marker == self._inner)
@@ -128,25 +129,25 @@ class CallText:
         self._buffer = self._buffer.removeprefix(marker)
         return True
 
-    def _give_text(self, count: int) -> None:
-        """Give so much of the buffer, but for the space at its end: a call may follow."""
+    def _emit_text(self, count: int) -> None:
+        """Emit so many characters of the buffer, except space at their end: a call may follow."""
         text, self._buffer = self._buffer[:count], self._buffer[count:]
         stripped = text.rstrip(_SPACE)
         if stripped:
-            self._give(self._space + stripped)
+            self._emit(self._space + stripped)
             self._space = ""
         self._space += text[len(stripped) :]
 
     def _pass(self, chars: str) -> str:
-        """Let such characters at the buffer's beginning be space; the rest."""
+        """Move such characters from the buffer's beginning to the space. Returns the rest."""
         rest = self._buffer.lstrip(chars)
         self._space += self._buffer[: len(self._buffer) - len(rest)]
         self._buffer = rest
         return rest
 
     def _between(self) -> bool:
-        """At the beginning of a bare call, if one comes."""
-        rest = self._pass(self._joints if self._index else _SPACE)
+        """Before a bare call, if one follows."""
+        rest = self._pass(self._separators if self._index else _SPACE)
         if rest.startswith("{"):
             return self._begin(0)
         if rest.startswith(self._opener):
@@ -157,7 +158,7 @@ class CallText:
         return True
 
     def _begin(self, count: int, *, inner: bool = False) -> bool:
-        """Begin a call behind so many characters of the buffer."""
+        """Begin a call after so many characters of the buffer."""
         self._lead, self._buffer = self._space + self._buffer[:count], self._buffer[count:]
         self._space = ""
         self._call = self._make(inner)
@@ -170,14 +171,14 @@ class CallText:
         arguments = call.push(buffer)
         self._buffer = ""
         if call.begun and call.offered:
-            self._give_call(None if had_begun else call.name, arguments)
+            self._emit_call(None if had_begun else call.name, arguments)
         elif call.begun and (read := len(raw) + len(buffer) - len(call.raw)):
-            self._give(self._lead + (raw + buffer)[:read])
+            self._emit(self._lead + (raw + buffer)[:read])
             self._lead = ""
         if call.verdict is None:
             return False
         if not call.begun:
-            self._no_call()
+            self._reject_call()
             return True
         self._buffer = call.raw
         if not call.offered:
@@ -185,22 +186,22 @@ class CallText:
             return True
         self._index += 1
         self._only_calls = self._line_begins = True
-        self._state = self._behind_call if self._closer else self._between
+        self._state = self._after_call if self._closer else self._between
         return True
 
-    def _give_call(self, name: str | None, arguments: str) -> None:
+    def _emit_call(self, name: str | None, arguments: str) -> None:
         if name or arguments:
             self._calls.append(CallDelta(self._index, name, arguments))
 
-    def _no_call(self) -> None:
-        """Let what looked like a call be content, and look for a call inside it."""
-        self._give(self._lead)
+    def _reject_call(self) -> None:
+        """Treat the text as content, and look for a call inside it."""
+        self._emit(self._lead)
         self._buffer = self._call.raw
         self._state = self._text
 
-    def _behind_call(self) -> bool:
-        """At the closer, which may lack."""
-        rest = self._pass(self._joints)
+    def _after_call(self) -> bool:
+        """Before the closer, which may be missing."""
+        rest = self._pass(self._separators)
         if self._closer.startswith(rest) and rest != self._closer:
             return False
         self._unclosed = not rest.startswith(self._closer)

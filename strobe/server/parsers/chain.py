@@ -1,4 +1,4 @@
-"""Parsers made of others, or of none."""
+"""A parser that chains two others, and one for plain text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from strobe.server.parsers.base import Parsed, Parser, Phase
 
 
 class Plain:
-    """Parser of an answer that is content throughout."""
+    """Parser of an answer that is all content."""
 
     phase: Phase = "answer"
 
@@ -18,7 +18,7 @@ class Plain:
 
 
 class Chain:
-    """A parser of thinking, and a parser of calls in the content that the first one leaves."""
+    """A parser of reasoning, and a parser of calls in the first one's content."""
 
     def __init__(self, thinking: Parser, calls: Parser):
         self._thinking, self._calls = thinking, calls

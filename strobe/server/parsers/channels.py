@@ -1,4 +1,4 @@
-"""The parser of gpt-oss answers: messages in channels, thinking and calls among them."""
+"""The parser of gpt-oss answers: messages in channels for reasoning, calls and content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = Literal["reasoning", "content", "call"]
 _PHASES: dict[Kind, Phase] = {"reasoning": "thinking", "content": "answer", "call": "tool"}
 _ENDS = (END, CALL, RETURN)
 _HEADER_BEGINS = (START, CHANNEL, MESSAGE, "to=")
-_LONGEST_HEADER = 512
+_MAX_HEADER_CHARS = 512
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*([a-z]*)")
 _MARKUP = re.compile(r"<\|(?:start|channel|constrain)\|>|<[|a-z]*$")
@@ -29,21 +29,21 @@ class Channels:
         outside --start or channel--> header --message--> body --end, call, return--> outside
             \\---- anything else: content ----/              \\---- start, channel: header
 
-    The prompt ends in the first message's start and role. A message with a recipient is a call,
-    one in the analysis channel reasoning, any other content; messages of a kind are joined by a
-    line break. What begins like a header and goes on as none is content.
+    The prompt ends with the first message's start and role. A message with a recipient is a call,
+    one in the analysis channel is reasoning, any other is content; messages of one kind are joined
+    by a line break. Text that begins like a header but is not one is content.
     """
 
     def __init__(self, *, thinking_open: bool, tools: Collection[str] | None):
-        """tools: the names of those that may be called, none for any. None leaves all calls in the
-        content, header and all, as calls of others are left."""
+        """tools: the names of the tools that may be called, empty for any; calls of other tools are
+        content, header included. None: all calls are content."""
         self._tools = tools
         self._state: Callable[[], bool] = self._outside
         self.phase: Phase = "answer"
         self._buffer = ""
         self._kind: Kind | None = None
-        self._given_calls: set[Kind] = set()
-        self._joint = ""
+        self._seen_kinds: set[Kind] = set()
+        self._separator = ""
         self._index = -1
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -55,18 +55,18 @@ class Channels:
         self._buffer += text
         while self._state():
             pass
-        return self._taken()
+        return self._flush()
 
     def finish(self) -> Parsed:
         rest, self._buffer = self._buffer, ""
         if self._state != self._body and not self._is_framing(rest):
             self._begin("content")
         if self._state == self._body:
-            self._give(rest)
-        return self._taken()
+            self._emit(rest)
+        return self._flush()
 
     def _is_framing(self, rest: str) -> bool:
-        """Whether what an answer's end cut off outside a message is the frame of the next."""
+        """Whether the text after the last message is only a part of the next one's header."""
         if self._state == self._header:
             words = _MARKUP.sub(" ", rest).split()
             return all(
@@ -76,31 +76,33 @@ class Channels:
             )
         return self._kind is not None and not _MARKUP.sub("", rest).strip()
 
-    def _taken(self) -> Parsed:
+    def _flush(self) -> Parsed:
         parsed = Parsed("".join(self._reasoning), "".join(self._content), tuple(self._calls))
         self._reasoning, self._content, self._calls = [], [], []
         return parsed
 
     def _begin(self, kind: Kind, name: str = "") -> None:
-        """Begin a message's body. name: of the function called."""
+        """Begin a message's body. name: the called function."""
         self._kind, self._state, self.phase = kind, self._body, _PHASES[kind]
-        self._joint = "\n" if kind in self._given_calls else ""
+        self._separator = "\n" if kind in self._seen_kinds else ""
         if kind == "call":
             self._index += 1
             self._calls.append(CallDelta(self._index, name, ""))
 
-    def _give(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if not text:
             return
         assert self._kind is not None
         if self._kind == "call":
             self._calls.append(CallDelta(self._index, None, text))
             return
-        (self._reasoning if self._kind == "reasoning" else self._content).append(self._joint + text)
-        self._joint = ""
-        self._given_calls.add(self._kind)
+        (self._reasoning if self._kind == "reasoning" else self._content).append(
+            self._separator + text
+        )
+        self._separator = ""
+        self._seen_kinds.add(self._kind)
 
-    # Each state consumes what it can of the buffer; False: it must wait for more.
+    # Each state consumes a part of the buffer. It returns False if it needs more text.
 
     def _outside(self) -> bool:
         rest = self._buffer.lstrip()
@@ -120,7 +122,7 @@ class Channels:
         end = _header_breaks(head)
         if end is not None:
             self._begin("content")
-            self._give(self._buffer[:end])
+            self._emit(self._buffer[:end])
             self._buffer = self._buffer[end:]
             return True
         if not message:
@@ -133,7 +135,7 @@ class Channels:
                 self._begin("call", name)
             else:
                 self._begin("content")
-                self._give(head + message)
+                self._emit(head + message)
         else:
             self._begin("reasoning" if channel and channel[1] == "analysis" else "content")
         return True
@@ -143,11 +145,11 @@ class Channels:
         match = find_first(self._buffer, *markers)
         if match is None:
             end = len(self._buffer) - held_back(self._buffer, *markers)
-            self._give(self._buffer[:end])
+            self._emit(self._buffer[:end])
             self._buffer = self._buffer[end:]
             return False
         position, marker = match
-        self._give(self._buffer[:position])
+        self._emit(self._buffer[:position])
         ended = marker in _ENDS
         self._buffer = self._buffer[position + len(marker) if ended else position :]
         self._state = self._outside if ended else self._header
@@ -155,8 +157,8 @@ class Channels:
 
 
 def _header_breaks(head: str) -> int | None:
-    """Where a header turns out to be none: at a line break, the end of a message or the start of
-    another, or when it grows too long."""
-    places = [head.find(end) for end in ("\n", *_ENDS)] + [head.find(START, 1)]
-    places += [_LONGEST_HEADER] if len(head) > _LONGEST_HEADER else []
-    return min((place for place in places if place >= 0), default=None)
+    """Return the position at which a text cannot be a header: a line break, a message's end, the
+    start of another message, or _MAX_HEADER_CHARS. None if there is none."""
+    positions = [head.find(end) for end in ("\n", *_ENDS)] + [head.find(START, 1)]
+    positions += [_MAX_HEADER_CHARS] if len(head) > _MAX_HEADER_CHARS else []
+    return min((position for position in positions if position >= 0), default=None)

@@ -1,4 +1,4 @@
-"""Tool calls as DeepSeek-V3, -R1 and -V3.1 write them."""
+"""The tool call formats of DeepSeek-V3, -R1 and -V3.1."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _PLAIN = re.compile(rf"\s*(?P<name>{_NAME.pattern})\s*{SEP}\s*")
 
 @dataclass(frozen=True)
 class DeepSeek:
-    """Calls one behind the other between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`,
-    behind any text. fenced: as V3 and R1 have each call, the word function, the name and the
-    arguments in a fence of JSON; otherwise as V3.1 does, the name and the arguments."""
+    """Consecutive calls between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`, after any
+    text. fenced: the form of V3 and R1, the word "function", the name, and the arguments in a JSON
+    code fence; otherwise the form of V3.1, the name and the arguments."""
 
     name: str
     fenced: bool
@@ -38,7 +38,7 @@ class DeepSeek:
             CALL_END,
             lambda _: CallNamed(head, CALL_END, tools),
             inner=CALL,
-            joints="}`",
+            separators="}`",
             trailer=CALLS_END,
         )
 
@@ -53,7 +53,7 @@ class DeepSeek:
         calls, calls_end, call, call_end, sep = (
             marker(text, added_tokens) for text in (CALLS, CALLS_END, CALL, CALL_END, SEP)
         )
-        ways: list[str] = []
+        alternatives: list[str] = []
         for tool in tools:
             if not _NAME.fullmatch(tool.name):
                 raise ValueError(
@@ -62,13 +62,13 @@ class DeepSeek:
                 )
             name, args = literal(tool.name), arguments(tool)
             fenced = f'"function" {sep} {literal(tool.name + FENCE)} {args} {literal(FENCE_END)}'
-            ways.append(fenced if self.fenced else f"{name} {sep} {args}")
-        joint = '"\\n" ' if self.fenced else ""
-        repeats = f" ({joint}call)*" if parallel else ""
+            alternatives.append(fenced if self.fenced else f"{name} {sep} {args}")
+        separator = '"\\n" ' if self.fenced else ""
+        repeats = f" ({separator}call)*" if parallel else ""
         return "\n".join(
             (
                 f"start: {literal(lead)} {calls} call{repeats} {calls_end}",
                 f"call: {call} function {call_end}",
-                "function: " + "\n  | ".join(ways),
+                "function: " + "\n  | ".join(alternatives),
             )
         )

@@ -1,4 +1,4 @@
-"""Tool calls and thinking as Gemma 4 writes them."""
+"""The tool call and reasoning formats of Gemma 4."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
 
 @dataclass(frozen=True)
 class Gemma4Calls:
-    """`<|tool_call>call:name{key:value,...}<tool_call|>` behind any text, strings between two
-    `<|"|>`; several calls with nothing between them."""
+    """`<|tool_call>call:name{key:value,...}<tool_call|>` after any text, with strings between two
+    `<|"|>`; several calls have nothing between them."""
 
     name: str = "gemma4"
     keep_special: bool = True
@@ -56,7 +56,7 @@ class Gemma4Calls:
 
 
 def _call(tool: Tool, values: Values) -> str:
-    arguments(tool)  # raises where there can be none
+    arguments(tool)  # raises for a schema without objects
     if not NAME.fullmatch(tool.name):
         raise ValueError(
             f"The function name {tool.name!r} cannot stand in a gemma4 tool call; leave out "
@@ -67,7 +67,7 @@ def _call(tool: Tool, values: Values) -> str:
 
 @dataclass(frozen=True)
 class Gemma4Thinking:
-    """Thinking is what the answer begins with between `<|channel>thought`, a line break, and
+    """Reasoning at the answer's beginning, between `<|channel>thought` with a line break and
     `<channel|>`."""
 
     name: str = "gemma4"

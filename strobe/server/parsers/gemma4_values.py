@@ -1,4 +1,4 @@
-"""Grammars of the arguments in Gemma 4's tool calls, by a tool's schema."""
+"""Grammars of the arguments in Gemma 4's tool calls, from a tool's schema."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from strobe.server.parsers.call_gemma4 import KEY, QUOTE
 from strobe.server.parsers.lark import json_of, literal
 from strobe.server.parsers.schemas import ANY, read_arguments, target_of
 
-LONGEST = 1000
-"""Characters of a string up to which a grammar counts: minLength above it is held up to it,
-maxLength above it is not held."""
+MAX_COUNTED_CHARS = 1000
+"""Number of characters of a string up to which a grammar counts. A larger minLength is lowered to
+it; a larger maxLength is not enforced."""
 
-_UNHELD = ("allOf", "not", "if", "patternProperties", "propertyNames", "minProperties",
-           "maxProperties", "dependentRequired", "dependentSchemas", "dependencies",
-           "prefixItems", "contains", "uniqueItems")  # fmt: skip
+_UNSUPPORTED = (
+    "allOf", "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties",
+    "dependentRequired", "dependentSchemas", "dependencies", "prefixItems", "contains",
+    "uniqueItems",
+)  # fmt: skip
 _SCALARS = ("boolean", "integer", "null", "number")
 _ANY = r"""
 any: text | scalar | list | object
@@ -30,7 +32,7 @@ member: KEY ":" any
 
 
 class Values:
-    """Makes the rules of one grammar's values."""
+    """Builds the rules of one grammar's values."""
 
     def __init__(self, quote: str):
         """quote: the rule for the token around strings."""
@@ -41,8 +43,8 @@ class Values:
         self._document: Any = {}
 
     def arguments(self, tool: Tool) -> str:
-        """A rule for a tool's arguments, from brace to brace. Raises ValueError for a schema that
-        cannot be held in such a call."""
+        """Return a rule for a tool's arguments, braces included. Raises ValueError for a schema
+        that the grammar cannot express."""
         call_arguments = read_arguments(tool)
         self._owner, self._document = (
             f"The schema of the function {tool.name!r}",
@@ -50,14 +52,14 @@ class Values:
         )
         for name in ("anyOf", "oneOf", "enum", "const", "$ref"):
             if name in call_arguments.schema:
-                raise self._unheld(name)
+                raise self._unsupported(name)
         try:
             return self._object({**call_arguments.schema, "type": "object"})
         except RecursionError:
             raise ValueError(f"{self._owner} is nested too deeply.") from None
 
     def rules(self) -> list[str]:
-        """All that the rules made so far refer to."""
+        """Return the rules that the results of `arguments` refer to."""
         text = rf"text: {self._quote} TEXT {self._quote}"
         return [*self._rules, _ANY, text, rf"KEY: /{KEY.pattern}/", r"TEXT: /(?s:.*)/"]
 
@@ -67,25 +69,29 @@ class Values:
         return name
 
     def _value(self, schema: Any) -> str:
-        """A rule for a value of a schema."""
+        """Return a rule for a value of a schema."""
         if schema is True or schema == {}:
             return "any"
         if not isinstance(schema, Mapping):
             raise ValueError(
-                f"{self._owner} has the schema {reprlib.repr(schema)} where no value is allowed or "
-                "none is read; give an object."
+                f"{self._owner} has the schema {reprlib.repr(schema)}, which allows no value or is "
+                "not a schema; give an object."
             )
         if "$ref" in schema:
             return self._reference(schema["$ref"])
-        for name in _UNHELD:
+        for name in _UNSUPPORTED:
             if name in schema:
-                raise self._unheld(name)
+                raise self._unsupported(name)
         for name in ("anyOf", "oneOf"):
             if name in schema:
-                ways = schema[name]
-                if not isinstance(ways, list) or not ways or {"type", "properties"} & set(schema):
-                    raise self._unheld(name)
-                return f"({' | '.join(self._value(way) for way in ways)})"
+                alternatives = schema[name]
+                if (
+                    not isinstance(alternatives, list)
+                    or not alternatives
+                    or {"type", "properties"} & set(schema)
+                ):
+                    raise self._unsupported(name)
+                return f"({' | '.join(self._value(way) for way in alternatives)})"
         words = [schema["const"]] if "const" in schema else schema.get("enum")
         if words is not None:
             if not isinstance(words, list) or not words:
@@ -95,8 +101,8 @@ class Values:
         kinds = kinds if isinstance(kinds, list) else [kinds]
         if schema.get("nullable") is True:
             kinds = [*kinds, "null"]
-        ways = [self._kind(kind, schema) for kind in dict.fromkeys(kinds)]
-        return f"({' | '.join(ways)})"
+        alternatives = [self._kind(kind, schema) for kind in dict.fromkeys(kinds)]
+        return f"({' | '.join(alternatives)})"
 
     def _reference(self, ref: Any) -> str:
         try:
@@ -105,9 +111,9 @@ class Values:
             raise ValueError(f"{self._owner} {error}") from None
         cache_key = (id(self._document), ref)
         if cache_key not in self._known:
-            place = len(self._rules)
+            index = len(self._rules)
             self._known[cache_key] = self._rule("any")
-            self._rules[place] = f"{self._known[cache_key]}: {self._value(target)}"
+            self._rules[index] = f"{self._known[cache_key]}: {self._value(target)}"
         return self._known[cache_key]
 
     def _kind(self, kind: Any, schema: Mapping[str, Any]) -> str:
@@ -128,17 +134,20 @@ class Values:
         raise ValueError(f"{self._owner} has the type {kind!r}; give one of {', '.join(ANY)}.")
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        min_length, max_length = min(schema.get("minLength", 0), LONGEST), schema.get("maxLength")
-        max_length = "" if max_length is None or max_length > LONGEST else max_length
+        min_length, max_length = (
+            min(schema.get("minLength", 0), MAX_COUNTED_CHARS),
+            schema.get("maxLength"),
+        )
+        max_length = "" if max_length is None or max_length > MAX_COUNTED_CHARS else max_length
         if not min_length and max_length == "":
             return "text"
         return rf"{self._quote} /(?s:.){{{min_length},{max_length}}}/ {self._quote}"
 
     def _object(self, schema: Mapping[str, Any]) -> str:
-        """Members in the order of their names, as the chat template has them."""
-        for name in _UNHELD:
+        """Return a rule for an object, its members sorted by name as in the chat template."""
+        for name in _UNSUPPORTED:
             if name in schema:
-                raise self._unheld(name)
+                raise self._unsupported(name)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         additional = schema.get("additionalProperties", True)
         if not properties and not required:
@@ -146,7 +155,7 @@ class Values:
                 return '"{" "}"'
             member = self._rule(f'KEY ":" {self._value(additional)}')
             return f'"{{" ({member} ("," {member})*)? "}}"'
-        # first: from a member on that no other stands in front of; then: with one in front of it.
+        # first: the members from a key on if none precedes them; remainder: if one does.
         first = remainder = '""'
         for key in sorted({*properties, *required}, key=str.lower, reverse=True):
             member = f"{self._key(key)} {self._value(properties.get(key, additional))}"
@@ -162,13 +171,13 @@ class Values:
         if not KEY.fullmatch(key) or key != key.strip():
             raise ValueError(
                 f"{self._owner} has the parameter {reprlib.repr(key)}, which cannot be read back "
-                "from a call of the form gemma4; leave out quotes, brackets, commas, colons, <, > "
-                "and space at the ends."
+                "from a gemma4 tool call; leave out quotes, brackets, commas, colons, <, > and "
+                "space at the ends."
             )
         return literal(key + ":")
 
     def _word(self, word: Any) -> str:
-        """A rule for exactly this value."""
+        """Return a rule for exactly this value."""
         if isinstance(word, str):
             if QUOTE in word:
                 raise ValueError(f"{self._owner} has a value with {QUOTE} in it; leave it out.")
@@ -182,8 +191,8 @@ class Values:
             return f'"{{" {inner} "}}"'
         return literal(json.dumps(word))
 
-    def _unheld(self, name: str) -> ValueError:
+    def _unsupported(self, name: str) -> ValueError:
         return ValueError(
-            f"{self._owner} has {name}, which cannot be held at its place in a call of the form "
-            "gemma4; say the same in properties, required, type and items."
+            f"{self._owner} has {name}, which cannot be enforced at its place in a gemma4 tool "
+            "call; express it by properties, required, type and items."
         )

@@ -1,4 +1,4 @@
-"""Answers of gpt-oss (OpenAI's harmony format): a chain of messages, each in a channel."""
+"""The format of gpt-oss (OpenAI's harmony): a chain of messages, each in a channel."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NAME = re.compile(r"[^\s<>]+")
 
 @dataclass(frozen=True)
 class GptOss:
-    """`<|channel|>analysis<|message|>` opens thinking, `<|channel|>commentary to=functions.NAME
-    <|constrain|>json<|message|>` a call, `<|channel|>final<|message|>` the answer; what a
-    commentary addressed to nobody belongs to the answer. A call ends the answer, so more
-    than one comes only where `<|call|>` is no end token."""
+    """`<|channel|>analysis<|message|>` opens reasoning, `<|channel|>commentary to=functions.NAME
+    <|constrain|>json<|message|>` a call, `<|channel|>final<|message|>` the answer; commentary
+    without a recipient is part of the answer. A call ends the answer, unless `<|call|>` is not an
+    end token."""
 
     name: str = "gpt_oss"
     keep_special: bool = True
@@ -31,7 +31,7 @@ class GptOss:
         return prompt.endswith(self.start)
 
     def parser(self, tools: Sequence[Tool] | None = (), *, thinking_open: bool = False) -> Parser:
-        """tools: as of `make_parser`."""
+        """Return a parser. tools, thinking_open: see `make_parser`."""
         names = None if tools is None else {tool.name for tool in tools}
         return Channels(thinking_open=thinking_open, tools=names)
 
@@ -67,7 +67,8 @@ class GptOss:
 
 
 def _heads(tool: Tool, token: Mapping[str, str]) -> str:
-    """A call's header as models write it, or as the chat template shows earlier calls."""
+    """Return a rule for a call's header, as models write it or as the chat template shows earlier
+    calls."""
     if not _NAME.fullmatch(tool.name):
         raise ValueError(
             f"The function name {tool.name!r} cannot stand in a gpt_oss tool call; leave out "
@@ -75,6 +76,6 @@ def _heads(tool: Tool, token: Mapping[str, str]) -> str:
         )
     recipient = f"to=functions.{tool.name}"
     channel, constrain, message = token[CHANNEL], token[CONSTRAIN], token[MESSAGE]
-    written = f'{channel} {literal(f"commentary {recipient} ")} {constrain} "json" {message}'
-    shown = f'{literal(f" {recipient}")} {channel} "commentary json" {message}'
-    return f"{written} | {shown}"
+    by_model = f'{channel} {literal(f"commentary {recipient} ")} {constrain} "json" {message}'
+    by_template = f'{literal(f" {recipient}")} {channel} "commentary json" {message}'
+    return f"{by_model} | {by_template}"

@@ -1,4 +1,4 @@
-"""Tool calls as Hermes and Qwen write them: JSON in `<tool_call>` tags, one call in each."""
+"""The tool call format of Hermes and Qwen: JSON in `<tool_call>` tags, one call in each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPENER, CLOSER = "<tool_call>", "</tool_call>"
 @dataclass(frozen=True)
 class Hermes:
     """`<tool_call>`, a line with {"name": ..., "arguments": {...}}, `</tool_call>`; calls on lines
-    of their own, behind any text."""
+    of their own, after any text."""
 
     name: str = "hermes"
     keep_special: bool = True  # some checkpoints have the tags as special tokens

@@ -1,4 +1,4 @@
-"""Pieces of grammars in llguidance's Lark."""
+"""Rules of grammars in llguidance's Lark."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 
 from strobe.server.parsers.base import Tool
 
-# JSON as chat templates write it: no space but one behind a comma or colon.
+# JSON as chat templates write it: one space after commas and colons, no other space.
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def literal(text: str) -> str:
-    """A rule for exactly this text."""
+    """Return a rule for exactly this text."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def marker(text: str, added_tokens: Mapping[str, int]) -> str:
-    """A rule for a marker: the token where the tokenizer has one for it, its letters otherwise.
+    """Return a rule for a marker: its token if the tokenizer has one, else its text.
 
-    By id, because llguidance knows an end token by no name. In its eyes every added token between
-    angle brackets is special, whatever the tokenizer says, and no letters make one.
+    The token is named by id, because llguidance does not know end tokens by name. For llguidance
+    every added token in angle brackets is special, and its text never matches the token.
     """
     return f"<[{added_tokens[text]}]>" if text in added_tokens else literal(text)
 
 
 def call_object(tool: Tool, key: str) -> str:
-    """A rule for a call as a JSON object with the arguments under this key."""
+    """Return a rule for a call as a JSON object with the arguments under `key`."""
     name = json.dumps(tool.name, ensure_ascii=False)
     head = '{"name": ' + name + ', "' + key + '": '
     return " ".join((literal(head), arguments(tool), literal("}")))
 
 
 def arguments(tool: Tool) -> str:
-    """A rule for a tool's arguments. Raises ValueError where its schema allows no object."""
+    """Return a rule for a tool's arguments. Raises ValueError if its schema allows no object."""
     schema: dict[str, Any] = dict(tool.parameters or {})
     kinds = schema.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
@@ -46,7 +46,7 @@ def arguments(tool: Tool) -> str:
 
 
 def json_of(schema: Mapping[str, Any]) -> str:
-    """A rule for JSON of a schema, written as chat templates write it."""
+    """Return a rule for JSON of a schema, with the whitespace of chat templates."""
     options = schema.get("x-guidance", {})
     writing = {**_WRITING, **options} if isinstance(options, Mapping) else options
     return "%json " + json.dumps({**schema, "x-guidance": writing})

@@ -1,4 +1,4 @@
-"""Tool calls as Llama 3 writes them: the whole answer is JSON."""
+"""The tool call format of Llama 3: the whole answer is JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ OPENER = "<|python_tag|>"
 
 @dataclass(frozen=True)
 class Llama3:
-    """{"name": ..., "parameters": {...}} as the whole answer, or several of them with semicolons
-    between; behind `<|python_tag|>` also behind other text."""
+    """{"name": ..., "parameters": {...}} as the whole answer, or several of them separated by
+    semicolons; with `<|python_tag|>` in front also after other text."""
 
     name: str = "llama3"
     keep_special: bool = True

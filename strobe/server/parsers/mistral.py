@@ -1,4 +1,4 @@
-"""Tool calls and thinking as Mistral's models write them."""
+"""The tool call and reasoning formats of Mistral's models."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _HEAD = re.compile(
 
 @dataclass(frozen=True)
 class Mistral:
-    """`[TOOL_CALLS]`, then a list of {"name": ..., "arguments": {...}}; or, where the tokenizer has
-    `[ARGS]`, `[TOOL_CALLS]name[ARGS]{...}` for each call. Behind any text."""
+    """`[TOOL_CALLS]`, then a list of {"name": ..., "arguments": {...}}; or, if the tokenizer has
+    `[ARGS]`, `[TOOL_CALLS]name[ARGS]{...}` for each call. Both after any text."""
 
     name: str = "mistral"
     keep_special: bool = True
     whole_answer: bool = False
 
     def parser(self, tools: Sequence[Tool] = ()) -> Parser:
-        return CallText(OPENER, "", lambda _: _Call(tools), joints=",]")
+        return CallText(OPENER, "", lambda _: _Call(tools), separators=",]")
 
     def grammar(
         self,
@@ -63,7 +63,7 @@ class Mistral:
 
 
 class _Call(CallNamed):
-    """Reads a call of either style, from the list's bracket on where it has one."""
+    """Reads a call of either style, including a list's opening bracket."""
 
     def __init__(self, tools: Sequence[Tool]):
         super().__init__(_HEAD, "", tools)
@@ -85,7 +85,7 @@ class _Call(CallNamed):
 
 @dataclass(frozen=True)
 class MistralThinking:
-    """Thinking is what the answer begins with between `[THINK]` and `[/THINK]`."""
+    """Reasoning at the answer's beginning, between `[THINK]` and `[/THINK]`."""
 
     name: str = "mistral"
     keep_special: bool = True

@@ -1,5 +1,5 @@
-"""Thinking as Qwen3 and its kin write it: `<think>`, a line break, the thinking, a line break,
-`</think>`, an empty line, the answer."""
+"""The reasoning format of Qwen3 and similar models: `<think>`, a line break, the reasoning, a line
+break, `</think>`, an empty line, the answer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from strobe.server.parsers.base import Parsed, Parser, Phase, held_back
 
 @dataclass(frozen=True)
 class Qwen3:
-    """Thinking is what the answer begins with in `<think>` tags, or without the first of them
-    where the prompt has it; an answer that begins otherwise has none. The line breaks that set
-    thinking and answer off are part of neither."""
+    """Reasoning at the answer's beginning in `<think>` tags, without the opening tag if the prompt
+    ends with it; an answer that begins otherwise has none. Line breaks between tags, reasoning and
+    answer are dropped."""
 
     name: str = "qwen3"
     keep_special: bool = False
@@ -30,10 +30,10 @@ class Qwen3:
 
 
 class Thinking:
-    """Parser of an answer that may begin with thinking.
+    """Parser of an answer that may begin with reasoning.
 
     beginning --start--> thinking --end--> gap --> answer
-        \\---- anything else: answer, or thinking where it is open ----/
+        \\---- anything else: answer, or thinking if the prompt opened it ----/
     """
 
     def __init__(self, start: str, end: str, *, thinking_open: bool):
@@ -48,19 +48,19 @@ class Thinking:
         self._buffer += text
         while self._state():
             pass
-        return self._taken()
+        return self._flush()
 
     def finish(self) -> Parsed:
         (self._reasoning if self.phase == "thinking" else self._content).append(self._buffer)
         self._buffer = ""
-        return self._taken()
+        return self._flush()
 
-    def _taken(self) -> Parsed:
+    def _flush(self) -> Parsed:
         parsed = Parsed("".join(self._reasoning), "".join(self._content))
         self._reasoning, self._content = [], []
         return parsed
 
-    # Each state consumes what it can of the buffer; False: it must wait for more.
+    # Each state consumes a part of the buffer. It returns False if it needs more text.
 
     def _beginning(self) -> bool:
         rest = self._buffer.lstrip()

@@ -1,4 +1,4 @@
-"""Tool calls as Qwen3-Coder and Qwen3.5 write them: tags for the function and for each argument."""
+"""The tool call format of Qwen3-Coder and Qwen3.5: tags for the function and each argument."""
 
 from __future__ import annotations
 
@@ -23,30 +23,32 @@ from strobe.server.parsers.tags import (
     PARAMETER_END,
 )
 
-LONGEST = 1000
-"""Characters of a string up to which a grammar counts: minLength above it is held up to it,
-maxLength above it is not held. llguidance cannot go much further."""
+MAX_COUNTED_CHARS = 1000
+"""Number of characters of a string up to which a grammar counts. A larger minLength is lowered to
+it; a larger maxLength is not enforced. llguidance cannot count much further."""
 LINE, END = ">\n", f"\n{PARAMETER_END}\n"
 
-# With the end of a value, since a terminal is as long as it can be; and no end inside it. To count
-# beside a complement is too much for llguidance: a string with lengths has no </ and no line that
-# begins with <pa.
+# Terminals are greedy, so TEXT and PLAIN include a value's end and exclude any other end inside it.
+# llguidance cannot combine counting with a complement, so a string with lengths (PLAIN) may contain
+# neither </ nor a line that begins with <pa.
 _TEXT = r"""
 TEXT: /(?s:.*)\n<\/parameter>\n/ & ~/(?s:.*<\/(parameter|function)>.+>\n|(.*\n)?<parameter=.*)/
 PLAIN: /([^<]|<+[^<\/])*<*\n<\/parameter>\n/ & LINES
 LINES: /(([^<\n].*|<([^p\n].*)?|<p([^a\n].*)?)?\n)+<\/parameter>\n/
 """
 _TAGS = re.compile(f"{PARAMETER}|{PARAMETER_END}|{FUNCTION_END}")
-_UNHELD = ("$ref", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "patternProperties",
-           "propertyNames", "minProperties", "maxProperties", "dependentRequired",
-           "dependentSchemas", "dependencies")  # fmt: skip
+_UNSUPPORTED = (
+    "$ref", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "patternProperties",
+    "propertyNames", "minProperties", "maxProperties", "dependentRequired", "dependentSchemas",
+    "dependencies",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Qwen3Coder:
     """`<tool_call>`, `<function=name>`, arguments as `<parameter=key>` with the value on lines of
-    its own, `</function>`, `</tool_call>`; behind any text. A call may lack the opener, as these
-    models' do at times."""
+    its own, `</function>`, `</tool_call>`; after any text. The parser accepts calls without the
+    opening tag, which these models sometimes leave out."""
 
     name: str = "qwen3_coder"
     keep_special: bool = True
@@ -79,16 +81,16 @@ class Qwen3Coder:
 
 
 def _function(tool: Tool, counted: dict[str, str]) -> str:
-    """A rule for a call without its outer tags; arguments in the order of the schema. counted:
-    takes up the terminals that it needs, by name. Raises ValueError where a schema or a name has
-    no place in such a call."""
+    """Return a rule for a call without its outer tags, with arguments in the order of the schema.
+    counted: gets the terminals that the rule needs, by name. Raises ValueError for a schema or a
+    name that the format cannot represent."""
     call_arguments = read_arguments(tool)
-    arguments(replace(tool, parameters=call_arguments.schema))  # raises where there can be none
-    for name in _UNHELD:
+    arguments(replace(tool, parameters=call_arguments.schema))  # raises for one without objects
+    for name in _UNSUPPORTED:
         if name in call_arguments.schema:
             raise ValueError(
-                f"The schema of the function {tool.name!r} has {name}, which cannot be held in a "
-                "call of the form qwen3_coder; say the same in properties and required."
+                f"The schema of the function {tool.name!r} has {name}, which cannot be enforced in "
+                "a qwen3_coder tool call; express it by properties and required."
             )
     _check_name("function", tool.name)
     parts = [literal(f"{FUNCTION}{tool.name}{LINE}")]
@@ -104,21 +106,22 @@ def _function(tool: Tool, counted: dict[str, str]) -> str:
                 f"The schema of the function {tool.name!r} requires the parameter {key!r} and "
                 "allows no value of it; allow one, or take it out of required."
             )
-    other_rule = "<other>"  # a name that no parameter has
-    if not call_arguments.properties and (forms := call_arguments.forms(other_rule)):
+    undeclared = "<other>"  # a name that no parameter has
+    if not call_arguments.properties and (forms := call_arguments.forms(undeclared)):
         begin = f"{literal(PARAMETER)} /{NAME.pattern}/ {literal(LINE)}"
-        parts.append(f"({begin} {_value(call_arguments, other_rule, forms, counted)})*")
+        parts.append(f"({begin} {_value(call_arguments, undeclared, forms, counted)})*")
     return " ".join((*parts, literal(FUNCTION_END)))
 
 
 def _value(
     call_arguments: Arguments, key: str, forms: Sequence[Form], counted: dict[str, str]
 ) -> str:
-    """A rule for an argument's value and its end. Of strings, enum, const and lengths are held."""
+    """Return a rule for an argument's value and its end. For strings it enforces enum, const and
+    lengths."""
     types = types_of(forms)
     if not is_text(types) and call_arguments.schema_of(key) not in (True, {}):
         return f"{json_of(call_arguments.standalone_schema(key))} {literal(END)}"
-    ways = [literal(f"null{END}")] if "null" in types else []
+    alternatives = [literal(f"null{END}")] if "null" in types else []
     for form in forms:
         if "string" not in form.types:
             continue
@@ -126,27 +129,27 @@ def _value(
             subject = f"value of the parameter {key!r} of the function {call_arguments.name!r}"
             for word in (word for word in form.words if isinstance(word, str)):
                 _check(not _TAGS.search(word), subject, word, "leave out the tags of such a call")
-                ways.append(literal(word + END))
+                alternatives.append(literal(word + END))
             continue
-        min_length, max_length = min(form.minimum, LONGEST), form.maximum
-        max_length = "" if max_length is None or max_length > LONGEST else max_length
+        min_length, max_length = min(form.minimum, MAX_COUNTED_CHARS), form.maximum
+        max_length = "" if max_length is None or max_length > MAX_COUNTED_CHARS else max_length
         if not min_length and max_length == "":
             return "TEXT"
         name = f"TEXT_{min_length}_{max_length}"
         counted[name] = rf"{name}: /(?s:.){{{min_length},{max_length}}}\n<\/parameter>\n/ & PLAIN"
-        ways.append(name)
-    return f"({' | '.join(dict.fromkeys(ways))})"
+        alternatives.append(name)
+    return f"({' | '.join(dict.fromkeys(alternatives))})"
 
 
 def _check_name(subject: str, name: str) -> None:
-    mend = "leave out <, >, line breaks and space in front, and give at most 201 characters"
-    _check(NAME.fullmatch(name), f"name of a {subject}", name, mend)
+    hint = "leave out <, >, line breaks and space in front, and give at most 201 characters"
+    _check(NAME.fullmatch(name), f"name of a {subject}", name, hint)
 
 
 def _check(fits: Any, subject: str, text: str, hint: str) -> None:
-    """Raises ValueError for a text that the parser could not read back."""
+    """Raise ValueError, unless `fits`, for a text that the parser cannot read back."""
     if not fits:
         raise ValueError(
-            f"The {subject} is {reprlib.repr(text)}, which cannot be read back from a call of the "
-            f"form qwen3_coder; {hint}."
+            f"The {subject} is {reprlib.repr(text)}, which cannot be read back from a qwen3_coder "
+            f"tool call; {hint}."
         )

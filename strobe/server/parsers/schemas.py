@@ -1,4 +1,4 @@
-"""What a tool's JSON schema says of each of its arguments."""
+"""Reads the types and values of each argument from a tool's JSON schema."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 
 @dataclass(frozen=True)
 class Form:
-    """One way to be a value: of one of these JSON types, one of these words where there are any,
-    and as a string at least and at most so many characters long."""
+    """One alternative of a schema. types: the allowed JSON types; words: the allowed values, None
+    for all; minimum, maximum: length of strings in characters."""
 
     types: frozenset[str] = ANY
     words: tuple[Any, ...] | None = None
@@ -30,14 +30,14 @@ class Form:
     maximum: int | None = None
 
     def fits(self, value: Any) -> bool:
-        """Whether a value, its words aside, is of this form."""
+        """Whether a value has an allowed type and length; `words` are not checked."""
         if not isinstance(value, str):
             return type_of(value) in self.types
         short = self.maximum is None or len(value) <= self.maximum
         return "string" in self.types and short and len(value) >= self.minimum
 
     def intersect(self, form: Form) -> Form:
-        """The form of what is of both forms; of no type where nothing is."""
+        """Return the form of the values that both forms allow; without types if there are none."""
         words = self.words if form.words is None else form.words
         if self.words is not None and form.words is not None:
             words = tuple(word for word in self.words if word in form.words)
@@ -52,20 +52,20 @@ class Form:
 
 
 def type_of(value: Any) -> str:
-    """The JSON type of a value that was read from JSON."""
+    """Return the JSON type of a parsed value."""
     is_whole = isinstance(value, float) and value.is_integer()
     return "integer" if is_whole else _PYTHON[type(value)]
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """A value written without quotes that may be of these JSON types, as JSON: what it is where
-    that fits, else a string. Python's True, False and None are JSON's."""
+    """Convert an unquoted value to JSON: as the value that it spells if `types` allow its JSON
+    type, else as a string. Python's True, False and None become JSON's."""
     word = _WORDS.get(text.strip().lower(), text.strip())
     try:
         value = json.loads(word, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    # What fits nowhere is best left as it is.
+    # A value of no allowed type stays as it is, unless it may be a string.
     fits = type_of(value) in types or "string" not in types
     return word if fits else json.dumps(text, ensure_ascii=False)
 
@@ -76,7 +76,8 @@ def _refuse(name: str) -> None:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a tool. schema: of their object; document: what its references are in."""
+    """The arguments of a tool. schema: the schema of their object; document: the schema that its
+    references point into."""
 
     name: str = ""
     schema: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -89,7 +90,7 @@ class Arguments:
 
     @property
     def required(self) -> Sequence[str]:
-        """The names of those that must be given."""
+        """The names of the required arguments."""
         return self.schema.get("required", ())
 
     def schema_of(self, key: str) -> Any:
@@ -97,29 +98,29 @@ class Arguments:
         return self.properties.get(key, self.schema.get("additionalProperties", True))
 
     def forms(self, key: str) -> list[Form]:
-        """The forms that an argument may have. Raises ValueError where its schema is none."""
+        """The forms of an argument. Raises ValueError for an invalid schema."""
         with self._naming(key):
             return _forms(self.schema_of(key), self.document, {})
 
     def types(self, key: str) -> frozenset[str]:
-        """The JSON types that an argument may have, any where its schema is none."""
+        """The JSON types of an argument, ANY for an invalid schema."""
         try:
             return types_of(self.forms(key))
         except ValueError:
             return ANY
 
     def standalone_schema(self, key: str) -> dict[str, Any]:
-        """An argument's schema with all that it refers to inside it. Raises ValueError where that
-        is not there."""
+        """Return an argument's schema with its references' targets copied into `$defs`. Raises
+        ValueError for a reference without a target."""
         with self._naming(key):
             definitions: dict[str, Any] = {}
-            schema = _moved(self.schema_of(key), self.document, definitions)
+            schema = _relocated(self.schema_of(key), self.document, definitions)
         parts = {str(number): part for number, part in enumerate(definitions.values())}
         return schema | ({"$defs": parts} if parts else {})
 
     @contextmanager
     def _naming(self, key: str) -> Generator[None]:
-        """Name the argument in what is said of its schema."""
+        """Put the argument's name in front of errors about its schema."""
         try:
             yield
         except (ValueError, RecursionError) as error:
@@ -129,7 +130,7 @@ class Arguments:
 
 
 def read_arguments(tool: Tool) -> Arguments:
-    """What a tool's schema says of its arguments. Raises ValueError where it is none."""
+    """Return a tool's arguments. Raises ValueError for an invalid schema."""
     document = schema = tool.parameters or {}
     try:
         for _ in range(_MAX_STEPS):
@@ -137,34 +138,35 @@ def read_arguments(tool: Tool) -> Arguments:
                 break
             schema = target_of(schema["$ref"], document)
             if not isinstance(schema, Mapping):
-                raise _wrong("schema", schema, "one of an object")
+                raise _invalid("schema", schema, "one of an object")
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping):
-            raise _wrong("properties", properties, "an object with the schema of each parameter")
+            raise _invalid("properties", properties, "an object with the schema of each parameter")
         if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
-            raise _wrong("required", required, "a list of names")
+            raise _invalid("required", required, "a list of names")
     except ValueError as error:
         raise ValueError(f"The schema of the function {tool.name!r} {error}") from None
     return Arguments(tool.name, schema, document)
 
 
 def types_of(forms: Sequence[Form]) -> frozenset[str]:
-    """The JSON types of a value of any of the forms."""
+    """Return the JSON types that any of the forms allows."""
     return frozenset[str]().union(*(form.types for form in forms))
 
 
 def is_text(types: frozenset[str]) -> bool:
-    """Whether a value of these JSON types is a string or nothing."""
+    """Whether a value of these JSON types is a string or null."""
     return "string" in types and types <= {"string", "null"}
 
 
 def _forms(schema: Any, document: Any, cache: dict[str, list[Form]]) -> list[Form]:
-    """The forms of a schema by its type, enum, const, lengths, references and alternatives.
-    cache: those of the references so far; any form for one to itself. Raises ValueError."""
+    """Return the forms of a schema by its type, enum, const, lengths, references and alternatives.
+    cache: the forms of references so far; a recursive reference allows any form. Raises
+    ValueError."""
     if isinstance(schema, bool):
         return [Form()] if schema else []
     if not isinstance(schema, Mapping):
-        raise _wrong("schema", schema, "an object, true or false")
+        raise _invalid("schema", schema, "an object, true or false")
     parts = [[_own_form(schema)]]
     if "$ref" in schema:
         ref = schema["$ref"]
@@ -178,9 +180,11 @@ def _forms(schema: Any, document: Any, cache: dict[str, list[Form]]) -> list[For
             continue
         listed = schema[name]
         if not isinstance(listed, list):
-            raise _wrong(name, listed, "a list of schemas")
-        ways = [_forms(branch, document, cache) for branch in listed]
-        parts += ways if name == "allOf" else [[form for way in ways for form in way]]
+            raise _invalid(name, listed, "a list of schemas")
+        alternatives = [_forms(branch, document, cache) for branch in listed]
+        parts += (
+            alternatives if name == "allOf" else [[form for way in alternatives for form in way]]
+        )
     forms = [Form()]
     for part in parts:
         if len(forms) * len(part) > _MAX_FORMS:
@@ -191,17 +195,17 @@ def _forms(schema: Any, document: Any, cache: dict[str, list[Form]]) -> list[For
 
 
 def _own_form(schema: Mapping[str, Any]) -> Form:
-    """The form by a schema's own type, enum, const and lengths."""
+    """Return the form of a schema's own type, enum, const and lengths."""
     types, words = schema.get("type", list(ANY)), schema.get("enum")
     names = types if isinstance(types, list) else [types]
     if not all(isinstance(name, str) and name in ANY for name in names):
-        raise _wrong("type", types, f"one of {', '.join(sorted(ANY))}, or a list of them")
+        raise _invalid("type", types, f"one of {', '.join(sorted(ANY))}, or a list of them")
     if "enum" in schema and not isinstance(words, list):
-        raise _wrong("enum", words, "a list of values")
+        raise _invalid("enum", words, "a list of values")
     for name in ("minLength", "maxLength"):
         length = schema.get(name, 0)
         if type(length) is not int or length < 0:
-            raise _wrong(name, length, "a whole number from 0 on")
+            raise _invalid(name, length, "a whole number from 0 on")
     if "number" in names:
         names = [*names, "integer"]
     if "const" in schema:
@@ -211,34 +215,34 @@ def _own_form(schema: Mapping[str, Any]) -> Form:
 
 
 def target_of(ref: Any, document: Any) -> Any:
-    """What a reference into a document refers to. Raises ValueError."""
+    """Return the target of a reference into a document. Raises ValueError."""
     if not isinstance(ref, str) or not (ref + "/").startswith("#/"):
-        raise _wrong("$ref", ref, "one that begins with #/, into the function's parameters")
+        raise _invalid("$ref", ref, "one that begins with #/, into the function's parameters")
     for part in ref.split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
         try:
             document = document[int(name) if isinstance(document, list) else name]
         except (KeyError, IndexError, TypeError, ValueError):
-            raise _wrong("$ref", ref, "one to what is in the function's parameters") from None
+            raise _invalid("$ref", ref, "one to a schema in the function's parameters") from None
     return document
 
 
-def _moved(schema: Any, document: Any, definitions: dict[str, Any]) -> Any:
-    """A schema with its references into the document made numbers of definitions, which take up
-    what they refer to. Raises ValueError."""
+def _relocated(schema: Any, document: Any, definitions: dict[str, Any]) -> Any:
+    """Return a schema whose references point to `#/$defs/N`, N being an index of `definitions`,
+    which gets their targets. Raises ValueError."""
     if isinstance(schema, list):
-        return [_moved(part, document, definitions) for part in schema]
+        return [_relocated(part, document, definitions) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {name: _moved(part, document, definitions) for name, part in schema.items()}
+    relocated = {name: _relocated(part, document, definitions) for name, part in schema.items()}
     ref = schema.get("$ref")
     if isinstance(ref, str) and ref.startswith("#"):
         if ref not in definitions:
-            definitions[ref] = True  # keeps the place
-            definitions[ref] = _moved(target_of(ref, document), document, definitions)
-        moved["$ref"] = f"#/$defs/{list(definitions).index(ref)}"
-    return moved
+            definitions[ref] = True  # reserves the index
+            definitions[ref] = _relocated(target_of(ref, document), document, definitions)
+        relocated["$ref"] = f"#/$defs/{list(definitions).index(ref)}"
+    return relocated
 
 
-def _wrong(name: str, value: Any, hint: str) -> ValueError:
+def _invalid(name: str, value: Any, hint: str) -> ValueError:
     return ValueError(f"has the {name} {reprlib.repr(value)}; give {hint}.")

@@ -1,4 +1,4 @@
-"""The tags of Qwen3-Coder's tool calls, and where a value between them ends."""
+"""The tags of Qwen3-Coder's tool calls, and a search for the end of a value between them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ OPENER, CLOSER = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 NAME = re.compile(r"[^<> \t\r\n][^<>\n]{0,200}")
-"""The name of a function or parameter that can stand in a tag."""
+"""Names of functions and parameters that a tag can hold."""
 LINE = re.compile(r"\r?\n")
 
 _COMMENT = r"<!--(?s:.{0,200}?)-->"
-_LONGEST = 207
-"""The characters of the longest comment, and more than those of any tag."""
+_MAX_CHARS = 207
+"""Length of the longest comment in characters, which is above any tag's."""
 _BLANK = re.compile(rf"(?:[ \t\r\n]|{_COMMENT})*")
 _BLANK_OR_END = re.compile(rf"(?:[ \t\r\n]|{PARAMETER_END}|{_COMMENT})*")
 _MARKER = re.compile(rf"(\r?\n)?({PARAMETER_END}|{FUNCTION_END}|{PARAMETER})")
@@ -32,38 +32,38 @@ _QUOTES = re.compile(r'\\.|["\n]')
 
 
 def blank(text: str) -> int:
-    """Characters at a text's beginning that say nothing between two parameters: space, comments
-    and ends of parameters that have ended."""
+    """Return the number of characters at a text's beginning that are skipped between parameters:
+    space, comments and surplus ends of parameters."""
     match = _BLANK_OR_END.match(text)
     return match.end() if match else 0
 
 
 def may_begin(text: str, *tags: str) -> bool:
-    """Whether a text may yet turn out to begin with one of the tags, or with a comment."""
-    comment = "<!--".startswith(text[:4]) and len(text) < _LONGEST
+    """Whether a text may be the beginning of one of the tags or of a comment."""
+    comment = "<!--".startswith(text[:4]) and len(text) < _MAX_CHARS
     return comment or any(tag.startswith(text) for tag in tags)
 
 
 class ValueEnd:
-    """Finds the end of a value that is being written, which may have markup of its own.
+    """Finds the end of a value as it arrives. A value may contain markup itself.
 
-    `</parameter>` is the end in front of another tag of the call, or of the answer's end;
-    `</function>` in front of a tag that follows a call; `<parameter=key>` on a line of its own
-    where such a parameter is awaited. In JSON none is inside a string.
+    `</parameter>` ends it if another tag of the call or the answer's end follows; `</function>` if
+    a tag follows that comes after calls; `<parameter=key>` if it is on a line of its own and that
+    parameter is expected. Tags inside a JSON string do not count.
 
-    certain: characters of the value so far in which the end is not.
+    certain: number of characters of the value so far that do not contain its end.
     """
 
-    def __init__(self, awaited: Collection[str], *, text: bool):
-        """text: whether the value is a string as it stands, and never JSON."""
+    def __init__(self, expected: Collection[str], *, text: bool):
+        """text: whether the value is plain text and never JSON."""
         self.certain = 0
-        self._awaited, self._text = awaited, text
-        self._blank = 0  # characters behind a marker that say nothing
+        self._expected, self._text = expected, text
+        self._blank = 0  # blank characters after a marker
         self._counted, self._in_string = 0, False
 
     def find(self, raw: str, *, last: bool) -> re.Match[str] | None:
-        """The line break and the tag at a value's end, None where it is not there. last: whether
-        no more text comes."""
+        """Return the line break and the tag at the value's end, None if it has not arrived. last:
+        whether the answer has ended."""
         while marker := _MARKER.search(raw, self.certain):
             ends = self._ends(raw, marker, last)
             if ends is None or ends:
@@ -74,32 +74,32 @@ class ValueEnd:
         return None
 
     def _ends(self, raw: str, marker: re.Match[str], last: bool) -> bool | None:
-        """Whether a value ends here, None where what follows has yet to say."""
+        """Whether the value ends at a marker, None if that depends on further text."""
         line, tag = marker.groups()
         if not line and self._is_quoted(raw, marker.start()):
             return False
         if tag == PARAMETER:
-            key, end, _ = raw[marker.end() : marker.end() + _LONGEST].partition(">")
+            key, end, _ = raw[marker.end() : marker.end() + _MAX_CHARS].partition(">")
             if not line or end or last:
-                return bool(line and end) and key in self._awaited
-            return None if any(name.startswith(key) for name in self._awaited) else False
+                return bool(line and end) and key in self._expected
+            return None if any(name.startswith(key) for name in self._expected) else False
         following = _BLANK.match(raw, marker.end() + self._blank)
         assert following is not None
         self._blank = following.end() - marker.end()
-        rest = raw[following.end() : following.end() + _LONGEST]
+        rest = raw[following.end() : following.end() + _MAX_CHARS]
         follows = _FOLLOWS[tag]
-        if line and tag == PARAMETER_END:  # twice, one below the other
+        if line and tag == PARAMETER_END:  # the end tag on two consecutive lines
             follows = (*follows, tag)
         if not rest.startswith(follows) and may_begin(rest, *follows):
             return last or None
         return rest.startswith(follows)
 
-    def _is_quoted(self, raw: str, place: int) -> bool:
-        """Whether a place lies in a string of JSON, which has no line break in it."""
+    def _is_quoted(self, raw: str, position: int) -> bool:
+        """Whether a position is inside a JSON string, which never spans lines."""
         if self._text or not _NO_TEXT.match(raw):
             return False
-        for mark in _QUOTES.finditer(raw, self._counted, place):
+        for mark in _QUOTES.finditer(raw, self._counted, position):
             if mark[0] in '"\n':
                 self._in_string = mark[0] == '"' and not self._in_string
-        self._counted = place
+        self._counted = position
         return self._in_string
