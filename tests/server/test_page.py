@@ -158,7 +158,7 @@ def test_an_answer_streams_into_tokens_coloured_by_origin(chat: Page, server: Mo
     server.reply(answer(*parts))
     ask(chat, "Sort them")
     chat.until("document.querySelector('#stop').checkVisibility()")
-    assert chat.texts(".said p") == ["Sort them"]
+    assert chat.texts(".message p") == ["Sort them"]
     assert chat.evaluate("document.querySelector('#prompt').value") == ""
     gates[0].open()
     chat.until("document.querySelectorAll('.answer .token').length == 1")
@@ -202,7 +202,7 @@ def test_markup_in_a_token_or_a_prompt_stays_text(chat: Page, server: MockServer
     server.reply(answer(step((evil, False), drafted=0), step(("<b>", True), ("&amp;", False))))
     ask_and_wait(chat, evil)
     assert chat.texts(".answer .token") == [evil, "<b>", "&amp;"]
-    assert chat.texts(".said p") == [evil]
+    assert chat.texts(".message p") == [evil]
     assert chat.evaluate("document.querySelectorAll('#log :is(script, img, b)').length") == 0
     assert chat.evaluate("window.hit") is None
 
@@ -276,7 +276,7 @@ def test_tool_call_is_readable_and_result_is_sent_back(chat: Page, server: MockS
 def test_answer_cut_by_limit_is_marked(chat: Page, server: MockServer):
     server.reply(answer(THOUGHT[0], step(("So", False), thinking="So", finish="length")))
     ask_and_wait(chat, "think")
-    assert chat.texts(".notes .note") == ["Stopped at 2 tokens, the most it may write."]
+    assert chat.texts(".notes .note") == ["Stopped at 2 tokens, its limit."]
     assert chat.text(".thinking summary") == "Thought for 2 tokens"
     assert chat.evaluate("document.querySelector('.thinking').open")  # there is nothing else
 
@@ -403,10 +403,10 @@ def test_starting_server_is_awaited(page: Page, server: MockServer):
 def test_key_is_prompted_sent_and_kept_per_tab(page: Page, server: MockServer):
     server.api_key = "sesame"
     visit(page, server.url)
-    assert "asks for an API key" in page.text("#server-note")
+    assert "requires an API key" in page.text("#server-note")
     ask_and_wait(page, "hello")
     assert page.texts(".notes .error") == [
-        "This server asks for an API key. Enter it in the settings."
+        "This server requires an API key. Enter it in the settings."
     ]
     page.click(".notes button")
     assert page.evaluate("document.activeElement.name") == "key"
@@ -559,7 +559,7 @@ def test_stopped_comparison_shows_no_result(chat: Page, server: MockServer):
     chat.press("Escape")
     assert reply.gone.wait(10)
     chat.until(f"document.querySelector('.verdict') && {IDLE}")
-    assert chat.text(".verdict") == "No comparison: not both answers came to their end."
+    assert chat.text(".verdict") == "No comparison: not both answers were completed."
     assert len(server.received) == 1
 
 

@@ -1,17 +1,17 @@
-// One answer on the page: its sections of coloured tokens, tool calls, strip and figures.
+// One answer on the page: sections of coloured tokens, tool calls, the strip and figures.
 
 import { element, number } from "./dom.js";
 import { Sections } from "./sections.js";
 import { Strip } from "./strip.js";
 
-const OFF = "the request turned speculation off"; // asked for, so nothing to report
+const OFF = "the request turned speculation off"; // intended, so not worth a note
 
-/** The tokens on the page, for whoever wants to say more about one: span -> {answer, token}. */
+/** The tokens on the page: span -> {answer, token}. */
 export const tokenOf = new WeakMap();
 /** The bars of all strips: element -> {answer, step}. */
 export const stepOf = new WeakMap();
 
-/** An answer being made. Feed it chunks, then finish it once. */
+/** An answer during generation. Add its chunks, then call finish once. */
 export class Answer {
   constructor(title, started = performance.now()) {
     this.sections = new Sections();
@@ -26,7 +26,7 @@ export class Answer {
     this.usage = null;
     this.report = null;
     this.done = false;
-    this.failed = false; // stopped or broken off
+    this.failed = false; // stopped or aborted
 
     this.strip = new Strip();
     this.body = element("div", { class: "parts" });
@@ -42,7 +42,7 @@ export class Answer {
     );
   }
 
-  /** The text as the tokens make it, markers included. */
+  /** The tokens' joined text, markers included. */
   get raw() {
     return this.sections.raw;
   }
@@ -51,7 +51,7 @@ export class Answer {
     return this.usage?.completion_tokens ?? this.spans.length;
   }
 
-  /** Tokens a second after the first step, by the engine's clock; null before the end. */
+  /** Tokens per second after the first step, by the engine's clock; null before the end. */
   get rate() {
     const { started, first, last } = this.times;
     const decoded = this.numTokens - this.firstTokens;
@@ -61,12 +61,12 @@ export class Answer {
     return (1000 * this.numTokens) / (last - started);
   }
 
-  /** Whether the server said how long the engine decoded. */
+  /** Whether the server reported the engine's decoding time. */
   get measured() {
     return Boolean(this.report?.decode_seconds);
   }
 
-  /** What the conversation keeps of it; a call that was cut off is none. */
+  /** The answer as a message of the conversation, without calls that were cut off. */
   get message() {
     const message = { role: "assistant", content: this.content };
     if (this.calls.length && !this.failed) {
@@ -100,9 +100,9 @@ export class Answer {
     const from = this.spans.length;
     this.place(this.sections.push(step.tokens, index, delta));
     const spans = this.spans.slice(from);
-    const kept = step.tokens.filter(([, accepted]) => accepted).length;
-    const verify = index > 0 || step.drafted > 0; // not the prompt's own forward
-    const bar = verify ? this.strip.add(step, spans.length - kept, kept) : null;
+    const accepted = step.tokens.filter(([, isDraft]) => isDraft).length;
+    const verify = index > 0 || step.drafted > 0; // not the prefill
+    const bar = verify ? this.strip.add(step, spans.length - accepted, accepted) : null;
     if (bar) stepOf.set(bar, { answer: this, step: index });
     this.steps.push({ ...step, spans, bar });
     this.stamp(time, spans.length);
@@ -120,7 +120,7 @@ export class Answer {
     this.times.last = time;
   }
 
-  /** Put the tokens from `changed` on into their sections; only the newest ever move. */
+  /** Put the tokens from `changed` on into their sections; only the last ones ever move. */
   place(changed) {
     for (let i = this.spans.length - 1; i >= changed; i--) this.spans[i].remove();
     while (this.parts.length && empty(this.parts.at(-1))) this.parts.pop().element.remove();
@@ -137,7 +137,7 @@ export class Answer {
 
   span(token) {
     const origin = token.own === null ? "unknown" : token.own ? "own" : "accepted";
-    const tabindex = this.spans.length ? -1 : 0; // one stop for Tab, arrows move on from there
+    const tabindex = this.spans.length ? -1 : 0; // one tab stop; arrow keys move from there
     const span = element("span", { class: `token ${origin}`, tabindex }, token.piece);
     tokenOf.set(span, { answer: this, token });
     return span;
@@ -148,22 +148,22 @@ export class Answer {
     const name = { thinking: "Thinking", answer: "Answer", call: "Tool call" }[kind];
     const label = `${name}, token by token; the arrow keys move`;
     const tokens = element("div", { class: "tokens", role: "group", "aria-label": label });
-    let made = tokens;
+    let part = tokens;
     if (kind === "thinking") {
-      made = element(
+      part = element(
         "details",
         { class: "thinking", open: true },
         element("summary", {}, "Thinking …"),
         tokens,
       );
     } else if (kind === "call") {
-      made = element("div", { class: "call" }, tokens);
+      part = element("div", { class: "call" }, tokens);
     }
-    this.parts.push({ kind, element: made, tokens });
-    this.body.append(made);
+    this.parts.push({ kind, element: part, tokens });
+    this.body.append(part);
   }
 
-  /** Thinking that has ended is counted, and folded away where more comes after it. */
+  /** Show the token count of thinking that has ended, and fold it if `folded`. */
   endThinking(folded) {
     const last = this.parts.at(-1);
     if (last?.kind !== "thinking") return;
@@ -190,13 +190,13 @@ export class Answer {
     );
   }
 
-  /** The end, however it came. note: a sentence why, null where the model was done. */
+  /** End the answer. note: a sentence that says why, null if the model ended it. */
   finish(note = null, kind = "note") {
     this.done = true;
     this.element.classList.remove("running");
     this.endThinking(false);
     if (this.finishReason === "length" && note === null) {
-      note = `Stopped at ${number(this.numTokens)} tokens, the most it may write.`;
+      note = `Stopped at ${number(this.numTokens)} tokens, its limit.`;
     }
     if (note !== null) {
       const role = kind === "error" ? "alert" : null;
@@ -205,7 +205,7 @@ export class Answer {
     this.describe();
   }
 
-  /** The figures line, from what is known so far. */
+  /** Update the line of figures. */
   describe() {
     const { started, first } = this.times;
     const report = this.report;
@@ -235,13 +235,13 @@ function why({ off_reason: reason }) {
   return `off, because ${reason ?? "the server gave no reason"}`;
 }
 
-/** Arguments as a list of names and values, or as they came while they are no JSON object yet. */
+/** Arguments as a list of names and values, or as raw text while they are not a JSON object. */
 function argumentList(text) {
   let values = null;
   try {
     values = JSON.parse(text);
   } catch {
-    // still streaming, or the model wrote no JSON
+    // incomplete, or not valid JSON
   }
   if (values === null || typeof values !== "object") return text ? [element("code", {}, text)] : [];
   const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));

@@ -1,4 +1,4 @@
-// What answers to the same request say about speculation.
+// The comparison of answers to one request without and with speculation.
 
 import { element, number } from "./dom.js";
 
@@ -6,13 +6,13 @@ export const ROUNDS = 3;
 
 /**
  * The sentences under a comparison. off, on: the answers of the first round; rounds: {off, on} of
- * each round that ended. body: what all were asked.
+ * each finished round; body: the request of all rounds.
  */
 export function verdict(off, on, rounds, body, inTurns) {
   const result = element("p", { class: "verdict" });
   for (const { strip } of [off, on]) strip.scale(Math.max(off.strip.height, on.strip.height));
   if (off.failed || on.failed) {
-    result.append("No comparison: not both answers came to their end.");
+    result.append("No comparison: not both answers were completed.");
     return result;
   }
   if (on.report && !on.report.used) {
@@ -23,14 +23,14 @@ export function verdict(off, on, rounds, body, inTurns) {
   }
   result.append(element("span", {}, sameness(off, on)));
   const temperature = body.temperature ?? "the model’s own";
-  const how = inTurns ? "one after the other" : "at the same time";
-  const same = `All with seed ${body.seed} and temperature ${temperature}, ${how}`;
+  const order = inTurns ? "one after the other" : "at the same time";
+  const conditions = `All with seed ${body.seed} and temperature ${temperature}, ${order}`;
   const clock = off.measured && on.measured ? "by the engine’s clock" : "as seen in this browser";
-  result.append(element("small", {}, `${same}; rates after the first token, ${clock}.`));
+  result.append(element("small", {}, `${conditions}; rates after the first token, ${clock}.`));
   return result;
 }
 
-/** How the rates of the rounds compare: by their medians, where their ranges are apart. */
+/** The comparison of the rounds' rates: by their medians if their ranges do not overlap. */
 function speeds(rounds) {
   const off = rounds.map((round) => round.off.rate).filter((rate) => rate !== null);
   const on = rounds.map((round) => round.on.rate).filter((rate) => rate !== null);

@@ -1,19 +1,19 @@
-// Making elements. Text goes in as text nodes only, so nothing a model writes is ever markup.
+// Helpers for elements. Text becomes text nodes only, so a model's text is never markup.
 
 /** element("p", {class: "note", hidden: true}, "text", child). Booleans set or omit attributes. */
 export function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
+  const node = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
-    if (value === true) made.setAttribute(key, "");
-    else if (value !== false && value !== null) made.setAttribute(key, value);
+    if (value === true) node.setAttribute(key, "");
+    else if (value !== false && value !== null) node.setAttribute(key, value);
   }
-  made.append(...children);
-  return made;
+  node.append(...children);
+  return node;
 }
 
 export const byId = (id) => document.getElementById(id);
 
-/** 1,234 or 12.3: three digits or more need no fraction. */
+/** Format a number as 1,234 or 12.3, with a fraction only below 100. */
 export function number(value) {
   return value.toLocaleString("en", { maximumFractionDigits: value < 100 ? 1 : 0 });
 }

@@ -1,4 +1,4 @@
-// Prompts that suit the demo models: one of each family of tasks they were trained on.
+// Prompts for the demo models, one from each family of tasks that they were trained on.
 
 export const DEMO = "strobe-demo";
 

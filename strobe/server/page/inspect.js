@@ -1,4 +1,4 @@
-// Saying more about one token or step: under the pointer, on a tap, or with the arrow keys.
+// The note on a token or step, shown for the pointer, a tap or the arrow keys.
 
 import { stepOf, tokenOf } from "./answer.js";
 import { byId, element } from "./dom.js";
@@ -24,7 +24,7 @@ export function inspect(log) {
   addEventListener("scroll", () => !note.hidden && stay(), { passive: true });
 }
 
-/** Take the note away. */
+/** Hide the note. */
 export function hide() {
   note.hidden = true;
   for (const other of lit) other.classList.remove("lit");
@@ -68,13 +68,13 @@ function stepLine(step, index) {
   return `Step ${index}: ${step.accepted} of ${step.drafted} drafts accepted.`;
 }
 
-/** A token as one can see it. */
+/** A token's text with invisible characters shown. */
 function visible(piece) {
   const signs = { " ": "␣", "\n": "↵", "\t": "⇥" };
   return piece.replace(/[ \n\t]/g, (blank) => signs[blank]) || "(no text)";
 }
 
-/** Above the target, or below where there is no room, inside the window. */
+/** Place the note above the target, or below if there is no room, inside the window. */
 function place(target) {
   const box = target.getClientRects()[0] ?? target.getBoundingClientRect();
   const { offsetWidth: width, offsetHeight: height } = note;
@@ -84,7 +84,7 @@ function place(target) {
   note.style.top = `${top > 8 ? top : box.bottom + 6}px`;
 }
 
-/** Arrows: the token before and after, the step before and after; Home and End. */
+/** Handle arrow keys (previous and next token or step), Home and End. */
 function move(event) {
   const here = tokenOf.get(event.target);
   if (!here || event.ctrlKey || event.metaKey || event.altKey) return;

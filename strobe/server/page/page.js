@@ -13,17 +13,17 @@ const prompt = byId("prompt");
 const dialog = byId("settings");
 
 let model = null; // its entry in /v1/models
-let running = null; // the AbortController of what streams now
+let running = null; // the AbortController of the current stream
 let talk = newTalk();
 
-/** messages: what the server is sent, less the system message. pending: calls without a result. */
+/** messages: the conversation without the system message. pending: calls without a result. */
 function newTalk() {
   return { messages: [], pending: [] };
 }
 
 // ---- sending ----
 
-/** Send what is typed, or compare with it; with nothing typed, compare on the last prompt. */
+/** Send the message or compare with it; with an empty message, compare on the last prompt. */
 async function submit(compare) {
   const text = prompt.value;
   const typed = text.trim() !== "";
@@ -56,7 +56,7 @@ async function submit(compare) {
   focusPrompt();
 }
 
-/** What is typed is the result of a tool while a call waits for one. */
+/** The typed text as a message: a tool's result while a call waits for one. */
 function messageOf(text) {
   if (!talk.pending.length) return { role: "user", content: text };
   const [call, ...rest] = talk.pending;
@@ -64,7 +64,7 @@ function messageOf(text) {
   return { role: "tool", tool_call_id: call.id, name: call.name, content: text };
 }
 
-/** Stream one answer, or two, into a turn; whether the conversation has one more message. */
+/** Stream one answer, or two, into a turn. Returns whether the conversation has a new message. */
 async function converse(turn, compare) {
   const mine = talk;
   running = new AbortController();
@@ -88,8 +88,8 @@ async function converse(turn, compare) {
   return true;
 }
 
-/** The same request without and with speculation, shown once and run ROUNDS times; the answer with
- * it. */
+/** Run a request without and with speculation, ROUNDS times, and show the first round. Returns the
+ * answer with speculation. */
 async function both(turn, body, signal) {
   body.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
   const off = addAnswer(turn, "Speculation off");
@@ -124,7 +124,7 @@ async function both(turn, body, signal) {
   return on;
 }
 
-/** One more round of a comparison, whose answers are not shown. */
+/** Run another round of a comparison without showing its answers. */
 async function unseen(body, signal) {
   const round = { off: new Answer("Speculation off"), on: new Answer("Speculation on") };
   const first = () => stream(round.off, { ...body, speculation: false }, signal, true);
@@ -163,17 +163,17 @@ async function stream(answer, body, signal, silent = false) {
   return answer;
 }
 
-// ---- what is shown ----
+// ---- display ----
 
 function addTurn(message) {
   const turn = element("article", { class: "turn" });
   if (message === null) {
     turn.append(element("p", { class: "note" }, "The same prompt, compared."));
   } else {
-    const who = message.role === "tool" ? `Result of ${message.name}` : "You";
-    const said = element("div", { class: `said ${message.role}` });
-    said.append(element("h2", {}, who), element("p", {}, message.content));
-    turn.append(said);
+    const author = message.role === "tool" ? `Result of ${message.name}` : "You";
+    const block = element("div", { class: `message ${message.role}` });
+    block.append(element("h2", {}, author), element("p", {}, message.content));
+    turn.append(block);
   }
   turn.append(element("div", { class: "answers" }));
   log.append(turn);
@@ -194,7 +194,7 @@ function keyButton() {
   return button;
 }
 
-/** Bring the buttons, labels and the line under the message up to date. */
+/** Update the buttons, labels and the line under the message. */
 function refresh() {
   const [call] = talk.pending;
   byId("welcome").hidden = log.hasChildNodes();
@@ -209,27 +209,27 @@ function refresh() {
   fit();
 }
 
-/** As high as its text, up to what the style allows. */
+/** Fit the field's height to its text, up to the style's maximum. */
 function fit() {
   prompt.style.height = "auto";
   prompt.style.height = `${prompt.scrollHeight + prompt.offsetHeight - prompt.clientHeight}px`;
 }
 
-let touched = false; // the last press was a finger's
+let touched = false; // whether the last press was by touch
 addEventListener("pointerdown", ({ pointerType }) => (touched = pointerType === "touch"));
 
-/** After a finger, the focus would only bring up a keyboard that covers the answer. */
+/** Focus the field, except after a touch, when a keyboard would cover the answer. */
 function focusPrompt() {
   if (touched) prompt.blur();
   else if (!dialog.open) prompt.focus();
 }
 
-/** Tell a screen reader. */
+/** Announce a text to screen readers. */
 function say(text) {
   byId("status").textContent = text;
 }
 
-let pinned = true; // the reader is at the end, so stay there
+let pinned = true; // whether the page is scrolled to the end and stays there
 let lastTop = 0;
 let frame = null;
 const following = new Set();
@@ -255,8 +255,8 @@ async function loadModel() {
     note.hidden = true;
   } catch (error) {
     model = null;
-    const said = error instanceof ServerError ? error.message : "The server names no model.";
-    note.replaceChildren(said, " ", ...(error.status === 401 ? [keyButton()] : []));
+    const text = error instanceof ServerError ? error.message : "The server names no model.";
+    note.replaceChildren(text, " ", ...(error.status === 401 ? [keyButton()] : []));
     note.hidden = false;
     if (error.status === 503) setTimeout(loadModel, 400); // it is still starting
   }
@@ -282,7 +282,7 @@ function offerExamples() {
   }
 }
 
-// ---- wiring ----
+// ---- event listeners ----
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -321,7 +321,7 @@ addEventListener("keydown", (event) => {
 });
 addEventListener("scroll", () => {
   const { scrollHeight, scrollTop, clientHeight } = document.documentElement;
-  // Only a reader goes up; the end may be far below because more has come since.
+  // Only the reader scrolls up; new text may also move the end away.
   if (scrollHeight - scrollTop - clientHeight < 80) pinned = true;
   else if (scrollTop < lastTop) pinned = false;
   lastTop = scrollTop;

@@ -1,12 +1,12 @@
-// Which section of an answer each token belongs to. No DOM here.
+// Assigns each token of an answer to a section. Does not use the DOM.
 //
 //   raw text   <think>\nHm, 4.\n</think>\n\nIt is 4.     the tokens' pieces, joined
-//   reasoning           Hm, 4.                           the server's parser split these off
+//   reasoning           Hm, 4.                           as split by the server's parser
 //   content                                 It is 4.
 //
 // Pieces are the raw text; delta.reasoning_content and delta.content are parts of it, in order.
-// They may lag behind, because a parser holds back what could begin a marker. A token that no delta
-// covers is a marker, and stays with the section before it, or with the first one.
+// They may lag, because a parser holds back text that may begin a marker. A token that no delta
+// covers is a marker, and belongs to the section before it, or to the first one.
 
 export class Sections {
   constructor() {
@@ -16,7 +16,7 @@ export class Sections {
     this.final = 0; // the sections of the tokens before it are final
   }
 
-  /** Take one step's [piece, drafted] pairs and its delta; the index of the first token whose
+  /** Add a step's [piece, drafted] pairs and its delta. Returns the index of the first token whose
    * section is new or has changed. */
   push(pairs, step, delta) {
     const before = this.tokens.length;
@@ -27,7 +27,7 @@ export class Sections {
     return this.resolve(before);
   }
 
-  /** Text of a server that sends no tokens: one piece of unknown origin. */
+  /** Add text without tokens, as servers without steps send it: one piece of unknown origin. */
   pushText(delta) {
     const text = (delta.reasoning_content ?? "") + (delta.content ?? "");
     const before = this.tokens.length;
@@ -53,8 +53,8 @@ export class Sections {
     this.cursor = end;
   }
 
-  /** A call's raw text is JSON that the delta does not repeat: all that is left, less the closing
-   * marker and blanks of the section before. */
+  /** Cover a call's raw text, which the delta does not repeat: all remaining tokens, except the
+   * closing marker and blanks of the section before. */
   coverCall() {
     let leading = true;
     for (const token of this.unmatched()) {
@@ -65,8 +65,8 @@ export class Sections {
     this.cursor = this.raw.length;
   }
 
-  /** Where the next delta lies: at the start of a token if it can, because a short text such as "t"
-   * also occurs inside the marker before it. Otherwise anywhere, and -1 where it does not occur. */
+  /** The position of the next delta: preferably at the start of a token, because a short text such
+   * as "t" also occurs inside the marker before it, else anywhere; -1 if it does not occur. */
   find(text) {
     if (this.raw.startsWith(text, this.cursor)) return this.cursor;
     for (const { start } of this.unmatched()) {
@@ -78,7 +78,7 @@ export class Sections {
   unmatched() {
     let first = this.tokens.length;
     while (first > 0 && this.tokens[first - 1].start >= this.cursor) first--;
-    return this.tokens.slice(Math.max(0, first - 1)); // the one before may reach over the cursor
+    return this.tokens.slice(Math.max(0, first - 1)); // the previous token may reach over the cursor
   }
 
   resolve(before) {

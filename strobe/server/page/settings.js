@@ -1,4 +1,4 @@
-// The settings, in the dialog and in the tab's session storage, and the request they make.
+// The settings, in the dialog and in the tab's session storage, and their request fields.
 
 import { byId } from "./dom.js";
 
@@ -8,7 +8,7 @@ const dialog = byId("settings");
 const fields = () => [...form.elements].filter((field) => field.name);
 const field = (name) => form.elements.namedItem(name);
 
-/** Settings live as long as the tab; without storage, as long as the page. */
+/** Settings last as long as the tab; without storage, as long as the page. */
 export function restore() {
   try {
     const stored = JSON.parse(sessionStorage.getItem(STORED) ?? "{}");
@@ -32,9 +32,9 @@ export function store() {
   }
 }
 
-let adopted = ""; // the tools an example has put into the field
+let adopted = ""; // the tools that an example put into the field
 
-/** Take the thinking switch and the tools of an example; tools of one's own stay. */
+/** Adopt an example's thinking switch and tools; tools that the user entered stay. */
 export function adopt({ thinking, tools }) {
   dropAdopted();
   field("thinking").checked = thinking;
@@ -42,7 +42,7 @@ export function adopt({ thinking, tools }) {
   store();
 }
 
-/** Take away the tools that an example brought, if they are as it brought them. */
+/** Remove an example's tools if the user has not changed them. */
 export function dropAdopted() {
   if (field("tools").value === adopted) field("tools").value = "";
   adopted = "";
@@ -55,7 +55,7 @@ export function openAt(name) {
   field(name).focus();
 }
 
-/** Whether all settings can be sent; opens the dialog at the first that cannot. */
+/** Whether all settings are valid; opens the dialog at the first invalid one. */
 export function valid() {
   checkTools();
   const wrong = fields().find((one) => !one.checkValidity());
@@ -86,7 +86,7 @@ export function tools() {
   return text ? JSON.parse(text) : [];
 }
 
-/** The fields of a chat request that the settings decide; an empty setting sends nothing. */
+/** The chat request's fields from the settings; empty settings are left out. */
 export function request() {
   const body = {
     stream: true,
@@ -99,12 +99,12 @@ export function request() {
   for (const [name, from] of Object.entries(numbers)) {
     if (field(from).value !== "") body[name] = field(from).valueAsNumber;
   }
-  const given = tools();
-  if (given.length) body.tools = given;
+  const list = tools();
+  if (list.length) body.tools = list;
   return body;
 }
 
-/** What is set, in a few words for the line under the message. */
+/** A summary of the settings for the line under the message. */
 export function inEffect() {
   const words = [
     `thinking ${field("thinking").checked ? "on" : "off"}`,

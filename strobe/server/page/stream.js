@@ -1,6 +1,6 @@
-// Talking to the server: JSON, a stream of chunks, and every failure as a sentence.
+// Requests to the server: JSON, streams of chunks, and every failure as a sentence.
 
-/** What went wrong, as a sentence for the reader. status: HTTP's, 0 where there was none. */
+/** An error with a sentence for the user. status: the HTTP status, 0 without a response. */
 export class ServerError extends Error {
   constructor(sentence, status = 0) {
     super(sentence);
@@ -79,9 +79,9 @@ async function ask(path, options) {
 async function refusal(response, key) {
   const { status } = response;
   if (status === 401 || status === 403) {
-    const wanted = "This server asks for an API key. Enter it in the settings.";
+    const missing = "This server requires an API key. Enter it in the settings.";
     const wrong = "The server does not accept this API key. Correct it in the settings.";
-    return new ServerError(key ? wrong : wanted, status);
+    return new ServerError(key ? wrong : missing, status);
   }
   const answer = await response.json().catch(() => null);
   let text = answer?.error

@@ -3,8 +3,8 @@
 import { element } from "./dom.js";
 
 /**
- * Bars of one answer. A bar is as high as the step's tokens: accepted drafts, then the target's
- * own; its pale part are the drafts that were not kept.
+ * Bars of one answer. A bar shows the step's tokens: accepted drafts, then the target's own; its
+ * pale part shows rejected drafts.
  */
 export class Strip {
   constructor() {
@@ -25,7 +25,7 @@ export class Strip {
     return this.steps ? 1 + this.accepted / this.steps : null;
   }
 
-  /** A bar for one step after the prompt's own. own, kept: its tokens by origin. */
+  /** Add a bar for a step after the prefill. own, kept: its tokens from the target and from drafts. */
   add({ drafted, accepted }, own, kept) {
     const bar = element("i", { class: "bar" });
     for (const [name, value] of Object.entries({ kept, own, drafted: drafted + 1 })) {
@@ -59,7 +59,7 @@ export class Strip {
     this.bars.setAttribute("aria-label", `Accepted length of ${bars} steps: ${words}`);
   }
 
-  /** Keep the newest bar in sight where there are more than fit. */
+  /** Scroll to the last bar if there are more than fit. */
   follow() {
     this.bars.scrollLeft = this.bars.scrollWidth;
   }
